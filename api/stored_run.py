@@ -16,7 +16,7 @@ from export.conversation.style import style_of_run
 from export.run_statistics import statistics_of
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan, tasks
-from runs.errors import RunDirError
+from runs.errors import DatasetError, RunDirError
 from runs.maintenance.upkeep import scan_of
 from runs.run_dir import read_run_json, runs_in
 from runs.run_lock import holder_of
@@ -186,6 +186,23 @@ class StoredRun:
             max_attempts=self.config.max_attempts,
             samples=self.config.num_samples,
         )
+
+    def funnel(self) -> dict[str, Any]:
+        """What becomes of the dataset's rows: tasks, endings, checks, exports; why what is lost.
+
+        See `export.funnel`. Raises `DatasetError` without the dataset, and `RunDirError` if the
+        manifest of an export cannot be read.
+        """
+        from export.funnel import funnel_of
+
+        return funnel_of(self.path, self.scan, self.totals())
+
+    def funnel_if_known(self) -> tuple[dict[str, Any] | None, str | None]:
+        """The funnel, or None and why it is unknown: the dataset may have been moved."""
+        try:
+            return self.funnel(), None
+        except (DatasetError, RunDirError) as error:
+            return None, str(error)
 
     def _not_found(self, wanted: str, longer: list[str]) -> str:
         if not longer:

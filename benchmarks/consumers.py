@@ -54,7 +54,7 @@ class _Consumer:
 _CONSUMERS = {
     "datasets": _Consumer("hf_datasets", ("datasets",)),
     "datasets_old": _Consumer("hf_datasets", ("datasets==3.6.0",)),
-    "trl": _Consumer("trl_sft", ("trl",), needs_torch=True, more=("trl_preferences",)),
+    "trl": _Consumer("trl_sft", ("trl",), needs_torch=True, more=("trl_preferences", "trl_turns")),
     "llamafactory": _Consumer("llamafactory_loader", ("llamafactory",), needs_torch=True),
     "axolotl": _Consumer("axolotl_chat", ("axolotl",), needs_torch=True),
     "verl": _Consumer("verl_sft", ("verl",), needs_torch=True, more=("rl_rows",)),
@@ -123,6 +123,7 @@ def _export(run_dir: Path, lines: Path, twins: Path) -> None:
     splits = {"train": 0.8, "test": 0.2}
     export_dataset(source, Recipe(formats=_FORMATS, splits=splits), lines)
     export_dataset(source, Recipe(formats=(*_FORMATS, "parquet", "hf"), splits=splits), twins)
+    export_dataset(source, Recipe(formats=("openai",), per_turn=True), twins / "turns")
 
 
 def _environment(place: Path, consumer: _Consumer, torch: str) -> Path:

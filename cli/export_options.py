@@ -22,6 +22,7 @@ _RECIPE_FLAGS = {
     "empty_think": "empty_think",
     "max_tool_chars": "max_tool_chars",
     "tools": "tools",
+    "per_turn": "per_turn",
     "accept_rows": "accept_rows",
     "reward_name": "reward_name",
     "splits": "splits",
@@ -70,6 +71,11 @@ def dataset_options(function: Any) -> Any:
             is_flag=True,
             help="Leave out conversations that failed their check.",
         ),
+        click.option(
+            "--per_turn",
+            is_flag=True,
+            help="One row per turn of the model, for templates that drop old reasoning.",
+        ),
         click.option("--push_for_real", is_flag=True, help="Send it (extra `hf`)."),
     )
     options = [
@@ -102,7 +108,8 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
 
     source = Source(run_dir, scan, num_samples)
     directory = Path(flags["output"] or run_dir / "exports" / "dataset")
-    given = {_RECIPE_FLAGS[k]: v for k, v in flags.items() if k in _RECIPE_FLAGS and v is not None}
+    named = {_RECIPE_FLAGS[k]: v for k, v in flags.items() if k in _RECIPE_FLAGS}
+    given = {key: value for key, value in named.items() if value not in (None, False)}
     filters = {"require_passed": True} if flags["require_passed"] else {}
     if flags["check"]:
         if given or filters or flags["recipe"]:
@@ -188,11 +195,15 @@ def _show_rows(
             show(f"=== {row['id']}\n{text}")
             spans = ", ".join(f"{begin}-{end}" for begin, end in trained)
             count = sum(end - begin for begin, end in trained)
+            no_loss = [n for n, m in enumerate(row["messages"], 1) if m.get("weight") == 0]
             show(
                 f"carry loss: {count:,} of {len(text):,} characters, at {spans}"
                 if trained
                 else "carry loss: unknown (the template has no generation block)"
             )
+            if no_loss:
+                places = ", ".join(map(str, no_loss))
+                show(f"no loss where a trainer reads `weight`: messages {places}")
             show("\n".join(f"dropped: {place}" for place in dropped) or "dropped: nothing")
     show(f"=== dropped by the template in {total:,} rows:")
     show("\n".join(f"{count:>9,}  {kind}" for kind, count in kinds.most_common()) or "  nothing")

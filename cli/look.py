@@ -78,15 +78,22 @@ def compare(first: str, second: str, output_dir: Path, as_json: bool) -> None:
 @run_dir_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def stats(run: str, output_dir: Path, as_json: bool) -> None:
-    """Show statistics of RUN from its records: turns, tokens, tools."""
+    """Show statistics of RUN: from rows to training rows, turns, tokens, tools."""
     from api.stored_run import open_run
+    from export.funnel import funnel_as_text
     from export.run_statistics import as_text
 
     with errors_as_exit_codes():
         stored = open_run(run, output_dir)
         found = stored.statistics()
         distribution = stored.identity["meaning"].get("distribution") or {}
-        show(_json(found) if as_json else "\n".join(as_text(found, distribution)))
+        funnel, trouble = stored.funnel_if_known()
+        if as_json:
+            show(_json({**found, "funnel": funnel}))
+            return
+        lines = [f"from rows to training rows: {trouble}"] if trouble else []
+        lines += funnel_as_text(funnel) if funnel else []
+        show("\n".join([*lines, "", *as_text(found, distribution)]))
 
 
 def _report(stored: StoredRun, output: Path | None) -> None:

@@ -9,6 +9,7 @@ reward_statistics  rewards by name and by prompt, pass@k
 statistics      counts over records
 record_order    records in the order of the dataset
 run_statistics  the command `stats`
+funnel          from rows to training rows: what is lost at each step
 training_files  the files that every start writes
 scoring/        scores given after the run
 dataset/        the datasets of `export --format`
@@ -29,6 +30,7 @@ SEAM = (
     "dataset.rendering",
     "filters.filters",
     "formats.hermes",
+    "funnel",
     "recipe",
     "reward_statistics",
     "run_statistics",

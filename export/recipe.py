@@ -31,7 +31,15 @@ from export.conversation.style import (
     ToolsForm,
 )
 from export.conversation.tolerance import HOLDS, Tokens, Tolerance, accepted
-from export.formats.registry import COPIED, COPIES, GROUP_FORMATS, KNOWN, OF_RECORDS, ROW_FORMATS
+from export.formats.registry import (
+    COPIED,
+    COPIES,
+    GROUP_FORMATS,
+    KNOWN,
+    OF_RECORDS,
+    ROW_FORMATS,
+    TURN_FORMATS,
+)
 from runs.config.loading import read_mapping
 from runs.config.option_types import AcceptedRows
 from runs.errors import ConfigError
@@ -230,6 +238,8 @@ class Recipe(_Part):
     empty_think: EmptyThink = "keep"
     max_tool_chars: PositiveInt | None = None
     tools: ToolsForm | None = None
+    per_turn: bool = False
+    """One row per turn of the model, each with its context, instead of one per conversation."""
     accept_rows: AcceptedRows = ()
     """Flaws with which rows are kept, named as in rejects.jsonl."""
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
@@ -267,6 +277,12 @@ class Recipe(_Part):
             if self.reasoning == "inline" and held and not held.has_inline_reasoning:
                 msg = f"reasoning: {name} has a field for it, so it is never inline"
                 raise ValueError(msg)
+        if self.per_turn and (whole := set(self.formats) - {*TURN_FORMATS, *COPIES}):
+            msg = (
+                f"per_turn: {min(whole)} has no rows for single turns; "
+                f"choose formats among {', '.join((*TURN_FORMATS, *sorted(COPIES)))}"
+            )
+            raise ValueError(msg)
         if self.filters.first_n and self.filters.best_n:
             msg = "filters: first_n and best_n both choose samples; give one"
             raise ValueError(msg)
@@ -317,9 +333,9 @@ class Recipe(_Part):
 
     @property
     def compares(self) -> bool:
-        """Whether samples of a prompt are compared."""
+        """Whether samples of a prompt are compared, or rows of their turns."""
         chosen = self.filters.first_n or self.filters.best_n
-        return bool(chosen) or self.makes_comparisons
+        return bool(chosen) or self.makes_comparisons or self.per_turn
 
     @property
     def makes_comparisons(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -24,10 +24,11 @@ import orjson
 
 from export.conversation.ordinary import read_ordinary
 from export.conversation.own_work import own_of
-from export.conversation.reading import Conversation, read_conversation
+from export.conversation.reading import read_conversation
 from export.conversation.row_json import dumps_row
 from export.conversation.style import Style
 from export.conversation.tolerance import how_to_keep
+from export.conversation.turns import Conversation
 from export.conversation.validity import Reason, Rejected
 from export.formats.hermes import row_of
 from export.record_order import RecordOrder
@@ -62,6 +63,8 @@ class Routed(NamedTuple):
     place: Place
     line: bytes
     reason: str | None
+    others: Mapping[str, int] = {}
+    """See `Conversation.others`."""
 
 
 @dataclass
@@ -90,7 +93,8 @@ def route(
         error = record["error"]
         return _reject(record, "failed", f"{error['class']}: {error['message']}")
     try:
-        row = row_of(ordinary or read_conversation(record), style)
+        conversation = ordinary or read_conversation(record)
+        row = row_of(conversation, style)
     except Rejected as rejected:
         kept = how_to_keep(rejected.reason, "hermes")
         detail = f"{rejected.detail}; {kept}" if kept else rejected.detail
@@ -100,7 +104,8 @@ def route(
     if require_passed and row["completed"] and (judgement := judgement_of(record)).passed is False:
         detail = f"it did not pass its check; reward {judgement.reward:g}"
         return _reject(record, Reason.CHECK_FAILED.value, detail)
-    return Routed("training" if row["completed"] else "partial", dumps_row(row), None)
+    place: Place = "training" if row["completed"] else "partial"
+    return Routed(place, dumps_row(row), None, conversation.others)
 
 
 def export_run(
@@ -126,6 +131,7 @@ def export_run(
         "rejects": exports / "rejects.jsonl",
     }
     reasons: Counter[str] = Counter()
+    others: Counter[str] = Counter()
     statistics = Statistics()
     try:
         exports.mkdir(exist_ok=True)
@@ -142,7 +148,7 @@ def export_run(
                     own = conversation.own if conversation else own_of(record)
                     statistics.add(record, own)
                 for record, conversation in zip(few, ordinary, strict=True):
-                    place, line, reason = route(
+                    place, line, reason, by_others = route(
                         record,
                         conversation,
                         style=style,
@@ -153,6 +159,8 @@ def export_run(
                     outputs[place].rows += 1
                     if reason is not None:
                         reasons[reason] += 1
+                    if by_others and place == "training":
+                        others.update(by_others)
     except OSError as error:
         msg = (
             f"{exports}: cannot write the training files: {error.strerror or error}. The records "
@@ -171,6 +179,7 @@ def export_run(
         "partial": outputs["partial"].rows,
         "rejected": outputs["rejects"].rows,
         "rejected_by_reason": dict(sorted(reasons.items())),
+        "turns_of_others": dict(sorted(others.items())),
         "discarded": discarded,
         "failed": to_retry,
         "pending": len(order) - written - to_retry,

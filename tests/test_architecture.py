@@ -46,6 +46,7 @@ runs/run runs/recording runs/maintenance runs/maintenance/hermes
 export/row_files export/conversation export/formats export/recipe export/filters
 export/statistics export/reward_statistics export/record_order export/run_statistics
 export/scoring export/training_files export/dataset
+export/funnel
 
 api
 

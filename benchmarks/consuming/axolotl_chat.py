@@ -25,6 +25,7 @@ def main(directory: Path) -> None:
     tokenizer = tiny.tokenizer_for(directory)
     settings = DictDefault({"train_on_inputs": False, "sequence_len": 1 << 17})
     entry = {"type": "chat_template", "chat_template": "qwen3", "field_tools": "tools"}
+    entry["message_field_training"] = "weight"
     strategy = load(tokenizer, settings, ds_cfg=DictDefault(entry))
     ours = list(rows_of(directory))
     for folder, kind in (("openai", "json"), ("openai_parquet", "parquet")):

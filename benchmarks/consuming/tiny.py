@@ -63,7 +63,7 @@ def model_for(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 def said_by_the_model(row: dict[str, Any]) -> Iterator[str]:
     """All that a model should learn of a row in the format openai."""
     for message in row["messages"]:
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and message.get("weight") != 0:
             yield message.get("reasoning_content", "")
             yield message["content"]
             for call in message.get("tool_calls", ()):

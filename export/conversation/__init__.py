@@ -1,6 +1,8 @@
 """A record read into a conversation that every format can render.
 
+turns      a Conversation and its parts
 reading    parses a record into a Conversation
+authors    who wrote each message
 ordinary   the same in one pass, for most records
 validity   rules that every row keeps
 tolerance  rules that a user can relax

@@ -13,11 +13,6 @@ from agent.reasoning import hides_reasoning
 from agent.state.final_answer import RESERVED
 from export.conversation.own_work import Own
 from export.conversation.reading import (
-    Call,
-    Conversation,
-    Entry,
-    Result,
-    Turn,
     holds_flaw,
     metadata_for,
     read_conversation,
@@ -25,6 +20,7 @@ from export.conversation.reading import (
 )
 from export.conversation.row_json import parse_arguments
 from export.conversation.tools import Tools, names_of, once, tools_of
+from export.conversation.turns import Call, Conversation, Entry, Result, Said, Turn
 from export.conversation.validity import Rejected
 
 _RARE = frozenset(("notes", "repairs", "reasoning", "tool_calls"))
@@ -98,7 +94,7 @@ def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> C
         return None
     place += 1
     start = place
-    entries: list[Entry] = [asked]
+    entries: list[Entry] = [Said(asked)]
     said = ["user", asked, ""]
     stats: dict[str, dict[str, Any]] = {}
     failed: list[Mapping[str, Any]] = []
@@ -131,7 +127,7 @@ def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> C
                 return None
             text = ""
         if not asked_calls:
-            entries.append(Turn(number, reasoning, text, [], [], 1, False, hides))
+            entries.append(Turn(number, reasoning, text, [], [], 1, "model", hides))
             break
         calls: list[Call] = []
         results: list[Result] = []
@@ -171,7 +167,7 @@ def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> C
         for answer in results:
             said += ("tool", answer.content, "")
         num_calls += len(calls)
-        entries.append(Turn(number, reasoning, text, calls, results, 1, False, hides))
+        entries.append(Turn(number, reasoning, text, calls, results, 1, "model", hides))
     if place != len(messages):
         return None
     tool_stats = [stats[name] for name in sorted(stats)]

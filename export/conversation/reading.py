@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from agent.reasoning import hides_reasoning, opens_reasoning, split_inline_reasoning
+from export.conversation.authors import with_authors
 from export.conversation.ending import is_answered, plain_ending
 from export.conversation.order import ends_with_a_call, in_order, is_agents
 from export.conversation.own_work import Own, own_of, tool_stats
@@ -21,6 +21,7 @@ from export.conversation.rewards import reward_facts
 from export.conversation.row_json import Token, control_token, read_arguments, write_json
 from export.conversation.tolerance import Flaw, Tolerance
 from export.conversation.tools import Tools, names_of, tools_of
+from export.conversation.turns import Call, Conversation, Entry, Result, Said, Turn
 from export.conversation.validity import Reason, Rejected, check_conversation, check_finished
 from export.conversation.views import views_of
 
@@ -29,78 +30,6 @@ _MARKER_IN_TEXT = re.compile(r"</?(?:tool_call|tool_response|think|(?i:reasoning
 
 _MAX_COLUMN_CHARS = 1000
 _PLAIN = (bool, int, float, str)
-
-
-class Call(NamedTuple):
-    """One tool call; `arguments` is the JSON text of an object, `value` that object.
-
-    If the model wrote no object (a flaw), `arguments` is a JSON string of what it wrote and `value`
-    is empty.
-    """
-
-    id: str
-    name: str
-    arguments: str
-    value: Mapping[str, Any]
-
-
-class Result(NamedTuple):
-    """The result of a call, as text."""
-
-    id: str
-    name: str
-    content: str
-    is_error: bool
-
-
-class Turn(NamedTuple):
-    """One turn of the model with the results of its calls, in the order of the calls."""
-
-    number: int
-    """Counted from 1 over all turns, including those of the prompt."""
-    reasoning: str
-    text: str
-    calls: Sequence[Call] = ()
-    results: Sequence[Result] = ()
-    replies: int = 1
-    """Number of replies: several if the provider paused, none for a final answer that was part of a
-    reply with calls."""
-    is_given: bool = False
-    """The turn came with the prompt."""
-    hides_reasoning: bool = False
-    """The model reasoned, but the API hides how. That is not the same as no reasoning."""
-
-
-Entry = str | Turn
-"""What a user said, or a turn of the model."""
-
-
-class Conversation(NamedTuple):
-    """The content of a record that rows of any format render."""
-
-    system: str
-    """The system prompt that the model saw, "" without one."""
-    entries: Sequence[Entry]
-    tools: Tools
-    completed: bool
-    record: Mapping[str, Any]
-    own: Own
-    metadata: Mapping[str, Any]
-    num_tool_calls: int
-    flaws: Sequence[Flaw] = ()
-    """Flaws that not every format accepts."""
-    said: tuple[str, ...] | None = None
-    """All texts of the record, see `export.filters.duplicates`; None if they were not collected."""
-
-    @property
-    def num_turns(self) -> int:
-        """Number of replies of this run's model."""
-        return len(self.own.turns)
-
-    @property
-    def own_turns(self) -> list[Turn]:
-        """The turns that this run's model made."""
-        return [turn for turn in self.entries if isinstance(turn, Turn) and not turn.is_given]
 
 
 def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conversation:
@@ -123,18 +52,7 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
     entries = read_entries(messages, tools, flaws)
     if answered and not ends_with_a_call(record):
         check_finished(messages)
-    # A first reply that continues a turn of the prompt belongs to that turn.
-    given = 0
-    opening = [message["role"] for message in messages[: own.start + 1]]
-    if "assistant" in opening[:-1]:
-        given = sum(role == "assistant" for role, _ in groupby(opening)) - 1
-    if given > 0:
-        entries = [
-            entry._replace(is_given=True)
-            if isinstance(entry, Turn) and entry.number <= given
-            else entry
-            for entry in entries
-        ]
+    entries = with_authors(entries, record, own)
     if completion == "final_answer":
         last = entries[-1]
         assert isinstance(last, Turn)  # it holds the answer
@@ -155,6 +73,7 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
         metadata=metadata_for(record, completion if completed else None, stats, noted),
         num_tool_calls=sum(tool["count"] for tool in stats),
         flaws=flaws,
+        has_others=any(isinstance(e, Turn) and e.author != "model" for e in entries),
     )
 
 
@@ -185,7 +104,7 @@ def read_entries(
         if role == "assistant":
             parts.append(message)
         elif role == "user":
-            entries.append(_user_text(message, flaws, turn=number))
+            entries.append(Said(_user_text(message, flaws, turn=number)))
     if parts:
         entries.append(_read_turn(parts, results, number, flaws))
     return entries
@@ -227,7 +146,7 @@ def with_hidden_reasoning(
     `messages` are those of the record; `turns` belong to the last of its replies.
     """
     for entry in entries:
-        if not isinstance(entry, str) and not entry.reasoning:
+        if isinstance(entry, Turn) and not entry.reasoning:
             break
     else:
         return entries

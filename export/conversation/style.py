@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from export.conversation.reading import Call, Conversation, Entry, Result, Turn
 from export.conversation.tolerance import STRICT, Tolerance, accepted
+from export.conversation.turns import Call, Conversation, Entry, Result, Said, Turn
 from toolsets.text import clip
 
 ReasoningStyle = Literal["inline", "field", "last", "none"]
@@ -41,6 +41,10 @@ class Style:
     def of(self, format_name: str) -> Style:
         """The same style, accepting only flaws that one format can represent."""
         return replace(self, tolerance=self.tolerance.of(format_name))
+
+    def with_reasoning(self, reasoning: ReasoningStyle | None) -> Style:
+        """The same style with another choice for reasoning."""
+        return replace(self, reasoning=reasoning)
 
     def with_calls(self, calls: CallStyle) -> Style:
         """The same style with another choice for parallel calls."""
@@ -86,14 +90,14 @@ def styled(conversation: Conversation, style: Style) -> Conversation:
 
 
 def _with_short_results(entry: Entry, max_chars: int) -> Entry:
-    if isinstance(entry, str) or all(len(r.content) <= max_chars for r in entry.results):
+    if isinstance(entry, Said) or all(len(r.content) <= max_chars for r in entry.results):
         return entry
     short = [r._replace(content=clip(r.content, max_chars=max_chars)) for r in entry.results]
     return entry._replace(results=short)
 
 
 def _cut_results(entry: Entry, short: Entry) -> int:
-    if isinstance(entry, str) or isinstance(short, str) or entry is short:
+    if isinstance(entry, Said) or isinstance(short, Said) or entry is short:
         return 0
     return sum(
         now.content != before.content
@@ -103,7 +107,7 @@ def _cut_results(entry: Entry, short: Entry) -> int:
 
 def _split(entry: Entry) -> Sequence[Entry]:
     """One turn per call, the first with reasoning and text; calls without results are one turn."""
-    if isinstance(entry, str) or len(entry.calls) < 2 or not entry.results:
+    if isinstance(entry, Said) or len(entry.calls) < 2 or not entry.results:
         return [entry]
     results = {result.id: result for result in entry.results}
     steps: list[tuple[list[Call], list[Result]]] = [

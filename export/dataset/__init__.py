@@ -3,6 +3,7 @@
 directory     the directory, its manifest, files for loaders
 build         from records to rows
 format_files  the files of one format
+per_turn      a conversation cut into one for each turn
 splits        which split a prompt belongs to
 card          the dataset card
 checking      compares a dataset with its records

@@ -16,9 +16,9 @@ from typing import Any
 import orjson
 
 from export.conversation.ordinary import conversation_of, read_ordinary, shows_exact_numbers
-from export.conversation.reading import Conversation
 from export.conversation.rewards import reward_of
 from export.conversation.tolerance import Tolerance, how_to_keep, refuse_everywhere
+from export.conversation.turns import Conversation
 from export.conversation.validity import Rejected
 from export.dataset.format_files import Candidate, Why, open_formats
 from export.dataset.splits import Splits

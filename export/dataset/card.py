@@ -156,6 +156,9 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield ""
     for part in manifest["formats"]:
         yield f"- **{part['format']}**: {_LOADING[part['format']]}"
+    for part in manifest["formats"]:
+        if others := part.get("turns_of_others"):
+            yield _by_others(part["format"], others, is_marked=part["marks_loss"])
     reasoning = statistics["reasoning"]
     hidden = reasoning.get("hidden", 0)
     yield ""
@@ -164,6 +167,11 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
         + (f"turns, style `{recipe.reasoning or 'as each format has it'}`")
         + (f"; {hidden:,} more turns had some that the API hides" if hidden else "")
     )
+    if recipe.per_turn:
+        yield (
+            "- one row per turn: only the last turn of a row is to be learnt; `mask_history: true` "
+            "says so to LLaMA-Factory"
+        )
     yield f"- system prompts: `{recipe.system or 'as each format has it'}`"
     yield f"- parallel calls: `{recipe.parallel_calls}`"
     yield f"- splits by prompt: {', '.join(f'{k} {v:g}' for k, v in recipe.splits.items())}"
@@ -190,6 +198,20 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield "- personal data: not looked for"
     yield ""
     yield "`manifest.json` has the recipe, all counts and a sha256 per file."
+
+
+_AUTHORS = {
+    "prompt": "the prompt",
+    "parent": "the conversation that was branched",
+    "other_model": "another model",
+}
+
+
+def _by_others(name: str, others: Mapping[str, int], *, is_marked: bool) -> str:
+    counts = ", ".join(f"{count:,} of {_AUTHORS[author]}" for author, count in others.items())
+    if not is_marked:
+        return f"  - turns of others: {counts}; {name} cannot mark them, so trainers learn them"
+    return f"  - turns of others: {counts}; marked, so they carry no loss"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

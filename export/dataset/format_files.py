@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from export.conversation.own_work import Own, own_of
-from export.conversation.reading import Conversation
 from export.conversation.row_json import dumps_row
 from export.conversation.style import styled
+from export.conversation.turns import Conversation
 from export.conversation.validity import Reason, Rejected
+from export.dataset.per_turn import content_of, cut_by_turn
 from export.formats.arrow import datasets_writer, parquet_writer
 from export.formats.preference import Sample, dpo_row, kto_row, pair_of, sample_of
 from export.formats.registry import COPIED, GROUP_FORMATS, ROW_FORMATS, Format
@@ -145,20 +146,28 @@ class _Files:
 
 
 class _RowFiles(_Files):
-    """A format with one row per record."""
+    """A format with one row per record, or per turn of the model."""
 
     def __init__(self, format: Format, place: FileTarget, recipe: Recipe) -> None:
         super().__init__(format.name, place, recipe)
         self._format = format
+        self._others: Counter[str] = Counter()
+        self._per_turn = recipe.per_turn
+        self._without_copies = recipe.filters.exact_duplicates
+        self._copies = 0
         style = recipe.style.of(format.name)
         self._style = style if format.splits_calls else style.with_calls("keep")
 
     def add(
         self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
     ) -> Iterator[tuple[Candidate, Why]]:
+        seen: set[Hashable] = set()
         for candidate in candidates:
             if (why := left_out.get(candidate.record["id"])) is not None:
                 yield self.unused(candidate, why)
+                continue
+            if self._per_turn:
+                yield from self._add_turns(split, candidate, seen)
                 continue
             try:
                 conversation = styled(candidate.parsed, self._style)
@@ -167,6 +176,44 @@ class _RowFiles(_Files):
                 yield self.unused(candidate, (rejected.reason.value, rejected.detail))
             else:
                 self.write(split, dumps_row(row))
+                if conversation.has_others:
+                    self._others += conversation.others
+
+    def _add_turns(
+        self, split: str, candidate: Candidate, seen: set[Hashable]
+    ) -> Iterator[tuple[Candidate, Why]]:
+        """Write a row per turn, but for those that other samples of the prompt have as well."""
+        new: list[Conversation] = []
+        copies = 0
+        for cut in cut_by_turn(candidate.parsed, self._style):
+            content = content_of(cut)
+            if self._without_copies and content in seen:
+                copies += 1
+            else:
+                seen.add(content)
+                new.append(cut)
+        try:
+            # All turns or none: a flaw anywhere rejects the conversation.
+            rows = [self._format.row_of(cut, self._style) for cut in new]
+        except Rejected as rejected:
+            seen.difference_update(map(content_of, new))
+            yield self.unused(candidate, (rejected.reason.value, rejected.detail))
+            return
+        if not rows:
+            detail = "other samples of the prompt have all its turns"
+            yield self.unused(candidate, ("exact_duplicates", detail))
+            return
+        self._copies += copies
+        for number, row in enumerate(rows):
+            self.write(split, dumps_row(row), uses=number == 0)
+
+    def finish(self) -> dict[str, Any]:
+        return {
+            **super().finish(),
+            "marks_loss": self._format.marks_loss,
+            "turns_of_others": dict(sorted(self._others.items())),
+            **({"duplicate_turns": self._copies} if self._per_turn else {}),
+        }
 
 
 class _TokenFiles(_Files):

@@ -171,6 +171,7 @@ def _parquet_schema(pa: Any, format_name: str) -> Any:
     calls = pa.list_(pa.struct([("id", text), ("type", text), ("function", function)]))
     message = [(name, text) for name in ("role", "content", "reasoning_content")]
     message += [("tool_calls", calls), ("tool_call_id", text), ("name", text)]
+    message += [("weight", pa.int64()), ("loss", pa.bool_())]
     types = {
         "string": text,
         "bool": pa.bool_(),

@@ -18,9 +18,10 @@ from typing import Any
 from agent.models.parsing import count_or_none
 from export.conversation.order import in_order
 from export.conversation.own_work import own_of
-from export.conversation.reading import Conversation, Turn, metadata_of, read_entries, system_of
+from export.conversation.reading import metadata_of, read_entries, system_of
 from export.conversation.style import Style, styled
 from export.conversation.tolerance import STRICT, Flaw
+from export.conversation.turns import Conversation, Said, Turn
 from export.conversation.validity import Reason, Rejected
 from toolsets.exact_json import within_64_bits
 
@@ -85,13 +86,13 @@ def _document(
         except Rejected as rejected:
             left_out.append({"key": inner["key"], "name": inner["name"], "reason": str(rejected)})
     references = {key: f"{name}/{key}" for key in inside}
-    replies = _replies_by_turn(conversation)
+    replies = conversation.replies_by_turn
     steps: list[dict[str, Any]] = []
     if conversation.system and style.has_system(by_default=True):
         steps.append({"source": "system", "message": conversation.system})
     for entry in conversation.entries:
-        if isinstance(entry, str):
-            steps.append({"source": "user", "message": entry})
+        if isinstance(entry, Said):
+            steps.append({"source": "user", "message": entry.text})
         else:
             steps.append(_agent_step(entry, replies.get(entry.number, []), references))
     usage = record["usage"] or {}
@@ -179,6 +180,8 @@ def _agent_step(
     if turn.is_given:
         step["is_copied_context"] = True
     elif replies:
+        if turn.author == "other_model":
+            step["model_name"] = replies[-1]["model"]
         step["llm_call_count"] = len(replies)
         if metrics := _metrics(replies):
             step["metrics"] = metrics
@@ -205,15 +208,3 @@ def _sum(numbers: Any) -> Any:
 
 def _known(members: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in members.items() if value is not None}
-
-
-def _replies_by_turn(conversation: Conversation) -> dict[int, list[Mapping[str, Any]]]:
-    """The replies of each turn, in order: several if the provider paused it."""
-    left = list(conversation.record["turns"])
-    found = {}
-    for turn in reversed(conversation.own_turns):
-        count = min(turn.replies, len(left))
-        if count:
-            found[turn.number] = left[-count:]
-            del left[-count:]
-    return found

@@ -18,9 +18,6 @@ from typing import Any
 
 from export.conversation.own_work import Own
 from export.conversation.reading import (
-    Conversation,
-    Entry,
-    Turn,
     metadata_of,
     read_conversation,
     read_entries,
@@ -37,6 +34,7 @@ from export.conversation.row_json import (
 from export.conversation.style import Style
 from export.conversation.tolerance import Flaw
 from export.conversation.tools import Tools, once
+from export.conversation.turns import Conversation, Entry, Said, Turn
 
 _NO_REASONING = "<think>\n</think>\n"
 """Begins a turn without reasoning, so that every turn begins with a think block."""
@@ -112,8 +110,8 @@ def _conversations(
     value = f"{preamble}\n\n{system}" if system else preamble
     conversations = [{"from": "system", "value": value}]
     for entry in entries:
-        if isinstance(entry, str):
-            conversations.append({"from": "human", "value": entry})
+        if isinstance(entry, Said):
+            conversations.append({"from": "human", "value": entry.text})
             continue
         conversations.append({"from": "gpt", "value": _gpt_value(entry, no_reasoning)})
         if entry.results:

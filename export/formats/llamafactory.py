@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from export.conversation.reading import Conversation, Turn, refuse_control_tokens
+from export.conversation.reading import refuse_control_tokens
 from export.conversation.row_json import escape_markers, write_json
 from export.conversation.style import Style
 from export.conversation.tolerance import Tolerance
+from export.conversation.turns import Conversation, Said, Turn
 from export.conversation.validity import Reason, Rejected
 from export.formats.hermes import common_columns
 from export.formats.openai_chat import (
@@ -42,16 +43,17 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """
     style.tolerance.refuse(conversation.flaws)
     last = conversation.entries[-1]
-    is_ended_by_call = conversation.completed and not isinstance(last, str) and not last.results
-    if isinstance(last, str) or (last.calls and not is_ended_by_call):
+    may_end_by_call = conversation.completed or conversation.is_for_turn
+    is_ended_by_call = may_end_by_call and isinstance(last, Turn) and not last.results
+    if isinstance(last, Said) or (last.calls and not is_ended_by_call):
         raise Rejected(Reason.UNFINISHED, "the conversation does not end with an answer")
     conversations = []
     if conversation.system and style.has_system(by_default=True):
         refuse_control_tokens(conversation.system, style.tolerance, where="system message")
         conversations.append({"from": "system", "value": conversation.system})
     for entry in conversation.entries:
-        if isinstance(entry, str):
-            conversations.append({"from": "human", "value": entry})
+        if isinstance(entry, Said):
+            conversations.append({"from": "human", "value": entry.text})
             continue
         kind = "function_call" if entry.calls else "gpt"
         conversations.append({"from": kind, "value": _said(entry, style.tolerance)})

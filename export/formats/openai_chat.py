@@ -6,10 +6,10 @@ templates expect.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from export.conversation.reading import Conversation, Entry, Turn, refuse_control_tokens
+from export.conversation.reading import refuse_control_tokens
 from export.conversation.row_json import (
     TOOL_CALL,
     TOOL_RESPONSE,
@@ -22,32 +22,48 @@ from export.conversation.row_json import (
 from export.conversation.style import Style
 from export.conversation.tolerance import Flaw, Tolerance
 from export.conversation.tools import Tools, once
+from export.conversation.turns import Conversation, Entry, Said, Turn
 from export.conversation.validity import Reason, Rejected
 from export.formats.hermes import common_columns
 from toolsets.exact_json import within_64_bits
+
+NO_LOSS: Mapping[str, Any] = {"weight": 0, "loss": False}
+"""Marks an assistant message that is not to be learnt: `weight` for OpenAI and Axolotl, `loss` for
+ms-swift. Messages without these keys are learnt."""
 
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """One row of `messages`, `tools` and the common columns; raises Rejected."""
     return {
         "id": conversation.record["id"],
-        "messages": messages_of(conversation, style),
+        "messages": messages_of(conversation, style, marks_loss=True),
         "tools": tools_column(conversation, style),
         "completed": conversation.completed,
         **common_columns(conversation),
     }
 
 
-def messages_of(conversation: Conversation, style: Style) -> list[dict[str, Any]]:
-    """The conversation as messages; raises Rejected if text would be read as structure."""
+def messages_of(
+    conversation: Conversation, style: Style, *, marks_loss: bool = False
+) -> list[dict[str, Any]]:
+    """The conversation as messages; raises Rejected if text would be read as structure.
+
+    `marks_loss` marks the turns that are not this run's model's.
+    """
     style.tolerance.refuse(conversation.flaws)
     inline = style.is_inline(by_default=False)
     messages = []
     if conversation.system and style.has_system(by_default=True):
         refuse_control_tokens(conversation.system, style.tolerance, where="system message")
         messages.append({"role": "system", "content": conversation.system})
+    last = conversation.entries[-1]
     for entry in conversation.entries:
-        messages.extend(_messages(entry, style.tolerance, inline=inline))
+        parts = _messages(entry, style.tolerance, inline=inline)
+        if marks_loss and isinstance(entry, Turn):
+            is_context = conversation.is_for_turn and entry is not last
+            if is_context or entry.author != "model":
+                parts[0].update(NO_LOSS)
+        messages.extend(parts)
     return messages
 
 
@@ -113,8 +129,8 @@ def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str,
 
 
 def _messages(entry: Entry, tolerance: Tolerance, *, inline: bool) -> Sequence[dict[str, Any]]:
-    if isinstance(entry, str):
-        return [{"role": "user", "content": entry}]
+    if isinstance(entry, Said):
+        return [{"role": "user", "content": entry.text}]
     said: dict[str, Any] = {"role": "assistant", "content": entry.text.rstrip()}
     if entry.reasoning and inline:
         said["content"] = f"<think>\n{entry.reasoning}\n</think>\n\n{said['content']}".rstrip()

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from export.conversation.reading import Conversation, Turn, lineage_of, metadata_of
+from export.conversation.reading import lineage_of, metadata_of
 from export.conversation.rewards import reward_of
 from export.conversation.row_json import compact_json
 from export.conversation.style import Style
 from export.conversation.tools import Tools
+from export.conversation.turns import Conversation, Said, Turn
 from export.conversation.validity import Reason, Rejected
 from export.conversation.views import COUNTS
 from export.formats.openai_chat import messages_of, tools_column
@@ -56,7 +57,7 @@ def sample_of(conversation: Conversation, style: Style) -> Sample:
         for n, entry in enumerate(conversation.entries)
         if isinstance(entry, Turn) and not entry.is_given
     )
-    said = sum(isinstance(entry, str) for entry in conversation.entries[first:])
+    said = sum(isinstance(entry, Said) for entry in conversation.entries[first:])
     cut = len(messages) - own - said
     tools = tools_column(conversation, style)
     return Sample(conversation, messages[:cut], messages[cut:], tools, reward)

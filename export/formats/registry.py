@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from export.conversation.reading import Conversation
 from export.conversation.style import Style
+from export.conversation.turns import Conversation
 from export.formats import atif, hermes, llamafactory
 from export.formats import openai_chat as chat
 from export.formats.columns import COLUMNS
@@ -23,6 +23,10 @@ class Format:
     has_reasoning_field: bool
     has_inline_reasoning: bool
     splits_calls: bool = True
+    marks_loss: bool = False
+    """Whether rows say which turns are not to be learnt."""
+    has_turns: bool = False
+    """Whether a row can be for one turn, which alone is learnt."""
 
 
 ROW_FORMATS: Mapping[str, Format] = {
@@ -34,14 +38,23 @@ ROW_FORMATS: Mapping[str, Format] = {
             llamafactory.row_of,
             has_reasoning_field=False,
             has_inline_reasoning=True,
+            has_turns=True,
         ),
-        Format("openai", chat.row_of, has_reasoning_field=True, has_inline_reasoning=True),
+        Format(
+            "openai",
+            chat.row_of,
+            has_reasoning_field=True,
+            has_inline_reasoning=True,
+            marks_loss=True,
+            has_turns=True,
+        ),
         Format(
             "atif",
             atif.row_of,
             has_reasoning_field=True,
             has_inline_reasoning=False,
             splits_calls=False,
+            marks_loss=True,
         ),
     )
 }
@@ -49,6 +62,9 @@ ROW_FORMATS: Mapping[str, Format] = {
 
 GROUP_FORMATS = ("dpo", "kto")
 """Formats whose rows compare the samples of one prompt."""
+
+TURN_FORMATS = tuple(one.name for one in ROW_FORMATS.values() if one.has_turns)
+"""Formats that can have one row per turn."""
 
 COPIED = frozenset(COLUMNS)
 """Formats whose rows can be copied to other files."""

@@ -130,11 +130,29 @@ function onKey(event) {
   does();
 }
 
+// Each step of the funnel, and below it why some did not reach the next.
+function funnelRows({ steps, samples, unchecked, exports }) {
+  const line = (name, amount, words) => h("tr", {},
+    h("th", { scope: "row" }, name), h("td", { class: "number" }, amount === null ? "" : count(amount)), h("td", {}, words));
+  const lost = (part) => Object.entries(part.lost).map(([reason, n]) => line("", n, `left out: ${visible(reason)}`));
+  const notes = { tasks: samples > 1 ? `${count(samples)} samples per row` : "", passed: unchecked ? `of these ${count(unchecked)} not checked` : "" };
+  return [
+    ...steps.flatMap((step) => [line(step.name, step.count, notes[step.name] ?? ""), ...lost(step)]),
+    ...exports.flatMap((part) => [
+      line("exported", part.rows, `rows of ${part.format} in ${visible(part.path)}, from ${count(part.used)} of ${count(part.tasks)} tasks`
+        + (part.outdated ? "; conversations have ended since, export again" : "")),
+      ...lost(part),
+    ]),
+  ];
+}
+
 function describeRun() {
   const state = meta.is_running ? ", while the run was going on" : "";
   const bad = meta.bad_rows ? `, ${plural(meta.bad_rows, "bad row")}` : "";
   $("about").textContent =
     `${visible(meta.dataset)}${bad} · begun ${moment(meta.created)} · written ${moment(meta.written_at)}${state}`;
+  $("funnel-words").textContent = meta.funnel ? "and why the others were left out" : "unknown: the dataset or a manifest cannot be read; `stats` names it";
+  $("funnel-table").tBodies[0].replaceChildren(...(meta.funnel ? funnelRows(meta.funnel) : []));
   $("errors").hidden = !meta.errors.length;
   $("errors-count").textContent = count(meta.errors.reduce((total, error) => total + error.count, 0));
   $("errors-table").tBodies[0].replaceChildren(...meta.errors.map((error) => h("tr", {},

@@ -100,6 +100,7 @@ def _is_page(path: Path) -> bool:
 
 def _about(stored: StoredRun) -> dict[str, Any]:
     run = stored.identity
+    funnel, _ = stored.funnel_if_known()  # why not would name a path of this machine
     return {
         "run_name": run["run_name"],
         "created": run["created"],
@@ -111,6 +112,7 @@ def _about(stored: StoredRun) -> dict[str, Any]:
         "meaning": run["meaning"],
         "history": run["history"],
         "versions": run["versions"],
+        "funnel": funnel,
         "errors": failures_by_class(stored.path),
         "spent": spent_by(stored.path, run["config"].get("max_attempts", NO_LIMIT))._asdict(),
     }

@@ -46,6 +46,10 @@ class RunTotals:
     """Model replies in the journal of these."""
     statuses: Mapping[str, int] = field(default_factory=dict)
     """Records by status."""
+    completed_passed: int = 0
+    """Completed conversations that passed their check."""
+    completed_not_passed: int = 0
+    """Completed conversations that did not pass it; the others were not checked."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """Failed tasks by class."""
     turns: int = 0
@@ -138,6 +142,9 @@ def compute_totals(
             failures[entry.error_class or "unknown"] += 1
         else:
             totals.done += 1
+        if entry.status == "completed" and entry.passed is not None:
+            totals.completed_passed += entry.passed
+            totals.completed_not_passed += not entry.passed
         _add_work(totals, entry)
         if entry.reward is None:
             continue

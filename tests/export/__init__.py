@@ -3,12 +3,15 @@
 test_export               the files of a run, from its records
 test_hermes               the Hermes format
 test_export_formats       one record in every format
+test_export_loss          who wrote each message, and which turns carry loss
+test_export_per_turn      one row per turn
 test_export_agents        conversations of agents that run as commands
 test_export_forged        text that looks like structure
 test_export_tolerance     which rows are refused
 test_export_views         what the model did not see of its conversation
 test_hidden_reasoning     reasoning that the API hides
 test_export_statistics    `stats`
+test_export_funnel        from rows to training rows
 test_export_rendering     rows through chat templates
 test_export_dataset       datasets by recipe
 test_export_hf            directories of `datasets`

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from export.conversation.reading import Conversation, read_conversation
+from export.conversation.reading import read_conversation
 from export.conversation.row_json import dumps_row
 from export.conversation.style import Style, styled
+from export.conversation.turns import Conversation
 from export.conversation.validity import Rejected
 from export.formats.hermes import to_row
 from export.formats.llamafactory import dataset_info

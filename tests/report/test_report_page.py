@@ -130,6 +130,26 @@ def test_no_number_is_cut(context: BrowserContext, report: Path, width: int) -> 
             assert cell.evaluate("cell => cell.clientWidth - cell.scrollWidth") >= 0, head
 
 
+def test_the_funnel_leads_from_rows_to_training_rows(page: Page, run_dir: Path) -> None:
+    found = StoredRun(run_dir).funnel()
+    lines = [
+        re.sub(r"\s+", " ", text).strip()
+        for text in page.locator("#funnel-table tr").all_inner_texts()
+    ]
+    rows, tasks, completed, passed = found["steps"]
+    assert lines[0] == f"rows {rows['count']}"
+    assert f"tasks {tasks['count']}" in lines
+    for reason, count in tasks["lost"].items():
+        assert f"{count} left out: {reason}" in lines
+    assert f"completed {completed['count']}" in lines
+    assert f"passed {passed['count']} of these {passed['count']} not checked" in lines
+    (training,) = found["exports"]
+    assert f"exported {training['rows']} rows of hermes in r.jsonl" in "\n".join(lines)
+    assert training["lost"]
+    for reason, count in training["lost"].items():
+        assert f"{count} left out: {reason}" in lines
+
+
 def test_filters_and_charts_narrow_the_table(page: Page) -> None:
     page.select_option("#by-status", "max_turns")
     assert shown_ids(page) == ["endless"]
