@@ -179,6 +179,25 @@ class NoteEvent(TypedDict):
     at: float
 
 
+USER_TURNS = "user_turns"
+"""Why a user message was sent: it is one of the row's texts."""
+
+
+class UserEvent(TypedDict):
+    """A further message of the user, sent after the model's answer in turn `turn`.
+
+    `reason` says where it comes from: `USER_TURNS`. `inherited` marks one that a branch has from
+    its parent conversation.
+    """
+
+    kind: Literal["user"]
+    turn: int
+    reason: str
+    text: str
+    at: float
+    inherited: NotRequired[bool]
+
+
 class OpeningEvent(TypedDict):
     """The messages that the conversation starts with, if they are not those of the prompt."""
 
@@ -323,6 +342,7 @@ Event = (
     | CutEvent
     | ResultEvent
     | NoteEvent
+    | UserEvent
     | OpeningEvent
     | ResumedEvent
     | RestartedEvent

@@ -149,6 +149,7 @@ def _use_of(name: str, columns: dict[str, Any]) -> str:
         "agent_options": "options of its conversation",
         "expected": "compared with the answer, with --check_expected",
         "user_replies": "answers of the user, with --awaiting_input",
+        "user_turns": "further user messages, each sent after an answer",
         "script": "turns of the scripted model",
         "fork": "the beginning of the conversation, with --forks",
         MODEL_COLUMN: "one of --models",

@@ -155,6 +155,7 @@ def play(
     opening: Sequence[Message] = OPENING,
     expected: str | None = None,
     user_replies: Sequence[str] = (),
+    user_turns: Sequence[str] = (),
     approve: Approve | None = None,
     cost_usd: float | None = 0.0,
     reply_tokens: int | None = 0,
@@ -170,7 +171,12 @@ def play(
         setup = replace(setup, tools=tuple(tools))
     if approve is not None:
         setup = replace(setup, approve=approve)
-    spec = ConversationSpec(checked, expected=expected, user_replies=tuple(user_replies))
+    spec = ConversationSpec(
+        checked,
+        expected=expected,
+        user_replies=tuple(user_replies),
+        user_turns=tuple(user_turns),
+    )
     return asyncio.run(
         _play(root, setup, spec, script, past, opening, Price(cost_usd, reply_tokens))
     )

@@ -14,7 +14,7 @@ from typing import Literal
 from agent.deadline import Deadline
 from agent.loop.acceptance import RUN_CALLS, repair_names, why_unusable
 from agent.loop.rules import ConversationSpec, next_step, over_time
-from agent.loop.steps import AddNote, CallModel, Finish, ResumeTool, RunTools
+from agent.loop.steps import AddNote, AddUserTurn, CallModel, Finish, ResumeTool, RunTools
 from agent.loop.tools import AgentTools
 from agent.messages import UNREADABLE, Event, SubEvent, ToolCall
 from agent.models.errors import ModelError
@@ -27,6 +27,7 @@ from agent.state.events import (
     note_event,
     reply_event,
     result_event,
+    user_event,
 )
 from agent.state.trajectory import Journal, Status, Trajectory
 from agent.stream_events import StreamEvent, StreamHandler
@@ -83,6 +84,8 @@ async def run_agent(
                 record(await _continue(step, trajectory, tools, spec, on_event))
             case AddNote(reason, text):
                 record(note_event(trajectory.turns, reason, text))
+            case AddUserTurn(reason, text):
+                record(user_event(trajectory.turns, reason, text))
             case Finish() as end:
                 close_calls(trajectory, end.status, journal)
                 return end

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.loop.plan import PLAN, plan_note
-from agent.loop.steps import AddNote, CallModel, Finish, NextStep, ResumeTool, RunTools
+from agent.loop.steps import AddNote, AddUserTurn, CallModel, Finish, NextStep, ResumeTool, RunTools
 from agent.loop.user_replies import waiting_call, wants_other_work
-from agent.messages import COST_ONLY
+from agent.messages import COST_ONLY, USER_TURNS
 from agent.options import AgentOptions
 from agent.reasoning import opens_reasoning, split_inline_reasoning
 from agent.state.trajectory import CONTINUE_CUT, Trajectory
@@ -50,6 +50,8 @@ class ConversationSpec:
     user_replies: tuple[str, ...] = ()
     """The user's replies to tools that ask for input, in order."""
     tool_names: tuple[str, ...] = ()
+    user_turns: tuple[str, ...] = ()
+    """The user's messages after the opening, each sent after an answer of the model."""
 
 
 def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
@@ -67,7 +69,7 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
     if not t.replies:
         return _opening_step(t, options)
     if t.noted:
-        # A note is only added if the limits allow another reply.
+        # A note or user message is only added if the limits allow another reply.
         return CallModel()
     match t.replies[-1]["finish_reason"]:
         case "length" if _may_continue(t, options):
@@ -174,7 +176,18 @@ def _after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
         )
     if options.plan and (note := plan_note(t, options)):
         return _continue(t, options, note)
-    return _check_answer(t, spec)
+    return _next_user_turn(t, spec) or _check_answer(t, spec)
+
+
+def _next_user_turn(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
+    """The step after an answer that the user replies to; None after the last one."""
+    left = spec.user_turns[len(t.user_turns) :]
+    if not left:
+        return None
+    if t.turns >= spec.options.max_turns:
+        # Asking for a summary would replace the answer that was just given.
+        return Finish("max_turns", f"{len(left)} of the row's user turns were not sent")
+    return AddUserTurn(USER_TURNS, left[0])
 
 
 def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:

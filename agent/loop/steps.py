@@ -38,6 +38,13 @@ class AddNote(NamedTuple):
     text: str
 
 
+class AddUserTurn(NamedTuple):
+    """Send the user's next message; `reason` says where it comes from (see `UserEvent`)."""
+
+    reason: str
+    text: str
+
+
 class Finish(NamedTuple):
     """End the conversation; `reason` adds details to the status."""
 
@@ -45,4 +52,4 @@ class Finish(NamedTuple):
     reason: str | None = None
 
 
-NextStep = CallModel | RunTools | ResumeTool | AddNote | Finish
+NextStep = CallModel | RunTools | ResumeTool | AddNote | AddUserTurn | Finish

@@ -37,6 +37,7 @@ ColumnUse = Literal["ignored", "allowed", "needed"]
 
 MODEL_COLUMN = "model"
 AGENT_COLUMN = "agent"
+USER_TURNS_COLUMN = "user_turns"
 
 ERROR_COLUMN = "row_error"
 """Why a row has no prompt: what it was made from cannot be used."""
@@ -130,6 +131,7 @@ class RowRules:
             options,
             expected=_expected(columns) if options.check_expected else None,
             user_replies=_user_replies(columns) if options.awaiting_input else (),
+            user_turns=_user_turns(columns, options),
         )
         setup = self._setup(columns)
         image = self._image(columns)
@@ -141,7 +143,8 @@ class RowRules:
 
     def rollout_columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that affect the conversation."""
-        names = ["prompt" if "prompt" in columns else _chat_column(columns), ROW_COLUMN]
+        prompt = "prompt" if "prompt" in columns else _chat_column(columns)
+        names = [prompt, ROW_COLUMN, USER_TURNS_COLUMN]
         if self.script != "ignored":
             names.append("script")
         options = of_row(self.options, columns)
@@ -343,6 +346,9 @@ def _agent_of(
     agent: CommandAgent, columns: Mapping[str, Any], opening: Sequence[Message]
 ) -> CommandAgent:
     """The agent of a row, with what its column sets. Raises `ValueError`."""
+    if USER_TURNS_COLUMN in columns:
+        msg = f"`{USER_TURNS_COLUMN}`: means nothing with an agent that runs as a command"
+        raise ValueError(msg)
     given = columns.get(ROW_COLUMN) or {}
     if other := sorted(given.keys() - set(LIMITS)):
         msg = f"`{ROW_COLUMN}.{other[0]}`: means nothing with an agent that runs as a command"
@@ -371,3 +377,21 @@ def _user_replies(columns: Mapping[str, Any]) -> tuple[str, ...]:
         msg = "`user_replies` must be a list of texts"
         raise ValueError(msg)
     return tuple(replies)
+
+
+def _user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[str, ...]:
+    if USER_TURNS_COLUMN not in columns:
+        return ()
+    turns = columns[USER_TURNS_COLUMN]
+    if not isinstance(turns, list):
+        msg = f"`{USER_TURNS_COLUMN}` must be a list of texts (got {kind_of(turns)})"
+        raise ValueError(msg)
+    for n, text in enumerate(turns):
+        if not isinstance(text, str) or not text.strip():
+            got = "a blank text" if isinstance(text, str) else kind_of(text)
+            msg = f"`{USER_TURNS_COLUMN}[{n}]` must be text that is not blank (got {got})"
+            raise ValueError(msg)
+    if turns and options.completion_tools:
+        msg = f"`{USER_TURNS_COLUMN}` does not go together with completion_tools"
+        raise ValueError(msg)
+    return tuple(turns)

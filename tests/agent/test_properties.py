@@ -216,6 +216,7 @@ FEATURES = (
         some("awaiting_input", True),
         some("user_replies", (), ("yes",), ("which?", "no"), ("list all", "yes"), ("use echo",)),
     ),
+    some("user_turns", ("and then?",), ("more", "even more")),
     some("result_references", True),
     some("observation_chars", 1, 10, 60),
     some("text_protocol", "react"),
@@ -344,6 +345,7 @@ def terms_of(options: Mapping[str, Any]) -> ConversationSpec:
         own_options(options),
         expected=options.get("expected"),
         user_replies=tuple(options.get("user_replies", ())),
+        user_turns=tuple(options.get("user_turns", ())),
         tool_names=tuple(tool.name for tool in TOOLS),
     )
 
