@@ -183,11 +183,16 @@ USER_TURNS = "user_turns"
 """Why a user message was sent: it is one of the row's texts."""
 
 
+SIMULATED_USER = "simulated_user"
+"""Why a user message was sent: a model that plays the user wrote it. The name, too, of the inner
+conversation in which it did."""
+
+
 class UserEvent(TypedDict):
     """A further message of the user, sent after the model's answer in turn `turn`.
 
-    `reason` says where it comes from: `USER_TURNS`. `inherited` marks one that a branch has from
-    its parent conversation.
+    `reason` says where it comes from: `USER_TURNS` or `SIMULATED_USER`.
+    `inherited` marks one that a branch has from its parent conversation.
     """
 
     kind: Literal["user"]
@@ -317,7 +322,7 @@ class AgentExitEvent(TypedDict):
 
 PREPARATION = "preparation"
 SUMMARY = "summary"
-STAGES = frozenset({PREPARATION, SUMMARY})
+STAGES = frozenset({PREPARATION, SUMMARY, SIMULATED_USER})
 """Names of inner conversations that are not subagents."""
 
 

@@ -8,16 +8,26 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from agent.loop import simulated_user
 from agent.loop.loop import run_agent
 from agent.loop.resume import prepare_resume
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.loop.subagents import SubagentTool, options_of
 from agent.loop.tools import AgentTools
-from agent.messages import PREPARATION, Event, Message, OpeningEvent, SubEvent
+from agent.messages import (
+    PREPARATION,
+    SIMULATED_USER,
+    USER_TURNS,
+    Event,
+    Message,
+    OpeningEvent,
+    SubEvent,
+)
 from agent.models.model import Model
 from agent.options import AgentOptions, Subagent
 from agent.setup import Home
+from agent.state.events import user_event
 from agent.state.trajectory import Journal, Trajectory
 from agent.stream_events import StreamHandler, guarded
 from agent.views import preparation, summary
@@ -74,6 +84,7 @@ class ConversationRunner:
             spec=spec,
             journal=self.journal,
             on_event=self.on_event and guarded(self.on_event),
+            ask_user=self._ask_user,
         )
 
     async def run_inner(self) -> Finish:
@@ -153,6 +164,27 @@ class ConversationRunner:
         )
         return await inner.run_inner(), inner.trajectory
 
+    async def _ask_user(self) -> Finish | None:
+        """Have the simulated user reply to the last answer; returns an ending if that failed."""
+        outer, options = self.trajectory, self.spec.options
+        user = options.simulated_user
+        assert user is not None
+        own = simulated_user.options_of_user(options)
+        has_begun = simulated_user.KEY in outer.inner
+        opening = () if has_begun else simulated_user.opening_of(outer, user)
+        inner = self._inner(simulated_user.KEY, SIMULATED_USER, opening, own)
+        if simulated_user.must_ask(outer, inner.trajectory):
+            event = user_event(inner.trajectory.turns, USER_TURNS, outer.final_text())
+            inner.journal(event)
+            inner.trajectory.apply(event)
+        inner = replace(
+            inner,
+            model=self.host.user_model(user, inner.trajectory),
+            toolbox=self.host.toolbox(()),
+            callable_names=(),
+        )
+        return simulated_user.ending_of(await inner.run())
+
     def _is_prepared(self) -> bool:
         return self.trajectory.is_reopened or bool(self.trajectory.replies)
 
@@ -184,6 +216,7 @@ class ConversationRunner:
 
 _OFF_IN_PREPARATION = {
     "preparation": None,
+    "simulated_user": None,
     "plan": False,
     "check_expected": False,
     "completion_tools": False,

@@ -10,13 +10,13 @@ from typing import Any
 
 from agent.loop.subagents import schema_of
 from agent.loop.tools import Approve, check_names, offered
-from agent.messages import is_cost_only
+from agent.messages import SIMULATED_USER, is_cost_only
 from agent.models.client.pool import ModelPool
 from agent.models.model import Model, ModelSettings
 from agent.models.prices import is_known
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_sibling
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
-from agent.options import AgentOptions, Subagent
+from agent.options import AgentOptions, SimulatedUser, Subagent
 from agent.state.trajectory import Trajectory
 from toolsets.catalog.custom import import_place
 from toolsets.catalog.registry import TOOLSETS, Toolset, resolve_toolsets, tools_of
@@ -46,11 +46,15 @@ class Setup:
     approve: Approve | None
     aliases: Mapping[str, ModelSettings] = field(default_factory=dict)
     """Further models that an agent which runs as a command may ask for; see `CommandAgent`."""
+    user: ModelSettings | None = None
+    """The model that plays the user; None: that of the conversations."""
 
     def models(self) -> list[ModelSettings]:
-        """The model of the conversations, then those of subagents and of an agent's aliases."""
+        """The model of the conversations, then those of subagents, of an agent's aliases and of the
+        simulated user."""
         own = [agent.settings for agent in self.subagents.values() if agent.settings is not None]
-        return [self.settings, *own, *self.aliases.values()]
+        user = () if self.user is None else (self.user,)
+        return [self.settings, *own, *self.aliases.values(), *user]
 
     def unpriced(self) -> str | None:
         """The name of a model whose price is unknown, or None."""
@@ -104,7 +108,8 @@ def set_up(
         for agent in options.subagents
     }
     approve = None if options.approve is None else _load(options.approve)
-    setup = Setup(settings, toolsets, tools, subagents, approve)
+    user = _set_up_user(options.simulated_user, settings, api_key, endpoints)
+    setup = Setup(settings, toolsets, tools, subagents, approve, user=user)
     if options.max_cost_usd is not None and (name := setup.unpriced()):
         msg = (
             f"max_cost_usd: the price of model {name!r} is unknown, so a budget in dollars cannot "
@@ -141,6 +146,19 @@ def _set_up_subagent(
     tools = tools_of(toolsets)
     check_names([*(tool.name for tool in tools), *agent.subagents])
     return SubagentSetup(settings, toolsets, tools)
+
+
+def _set_up_user(
+    user: SimulatedUser | None,
+    caller: ModelSettings,
+    api_key: str | None,
+    endpoints: Mapping[str, Endpoint],
+) -> ModelSettings | None:
+    if user is None or user.model is None:
+        return None
+    settings = resolve_sibling(user.model, caller, endpoints)
+    key_for(settings, caller, api_key)
+    return settings
 
 
 def key_for(settings: ModelSettings, caller: ModelSettings, api_key: str | None) -> str:
@@ -206,12 +224,22 @@ class Home:
             return self.gate(ScriptedModel(parse_script(agent.script), start=start))
         return self.gate(self.pool.get(settings))
 
+    def user_model(self, user: SimulatedUser, conversation: Trajectory) -> Model:
+        """The model that plays the user in its conversation."""
+        settings = self.setup.user or self.setup.settings
+        if settings.api == SCRIPTED:
+            start = replies_played(conversation, self.setup)
+            return self.gate(ScriptedModel(parse_script(user.script), start=start))
+        return self.gate(self.pool.get(settings))
+
 
 def replies_played(conversation: Trajectory, setup: Setup) -> int:
     """How many turns of its script a conversation has used, inner conversations included."""
     played = len(conversation.replies)
     played += sum(not is_cost_only(reply) for reply in conversation.discarded)
     for inner in conversation.inner.values():
+        if inner.name == SIMULATED_USER:
+            continue  # it has a model or script of its own
         subagent = setup.subagents.get(inner.name)
         if subagent is None or subagent.settings is None:
             played += replies_played(inner.trajectory, setup)

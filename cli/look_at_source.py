@@ -150,6 +150,7 @@ def _use_of(name: str, columns: dict[str, Any]) -> str:
         "expected": "compared with the answer, with --check_expected",
         "user_replies": "answers of the user, with --awaiting_input",
         "user_turns": "further user messages, each sent after an answer",
+        "simulated_user": "who the simulated user is",
         "script": "turns of the scripted model",
         "fork": "the beginning of the conversation, with --forks",
         MODEL_COLUMN: "one of --models",

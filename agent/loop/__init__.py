@@ -7,6 +7,7 @@ acceptance    checks a reply before it becomes part of the conversation
 tools         the toolbox, and the wrappers that options put around it
 references    earlier results by name in arguments
 subagents     agents as tools
+simulated_user  a model that plays the user
 user_replies  tools that ask the user
 plan          plans and their steps
 opening       states the turn limit in the system prompt

@@ -9,12 +9,13 @@ decides each step.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from agent.deadline import Deadline
 from agent.loop.acceptance import RUN_CALLS, repair_names, why_unusable
 from agent.loop.rules import ConversationSpec, next_step, over_time
-from agent.loop.steps import AddNote, AddUserTurn, CallModel, Finish, ResumeTool, RunTools
+from agent.loop.steps import AddNote, AddUserTurn, AskUser, CallModel, Finish, ResumeTool, RunTools
 from agent.loop.tools import AgentTools
 from agent.messages import UNREADABLE, Event, SubEvent, ToolCall
 from agent.models.errors import ModelError
@@ -54,9 +55,11 @@ async def run_agent(
     spec: ConversationSpec,
     journal: Journal,
     on_event: StreamHandler | None = None,
+    ask_user: Callable[[], Awaitable[Finish | None]] | None = None,
 ) -> Finish:
     """Continue `trajectory` to its ending and return how it ended.
 
+    `ask_user` has the simulated user reply; it returns an ending if that failed.
     Raises `ModelError` if the endpoint failed after all retries, and `CancelledError` if it is
     cancelled; `trajectory` then has everything that happened before.
     """
@@ -86,6 +89,10 @@ async def run_agent(
                 record(note_event(trajectory.turns, reason, text))
             case AddUserTurn(reason, text):
                 record(user_event(trajectory.turns, reason, text))
+            case AskUser():
+                assert ask_user is not None
+                if failed := await ask_user():
+                    return failed
             case Finish() as end:
                 close_calls(trajectory, end.status, journal)
                 return end

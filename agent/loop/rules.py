@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.loop.plan import PLAN, plan_note
+from agent.loop.simulated_user import is_at_limit, user_step
 from agent.loop.steps import AddNote, AddUserTurn, CallModel, Finish, NextStep, ResumeTool, RunTools
 from agent.loop.user_replies import waiting_call, wants_other_work
 from agent.messages import COST_ONLY, USER_TURNS
@@ -176,11 +177,21 @@ def _after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
         )
     if options.plan and (note := plan_note(t, options)):
         return _continue(t, options, note)
-    return _next_user_turn(t, spec) or _check_answer(t, spec)
+    step = _next_user_turn(t, spec)
+    return _check_answer(t, spec) if step is None else step
 
 
 def _next_user_turn(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
     """The step after an answer that the user replies to; None after the last one."""
+    user = spec.options.simulated_user
+    if user is not None:
+        step = user_step(t, user, spec.options)
+        if step is not None:
+            return step
+        step = _check_answer(t, spec)
+        if step == Finish("completed") and is_at_limit(t, user):
+            return Finish("completed", f"the simulated user sent its {user.max_turns} messages")
+        return step
     left = spec.user_turns[len(t.user_turns) :]
     if not left:
         return None

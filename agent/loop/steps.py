@@ -45,6 +45,10 @@ class AddUserTurn(NamedTuple):
     text: str
 
 
+class AskUser(NamedTuple):
+    """Let the model that plays the user reply to the last answer."""
+
+
 class Finish(NamedTuple):
     """End the conversation; `reason` adds details to the status."""
 
@@ -52,4 +56,4 @@ class Finish(NamedTuple):
     reason: str | None = None
 
 
-NextStep = CallModel | RunTools | ResumeTool | AddNote | AddUserTurn | Finish
+NextStep = CallModel | RunTools | ResumeTool | AddNote | AddUserTurn | AskUser | Finish

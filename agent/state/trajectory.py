@@ -236,7 +236,7 @@ class Trajectory:
         response_id, started_at, duration_s, batch_item, extra; see `ReplyEvent`), `tool_calls`
         (one per result, in call order: turn, call, name, is_error, started_at, duration_s),
         `notes` (turn, reason, text, at), `user_turns` (user messages after the opening, if any:
-        turn, reason, text, at; see `UserEvent`), `cut_calls` (model calls that were cut off, if any),
+        turn, reason, text, at), `cut_calls` (model calls that were cut off, if any),
         `discarded` (unusable replies, whole, with the reason), `inner` (one per subagent or stage:
         key, name, and the keys of a record), `resumes`, `restarts` (turn, reason, at; if any),
         `api_calls`, `usage` and `cost_usd` (of all paid replies), `model_returned`, for an agent

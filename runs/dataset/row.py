@@ -12,8 +12,9 @@ from agent.command_agent import CommandAgent
 from agent.loop.opening import with_turn_limit
 from agent.loop.rules import ConversationSpec
 from agent.messages import Event, Message
+from agent.models.resolve import SCRIPTED
 from agent.models.scripted import parse_script
-from agent.options import LIMITS, ROW_COLUMN, AgentOptions, of_row
+from agent.options import LIMITS, ROW_COLUMN, USER_COLUMN, AgentOptions, of_row, with_user_of_row
 from agent.state.history import plain_message
 from agent.state.trajectory import Trajectory
 from runs.dataset.row_check import CheckPlace
@@ -109,7 +110,8 @@ class RowRules:
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
-        options = of_row(self.options, columns)
+        options = with_user_of_row(of_row(self.options, columns), columns)
+        self._check_user(options)
         if options.max_cost_usd is not None and not self.is_priced:
             msg = "`max_cost_usd` needs a model whose price is known"
             raise ValueError(msg)
@@ -144,7 +146,7 @@ class RowRules:
     def rollout_columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that affect the conversation."""
         prompt = "prompt" if "prompt" in columns else _chat_column(columns)
-        names = [prompt, ROW_COLUMN, USER_TURNS_COLUMN]
+        names = [prompt, ROW_COLUMN, USER_TURNS_COLUMN, USER_COLUMN]
         if self.script != "ignored":
             names.append("script")
         options = of_row(self.options, columns)
@@ -166,6 +168,21 @@ class RowRules:
             names.append(AGENT_COLUMN)
         columns = with_plain_prompt(columns)
         return {name: columns[name] for name in names if name in columns}
+
+    def _check_user(self, options: AgentOptions) -> None:
+        """A simulated user that is scripted needs a script."""
+        user = options.simulated_user
+        if user is None:
+            return
+        is_scripted = self.script != "ignored" if user.model is None else user.model == SCRIPTED
+        if user.script is not None:
+            try:
+                parse_script(user.script)
+            except ValueError as error:
+                raise ValueError(f"`{USER_COLUMN}`: {error}") from None
+        elif is_scripted:
+            msg = f"`{USER_COLUMN}.script` is missing: the scripted model plays it"
+            raise ValueError(msg)
 
     def _setup(self, columns: Mapping[str, Any]) -> RowSetup | None:
         if not self.with_setup:
@@ -346,8 +363,8 @@ def _agent_of(
     agent: CommandAgent, columns: Mapping[str, Any], opening: Sequence[Message]
 ) -> CommandAgent:
     """The agent of a row, with what its column sets. Raises `ValueError`."""
-    if USER_TURNS_COLUMN in columns:
-        msg = f"`{USER_TURNS_COLUMN}`: means nothing with an agent that runs as a command"
+    if name := next((n for n in (USER_TURNS_COLUMN, USER_COLUMN) if n in columns), None):
+        msg = f"`{name}`: means nothing with an agent that runs as a command"
         raise ValueError(msg)
     given = columns.get(ROW_COLUMN) or {}
     if other := sorted(given.keys() - set(LIMITS)):
@@ -391,6 +408,9 @@ def _user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[str,
             got = "a blank text" if isinstance(text, str) else kind_of(text)
             msg = f"`{USER_TURNS_COLUMN}[{n}]` must be text that is not blank (got {got})"
             raise ValueError(msg)
+    if turns and options.simulated_user is not None:
+        msg = f"`{USER_TURNS_COLUMN}` does not go together with a simulated user"
+        raise ValueError(msg)
     if turns and options.completion_tools:
         msg = f"`{USER_TURNS_COLUMN}` does not go together with completion_tools"
         raise ValueError(msg)

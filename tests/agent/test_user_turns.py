@@ -63,8 +63,10 @@ def test_the_last_answer_at_max_turns_completes(tmp_path: Path) -> None:
     assert played.status == "completed"
 
 
-@pytest.mark.parametrize("limit", [
-    {"max_cost_usd": 1.5, "cost_usd": 1.0}, {"max_total_tokens": 15, "reply_tokens": 10}])  # fmt: skip
+@pytest.mark.parametrize(
+    "limit",
+    [{"max_cost_usd": 1.5, "cost_usd": 1.0}, {"max_total_tokens": 15, "reply_tokens": 10}],
+)
 def test_a_budget_is_that_of_all_user_turns(tmp_path: Path, limit: dict[str, Any]) -> None:
     played = play(tmp_path, [say("one"), say("two"), say("three")], user_turns=MORE, **limit)
     assert (played.status, played.trajectory.turns) == ("budget", 2)
@@ -72,9 +74,7 @@ def test_a_budget_is_that_of_all_user_turns(tmp_path: Path, limit: dict[str, Any
 
 def test_the_last_answer_is_compared_with_the_expected_one(tmp_path: Path) -> None:
     script = [say("42"), say("41"), say("42")]
-    played = play(
-        tmp_path, script, user_turns=MORE[:1], check_expected=True, expected="42"
-    )  # fmt: skip
+    played = play(tmp_path, script, user_turns=MORE[:1], check_expected=True, expected="42")
     assert (played.status, played.trajectory.turns) == ("completed", 3)
     assert [note["reason"] for note in played.trajectory.notes] == ["expected"]
 
