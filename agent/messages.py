@@ -169,7 +169,8 @@ class NoteEvent(TypedDict):
     """A text of the runtime for the model after turn `turn`; `reason` names the rule that wrote it.
 
     It is appended to the last message if that is a tool result or a user message, else it becomes
-    a user message: roles must alternate for every API and trainer.
+    a user message: roles must alternate for every API and trainer. `USER_TURN` is the exception:
+    the next message of the user, which follows an answer.
     """
 
     kind: Literal["note"]
@@ -177,30 +178,6 @@ class NoteEvent(TypedDict):
     reason: str
     text: str
     at: float
-
-
-USER_TURNS = "user_turns"
-"""Why a user message was sent: it is one of the row's texts."""
-
-
-SIMULATED_USER = "simulated_user"
-"""Why a user message was sent: a model that plays the user wrote it. The name, too, of the inner
-conversation in which it did."""
-
-
-class UserEvent(TypedDict):
-    """A further message of the user, sent after the model's answer in turn `turn`.
-
-    `reason` says where it comes from: `USER_TURNS` or `SIMULATED_USER`.
-    `inherited` marks one that a branch has from its parent conversation.
-    """
-
-    kind: Literal["user"]
-    turn: int
-    reason: str
-    text: str
-    at: float
-    inherited: NotRequired[bool]
 
 
 class OpeningEvent(TypedDict):
@@ -320,8 +297,12 @@ class AgentExitEvent(TypedDict):
     timed_out: bool
 
 
+USER_TURN = "user_turn"
+"""The reason of a note that is a message of the user, not of the runtime."""
+
 PREPARATION = "preparation"
 SUMMARY = "summary"
+SIMULATED_USER = "simulated_user"
 STAGES = frozenset({PREPARATION, SUMMARY, SIMULATED_USER})
 """Names of inner conversations that are not subagents."""
 
@@ -330,7 +311,7 @@ class SubEvent(TypedDict):
     """An event of a conversation inside this one.
 
     `key` is the id of the call that a subagent answers, or a stage ("preparation#1",
-    "summary#2"); `name` is that of the subagent or the stage.
+    "summary#2", "simulated_user#1"); `name` is that of the subagent or the stage.
     """
 
     kind: Literal["sub"]
@@ -347,7 +328,6 @@ Event = (
     | CutEvent
     | ResultEvent
     | NoteEvent
-    | UserEvent
     | OpeningEvent
     | ResumedEvent
     | RestartedEvent

@@ -36,10 +36,11 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 ROW_COLUMN = "agent_options"
 
-USER_COLUMN = "simulated_user"
-
 _NOT_PER_ROW = frozenset(
-    {"approve", "subagents", "max_subagent_depth", "ephemeral_system_prompt", USER_COLUMN}
+    {
+        *("approve", "subagents", "max_subagent_depth", "ephemeral_system_prompt"),
+        "simulated_user",  # a row has a column of that name
+    }
 )
 """Options that name code, other endpoints, or texts that must appear in no file."""
 
@@ -96,20 +97,31 @@ class Subagent(BaseModel):
 
 
 class SimulatedUser(BaseModel):
-    """A model that plays the user."""
+    """A model that plays the user, after the first message."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     model: str | None = None
-    """As `--model`; without a prefix, at the endpoint of the run. None: the conversation's."""
-    system_prompt: str | None = Field(default=None, min_length=1)
-    """Who the user is and what it wants."""
-    stop: str = Field(default="###STOP###", min_length=1)
-    """A reply with this text ends the conversation and is not sent."""
-    max_turns: PositiveInt = 20
-    """Maximum messages that it sends after the prompt."""
+    """As `--model`; without a prefix, at the agent's endpoint. None: the agent's model."""
+    system_prompt: str = ""
+    """Who the user is and what they want."""
+    stop: str = Field("###STOP###", min_length=1)
+    """What it writes to end the conversation."""
+    max_turns: PositiveInt = 10
+    """How many messages it may write."""
     script: list[Any] | None = None
     """The turns of model "scripted"."""
+
+    def instructions(self) -> str:
+        """Its system prompt, which says how to end the conversation."""
+        return f"{self.system_prompt}\n\n{_USER_RULES.format(stop=self.stop)}"
+
+
+_USER_RULES = (
+    "You are this user, in a chat with an assistant. Write only the user's next message, short and "
+    "in their own words; do not give away everything at once, and do not invent facts. When what "
+    "you want has been done, or cannot be done, write {stop} and nothing else."
+)
 
 
 class AgentOptions(BaseModel):
@@ -168,7 +180,7 @@ class AgentOptions(BaseModel):
         "Answer tools that ask the user from the row's `user_replies`.",
     )
     simulated_user: Annotated[SimulatedUser | None, BeforeValidator(parse_json)] = meaning(
-        None, "A model that plays the user and replies to each answer."
+        None, "A model that plays the user after each answer."
     )
     result_references: bool = meaning(False, "Name tool results for use in arguments, as $$NAME.")
     observation_chars: PositiveInt | None = meaning(
@@ -229,6 +241,8 @@ class AgentOptions(BaseModel):
             given["ephemeral_system_prompt"] = True
         if "prefill_messages" in given:
             given["prefill_messages"] = len(self.prefill_messages)
+        if self.simulated_user is not None:
+            given["simulated_user"].pop("script", None)
         if "subagents" in given:
             given["subagents"] = [subagent.name for subagent in self.subagents]
         return given
@@ -249,12 +263,8 @@ class AgentOptions(BaseModel):
         if self.continue_cut and (self.plan or self.text_protocol):
             msg = "continue_cut does not go together with plan or text_protocol"
             raise ValueError(msg)
-        return self
-
-    @model_validator(mode="after")
-    def _user_fits(self) -> AgentOptions:
-        if self.simulated_user is not None and self.completion_tools:
-            msg = "simulated_user does not go together with completion_tools"
+        if self.simulated_user is not None and (self.completion_tools or self.text_protocol):
+            msg = "simulated_user does not go together with completion_tools or text_protocol"
             raise ValueError(msg)
         return self
 
@@ -312,8 +322,7 @@ def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
     for key in own:
         if key not in allowed:
             if key in _NOT_PER_ROW:
-                where = f"; use the column `{key}`" if key == USER_COLUMN else ""
-                msg = f"`{ROW_COLUMN}.{key}`: cannot be set per row{where}"
+                msg = f"`{ROW_COLUMN}.{key}`: cannot be set per row"
             else:
                 hint = did_you_mean(key, allowed) or "docs/conversations.md lists the options"
                 msg = f"`{ROW_COLUMN}.{key}`: unknown option; {hint}"
@@ -327,35 +336,3 @@ def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
         if not first.keys or first.keys[0] not in own:
             raise ValueError(f"`{ROW_COLUMN}`: {first.reason}") from None
         raise ValueError(f"`{ROW_COLUMN}.{first.key}`: {first.with_value()}") from None
-
-
-def with_user_of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
-    """The options of a row whose column `simulated_user` changes some keys of the run's.
-
-    Raises `ValueError` naming the key.
-    """
-    own = columns.get(USER_COLUMN)
-    if own is None:
-        user = options.simulated_user
-    elif not isinstance(own, dict):
-        msg = f"`{USER_COLUMN}` must be an object"
-        raise ValueError(msg)
-    elif "model" in own:
-        msg = f"`{USER_COLUMN}.model`: cannot be set per row; set it in the config"
-        raise ValueError(msg)
-    else:
-        of_run = options.simulated_user or SimulatedUser()
-        try:
-            user = SimulatedUser.model_validate({**dict(of_run), **own})
-        except ValidationError as error:
-            first = mistakes_in(error)[0]
-            raise ValueError(f"`{USER_COLUMN}.{first.key}`: {first.with_value()}") from None
-    if user is None:
-        return options
-    if user.system_prompt is None or not user.system_prompt.strip():
-        msg = f"`{USER_COLUMN}.system_prompt` is missing: set it in the row or in the config"
-        raise ValueError(msg)
-    if options.completion_tools:
-        msg = f"`{USER_COLUMN}` does not go together with completion_tools"
-        raise ValueError(msg)
-    return options.model_copy(update={"simulated_user": user})

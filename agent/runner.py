@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from agent.loop import simulated_user
 from agent.loop.loop import run_agent
 from agent.loop.resume import prepare_resume
 from agent.loop.rules import ConversationSpec
+from agent.loop.simulated_user import opening_of_user, options_of_user
 from agent.loop.steps import Finish
 from agent.loop.subagents import SubagentTool, options_of
 from agent.loop.tools import AgentTools
 from agent.messages import (
     PREPARATION,
     SIMULATED_USER,
-    USER_TURNS,
+    USER_TURN,
     Event,
     Message,
     OpeningEvent,
@@ -27,7 +27,6 @@ from agent.messages import (
 from agent.models.model import Model
 from agent.options import AgentOptions, Subagent
 from agent.setup import Home
-from agent.state.events import user_event
 from agent.state.trajectory import Journal, Trajectory
 from agent.stream_events import StreamHandler, guarded
 from agent.views import preparation, summary
@@ -165,25 +164,25 @@ class ConversationRunner:
         return await inner.run_inner(), inner.trajectory
 
     async def _ask_user(self) -> Finish | None:
-        """Have the simulated user reply to the last answer; returns an ending if that failed."""
-        outer, options = self.trajectory, self.spec.options
-        user = options.simulated_user
+        """Have the simulated user write its next message; returns an ending if that failed."""
+        user = self.spec.options.simulated_user
         assert user is not None
-        own = simulated_user.options_of_user(options)
-        has_begun = simulated_user.KEY in outer.inner
-        opening = () if has_begun else simulated_user.opening_of(outer, user)
-        inner = self._inner(simulated_user.KEY, SIMULATED_USER, opening, own)
-        if simulated_user.must_ask(outer, inner.trajectory):
-            event = user_event(inner.trajectory.turns, USER_TURNS, outer.final_text())
-            inner.journal(event)
-            inner.trajectory.apply(event)
+        key = f"{SIMULATED_USER}#{self.trajectory.notes_of(USER_TURN) + 1}"
+        opening = opening_of_user(user, self.trajectory)
+        inner = self._inner(key, SIMULATED_USER, opening, options_of_user(self.spec.options))
         inner = replace(
             inner,
-            model=self.host.user_model(user, inner.trajectory),
+            model=self.host.user_model(user, self.trajectory) or self.model,
             toolbox=self.host.toolbox(()),
-            callable_names=(),
+            subagents=(),
         )
-        return simulated_user.ending_of(await inner.run())
+        end = await inner.run_inner()
+        if end.status == "completed":
+            return None
+        if end.status in ("budget", "time_limit"):
+            return end
+        why = f": {end.reason}" if end.reason else ""
+        return Finish("errors", f"the simulated user ended as {end.status}{why}")
 
     def _is_prepared(self) -> bool:
         return self.trajectory.is_reopened or bool(self.trajectory.replies)
@@ -216,12 +215,12 @@ class ConversationRunner:
 
 _OFF_IN_PREPARATION = {
     "preparation": None,
-    "simulated_user": None,
     "plan": False,
     "check_expected": False,
     "completion_tools": False,
     "awaiting_input": False,
     "final_summary": False,
+    "simulated_user": None,
     "state_max_turns": False,
 }
 

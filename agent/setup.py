@@ -10,7 +10,7 @@ from typing import Any
 
 from agent.loop.subagents import schema_of
 from agent.loop.tools import Approve, check_names, offered
-from agent.messages import SIMULATED_USER, is_cost_only
+from agent.messages import SIMULATED_USER, USER_TURN, is_cost_only
 from agent.models.client.pool import ModelPool
 from agent.models.model import Model, ModelSettings
 from agent.models.prices import is_known
@@ -47,13 +47,12 @@ class Setup:
     aliases: Mapping[str, ModelSettings] = field(default_factory=dict)
     """Further models that an agent which runs as a command may ask for; see `CommandAgent`."""
     user: ModelSettings | None = None
-    """The model that plays the user; None: that of the conversations."""
+    """The model of the simulated user; None: that of the conversations."""
 
     def models(self) -> list[ModelSettings]:
-        """The model of the conversations, then those of subagents, of an agent's aliases and of the
-        simulated user."""
+        """The model of the conversations, then those of subagents, aliases and simulated users."""
         own = [agent.settings for agent in self.subagents.values() if agent.settings is not None]
-        user = () if self.user is None else (self.user,)
+        user = [] if self.user is None else [self.user]
         return [self.settings, *own, *self.aliases.values(), *user]
 
     def unpriced(self) -> str | None:
@@ -108,7 +107,9 @@ def set_up(
         for agent in options.subagents
     }
     approve = None if options.approve is None else _load(options.approve)
-    user = _set_up_user(options.simulated_user, settings, api_key, endpoints)
+    user = None
+    if options.simulated_user is not None:
+        user = _own_model(SIMULATED_USER, options.simulated_user, settings, api_key, endpoints)
     setup = Setup(settings, toolsets, tools, subagents, approve, user=user)
     if options.max_cost_usd is not None and (name := setup.unpriced()):
         msg = (
@@ -128,19 +129,7 @@ def _set_up_subagent(
     endpoints: Mapping[str, Endpoint],
     known: Mapping[str, Toolset],
 ) -> SubagentSetup:
-    settings = None
-    if agent.model is not None:
-        settings = resolve_sibling(agent.model, caller, endpoints)
-    elif agent.script is not None and caller.api == SCRIPTED:
-        settings = caller
-    if settings is not None:
-        key_for(settings, caller, api_key)
-        if settings.api == SCRIPTED:
-            try:
-                parse_script(agent.script)
-            except ValueError as error:
-                msg = f"subagent {agent.name!r}: {error}"
-                raise ValueError(msg) from error
+    settings = _own_model(f"subagent {agent.name!r}", agent, caller, api_key, endpoints)
     # Disabled toolsets are disabled for subagents, too.
     toolsets = resolve_toolsets(agent.enabled_toolsets, disabled, known=known)
     tools = tools_of(toolsets)
@@ -148,16 +137,28 @@ def _set_up_subagent(
     return SubagentSetup(settings, toolsets, tools)
 
 
-def _set_up_user(
-    user: SimulatedUser | None,
+def _own_model(
+    name: str,
+    agent: Subagent | SimulatedUser,
     caller: ModelSettings,
     api_key: str | None,
     endpoints: Mapping[str, Endpoint],
 ) -> ModelSettings | None:
-    if user is None or user.model is None:
-        return None
-    settings = resolve_sibling(user.model, caller, endpoints)
-    key_for(settings, caller, api_key)
+    """The model of a subagent or a simulated user; None: the caller's. Raises `ValueError`."""
+    settings = None
+    if agent.model is not None:
+        settings = resolve_sibling(agent.model, caller, endpoints)
+    elif agent.script is not None and caller.api == SCRIPTED:
+        settings = caller
+    if settings is not None:
+        key_for(settings, caller, api_key)
+        # The rows may have those of simulated users.
+        if settings.api == SCRIPTED and (agent.script is not None or name != SIMULATED_USER):
+            try:
+                parse_script(agent.script)
+            except ValueError as error:
+                msg = f"{name}: {error}"
+                raise ValueError(msg) from error
     return settings
 
 
@@ -217,19 +218,21 @@ class Home:
     def subagent_model(self, agent: Subagent, conversation: Trajectory) -> Model | None:
         """The model of a subagent in its conversation; None: its caller's."""
         settings = self.setup.subagents[agent.name].settings
+        return self._own_model(settings, agent.script, replies_played(conversation, self.setup))
+
+    def user_model(self, user: SimulatedUser, conversation: Trajectory) -> Model | None:
+        """The model that plays the user of a conversation; None: the conversation's own."""
+        written = conversation.notes_of(USER_TURN)
+        inner = conversation.inner.get(f"{SIMULATED_USER}#{written + 1}")
+        if inner is not None:
+            written += replies_played(inner.trajectory, self.setup)
+        return self._own_model(self.setup.user, user.script, written)
+
+    def _own_model(self, settings: ModelSettings | None, script: Any, start: int) -> Model | None:
         if settings is None:
             return None
         if settings.api == SCRIPTED:
-            start = replies_played(conversation, self.setup)
-            return self.gate(ScriptedModel(parse_script(agent.script), start=start))
-        return self.gate(self.pool.get(settings))
-
-    def user_model(self, user: SimulatedUser, conversation: Trajectory) -> Model:
-        """The model that plays the user in its conversation."""
-        settings = self.setup.user or self.setup.settings
-        if settings.api == SCRIPTED:
-            start = replies_played(conversation, self.setup)
-            return self.gate(ScriptedModel(parse_script(user.script), start=start))
+            return self.gate(ScriptedModel(parse_script(script), start=start))
         return self.gate(self.pool.get(settings))
 
 
@@ -238,8 +241,8 @@ def replies_played(conversation: Trajectory, setup: Setup) -> int:
     played = len(conversation.replies)
     played += sum(not is_cost_only(reply) for reply in conversation.discarded)
     for inner in conversation.inner.values():
-        if inner.name == SIMULATED_USER:
-            continue  # it has a model or script of its own
+        if inner.name == SIMULATED_USER and setup.user is not None:
+            continue
         subagent = setup.subagents.get(inner.name)
         if subagent is None or subagent.settings is None:
             played += replies_played(inner.trajectory, setup)

@@ -136,6 +136,7 @@ def _use_of(name: str, columns: dict[str, Any]) -> str:
     from runs.dataset.row import CHAT_COLUMNS, MODEL_COLUMN
     from runs.dataset.row_image import IMAGE_COLUMNS, INSIDE_COLUMNS
     from runs.dataset.row_setup import TELLTALE_COLUMNS
+    from runs.dataset.row_user import TURNS_COLUMN, USER_COLUMN
     from runs.dataset.scan import ID_COLUMNS
 
     own_id = next((column for column in ID_COLUMNS if column in columns), None)
@@ -149,8 +150,8 @@ def _use_of(name: str, columns: dict[str, Any]) -> str:
         "agent_options": "options of its conversation",
         "expected": "compared with the answer, with --check_expected",
         "user_replies": "answers of the user, with --awaiting_input",
-        "user_turns": "further user messages, each sent after an answer",
-        "simulated_user": "who the simulated user is",
+        TURNS_COLUMN: "further messages of the user",
+        USER_COLUMN: "the simulated user's part, with --simulated_user",
         "script": "turns of the scripted model",
         "fork": "the beginning of the conversation, with --forks",
         MODEL_COLUMN: "one of --models",

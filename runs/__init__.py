@@ -40,6 +40,7 @@ SEAM = (
     "dataset.row",
     "dataset.row_image",
     "dataset.row_setup",
+    "dataset.row_user",
     "dataset.scan",
     "errors",
     "executor_choice",

@@ -30,7 +30,9 @@ from toolsets.sandbox.inside.processes import descendants
 _SECRET = "the-key-of-the-run"
 _APIS = {"claude-code": "anthropic_messages", "codex": "openai_responses", "gemini-cli": "gemini"}
 _KILLS = ("group", "worker", "agent")
-_END_S = 1800.0
+_SILENCE_S = 300.0
+"""Without a call of any agent in so long, the check fails."""
+_SPARE_STARTS = 3
 
 
 class Outcome(NamedTuple):
@@ -68,8 +70,11 @@ def run_agent(
     write_rows(directory / "p.jsonl", *rows)
     with AgentEndpoint(reasoning="Let me think.", latency_s=0.1) as endpoint:
         command = _command(agent, endpoint, at_once)
-        done = 0
+        done, starts = 0, 0
         while True:
+            starts += 1
+            # Each start ends by a kill, but for one that completes and few with failed tasks.
+            assert starts <= kills + _SPARE_STARTS, _output(directory)
             with (directory / "output.txt").open("ab") as output:
                 process = subprocess.Popen(
                     command,
@@ -80,20 +85,28 @@ def run_agent(
                     stderr=output,
                     start_new_session=True,
                 )
-            done = _disturb(process, endpoint, rng, done, kills)
-            if process.poll() is None:
-                _end_group(process)
+            try:
+                done = _disturb(process, endpoint, rng, done, kills)
+            finally:
+                was_killed = process.poll() is None
+                if was_killed:
+                    _end_group(process)
+            if was_killed:
                 continue
             # What was killed just before the end may still be ending.
             wait_until(lambda leader=process.pid: not session_of(leader))
             if process.returncode == 0:
                 break
             if process.returncode not in (1, -signal.SIGKILL):
-                raise AssertionError((directory / "output.txt").read_text()[-2000:])
+                raise AssertionError(_output(directory))
         outcome = _check(agent, directory, endpoint, tasks=tasks, kills=kills, began=began)
     if not keep:
         shutil.rmtree(directory)
     return outcome
+
+
+def _output(directory: Path) -> str:
+    return (directory / "output.txt").read_text()[-2000:]
 
 
 def _command(agent: str, endpoint: AgentEndpoint, at_once: int) -> list[str]:
@@ -148,11 +161,13 @@ def _disturb(
 
 def _wait(process: subprocess.Popen[bytes], endpoint: AgentEndpoint, replies: int) -> bool:
     """Wait until there have been so many replies; False where the run has ended before."""
-    deadline = time.monotonic() + _END_S
-    while len(endpoint.exchanges) < replies:
+    seen, since = 0, time.monotonic()
+    while (count := len(endpoint.exchanges)) < replies:
         if process.poll() is not None:
             return False
-        assert time.monotonic() < deadline, "nothing happens any more"
+        if count > seen:
+            seen, since = count, time.monotonic()
+        assert time.monotonic() < since + _SILENCE_S, "no agent has made a call for a long time"
         time.sleep(0.01)
     return True
 

@@ -7,8 +7,8 @@ acceptance    checks a reply before it becomes part of the conversation
 tools         the toolbox, and the wrappers that options put around it
 references    earlier results by name in arguments
 subagents     agents as tools
-simulated_user  a model that plays the user
 user_replies  tools that ask the user
+simulated_user  a model that plays the user
 plan          plans and their steps
 opening       states the turn limit in the system prompt
 resume        resumes a conversation after a crash

@@ -15,7 +15,7 @@ from typing import Literal
 from agent.deadline import Deadline
 from agent.loop.acceptance import RUN_CALLS, repair_names, why_unusable
 from agent.loop.rules import ConversationSpec, next_step, over_time
-from agent.loop.steps import AddNote, AddUserTurn, AskUser, CallModel, Finish, ResumeTool, RunTools
+from agent.loop.steps import AddNote, AskUser, CallModel, Finish, ResumeTool, RunTools
 from agent.loop.tools import AgentTools
 from agent.messages import UNREADABLE, Event, SubEvent, ToolCall
 from agent.models.errors import ModelError
@@ -28,7 +28,6 @@ from agent.state.events import (
     note_event,
     reply_event,
     result_event,
-    user_event,
 )
 from agent.state.trajectory import Journal, Status, Trajectory
 from agent.stream_events import StreamEvent, StreamHandler
@@ -59,7 +58,7 @@ async def run_agent(
 ) -> Finish:
     """Continue `trajectory` to its ending and return how it ended.
 
-    `ask_user` has the simulated user reply; it returns an ending if that failed.
+    `ask_user` has the simulated user write its next message, or returns an ending.
     Raises `ModelError` if the endpoint failed after all retries, and `CancelledError` if it is
     cancelled; `trajectory` then has everything that happened before.
     """
@@ -87,12 +86,10 @@ async def run_agent(
                 record(await _continue(step, trajectory, tools, spec, on_event))
             case AddNote(reason, text):
                 record(note_event(trajectory.turns, reason, text))
-            case AddUserTurn(reason, text):
-                record(user_event(trajectory.turns, reason, text))
             case AskUser():
                 assert ask_user is not None
-                if failed := await ask_user():
-                    return failed
+                if (end := await ask_user()) is not None:
+                    return end
             case Finish() as end:
                 close_calls(trajectory, end.status, journal)
                 return end

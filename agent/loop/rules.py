@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.loop.plan import PLAN, plan_note
-from agent.loop.simulated_user import is_at_limit, user_step
-from agent.loop.steps import AddNote, AddUserTurn, CallModel, Finish, NextStep, ResumeTool, RunTools
+from agent.loop.simulated_user import users_message
+from agent.loop.steps import AddNote, AskUser, CallModel, Finish, NextStep, ResumeTool, RunTools
 from agent.loop.user_replies import waiting_call, wants_other_work
-from agent.messages import COST_ONLY, USER_TURNS
+from agent.messages import COST_ONLY, USER_TURN
 from agent.options import AgentOptions
 from agent.reasoning import opens_reasoning, split_inline_reasoning
 from agent.state.trajectory import CONTINUE_CUT, Trajectory
@@ -50,9 +50,9 @@ class ConversationSpec:
     """The right answer; the model never sees it."""
     user_replies: tuple[str, ...] = ()
     """The user's replies to tools that ask for input, in order."""
-    tool_names: tuple[str, ...] = ()
     user_turns: tuple[str, ...] = ()
-    """The user's messages after the opening, each sent after an answer of the model."""
+    """The user's messages after the first one: each follows an answer to the one before."""
+    tool_names: tuple[str, ...] = ()
 
 
 def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
@@ -70,7 +70,7 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
     if not t.replies:
         return _opening_step(t, options)
     if t.noted:
-        # A note or user message is only added if the limits allow another reply.
+        # A note is only added if the limits allow another reply.
         return CallModel()
     match t.replies[-1]["finish_reason"]:
         case "length" if _may_continue(t, options):
@@ -86,7 +86,7 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
     if finish := t.finish():
         if finish.tool == "cannot_complete":
             return Finish("cannot_complete", finish.text)
-        return _check_answer(t, spec)
+        return _answered(t, spec)
     return _waiting(t, spec) or _after_results(t, options)
 
 
@@ -177,28 +177,23 @@ def _after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
         )
     if options.plan and (note := plan_note(t, options)):
         return _continue(t, options, note)
-    step = _next_user_turn(t, spec)
-    return _check_answer(t, spec) if step is None else step
+    return _answered(t, spec)
 
 
-def _next_user_turn(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
-    """The step after an answer that the user replies to; None after the last one."""
+def _answered(t: Trajectory, spec: ConversationSpec) -> NextStep:
+    """After an answer: the user's next message, or the end."""
+    sent = t.notes_of(USER_TURN)
+    if sent < len(spec.user_turns):
+        return _continue(t, spec.options, AddNote(USER_TURN, spec.user_turns[sent]))
     user = spec.options.simulated_user
-    if user is not None:
-        step = user_step(t, user, spec.options)
-        if step is not None:
-            return step
-        step = _check_answer(t, spec)
-        if step == Finish("completed") and is_at_limit(t, user):
-            return Finish("completed", f"the simulated user sent its {user.max_turns} messages")
-        return step
-    left = spec.user_turns[len(t.user_turns) :]
-    if not left:
-        return None
-    if t.turns >= spec.options.max_turns:
-        # Asking for a summary would replace the answer that was just given.
-        return Finish("max_turns", f"{len(left)} of the row's user turns were not sent")
-    return AddUserTurn(USER_TURNS, left[0])
+    if user is None:
+        return _check_answer(t, spec)
+    text = users_message(t, sent + 1)
+    if not text:
+        return AskUser() if sent < user.max_turns else _check_answer(t, spec)
+    if user.stop in text:
+        return _check_answer(t, spec)
+    return _continue(t, spec.options, AddNote(USER_TURN, text))
 
 
 def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:

@@ -1,102 +1,58 @@
-"""A model that plays the user.
+"""A model that plays the user and writes the next message after each answer.
 
-Its conversation is an inner one of the model's: part of its record, paid from its budget, and
-resumed after a crash. The roles are swapped in it: what the model answers is a user message, and
-what the user writes is the reply.
+It sees what a user sees: messages and answers, no tool calls and no reasoning. Each of its messages
+is an inner conversation "simulated_user#N" of one reply: paid, journaled and resumed like others.
 """
 
 from __future__ import annotations
 
-from agent.loop.steps import AddUserTurn, AskUser, Finish, NextStep
-from agent.messages import SIMULATED_USER, Message
-from agent.options import MAX_COUNT, AgentOptions, SimulatedUser
+from collections import deque
+
+from agent.messages import SIMULATED_USER, USER_TURN, Message, Role
+from agent.options import AgentOptions, SimulatedUser
 from agent.reasoning import split_inline_reasoning
 from agent.state.trajectory import Trajectory
 
-KEY = f"{SIMULATED_USER}#1"
-"""The key of its inner conversation."""
-
 _GREETING = "Hello! How can I help you?"
-"""The first user message of the inner conversation: every API wants one before a reply."""
-
-_STOP = "When there is nothing left to say, reply with {} alone."
+"""What the assistant is said to begin with, since a user writes first in no chat API."""
 
 
-def user_step(t: Trajectory, user: SimulatedUser, options: AgentOptions) -> NextStep | None:
-    """The step after an answer; None once the user has ended the conversation."""
-    inner = t.inner.get(KEY)
-    if inner is not None and not must_ask(t, inner.trajectory) and _has_replied(inner.trajectory):
-        reason = inner.trajectory.replies[-1]["finish_reason"]
-        if reason != "stop":
-            return Finish("errors", f"the reply of the simulated user ended as {reason}")
-        text = inner.trajectory.final_text().strip()
-        if user.stop in text:
-            return None
-        if t.turns >= options.max_turns:
-            return Finish("max_turns", "the last message of the simulated user was not sent")
-        return AddUserTurn(SIMULATED_USER, text)
-    return None if is_at_limit(t, user) else AskUser()
+def users_message(t: Trajectory, number: int) -> str:
+    """Message `number` (from 1) of the simulated user; "" if it has not been written."""
+    inner = t.inner.get(f"{SIMULATED_USER}#{number}")
+    return "" if inner is None else inner.trajectory.final_text().strip()
 
 
-def is_at_limit(t: Trajectory, user: SimulatedUser) -> bool:
-    """Whether the user has sent as many messages as it may."""
-    return len(t.user_turns) >= user.max_turns
-
-
-def must_ask(t: Trajectory, inner: Trajectory) -> bool:
-    """Whether the last answer of `t` is not yet in the conversation of the user."""
-    sent = sum("inherited" not in event for event in t.user_turns)
-    return len(inner.user_turns) < sent
-
-
-def opening_of(t: Trajectory, user: SimulatedUser) -> list[Message]:
-    """The first messages of the user's conversation: what user and model have said so far."""
-    system = user.system_prompt or ""
-    if user.stop not in system:
-        system = f"{system}\n\n{_STOP.format(user.stop)}".strip()
+def opening_of_user(user: SimulatedUser, t: Trajectory) -> list[Message]:
+    """The conversation as the simulated user sees it, with the roles exchanged."""
     opening = [
-        Message(role="system", content=system),
+        Message(role="system", content=user.instructions()),
         Message(role="user", content=_GREETING),
     ]
+
+    def say(role: Role, text: str) -> None:
+        if opening[-1]["role"] == role:  # the rest of an answer that was cut
+            text = opening.pop()["content"] + "\n\n" + text
+        opening.append(Message(role=role, content=text))
+
+    texts = deque(note["text"] for note in t.notes if note["reason"] == USER_TURN)
     for n, message in enumerate(t.messages):
-        is_of_runtime = n >= t.opening and "notes" in message
-        if message["role"] == "user" and not is_of_runtime:
-            role, text = "assistant", message["content"]
-        elif message["role"] == "assistant" and not message.get("tool_calls"):
-            role, text = "user", split_inline_reasoning(message["content"]).rest
-        else:
-            continue
-        if opening[-1]["role"] == role:  # only the last answer before a user message counts
-            opening.pop()
-        opening.append(Message(role="user" if role == "user" else "assistant", content=text))
-    opening[-1]["content"] = t.final_text()  # whole, even if it was cut and continued
+        if message["role"] == "assistant" and not message.get("tool_calls"):
+            say("user", split_inline_reasoning(message["content"]).rest)
+        elif message["role"] == "user" and n < t.opening:
+            say("assistant", message["content"])
+        elif message["role"] == "user" and texts and message["content"].startswith(texts[0]):
+            # Without a note that the runtime may have added; others are notes as a whole.
+            say("assistant", texts.popleft())
     return opening
 
 
-def options_of_user(options: AgentOptions) -> AgentOptions:
-    """The options of the user's conversation: the limits of the whole one."""
+def options_of_user(caller: AgentOptions) -> AgentOptions:
+    """The options of its inner conversations: the limits of the whole conversation."""
     return AgentOptions(
-        max_turns=MAX_COUNT,
-        max_reasks=options.max_reasks,
-        max_cost_usd=options.max_cost_usd,
-        max_total_tokens=options.max_total_tokens,
-        max_conversation_s=options.max_conversation_s,
+        max_turns=1,
+        max_reasks=caller.max_reasks,
+        max_cost_usd=caller.max_cost_usd,
+        max_total_tokens=caller.max_total_tokens,
+        max_conversation_s=caller.max_conversation_s,
     )
-
-
-def ending_of(end: Finish) -> Finish | None:
-    """How the conversation ends if the user's reply to an answer ended so; None: it continues.
-
-    The rules decide about replies that are known, and about budget and time.
-    """
-    if end.status in ("completed", "length", "refusal", "budget", "time_limit"):
-        return None
-    why = f": {end.reason}" if end.reason else ""
-    status = "context_exceeded" if end.status == "context_exceeded" else "errors"
-    return Finish(status, f"the simulated user ended as {end.status}{why}")
-
-
-def _has_replied(inner: Trajectory) -> bool:
-    if not inner.replies or inner.last_calls() or inner.noted:
-        return False
-    return inner.replies[-1]["finish_reason"] != "pause"

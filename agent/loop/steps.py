@@ -38,15 +38,8 @@ class AddNote(NamedTuple):
     text: str
 
 
-class AddUserTurn(NamedTuple):
-    """Send the user's next message; `reason` says where it comes from (see `UserEvent`)."""
-
-    reason: str
-    text: str
-
-
 class AskUser(NamedTuple):
-    """Let the model that plays the user reply to the last answer."""
+    """Have the simulated user write its next message."""
 
 
 class Finish(NamedTuple):
@@ -56,4 +49,4 @@ class Finish(NamedTuple):
     reason: str | None = None
 
 
-NextStep = CallModel | RunTools | ResumeTool | AddNote | AddUserTurn | AskUser | Finish
+NextStep = CallModel | RunTools | ResumeTool | AddNote | AskUser | Finish

@@ -18,7 +18,6 @@ from agent.messages import (
     ReplyEvent,
     ResultEvent,
     ToolCall,
-    UserEvent,
 )
 from agent.models.model import Completion
 from agent.state.call_ids import make_ids_unique
@@ -127,11 +126,6 @@ def continued_event(
 def note_event(turn: int, reason: str, text: str) -> NoteEvent:
     """A note after turn `turn`; see `NoteEvent`."""
     return NoteEvent(kind="note", turn=turn, reason=reason, text=text, at=time.time())
-
-
-def user_event(turn: int, reason: str, text: str) -> UserEvent:
-    """A further message of the user after turn `turn`; see `UserEvent` for `reason`."""
-    return UserEvent(kind="user", turn=turn, reason=reason, text=text, at=time.time())
 
 
 def exchange_event(

@@ -13,7 +13,6 @@ from agent.messages import (
     OpeningEvent,
     ReplyEvent,
     ResultEvent,
-    UserEvent,
     failure_of,
 )
 from agent.state.trajectory import Trajectory
@@ -60,9 +59,6 @@ def events_until(
         added = [note for note in record["notes"] if note["turn"] == number]
         events += _results(record, number, message, results, added)
         events += [note for note in notes if note["turn"] == number]
-        events += [
-            _user_turn(user) for user in record.get("user_turns", ()) if user["turn"] == number
-        ]
     _check(Trajectory(opening, events), messages, record, turn)
     return events
 
@@ -87,11 +83,6 @@ def _note(fields: Mapping[str, Any]) -> NoteEvent:
         text=fields["text"],
         at=fields["at"],
     )
-
-
-def _user_turn(fields: Mapping[str, Any]) -> UserEvent:
-    event: UserEvent = {"kind": "user", **fields, "inherited": True}  # type: ignore[typeddict-item]
-    return event
 
 
 def _reply(fields: Mapping[str, Any]) -> ReplyEvent:

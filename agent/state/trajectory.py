@@ -14,6 +14,7 @@ from agent.deadline import TimeAtWork
 from agent.gateway.threads import Threads
 from agent.messages import (
     COST_ONLY,
+    USER_TURN,
     WORKSPACE_LOST,
     CutEvent,
     Event,
@@ -26,7 +27,6 @@ from agent.messages import (
     ResumedEvent,
     ToolCall,
     Usage,
-    UserEvent,
 )
 from agent.reasoning import split_inline_reasoning
 from agent.state.agent_record import agent_record
@@ -72,8 +72,6 @@ class Trajectory:
         """Model calls that were cut off."""
         self.results: list[ResultEvent] = []
         self.notes: list[NoteEvent] = []
-        self.user_turns: list[UserEvent] = []
-        """The user's messages after the opening."""
         self.resumes: list[ResumedEvent] = []
         self.restarts: list[RestartedEvent] = []
         self.forked: ForkedEvent | None = None
@@ -99,8 +97,8 @@ class Trajectory:
         """Events that `seconds_at_work` has yet to add: most conversations have no time limit."""
         self.reasks = 0
         """Replies discarded since the last accepted one."""
-        self.noted: list[NoteEvent | UserEvent] = []
-        """The notes since the last reply, or the user's message."""
+        self.noted: list[NoteEvent] = []
+        """The notes since the last reply."""
         self.is_reopened = False
         """The conversation does not start with the messages of its prompt."""
         self._results_of_turn: dict[int, ResultEvent] = {}
@@ -138,10 +136,6 @@ class Trajectory:
             case "forked":
                 self.forked = event
                 self._not_added.clear()  # the time of its parent does not count
-            case "user":
-                self.user_turns.append(event)
-                self.noted.append(event)
-                self.messages.append(Message(role="user", content=event["text"]))
             case "sub":
                 self.begin_inner(event["key"], event["name"]).apply(event["event"])
             case "exchange" | "agent_restarted" | "answered" | "agent_exit":
@@ -235,8 +229,7 @@ class Trajectory:
         Keys: `messages`, `turns` (one per reply: turn, finish_reason, usage, cost_usd, model,
         response_id, started_at, duration_s, batch_item, extra; see `ReplyEvent`), `tool_calls`
         (one per result, in call order: turn, call, name, is_error, started_at, duration_s),
-        `notes` (turn, reason, text, at), `user_turns` (user messages after the opening, if any:
-        turn, reason, text, at), `cut_calls` (model calls that were cut off, if any),
+        `notes` (turn, reason, text, at), `cut_calls` (model calls that were cut off, if any),
         `discarded` (unusable replies, whole, with the reason), `inner` (one per subagent or stage:
         key, name, and the keys of a record), `resumes`, `restarts` (turn, reason, at; if any),
         `api_calls`, `usage` and `cost_usd` (of all paid replies), `model_returned`, for an agent
@@ -273,8 +266,6 @@ class Trajectory:
             "cost_usd": self.cost_usd(),
             "model_returned": self.replies[-1]["model"] if self.replies else None,
         }
-        if self.user_turns:
-            record["user_turns"] = [_without_kind(user) for user in self.user_turns]
         if self.restarts:
             record["restarts"] = [_without_kind(restart) for restart in self.restarts]
         if self.cut:
@@ -306,7 +297,7 @@ class Trajectory:
         self.discarded += [{**reply, "discarded": WORKSPACE_LOST} for reply in lost]
         self.restarts.append(event)
         self.replies, self.results, self.notes, self.noted = [], [], [], []
-        self.user_turns, self.inner = [], {}
+        self.inner = {}
         self.replies_used = self.reasks = 0
         self.tally = Tally()
         self.is_reopened = False
@@ -378,7 +369,9 @@ class Trajectory:
         self.noted.append(event)
         self._notes_of[event["reason"]] += 1
         last = self.messages[-1]
-        if last["role"] in ("tool", "user"):
+        if event["reason"] == USER_TURN:
+            self.messages.append(Message(role="user", content=event["text"]))
+        elif last["role"] in ("tool", "user"):
             last = last.copy()
             last["content"] += "\n\n" + event["text"]
             last["notes"] = [*last.get("notes", ()), event["reason"]]

@@ -383,9 +383,7 @@ class RunConfig(SandboxOptions):
 
     def model_prefixes(self) -> set[str]:
         """The prefixes of all model names, before the colon."""
-        user = self.simulated_user
         names = [*self.model_weights(), *(agent.model or "" for agent in self.subagents)]
-        names.append(user.model or "" if user is not None else "")
         return {name.partition(":")[0] for name in names}
 
     def _script_use(self, api: str) -> ColumnUse:

@@ -6,6 +6,7 @@ row_image   the container image of a row
 row_files   the files and paths that rows name
 row_check   the check of a row
 row_setup   the files, commands and check of a row
+row_user    the further messages of the user, and who a simulated user is
 test_outcomes  which tests passed, from the output of a check
 row_fork    the conversation that a row branches from
 scan        one pass over the file: row offsets and task keys

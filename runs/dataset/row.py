@@ -12,9 +12,8 @@ from agent.command_agent import CommandAgent
 from agent.loop.opening import with_turn_limit
 from agent.loop.rules import ConversationSpec
 from agent.messages import Event, Message
-from agent.models.resolve import SCRIPTED
 from agent.models.scripted import parse_script
-from agent.options import LIMITS, ROW_COLUMN, USER_COLUMN, AgentOptions, of_row, with_user_of_row
+from agent.options import LIMITS, ROW_COLUMN, AgentOptions, of_row
 from agent.state.history import plain_message
 from agent.state.trajectory import Trajectory
 from runs.dataset.row_check import CheckPlace
@@ -29,6 +28,13 @@ from runs.dataset.row_image import (
 )
 from runs.dataset.row_setup import COLUMNS as SETUP_COLUMNS
 from runs.dataset.row_setup import RowSetup, read_row_setup
+from runs.dataset.row_user import (
+    TURNS_COLUMN,
+    USER_COLUMN,
+    read_texts,
+    read_user_turns,
+    with_user,
+)
 from toolsets.sandbox.image import ImageSpec
 from toolsets.text import clip
 from toolsets.validation import mistakes_in
@@ -38,7 +44,6 @@ ColumnUse = Literal["ignored", "allowed", "needed"]
 
 MODEL_COLUMN = "model"
 AGENT_COLUMN = "agent"
-USER_TURNS_COLUMN = "user_turns"
 
 ERROR_COLUMN = "row_error"
 """Why a row has no prompt: what it was made from cannot be used."""
@@ -110,8 +115,7 @@ class RowRules:
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
-        options = with_user_of_row(of_row(self.options, columns), columns)
-        self._check_user(options)
+        options = with_user(of_row(self.options, columns), columns)
         if options.max_cost_usd is not None and not self.is_priced:
             msg = "`max_cost_usd` needs a model whose price is known"
             raise ValueError(msg)
@@ -132,8 +136,8 @@ class RowRules:
         spec = ConversationSpec(
             options,
             expected=_expected(columns) if options.check_expected else None,
-            user_replies=_user_replies(columns) if options.awaiting_input else (),
-            user_turns=_user_turns(columns, options),
+            user_replies=read_texts(columns, "user_replies") if options.awaiting_input else (),
+            user_turns=read_user_turns(columns, options),
         )
         setup = self._setup(columns)
         image = self._image(columns)
@@ -145,8 +149,7 @@ class RowRules:
 
     def rollout_columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that affect the conversation."""
-        prompt = "prompt" if "prompt" in columns else _chat_column(columns)
-        names = [prompt, ROW_COLUMN, USER_TURNS_COLUMN, USER_COLUMN]
+        names = ["prompt" if "prompt" in columns else _chat_column(columns), ROW_COLUMN]
         if self.script != "ignored":
             names.append("script")
         options = of_row(self.options, columns)
@@ -154,6 +157,9 @@ class RowRules:
             names.append("expected")
         if options.awaiting_input:
             names.append("user_replies")
+        names.append(TURNS_COLUMN)
+        if options.simulated_user is not None:
+            names.append(USER_COLUMN)
         if self.models is not None:
             names.append(MODEL_COLUMN)
         if self.with_setup:
@@ -168,21 +174,6 @@ class RowRules:
             names.append(AGENT_COLUMN)
         columns = with_plain_prompt(columns)
         return {name: columns[name] for name in names if name in columns}
-
-    def _check_user(self, options: AgentOptions) -> None:
-        """A simulated user that is scripted needs a script."""
-        user = options.simulated_user
-        if user is None:
-            return
-        is_scripted = self.script != "ignored" if user.model is None else user.model == SCRIPTED
-        if user.script is not None:
-            try:
-                parse_script(user.script)
-            except ValueError as error:
-                raise ValueError(f"`{USER_COLUMN}`: {error}") from None
-        elif is_scripted:
-            msg = f"`{USER_COLUMN}.script` is missing: the scripted model plays it"
-            raise ValueError(msg)
 
     def _setup(self, columns: Mapping[str, Any]) -> RowSetup | None:
         if not self.with_setup:
@@ -363,12 +354,12 @@ def _agent_of(
     agent: CommandAgent, columns: Mapping[str, Any], opening: Sequence[Message]
 ) -> CommandAgent:
     """The agent of a row, with what its column sets. Raises `ValueError`."""
-    if name := next((n for n in (USER_TURNS_COLUMN, USER_COLUMN) if n in columns), None):
-        msg = f"`{name}`: means nothing with an agent that runs as a command"
-        raise ValueError(msg)
     given = columns.get(ROW_COLUMN) or {}
     if other := sorted(given.keys() - set(LIMITS)):
         msg = f"`{ROW_COLUMN}.{other[0]}`: means nothing with an agent that runs as a command"
+        raise ValueError(msg)
+    if other := [name for name in (TURNS_COLUMN, USER_COLUMN) if columns.get(name)]:
+        msg = f"`{other[0]}`: means nothing with an agent that runs as a command"
         raise ValueError(msg)
     if len(opening) > 1:
         roles = [message["role"] for message in opening]
@@ -386,32 +377,3 @@ def _expected(columns: Mapping[str, Any]) -> str:
         msg = f"`expected` must be text or a number, for check_expected (got {kind_of(expected)})"
         raise ValueError(msg)
     return str(expected)
-
-
-def _user_replies(columns: Mapping[str, Any]) -> tuple[str, ...]:
-    replies = columns.get("user_replies", [])
-    if not isinstance(replies, list) or not all(isinstance(reply, str) for reply in replies):
-        msg = "`user_replies` must be a list of texts"
-        raise ValueError(msg)
-    return tuple(replies)
-
-
-def _user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[str, ...]:
-    if USER_TURNS_COLUMN not in columns:
-        return ()
-    turns = columns[USER_TURNS_COLUMN]
-    if not isinstance(turns, list):
-        msg = f"`{USER_TURNS_COLUMN}` must be a list of texts (got {kind_of(turns)})"
-        raise ValueError(msg)
-    for n, text in enumerate(turns):
-        if not isinstance(text, str) or not text.strip():
-            got = "a blank text" if isinstance(text, str) else kind_of(text)
-            msg = f"`{USER_TURNS_COLUMN}[{n}]` must be text that is not blank (got {got})"
-            raise ValueError(msg)
-    if turns and options.simulated_user is not None:
-        msg = f"`{USER_TURNS_COLUMN}` does not go together with a simulated user"
-        raise ValueError(msg)
-    if turns and options.completion_tools:
-        msg = f"`{USER_TURNS_COLUMN}` does not go together with completion_tools"
-        raise ValueError(msg)
-    return tuple(turns)

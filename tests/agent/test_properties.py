@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, get_args
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from agent.loop.rules import ConversationSpec, next_step
 from agent.loop.steps import Finish
 from agent.loop.tools import Approve
-from agent.messages import Event, FinishReason, ReplyEvent
+from agent.messages import SIMULATED_USER, Event, FinishReason, ReplyEvent
 from agent.models.dialects import anthropic_messages, openai_chat
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
@@ -33,6 +32,7 @@ from export.conversation.row_json import dumps_row
 from export.conversation.validity import Reason, Rejected
 from export.formats.hermes import to_row
 from run_agent import AIAgent
+from runs.dataset.row_user import read_user_turns
 from runs.record import Provenance, dump_record, make_record
 from runs.store.journal import usable_prefix
 from runs.tasks import Task
@@ -177,6 +177,7 @@ def scripts(options: Mapping[str, Any]) -> st.SearchStrategy[list[Any]]:
 
 
 HELPER = {"name": "helper", "description": "Helps.", "system_prompt": "You help.", "max_turns": 3}
+USER = {"system_prompt": "You are Ann.", "stop": "STOP", "max_turns": 2}
 BARE = {"name": "bare", "description": "Asks its caller's model.", "max_turns": 2}
 
 
@@ -216,7 +217,9 @@ FEATURES = (
         some("awaiting_input", True),
         some("user_replies", (), ("yes",), ("which?", "no"), ("list all", "yes"), ("use echo",)),
     ),
-    some("user_turns", ("and then?",), ("more", "even more")),
+    some("user_turns", ["And then?"], ["Go on.", "Go on."]),
+    scripts({}).map(lambda script: {"simulated_user": {**USER, "script": script}}),
+    some("simulated_user", {**USER, "script": [say("More?"), say("That is all. STOP")]}),
     some("result_references", True),
     some("observation_chars", 1, 10, 60),
     some("text_protocol", "react"),
@@ -267,8 +270,8 @@ def scenes(draw: st.DrawFn) -> Scene:
 
 def go_together(options: Mapping[str, Any]) -> bool:
     try:
-        own_options(options)
-    except ValidationError:
+        read_user_turns(options, own_options(options))
+    except ValueError:
         return False
     return True
 
@@ -604,7 +607,8 @@ def check_step(reply: ReplyEvent, turn: Mapping[str, Any]) -> None:
 
 def check_replies(events: Sequence[Event], scene: Scene) -> None:
     """The replies of all conversations that ask the main model are its script, in order."""
-    replies = [reply for name, reply in replies_in(events) if name != HELPER["name"]]
+    others = (HELPER["name"], SIMULATED_USER)
+    replies = [reply for name, reply in replies_in(events) if name not in others]
     assert len(replies) <= len(scene.script)
     for reply, turn in zip(replies, scene.script, strict=False):
         is_text = "text_protocol" in scene.options and not turn.get("tool_calls")

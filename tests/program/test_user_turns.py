@@ -1,245 +1,187 @@
-"""Several user turns and simulated users in whole runs: real processes, kills, a scripted user."""
+"""Conversations with several messages of the user, in whole runs: kills, checks and costs."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import random
 import signal
-import sys
 import threading
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
+from testing.fake_endpoint import FakeEndpoint
+from tests.answering import JSON, answering
+from tests.faults.oracle import resume_and_judge
 from tests.playing import call, calls, say
-from tests.running import SCRIPTED, lines, run, started, wait_until, write_rows
+from tests.running import (
+    SCRIPTED,
+    WRITE_A_NOTE,
+    lines,
+    run,
+    session_of,
+    started,
+    wait_until,
+    write_rows,
+)
 
-PROMPTS = 12
-
-
-class Endpoint(ThreadingHTTPServer):
-    """Answers model "agent" with a call, then a text, and model "user" with a wish or its stop.
-
-    `asked` and `answered` count requests by model and messages: a reply that a run has stored is
-    never asked for again.
-    """
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.lock = threading.Lock()
-        self.asked: Counter[str] = Counter()
-        self.answered: Counter[str] = Counter()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1"
-
-    def replies(self) -> int:
-        with self.lock:
-            return self.answered.total()
-
-    def asked_again(self) -> int:
-        """Replies that left in full and were asked for again."""
-        with self.lock:
-            return sum(count - 1 for count in self.answered.values())
+STOP = "###STOP###"
+TASKS, KILLS = 30, 5
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Endpoint
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        # Without ids, which a run makes.
-        key = json.dumps([body["model"], [(m["role"], m.get("content")) for m in body["messages"]]])
-        with self.server.lock:
-            self.server.asked[key] += 1
-        replied = sum(message["role"] == "assistant" for message in body["messages"])
-        message = _user(replied) if body["model"] == "user" else _agent(body["messages"])
-        usage = {"prompt_tokens": 10, "completion_tokens": 5}
-        finish = "tool_calls" if "tool_calls" in message else "stop"
-        choice = {"index": 0, "message": message, "finish_reason": finish}
-        reply = json.dumps({"model": body["model"], "choices": [choice], "usage": usage}).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(reply)))
-        self.end_headers()
-        self.wfile.write(reply)
-        with self.server.lock:
-            self.server.answered[key] += 1
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
+def records(cwd: Path) -> list[dict[str, Any]]:
+    return lines(cwd / "trajectories" / "r" / "records.jsonl")
 
 
-def _agent(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    if messages[-1]["role"] == "tool":
-        return {"role": "assistant", "content": f"done after {len(messages)} messages"}
-    number = sum(message["role"] == "user" for message in messages)
-    arguments = json.dumps({"path": f"n{number}", "content": str(number)})
-    function = {"name": "write_file", "arguments": arguments}
-    made = {"id": f"call_{number}", "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [made]}
+def disturbed(cwd: Path, given: dict[str, Any], endpoint: FakeEndpoint, *, calls: int) -> None:
+    """Kill a run again and again, then have it complete; the endpoint's log judges it."""
+    draw = random.Random(7)
+    for _ in range(KILLS):
+        with started(cwd, **given) as process:
+            enough = endpoint.journal()["requests"] + draw.randint(1, calls // (KILLS + 2))
+            wait_until(
+                lambda enough=enough, process=process: (
+                    process.poll() is not None or endpoint.journal()["requests"] >= enough
+                )
+            )
+            assert process.poll() is None, "it ended before it could be killed"
+            os.killpg(process.pid, signal.SIGKILL)
+            wait_until(functools.partial(is_gone, process.pid))
+    in_flight = KILLS * int(given["num_workers"]) * int(given["batch_size"])
+    resume_and_judge(cwd, given, tasks=TASKS, endpoint=endpoint, wasted=in_flight)
 
 
-def _user(replied: int) -> dict[str, Any]:
-    # The first assistant message of a user's conversation is the prompt.
-    words = f"wish {replied}" if replied < 4 else "###STOP###"
-    return {"role": "assistant", "content": words}
+def is_gone(session: int) -> bool:
+    return not session_of(session)
 
 
-@contextmanager
-def endpoint() -> Iterator[Endpoint]:
-    with Endpoint() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def records(cwd: Path) -> dict[str, dict[str, Any]]:
-    return {record["id"]: record for record in lines(cwd / "trajectories" / "r" / "records.jsonl")}
-
-
-@pytest.mark.parametrize("kind", ["user_turns", "simulated_user"])
-def test_kills_at_random_moments_repeat_no_stored_reply(tmp_path: Path, kind: str) -> None:
-    """Each kill may cost the calls in flight, and nothing that was stored."""
-    own: dict[str, Any] = {"user_turns": ["wish 1", "wish 2", "wish 3"]}
-    given: dict[str, Any] = {}
-    if kind == "simulated_user":
-        own = {kind: {"system_prompt": "You have three wishes."}}
-        given[kind] = json.dumps({"model": "openai:user"})
-    rows = [{"id": f"p{n}", "prompt": f"Question {n}", **own} for n in range(PROMPTS)]
-    if kind == "simulated_user":
-        for n, row in enumerate(rows):
-            row[kind] = {"system_prompt": f"You are user {n} and have three wishes."}
-    write_rows(tmp_path / "p.jsonl", *rows)
-    draw = random.Random(kind)
-    kills, in_flight = 4, 4
-    with endpoint() as server:
-        given |= {
-            **SCRIPTED,
-            **{"model": "openai:agent", "base_url": server.url, "key_env": "none"},
-            **{"num_workers": 2, "batch_size": in_flight // 2},
-        }
-        for _ in range(kills):
-            enough = server.replies() + draw.randint(3, 20)
-            with started(tmp_path, **given) as process:
-                wait_until(lambda enough=enough: server.replies() >= enough)
-                os.killpg(process.pid, signal.SIGKILL)
-        done = run(tmp_path, **given)
-        assert done.returncode == 0, done.stderr
-        assert server.asked_again() <= kills * in_flight
-        paid = server.replies()
-    found = records(tmp_path)
-    assert len(found) == PROMPTS
-    recorded = 0
-    for record in found.values():
-        assert (record["status"], record["status_reason"]) == ("completed", None)
-        said = [m["content"] for m in record["messages"] if m["role"] == "user"]
-        assert said[1:] == ["wish 1", "wish 2", "wish 3"]
-        assert [turn["turn"] for turn in record["turns"]] == list(range(1, 9))
-        assert {user["reason"] for user in record["user_turns"]} == {kind}
-        recorded += record["api_calls"]
-        if kind == "simulated_user":
-            (inner,) = record["inner"]
-            assert (inner["name"], inner["model_returned"]) == ("simulated_user", "user")
-            assert inner["usage"]["output_tokens"] == 20
-            assert len(inner["turns"]) == 4
-    assert paid - recorded <= kills * in_flight
-    rows = lines(tmp_path / "trajectories" / "r.jsonl")
-    assert len(rows) == PROMPTS
-    for row in rows:
-        turns = [turn["from"] for turn in row["conversations"]]
-        assert turns == ["system", *["human", "gpt", "tool", "gpt"] * 4]
-
-
-POLICY = "You are the agent of an airline. Policy: only change seats in bookings.json."
-SCENARIO = "You are Ana and want seat 12A. Say so when asked, and say ###STOP### once it is done."
-
-
-def airline(**user: Any) -> dict[str, Any]:
-    """A row as in docs/conversations.md: policy, scenario, check of the final state."""
-    checked = "import json; assert json.load(open('bookings.json'))['ana'] == '12A'"
+def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
     return {
-        "id": "ana",
-        "prompt": [
-            {"role": "system", "content": POLICY},
-            {"role": "user", "content": "I want another seat."},
-        ],
-        "files": {"bookings.json": '{"ana": "20C"}'},
-        "simulated_user": {"system_prompt": SCENARIO, **user},
-        "check": f'{sys.executable} -c "{checked}"',
+        **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "file"},
+        **{"num_workers": 2, "batch_size": 4, "heartbeat_timeout_s": 20, "grace_s": 20},
+        **{"model": "openai:m", "key_env": "none", "base_url": endpoint.openai_url},
+        **more,
     }
 
 
-def test_a_policy_a_scripted_user_and_a_check_of_the_final_state(tmp_path: Path) -> None:
-    change = calls(call("write_file", path="bookings.json", content='{"ana": "12A"}'))
-    script = [calls(call("read_file", path="bookings.json")), say("Which seat?"), change,
-              say("You have 12A now.")]  # fmt: skip
-    user = [say("12A, please."), say("Thanks! ###STOP###")]
-    idle = {**airline(script=[say("Never mind. ###STOP###")]), "id": "idle"}
+def test_turns_of_the_user_survive_kills(tmp_path: Path) -> None:
+    turns = ["And then?", "Is that all?"]
+    rows = [
+        {"id": f"p{n:02}", "prompt": f"Question {n}", "user_turns": turns} for n in range(TASKS)
+    ]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    with FakeEndpoint(turns=2, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
+        disturbed(tmp_path, options(endpoint), endpoint, calls=TASKS * 4)
+    for record in records(tmp_path):
+        roles = [message["role"] for message in record["messages"]]
+        assert roles == ["user", "assistant", "tool", "assistant", *["user", "assistant"] * 2]
+        assert [m["content"] for m in record["messages"] if m["role"] == "user"][1:] == turns
+    for row in lines(tmp_path / "trajectories" / "r.jsonl"):
+        said = [turn["value"] for turn in row["conversations"] if turn["from"] == "human"]
+        assert said[1:] == turns
+
+
+def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
+    """Each reply of the user's model has a number: none that was stored is paid for again."""
+    numbers = itertools.count()
+    lock = threading.Lock()
+
+    def answer(path: str, body: JSON) -> tuple[int, JSON]:
+        with lock:
+            number = next(numbers)
+        written = sum(message["role"] == "assistant" for message in body["messages"])
+        text = STOP if written == 3 else f"More, please ({number})."
+        message = {"role": "assistant", "content": text}
+        usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return 200, {
+            **{"id": f"user-{number}", "object": "chat.completion", "model": "u", "created": 1},
+            **{"choices": [choice], "usage": usage},
+        }
+
+    rows = [
+        {"id": f"p{n:02}", "prompt": f"Question {n}", "simulated_user": {"system_prompt": f"#{n}"}}
+        for n in range(TASKS)
+    ]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    with (
+        answering(answer) as (url, asked),
+        FakeEndpoint(turns=2, latency_s=0.05, **WRITE_A_NOTE) as endpoint,
+    ):
+        config = {
+            "endpoints": {"user": {"base_url": f"{url}/v1", "key_env": "none"}},
+            "simulated_user": {"model": "user:u"},
+            "prices": {"m": {"input": 1, "output": 1}, "user:u": {"input": 100, "output": 100}},
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+        given = options(endpoint, config="run.yaml")
+        disturbed(tmp_path, given, endpoint, calls=TASKS * 4)
+    stored = []
+    for record in records(tmp_path):
+        users = [m["content"] for m in record["messages"] if m["role"] == "user"]
+        assert len(users) == 3
+        inner = record["inner"]
+        assert [one["key"] for one in inner] == [f"simulated_user#{n}" for n in (1, 2, 3)]
+        assert [one["messages"][-1]["content"] for one in inner] == [*users[1:], STOP]
+        assert all(one["messages"][0]["content"].startswith("#") for one in inner)
+        assert all(one["cost_usd"] == 15 * 100 / 1e6 for one in inner)
+        assert record["cost_usd"] > sum(one["cost_usd"] for one in inner)
+        stored += [turn["response_id"] for one in inner for turn in one["turns"]]
+    assert len(stored) == len(set(stored)) == TASKS * 3
+    assert len(asked) - len(stored) <= KILLS * 2 * 4, "what was in flight at a kill, at most"
+
+
+POLICY = "You book flights. Ask for a confirmation before you change bookings.json."
+BOOKING = json.dumps({"flight": "A1"})
+CHECK = {
+    "command": "python3 hidden.py",
+    "files": {
+        "hidden.py": "import json\nassert json.load(open('bookings.json')) == {'flight': 'B2'}\n"
+    },
+}
+
+
+def booked(flight: str) -> dict[str, Any]:
+    content = json.dumps({"flight": flight})
+    return calls(call("write_file", path="bookings.json", content=content))
+
+
+def test_a_policy_a_user_with_a_scenario_and_a_check_of_the_end(tmp_path: Path) -> None:
+    """Rows as those of tau-bench: the user confirms, and the files decide the reward."""
+    row = {
+        "prompt": "Hello, I have to change my flight.",
+        "files": {"bookings.json": BOOKING},
+        "check": CHECK,
+        "simulated_user": {
+            "system_prompt": "You are Ann. You want flight B2 in the place of A1.",
+            "script": [say("To B2, please."), say("Yes."), say(STOP)],
+        },
+    }
+    asks = [say("To which flight?"), say("From A1 to B2: is that right?")]
     write_rows(
         tmp_path / "p.jsonl",
-        {**airline(script=user), "script": script},
-        {**idle, "script": script[:2]},
+        {**row, "id": "right", "script": [*asks, booked("B2"), say("It is done.")]},
+        {**row, "id": "wrong", "script": [*asks, booked("C3"), say("It is done.")]},
     )
-    config = {**SCRIPTED, "row_setup": True, "sandbox": "local"}
-    (tmp_path / "run.yaml").write_text(
-        yaml.safe_dump({**config, "simulated_user": {"model": "scripted", "max_turns": 5}})
+    done = run(
+        tmp_path,
+        "--row_setup",
+        **SCRIPTED,
+        system_prompt=POLICY,
+        sandbox="local",
+        simulated_user='{"model": "scripted"}',
     )
-    done = run(tmp_path, config="run.yaml")
     assert done.returncode == 0, done.stderr
-    found = records(tmp_path)
-    assert found["ana"]["check"]["reward"] == 1
-    assert found["idle"]["check"]["reward"] == 0
-    shown = [m["content"] for m in found["ana"]["messages"] if m["role"] == "user"]
-    assert shown == ["I want another seat.", "12A, please."]
-    assert found["ana"]["messages"][0]["content"] == POLICY
-    (inner,) = found["ana"]["inner"]
-    assert POLICY not in json.dumps(inner), "the user does not know the policy"
-    formats = "openai,llamafactory,atif"
-    exported = run(tmp_path, "export", "r", "--format", formats)
-    assert exported.returncode == 0, exported.stderr
-    texts = [p.read_text() for p in (tmp_path / "trajectories" / "r" / "exports").rglob("*.jsonl")]
-    texts.append((tmp_path / "trajectories" / "r.jsonl").read_text())
-    assert sum("12A, please." in text for text in texts) >= 4
-    for text in texts:
-        assert "Thanks! ###STOP###" not in text.replace(json.dumps(user)[1:-1], "")
-
-
-@pytest.mark.slow
-def test_a_wrong_row_is_named_with_its_file_line_and_field(tmp_path: Path) -> None:
-    good = {"prompt": "x", "script": [say("done")]}
-    write_rows(
-        tmp_path / "p.jsonl",
-        good,
-        {**good, "user_turns": ["y", 2]},
-        {**good, "simulated_user": {"system_prompt": "x", "turns": 3}},
-    )
-    done = run(tmp_path, **SCRIPTED)
-    assert done.returncode == 0
-    assert "p.jsonl:2: skipped: `user_turns[1]` must be text that is not blank" in done.stderr
-    assert "p.jsonl:3: skipped: `simulated_user.turns`" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_wrong_key_of_the_config_is_named(tmp_path: Path) -> None:
-    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**SCRIPTED, "simulated_user": {"stopp": 1}}))
-    done = run(tmp_path, config="run.yaml")
-    assert done.returncode == 2
-    assert "simulated_user" in done.stderr
-    assert "stopp" in done.stderr
+    found = {record["id"]: record for record in records(tmp_path)}
+    assert {id: record["status"] for id, record in found.items()} == {
+        "right": "completed",
+        "wrong": "completed",
+    }
+    assert found["right"]["check"]["passed"]
+    assert not found["wrong"]["check"]["passed"]
+    users = [m["content"] for m in found["right"]["messages"] if m["role"] == "user"]
+    assert users == [row["prompt"], "To B2, please.", "Yes."]
