@@ -33,6 +33,7 @@ from cli.look_at_source import look
 from cli.record import record
 from cli.run import estimate, import_hermes
 from cli.run import run as run_command
+from cli.score import score
 from runs.errors import SIGNALLED
 from runs.process.console import open_missing_streams
 from runs.process.first_process import leave_first_place
@@ -82,7 +83,7 @@ def main() -> None:
 
 for command in (
     *(run_command, look, estimate, status, stats, report, show_one, compare),
-    *(export, verify, merge, import_hermes, fork, record, build_images),
+    *(export, score, verify, merge, import_hermes, fork, record, build_images),
     *(distributions, tools, endpoints, errors),
 ):
     main.add_command(command)

@@ -1,6 +1,7 @@
 """One conversation: messages, model clients, the loop, and the trajectory that it leaves.
 
 messages       messages and events, as they are stored
+tokens         token ids and log-probabilities as they were sampled
 reasoning      reasoning inside the text of a reply, and encrypted reasoning
 deadline       the time limit of a conversation
 stream_events  events for a caller while a conversation runs
@@ -59,5 +60,6 @@ SEAM = (
     "state.history",
     "state.trajectory",
     "stream_events",
+    "tokens",
     "views.views",
 )

@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -24,10 +24,13 @@ from pydantic import (
     model_validator,
 )
 
-from agent.gateway.wire import Volatile
 from agent.models.providers import Api
 from agent.options import PositiveInt, split_commas
 from toolsets import exact_json
+from toolsets.validation import Pattern
+
+if TYPE_CHECKING:
+    from agent.gateway.wire import Volatile
 
 PLACEHOLDERS = ("prompt", "gateway", "key", "model", "workspace", "home")
 """In braces: the prompt's text, the gateway's URL and the key for it, the model's name, the
@@ -61,15 +64,6 @@ def _plain(value: str) -> str:
     return value
 
 
-def _pattern(value: str) -> str:
-    try:
-        re.compile(value)
-    except re.error as error:
-        msg = f"not a regular expression: {error}"
-        raise ValueError(msg) from error
-    return value
-
-
 def _relative(value: str) -> str:
     path = PurePosixPath(_plain(value))
     if path.is_absolute() or ".." in path.parts or not path.name:
@@ -79,7 +73,6 @@ def _relative(value: str) -> str:
 
 
 _Text = Annotated[str, AfterValidator(_plain)]
-_Pattern = Annotated[str, AfterValidator(_pattern)]
 _Command = Annotated[tuple[_Text, ...], BeforeValidator(_split_command)]
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -91,7 +84,7 @@ class VolatileConfig(BaseModel):
 
     fields: tuple[str, ...] = ()
     """Dotted paths of fields of request bodies."""
-    texts: tuple[_Pattern, ...] = ()
+    texts: tuple[Pattern, ...] = ()
     """Regular expressions; what they match in messages and tools is ignored."""
 
 
@@ -117,7 +110,7 @@ class CommandAgent(BaseModel):
     aliases: dict[str, str] = {}
     """Models by the names that it asks for, as `--model`; `*` stands for all other names."""
     volatile: VolatileConfig = Field(default_factory=VolatileConfig)
-    final_call: _Pattern | None = None
+    final_call: Pattern | None = None
     """Where it ends by a tool call instead of a text: what the arguments of that call match."""
     programs: tuple[Path, ...] = ()
     """Further files and directories of this machine that it needs in the sandbox, read-only."""
@@ -153,6 +146,8 @@ class CommandAgent(BaseModel):
     @property
     def what_varies(self) -> Volatile:
         """For the gateway."""
+        from agent.gateway.wire import Volatile
+
         return Volatile(self.volatile.fields, self.volatile.texts)
 
     def environment(self, values: Mapping[str, str]) -> dict[str, str]:

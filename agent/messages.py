@@ -107,6 +107,25 @@ COST_ONLY = frozenset({UNREADABLE, OUT_OF_PLACE, WORKSPACE_LOST})
 """Reasons of discarded replies of which only the cost matters: the rules ignore them."""
 
 
+class TurnTokens(TypedDict, total=False):
+    """The tokens of a reply as they were sampled; `agent.tokens` reads and writes them.
+
+    A key is absent if the endpoint did not give it.
+    """
+
+    shared: int
+    """How many tokens the prompt shares, from the start, with prompt and completion of the latest
+    earlier turn of the conversation that has both; 0 without such a turn."""
+    prompt: str
+    """Ids of the prompt after those."""
+    completion: str
+    """Ids of the reply."""
+    logprobs: str
+    """Log-probabilities of the reply's tokens."""
+    texts: list[str]
+    """The reply's tokens as texts, if their ids are unknown."""
+
+
 class ReplyEvent(TypedDict):
     """One model reply. `turn` counts from 1; times are epoch seconds and seconds.
 
@@ -127,7 +146,9 @@ class ReplyEvent(TypedDict):
     duration_s: float
     discarded: NotRequired[str]
     extra: NotRequired[dict[str, Any]]
-    """Other data of the reply, such as token ids; see `Completion.extra`."""
+    """Other data of the reply; see `Completion.extra`."""
+    tokens: NotRequired[TurnTokens]
+    """With `token_ids`, if the endpoint gave any."""
     inherited: NotRequired[bool]
     waited_s: NotRequired[float]
     """Seconds of `duration_s` spent waiting for limits or a batch; only with

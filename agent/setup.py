@@ -18,7 +18,7 @@ from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_sibling
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.options import AgentOptions, SimulatedUser, Subagent
 from agent.state.trajectory import Trajectory
-from toolsets.catalog.custom import import_place
+from toolsets.catalog.places import import_place
 from toolsets.catalog.registry import TOOLSETS, Toolset, resolve_toolsets, tools_of
 from toolsets.context import ToolContext
 from toolsets.tool import Tool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,21 +35,29 @@ def write_results(
         require_passed=config.require_passed,
     )
     totals = compute_totals(path, scan, config)
+    statistics = orjson.loads((path / "statistics.json").read_bytes())
+    if config.token_ids:
+        none = {"turns_with": 0, "turns_without": totals.turns}
+        totals.token_ids = statistics.get("token_ids", none)
     summary = path / "summary.json"
     if last_start is None:
         # A missing or damaged summary has none.
         with suppress(FileNotFoundError, orjson.JSONDecodeError, AttributeError):
             last_start = orjson.loads(summary.read_bytes()).get("last_start")
-    content = {**totals.to_json(), "toolsets": _toolsets(path), "last_start": last_start}
+    content = {
+        **totals.to_json(),
+        "toolsets": _toolsets(path, statistics),
+        "last_start": last_start,
+    }
     if (batches := compute_batch_totals(path)) is not None:
         content["batches"] = batches.to_json()
     replace_file(summary, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
     return totals
 
 
-def _toolsets(path: Path) -> list[dict[str, Any]]:
+def _toolsets(path: Path, statistics: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The number of records that each toolset was offered in, and its share by distribution."""
-    offered = orjson.loads((path / "statistics.json").read_bytes())["toolsets"]
+    offered = statistics["toolsets"]
     shares = read_run_json(path)["meaning"].get("distribution") or {}
     never = [
         {"toolset": name, "rows": 0, "percent": 0.0}

@@ -25,6 +25,7 @@ from runs.store.files import refuse_strange_files
 from runs.store.index import IndexEntry
 from runs.store.reader import open_index, read_id, read_record, stored_records
 from runs.store.records import UnreadableRecord, load_index, refuse_lost_records
+from runs.store.scores import Scores
 from runs.tasks import Task
 from runs.totals.run_totals import RunTotals, compute_totals
 from toolsets.validation import mistakes_in
@@ -115,7 +116,8 @@ class StoredRun:
                     raise RunDirError(self._not_found(record_id, list(longer)))
                 (exact,) = longer.values()
             key, entry = exact
-            return read_record(records, entry.offset, entry.length, key).record
+            record = read_record(records, entry.offset, entry.length, key).record
+        return Scores(self.path).added_to(record)
 
     def last_records(self) -> Iterator[dict[str, Any]]:
         """The latest records, the last first, up to 32 MB.
@@ -182,6 +184,7 @@ class StoredRun:
             require_reasoning=self.config.require_reasoning,
             require_passed=self.config.require_passed,
             max_attempts=self.config.max_attempts,
+            samples=self.config.num_samples,
         )
 
     def _not_found(self, wanted: str, longer: list[str]) -> str:

@@ -5,7 +5,7 @@ engines        the simplest programs that could make the same calls
 call_cost      CPU per model call, compared with aiohttp and the SDKs
 loop_overhead  CPU of the agent loop per turn
 writing_share  CPU and bytes of writing journals and records
-counts         instructions, bytes and memory blocks per turn, compared with counts.json in CI
+counts         work per turn, exported record and sandbox, compared with counts.json in CI
 limiter        how fast a run finds an endpoint's limit
 resume         start-up time and memory with a million finished records
 export_speed   MB of records exported per second

@@ -35,7 +35,7 @@ from runs.dataset.scan import scan
 from runs.run_dir import read_run_json
 
 ROOT = Path(__file__).resolve().parents[1]
-_FORMATS: tuple[FormatName, ...] = ("hermes", "openai", "llamafactory", "atif", "dpo", "kto")
+_FORMATS: tuple[FormatName, ...] = ("hermes", "openai", "llamafactory", "atif", "dpo", "kto", "rl")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ _CONSUMERS = {
     "trl": _Consumer("trl_sft", ("trl",), needs_torch=True, more=("trl_preferences",)),
     "llamafactory": _Consumer("llamafactory_loader", ("llamafactory",), needs_torch=True),
     "axolotl": _Consumer("axolotl_chat", ("axolotl",), needs_torch=True),
-    "verl": _Consumer("verl_sft", ("verl",), needs_torch=True),
+    "verl": _Consumer("verl_sft", ("verl",), needs_torch=True, more=("rl_rows",)),
     "ms-swift": _Consumer("swift_template", ("ms-swift",), needs_torch=True),
     "openrlhf": _Consumer(
         "openrlhf_sft",

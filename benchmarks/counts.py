@@ -1,5 +1,5 @@
-"""Repeatable counts per turn: instructions, bytes on disk, blocks of memory; and of sandboxes:
-system calls of a start and of a command, and memory of its own.
+"""Repeatable counts per turn: instructions, bytes on disk, blocks of memory; instructions per
+exported record; and of sandboxes: system calls of a start and of a command, and memory of its own.
 
     python -m benchmarks.counts            compare with the committed counts; exit code 1 if above
     python -m benchmarks.counts --write    make these the committed counts
@@ -37,6 +37,7 @@ from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, set_up
 from agent.state.trajectory import Trajectory
 from benchmarks.engines import SYSTEM
+from benchmarks.export_speed import SIZES, make_run
 from benchmarks.throughput import ROOT, Work, runner
 from runs.protocol.messages import pack
 from runs.record import Provenance, dump_record, make_record
@@ -59,6 +60,8 @@ TOLERANCE = 1.03
 TURNS = 5
 LOOSE = 1.1
 """The same for what a sandbox takes: how often processes wait for each other varies."""
+ROWS = 200
+"""Records of an export."""
 FEW, MANY = 4, 24
 """Conversations, or sandboxes."""
 
@@ -187,6 +190,18 @@ async def use_sandboxes(name: str, sandboxes: int, commands: int, directory: Pat
     return private
 
 
+def count_export(size: str, bytecode: Path) -> float:
+    """Instructions per record of an export to hermes."""
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = make_run(Path(directory), ROWS, *SIZES[size])
+        command = [sys.executable, "-m", "benchmarks.export_speed", "measure", str(run_dir)]
+        _run([*command, "hermes"], bytecode)  # compiles
+        once, thrice = (
+            instructions([*command, "hermes", f"--times={n}"], bytecode) for n in (1, 3)
+        )
+    return (thrice - once) / (2 * ROWS)
+
+
 def private_kb(pid: int) -> int:
     """The memory of a process that no other has mapped."""
     shown = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -234,6 +249,8 @@ def _count(bytecode: Path) -> dict[str, float]:
     counts["instructions per turn"] = (many - few) / ((MANY - FEW) * TURNS)
     few, many = (instructions([*this, f"--tool_calls={n}"], bytecode) for n in (100, 1100))
     counts["instructions per tool call"] = (many - few) / 1000
+    counts["instructions per exported record of 4 KB"] = count_export("small", bytecode)
+    counts["instructions per exported record of 34 KB"] = count_export("large", bytecode)
     command = [sys.executable, str(ROOT / "batch_runner.py"), "--help"]
     counts["modules of --help"] = modules(command, bytecode)
     with (
@@ -291,7 +308,7 @@ def main() -> int:
     known = committed.get(version, {})
     for name, value in counts.items():
         ratio = f"{value / known[name]:6.3f} x {known[name]:,}" if name in known else "no count yet"
-        print(f"{name:<36} {value:>13,}   {ratio}")
+        print(f"{name:<40} {value:>13,}   {ratio}")
     if args.write:
         committed[version] = counts
         KEPT.write_bytes(orjson.dumps(committed, option=orjson.OPT_INDENT_2) + b"\n")

@@ -60,7 +60,7 @@ def main(context: click.Context, rows: int, size: str, formats: str, reps: int) 
         return
     names = formats.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = _make_run(Path(folder), rows, *SIZES[size])
+        run_dir = make_run(Path(folder), rows, *SIZES[size])
         megabytes = (run_dir / "records.jsonl").stat().st_size / 1e6
         click.echo(
             f"{rows:,} records, {megabytes:.0f} MB, {megabytes * 1000 / rows:.1f} KB each;"
@@ -98,13 +98,14 @@ def _in_a_process(run_dir: Path, kind: str) -> tuple[float, float]:
 @main.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.argument("kind")
-def measure(run_dir: Path, kind: str) -> None:
+@click.option("--times", default=1)
+def measure(run_dir: Path, kind: str, times: int) -> None:
     """Do one thing and print its seconds of CPU and the peak MB of this process."""
     config = RunConfig.model_validate(read_run_json(run_dir)["config"])
     found = scan(config.dataset_file, max_samples=None, rules=config.row_rules("openai_chat"))
     work = _work(run_dir, found, kind)
     status = Path("/proc/self/status").read_text  # `ru_maxrss` takes over that of the parent
-    cpu = work()
+    cpu = sum(work() for _ in range(times))
     peak = next(int(line.split()[1]) for line in status().splitlines() if "VmHWM" in line) / 1024
     click.echo(orjson.dumps([cpu, peak]))
 
@@ -183,10 +184,13 @@ def _bare_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _make_run(
+def make_run(
     folder: Path, rows: int, turns: int, result_chars: int, reasoning_chars: int, toolsets: str
 ) -> Path:
-    """A finished run of `rows` records: those of a real one, under other ids and with a number."""
+    """A finished run of `rows` records: those of a real one, under other ids and with a number.
+
+    The other arguments are a line of `SIZES`.
+    """
     dataset = folder / "p.jsonl"
     _write_prompts(dataset, min(rows, _CONVERSATIONS))
     shown = ROOT / "toolsets" / "sandbox" / "bwrap.py"

@@ -1,17 +1,20 @@
 """What sandboxes cost: CPU of a start, of a first `python` call and of a further command; memory.
 
     python -m benchmarks.sandboxes [--sandboxes bwrap,local] [--number 40] [--rounds 5]
+    python -m benchmarks.sandboxes --sandboxes bwrap,image,podman --venvs DIR
 
 Each round measures everything once, so that ratios hold on a busy machine. The yardstick is
 `bwrap true` and a bare `python3 -I -S -c pass` together. `image` is bwrap in a container image
-that all share; `podman` is what an agent does that runs `podman run`, `exec` for each command and
-`rm`, in the same image, for comparison: `podman` must be installed and configured. CPU is that of a
-control group, so it counts every process, also those that nobody waits for; making one needs root.
+that all share; `podman` is the docker environment of mini-swe-agent in the same image, for
+comparison. It needs a podman that manages its control groups itself (`cgroup_manager="cgroupfs"`),
+and installs mini-swe-agent into DIR the first time. CPU is that of a control group, so it counts
+every process, also those that nobody waits for; making one needs root.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -24,6 +27,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks.peers import PACKAGES, environment
 from benchmarks.throughput import Table
 from testing.fake_images import layer_of_tree, make_repository, tree_of_programs, write_layout
 from toolsets.images.store import ImageStore
@@ -49,6 +53,7 @@ class Meter:
     """The CPU time of this process and all that it starts."""
 
     def __init__(self, group: Path) -> None:
+        self.group = group
         self._usage = group / "cpuacct.usage"
         self._stat = group / "cpu.stat"
 
@@ -62,15 +67,20 @@ class Meter:
 @contextmanager
 def metered() -> Iterator[Meter]:
     """Put this process into a control group of its own."""
-    root = Path("/sys/fs/cgroup/cpuacct")
-    group = (root if root.is_dir() else Path("/sys/fs/cgroup")) / f"benchmark-{os.getpid()}"
-    group.mkdir()
+    groups = Path("/sys/fs/cgroup")
+    root = groups / "cpuacct" if (groups / "cpuacct").is_dir() else groups
+    group = root / f"benchmark-{os.getpid()}"
+    # Beside it an engine makes groups for its containers.
+    own = group / "own"
+    own.mkdir(parents=True)
     try:
-        (group / "cgroup.procs").write_text("0")
+        (own / "cgroup.procs").write_text("0")
         yield Meter(group)
     finally:
-        (group.parent / "cgroup.procs").write_text("0")
-        group.rmdir()
+        (root / "cgroup.procs").write_text("0")
+        for made in [*groups.glob(f"*/{group.name}"), *groups.glob(group.name)]:
+            for directory, _, _ in os.walk(made, topdown=False):
+                Path(directory).rmdir()
 
 
 def run_alone(argv: Sequence[str]) -> None:
@@ -121,36 +131,21 @@ def made(
     return [BwrapImageSandbox(space, limits, image=image, spec=spec) for space in spaces]
 
 
-def measure_podman(number: int, store: ImageStore | None) -> dict[str, float]:
-    """Containers that are started, used and removed by the command line, in ms of all CPUs.
-
-    The engine's processes leave every group of this benchmark, so the whole machine is measured:
-    nothing else may run.
-    """
-
-    def podman(*arguments: str) -> str:
-        done = subprocess.run(["podman", *arguments], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    def busy_ms() -> float:
-        user, nice, system = Path("/proc/stat").read_text().split()[1:4]
-        return (int(user) + int(nice) + int(system)) * 1000 / os.sysconf("SC_CLK_TCK")
-
+def measure_podman(
+    number: int, meter: Meter, store: ImageStore | None, venvs: Path
+) -> dict[str, float]:
+    """One round of the containers of mini-swe-agent, in ms of CPU."""
     assert store is not None
-    image = podman("pull", "--quiet", f"oci:{store.directory}/made:1").split()[-1]
-    begun = busy_ms()
-    run = ("run", "--detach", "--network", "none", "--workdir", "/testbed", image, "sleep", "2h")
-    containers = [podman(*run) for _ in range(number)]
-    for container in containers:
-        podman("exec", container, "bash", "-c", "echo hi")
-    started = busy_ms()
-    for container in containers:
-        podman("exec", container, "bash", "-c", "echo hi")
-    used = busy_ms()
-    podman("rm", "--force", "--time", "0", *containers)
-    figures = {"start and first command": started - begun, "further command": used - started}
-    figures["start, first command and stop"] = started - begun + busy_ms() - used
-    return {figure: ms / number for figure, ms in figures.items()}
+    asked = ["podman", "pull", "--quiet", f"oci:{store.directory}/made:1"]
+    image = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[-1]
+    python = environment(venvs.resolve() / "mini", PACKAGES["mini"])
+    script = str(Path(__file__).parent / "peering" / "mini_containers.py")
+    command = [str(python), script, "podman", image, str(number), str(meter.group)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise click.ClickException(f"mini-swe-agent failed: {done.stderr[-1000:]}")
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 async def measure(
@@ -189,7 +184,8 @@ async def measure(
 @click.option("--sandboxes", default="bwrap,local", show_default=True)
 @click.option("--number", default=40, show_default=True, help="Sandboxes at a time.")
 @click.option("--rounds", default=5, show_default=True)
-def main(sandboxes: str, number: int, rounds: int) -> None:
+@click.option("--venvs", type=click.Path(path_type=Path), help="Where mini-swe-agent is installed.")
+def main(sandboxes: str, number: int, rounds: int, venvs: Path | None) -> None:
     """Measure in rounds."""
     table = Table()
     with metered() as meter, tempfile.TemporaryDirectory() as place:
@@ -208,7 +204,7 @@ def main(sandboxes: str, number: int, rounds: int) -> None:
                 directory.mkdir()
                 begun_s = time.monotonic()
                 if name == "podman":
-                    figures = measure_podman(number, store)
+                    figures = measure_podman(number, meter, store, venvs or Path(place, "venvs"))
                 else:
                     figures = asyncio.run(measure(name, number, meter, directory, store))
                 for figure, value in figures.items():

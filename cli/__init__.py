@@ -9,6 +9,7 @@ record          record
 inspect_runs    status, export, verify, merge
 look            report, show, compare, stats
 look_at_source  look
+score           score
 build_images    build_images
 fork            fork
 lists           tools, distributions, endpoints, errors
@@ -30,4 +31,5 @@ SEAM = (
     "look_at_source",
     "record",
     "run",
+    "score",
 )

@@ -23,12 +23,13 @@ _RECIPE_FLAGS = {
     "max_tool_chars": "max_tool_chars",
     "tools": "tools",
     "accept_rows": "accept_rows",
+    "reward_name": "reward_name",
     "splits": "splits",
     "shard_mb": "shard_mb",
 }
 
 _OPTIONS = (
-    ("format", "NAME,...", "hermes, llamafactory, openai, parquet, hf, atif, dpo, kto, raw."),
+    ("format", "NAME,...", "hermes, llamafactory, openai, parquet, hf, atif, dpo, kto, rl, raw."),
     ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
     ("output", "DIR", "Directory of the dataset.  [default: RUN/exports/dataset]"),
     (
@@ -42,6 +43,7 @@ _OPTIONS = (
     ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
     ("tools", "text|list", "Tools as JSON text or as a list: openai, dpo, kto, hf."),
     ("accept_rows", "REASON,...", "Keep rows with these flaws; see docs/export.md."),
+    ("reward_name", "NAME", "The reward that filters, dpo and kto use; see docs/rewards.md."),
     ("splits", "NAME=SHARE,...", "Splits by prompt: train=0.9,test=0.1."),
     ("shard_mb", "NUMBER", "Megabytes per file; default: one file per split."),
     (
@@ -158,6 +160,11 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
             f"  not used   {count:>9,}  {reason}"
             for reason, count in part["rejected_by_reason"].items()
         ]
+        if part["format"] == "rl":
+            lines.append(
+                f"{part['split']:>9,} times split, where a prompt did not begin with what was "
+                f"sampled; {part['turns_without_ids']:,} turns without token ids"
+            )
         lines += [
             f"{file['rows']:>9,} in {directory / file['path']} ({file['bytes']:,} bytes)"
             for file in part["files"]

@@ -118,7 +118,7 @@ def chosen_records(
     except ValidationError as error:
         first = mistakes_in(error)[0]
         raise ConfigError(f"--{first.keys[0]}: {first.with_value()}") from error
-    keep = RecordFilters(checked, threshold=read.preference.threshold)
+    keep = RecordFilters(checked, threshold=read.preference.threshold, reward_name=read.reward_name)
     wanted = _wanted(ids)
     found = (
         record

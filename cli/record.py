@@ -13,7 +13,12 @@ from cli.shared import show_run, starting_options
 from runs.errors import ConfigError
 from runs.process.console import say
 
-_NOT_GIVEN = ("dataset_file", "model", "models", "agent")
+_NOT_GIVEN = {
+    **dict.fromkeys(
+        ("dataset_file", "model", "models", "agent"), "sessions bring prompts and models"
+    ),
+    "reward": "use `score` afterwards",
+}
 
 
 @click.command(cls=RunCommand)
@@ -62,7 +67,7 @@ def record(
     with errors_as_exit_codes():
         given = {name: value for name, value in flags.items() if value is not None}
         if wrong := [name for name in _NOT_GIVEN if name in given]:
-            msg = f"{wrong[0]}: means nothing for `record`: sessions bring prompts and models"
+            msg = f"{wrong[0]}: means nothing for `record`: {_NOT_GIVEN[wrong[0]]}"
             raise ConfigError(msg)
         given |= {"dataset_file": Path("sessions.jsonl"), "model": f"{upstream}:{ANY}"}
         config = load_config(config_file, given)

@@ -5,10 +5,12 @@ conversation/   a record read into a conversation that every format can render
 formats/        the formats of rows
 recipe          formats, style, filters and splits of an export
 filters/        which conversations become rows
+reward_statistics  rewards by name and by prompt, pass@k
 statistics      counts over records
 record_order    records in the order of the dataset
 run_statistics  the command `stats`
 training_files  the files that every start writes
+scoring/        scores given after the run
 dataset/        the datasets of `export --format`
 
 Other rooms import only the modules in `SEAM`.
@@ -28,6 +30,10 @@ SEAM = (
     "filters.filters",
     "formats.hermes",
     "recipe",
+    "reward_statistics",
     "run_statistics",
+    "scoring.by_functions",
+    "scoring.by_judge",
+    "scoring.judge_prompt",
     "training_files",
 )

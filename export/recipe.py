@@ -7,13 +7,11 @@ of an export, so another export can use other filters.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,32 +31,20 @@ from export.conversation.style import (
     ToolsForm,
 )
 from export.conversation.tolerance import HOLDS, Tokens, Tolerance, accepted
-from export.formats.registry import COPIED, COPIES, GROUP_FORMATS, KNOWN, ROW_FORMATS
+from export.formats.registry import COPIED, COPIES, GROUP_FORMATS, KNOWN, OF_RECORDS, ROW_FORMATS
 from runs.config.loading import read_mapping
 from runs.config.option_types import AcceptedRows
 from runs.errors import ConfigError
-from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
+from toolsets.validation import UNKNOWN_KEY, Mistake, Pattern, did_you_mean, mistakes_in
 
 FormatName = Literal[
-    "hermes", "llamafactory", "openai", "atif", "parquet", "hf", "dpo", "kto", "raw"
+    "hermes", "llamafactory", "openai", "atif", "parquet", "hf", "dpo", "kto", "rl", "raw"
 ]
 assert set(get_args(FormatName)) == set(KNOWN)
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Megabytes = Annotated[float, Field(gt=0, le=MAX_COUNT)]
-
-
-def _is_pattern(value: str) -> str:
-    try:
-        re.compile(value)
-    except re.error as error:
-        msg = f"not a regular expression: {error}"
-        raise ValueError(msg) from error
-    return value
-
-
-Pattern = Annotated[str, AfterValidator(_is_pattern)]
 
 
 def parse_splits(value: object) -> object:
@@ -187,6 +173,9 @@ class Filters(_Part):
     """Input and output of all calls; an unknown number counts as too many."""
     min_reward: Number | None = None
     max_reward: Number | None = None
+    min_rewards: dict[str, Number] = {}
+    """The same for several rewards by their names."""
+    max_rewards: dict[str, Number] = {}
     passed: bool | None = None
     """Required result of the check; unchecked records are left out."""
     require_passed: bool = False
@@ -246,9 +235,21 @@ class Recipe(_Part):
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
     split_seed: Seed = 0
     shard_mb: Megabytes | None = None
+    reward_name: Annotated[str, Field(min_length=1)] | None = None
+    """The reward that filters, `best_n`, dpo and kto use; None: `reward`, else the first."""
     filters: Filters = Filters()
     preference: Preference = Preference()
     card: Card = Card()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults_of_rl(cls, values: Any) -> Any:
+        """Groups of samples are whole: failures and equal samples count too."""
+        formats = values.get("formats") if isinstance(values, dict) else None
+        filters = values.get("filters", {}) if isinstance(values, dict) else None
+        if split_commas(formats) not in (("rl",), ["rl"]) or not isinstance(filters, dict):
+            return values
+        return {**values, "filters": {"status": ["any"], "exact_duplicates": False, **filters}}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -281,6 +282,7 @@ class Recipe(_Part):
             self.empty_think,
             self.max_tool_chars,
             self.tools,
+            self.reward_name,
             Tolerance(accepted(self.accept_rows), self.filters.control_tokens),
         )
 
@@ -310,8 +312,8 @@ class Recipe(_Part):
 
     @property
     def needs_conversations(self) -> bool:
-        """Whether any format but `raw` is written."""
-        return set(self.formats) != {"raw"}
+        """Whether any format shows messages."""
+        return not set(self.formats) <= set(OF_RECORDS)
 
     @property
     def compares(self) -> bool:

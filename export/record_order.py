@@ -10,11 +10,12 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from runs.dataset.scan import Scan
 from runs.store.reader import SharedTools, Stored, open_records, read_record
 from runs.store.records import UnreadableRecord, load_index
+from runs.store.scores import Scores
 
 _FEW = 8
 _FEW_BYTES = 1 << 17
@@ -53,15 +54,15 @@ class RecordOrder:
         return (number for number, length in enumerate(self._lengths) if not length)
 
     @contextmanager
-    def reading(self) -> Iterator[RecordReader]:
-        """What reads the records of tasks.
+    def reading(self, scores: Scores | None = None) -> Iterator[RecordReader]:
+        """What reads the records of tasks, with `scores` that were given after the run.
 
         It raises `UnreadableRecord`. The index is then removed, so the next start reads all records
         and sets aside the unreadable ones.
         """
         try:
             with open_records(self._run_dir) as records:
-                yield RecordReader(self, records)
+                yield RecordReader(self, records, scores)
         except UnreadableRecord:
             # If the records are gone, the index is the only trace of them.
             if (self._run_dir / "records.jsonl").exists():
@@ -98,19 +99,33 @@ class RecordOrder:
 class RecordReader:
     """Reads the records of tasks by their numbers."""
 
-    def __init__(self, order: RecordOrder, records: BinaryIO) -> None:
+    def __init__(self, order: RecordOrder, records: BinaryIO, scores: Scores | None) -> None:
         self._order = order
         self._records = records
+        self._scores = scores
         self._shared = SharedTools()
-        self.with_exact_numbers = self._shared.with_exact_numbers
 
     def __call__(self, number: int) -> Stored:
         """The record of a task. Raises `UnreadableRecord`."""
-        return read_record(self._records, *self._order.place(number), self._shared.loads)
+        return self._read(number, self._shared.loads)
 
     def quickly(self, number: int) -> Stored:
         """The same, with integers beyond 64 bits as floats until `with_exact_numbers`."""
-        return read_record(self._records, *self._order.place(number), self._shared.loads_quickly)
+        return self._read(number, self._shared.loads_quickly)
+
+    def with_exact_numbers(self, stored: Stored) -> Stored:
+        """What a call would have given; the same object if that is what it holds."""
+        exact = self._shared.with_exact_numbers(stored)
+        return stored if exact is stored else self._scored(exact)
+
+    def _read(self, number: int, loads: Callable[[bytes], Any]) -> Stored:
+        found = read_record(self._records, *self._order.place(number), loads)
+        return found if self._scores is None else self._scored(found)
+
+    def _scored(self, stored: Stored) -> Stored:
+        if self._scores is None:
+            return stored
+        return Stored(self._scores.added_to(stored.record), stored.line)
 
 
 class Seen:

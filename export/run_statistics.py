@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from export import reward_statistics
 from export.conversation.own_work import Own, own_of
 from export.conversation.reading import read_conversation
 from export.conversation.style import Style
 from export.conversation.tools import names_of, tools_of
 from export.conversation.validity import Rejected
+from export.reward_statistics import RewardStatistics
 from export.statistics import Statistics
 from runs.store.checks import Checks, describe, judgement_of
 from runs.store.index import own_work
@@ -31,9 +33,18 @@ class RunStatistics:
     """`Statistics`, and how turns, tokens, costs and durations are spread."""
 
     def __init__(
-        self, *, style: Style, require_reasoning: bool, require_passed: bool = False
+        self,
+        *,
+        style: Style,
+        require_reasoning: bool,
+        require_passed: bool = False,
+        samples: int = 1,
     ) -> None:
-        """The options are those of the run: they decide which conversations are kept."""
+        """The options are those of the run: they decide which conversations are kept.
+
+        `samples` is how many conversations a prompt has.
+        """
+        self._rewards = RewardStatistics(samples)
         self._style = style
         self._require_reasoning = require_reasoning
         self._require_passed = require_passed
@@ -51,6 +62,7 @@ class RunStatistics:
         """Count one record."""
         own = own_of(record)
         self._statistics.add(record, own)
+        self._rewards.add(record)
         self._records += 1
         usage = record["usage"] or {}
         turns, calls = own_work(record)
@@ -102,6 +114,7 @@ class RunStatistics:
             **counted,
             "records": self._records,
             "kept": self._kept,
+            "rewards": self._rewards.to_json(),
             "cost_usd": {
                 "known_total": self._cost,
                 "records_of_unknown_cost": self._unknown_costs,
@@ -122,13 +135,18 @@ def statistics_of(
     require_reasoning: bool,
     require_passed: bool = False,
     max_attempts: int = NO_LIMIT,
+    samples: int = 1,
 ) -> dict[str, Any]:
     """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`.
 
-    `max_attempts` is that of the run, for what it has spent in all.
+    `max_attempts` is that of the run, for what it has spent in all; `samples` are its
+    conversations per prompt.
     """
     statistics = RunStatistics(
-        style=style, require_reasoning=require_reasoning, require_passed=require_passed
+        style=style,
+        require_reasoning=require_reasoning,
+        require_passed=require_passed,
+        samples=samples,
     )
     for stored in stored_records(run_dir):
         statistics.add(stored.record)
@@ -158,6 +176,9 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
         if unknown := cost["records_of_unknown_cost"]:
             text += f"; unknown for {unknown:,} records"
         yield f"{text}; spent in total ${cost['spent_in_all']:.4f}"
+    if lines := list(reward_statistics.as_text(found["rewards"])):
+        yield ""
+        yield from lines
     yield ""
     head = ("mean", "p50", "p90", "p99", "max")
     yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from agent.messages import MOST_TOKENS
+from agent.tokens import has_ids
 from export.conversation.own_work import Own, hidden_reasoning
 from export.conversation.tools import names_of, tools_of
 from runs.store.checks import CheckSums, judgement_of
@@ -43,6 +44,7 @@ class Statistics:
         self._toolsets: Counter[str] = Counter()
         self._checks = CheckSums()
         self._turns = 0
+        self._turns_with_token_ids = 0
         self._most_turns = 0
         self._tokens: Counter[str] = Counter()
         self._first_started_at: float | None = None
@@ -58,6 +60,7 @@ class Statistics:
         for toolset in record["toolsets"]:
             self._toolsets[toolset] += 1
         self._turns += len(turns)
+        self._turns_with_token_ids += sum(map(has_ids, turns))
         self._most_turns = max(self._most_turns, len(turns))
         self._add_replies(names_of(tools_of(record)), own)
         self._add_times(turns)
@@ -72,6 +75,9 @@ class Statistics:
         `hidden` counts turns whose reasoning the API hides; it is absent without such turns.
 
         `checks` are sums of `runs.store.checks.Checks`.
+
+        `token_ids` counts turns with and without the ids of their tokens; it is absent if no turn
+        has them.
 
         `tokens` are of all paid calls, as far as the endpoint reports them;
         `cache_hit_rate` is the percentage of input tokens that came from a prompt cache.
@@ -99,6 +105,7 @@ class Statistics:
                 "mean": round(self._turns / rows, 2) if rows else None,
                 "max": self._most_turns if rows else None,
             },
+            **self._token_ids(),
             "tokens": {
                 **{key: self._tokens[key] for key in _TOKENS},
                 "cache_hit_rate": _percent(
@@ -111,6 +118,11 @@ class Statistics:
                 "wall": None if first is None or last is None else last - first,
             },
         }
+
+    def _token_ids(self) -> dict[str, Any]:
+        having = self._turns_with_token_ids
+        counts = {"turns_with": having, "turns_without": self._turns - having}
+        return {"token_ids": counts} if having else {}
 
     def _add_replies(self, offered: frozenset[str], own: Own) -> None:
         self._offered |= offered

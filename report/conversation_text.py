@@ -68,8 +68,14 @@ class ConversationText:
         if error := record["error"]:
             yield self._paint(plain(f"{error['class']}: {error['message']}"), fg="red")
         if row["reward"] is not None:
-            result = {True: "passed, ", False: "failed, ", None: ""}[row["passed"]]
-            yield f"check: {result}reward {row['reward']:g}"
+            result = {True: "check: passed, ", False: "check: failed, ", None: ""}[row["passed"]]
+            yield f"{result}reward {row['reward']:g}"
+        if row["rewards"]:
+            named = (f"{name} {reward:g}" for name, reward in row["rewards"].items())
+            yield plain(f"rewards: {', '.join(named)}")
+        for score in record.get("scores") or ():
+            if score["error"] is not None:
+                yield self._paint(plain(f"{score['source']}: {score['error']}"), fg="red")
         if agent := record.get("agent"):
             yield plain(_agent(record, agent))
         if flags := flags_of(record):

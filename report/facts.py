@@ -9,8 +9,9 @@ from typing import Any
 from agent.messages import Message, failure_of
 from agent.reasoning import split_inline_reasoning
 from export.conversation.own_work import Own, own_of
-from runs.store.checks import judgement_of
+from runs.store.checks import judgement_of, rewards_of
 from runs.store.index import own_work
+from runs.store.rewards import MAIN
 
 _SNIPPET_CHARS = 140
 
@@ -52,6 +53,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
         "finished_at": record["finished_at"],
         "passed": judgement.passed,
         "reward": judgement.reward,
+        "rewards": _by_name(record),
         "reasoned": own.with_reasoning,
         "tools": tools,
         "failures": Counter(failure_of(m) or "reported" for m in replies if m.get("is_error")),
@@ -96,6 +98,12 @@ def flags_of(record: Mapping[str, Any]) -> list[str]:
         "check failed": judgement.passed is False,
     }
     return [name for name, is_set in flags.items() if is_set]
+
+
+def _by_name(record: Mapping[str, Any]) -> dict[str, float] | None:
+    """All rewards by name; None if there is only the one that is shown anyway."""
+    named = rewards_of(record).named
+    return dict(named) if named.keys() - {MAIN} else None
 
 
 def _tools(record: Mapping[str, Any], own: Own) -> dict[str, tuple[int, int]]:

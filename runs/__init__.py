@@ -15,6 +15,7 @@ store/           journals, records, failures and their index
 dataset/         rows, prompts and the scan
 sources/         datasets of other kinds, written as JSONL
 config/          options from YAML and flags to checked values
+scoring/         rewards from functions
 totals/          totals of a run, spending, forecasts
 protocol/        messages between parent and workers
 worker/          code of worker processes
@@ -29,6 +30,7 @@ Other rooms import only the modules in `SEAM`.
 """
 
 SEAM = (
+    "amounts",
     "batch_api.totals",
     "config.endpoint_config",
     "config.endpoints",
@@ -61,6 +63,7 @@ SEAM = (
     "run",
     "run_dir",
     "run_lock",
+    "scoring.functions",
     "sources.columns",
     "sources.harbor",
     "sources.kept_dataset",
@@ -74,7 +77,10 @@ SEAM = (
     "store.journal",
     "store.reader",
     "store.records",
+    "store.rewards",
+    "store.scores",
     "store.settled",
+    "supervisor.budget",
     "supervisor.progress",
     "tasks",
     "totals.forecast",

@@ -3,7 +3,8 @@
 Keys, in this order: `id`, `status`, `status_reason` (null or text), `error` (null or {"class",
 "message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns), then
 the conversation (see `Trajectory.to_record`; branches also have `fork`), `check` (null, or the
-result of the row's check; see `run_check`), `diff` (what changed in the image's repository; see
+result of the row's check; see `run_check`), `scores` (only with `--reward`; see
+`runs.store.checks`), `diff` (what changed in the image's repository; see
 `end_diff`; only with `--workspace=image`), `tools` (schemas as offered), `options` (those of the
 conversation that are not defaults), `view_compacted` (the model saw parts shortened or as a
 summary), and the provenance: `model` (as requested), `api`, `endpoint`, `toolsets`, `sandbox`,
@@ -14,6 +15,7 @@ checksum follows (see `runs.store.checksum`).
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +92,13 @@ def make_record(
         "finished_at": time.time(),
         "schema_version": SCHEMA_VERSION,
     }
+
+
+def with_scores(record: dict[str, Any], scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A record with the scores of functions, before its tools: readers expect these at the end."""
+    items = list(record.items())
+    place = next(n for n, (name, _) in enumerate(items) if name == "tools")
+    return dict([*items[:place], ("scores", list(scores)), *items[place:]])
 
 
 def dump_record(record: dict[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ from runs.amounts import Cost
 from runs.batch_api.batch_log import free_unsent, held_in, set_aside_damaged_steps
 from runs.batch_api.service import BatchService, with_open_batches
 from runs.config.models import budget_of, limits_of
-from runs.config.run_config import RunConfig
+from runs.config.sandboxes import remove_leftover_containers
 from runs.dataset.scan import tasks
 from runs.dataset.scan_cache import NAME
 from runs.errors import DatasetChanged, RunLocked
@@ -44,8 +44,6 @@ from runs.supervisor.damaged import set_aside_damaged, shortened
 from runs.supervisor.key_service import KeyService
 from runs.supervisor.progress import Progress
 from runs.supervisor.supervisor import Start, Supervisor
-from toolsets.errors import ToolError
-from toolsets.sandbox.docker import remove_containers
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY
 
@@ -310,17 +308,6 @@ def _remove_what_is_settled(run_dir: RunDir, max_attempts: int) -> None:
         settled = Settled(load_index(run_dir.path), max_attempts)
         _remove_workspaces(run_dir, settled)
         Inflight(run_dir.inflight).read(settled=settled)
-
-
-def remove_leftover_containers(config: RunConfig) -> None:
-    """Remove containers of conversations that have ended, left by a crash; logs what fails."""
-    if not config.is_inside or config.sandbox != "docker":
-        return
-    try:
-        if count := remove_containers(config.container_engine, config.run_dir):
-            log.info("removed %d containers of conversations that have ended", count)
-    except ToolError as error:
-        log.warning("containers were not removed: %s", error)
 
 
 def _remove_workspaces(run_dir: RunDir, settled: Container[bytes]) -> None:

@@ -5,6 +5,7 @@ fake_answers    how it reads a request and writes the answer, byte by byte
 fake_dialects   its OpenAI chat and Anthropic messages dialects
 fake_responses  its OpenAI Responses dialect
 fake_script     requests and replies in dialect-free types, and its options
+fake_tokens     its token ids and log-probabilities
 fake_faults     the faults that it can play, by name and family
 fake_hub        a dataset on loopback as the Hugging Face hub offers it
 fake_batches    the batch APIs of OpenAI and Anthropic on loopback

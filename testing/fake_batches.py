@@ -23,7 +23,7 @@ import orjson
 from aiohttp import web
 
 from testing.fake_answers import DIALECTS, Refused, read_ask
-from testing.fake_script import JSON, Ask, Key, Options, digest, play
+from testing.fake_script import JSON, Ask, BaseUrls, Key, Options, digest, play
 
 _MOST_BYTES = 300 * 2**20
 
@@ -47,7 +47,7 @@ class _Batch:
 
 
 @dataclass(kw_only=True)
-class FakeBatches:
+class FakeBatches(BaseUrls):
     """Both APIs in a thread of this process, for the time of a `with` block."""
 
     options: Options = field(default_factory=Options)
@@ -98,16 +98,6 @@ class FakeBatches:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
-
-    @property
-    def openai_url(self) -> str:
-        """The base URL for OpenAI clients."""
-        return f"{self.anthropic_url}/v1"
-
-    @property
-    def anthropic_url(self) -> str:
-        """The base URL for Anthropic clients."""
-        return f"http://127.0.0.1:{self.port}"
 
     @property
     def paid_twice(self) -> dict[Key, int]:

@@ -17,6 +17,7 @@ from testing.fake_script import (
     digest,
     thought_of,
 )
+from testing.fake_tokens import in_parts
 
 KINDS = {
     **dict.fromkeys((400, 422), "invalid_request_error"),
@@ -90,6 +91,7 @@ def _openai_body(reply: Reply) -> JSON:
 def _openai_events(body: JSON, request: JSON) -> list[bytes]:
     chunk = {**body, "object": "chat.completion.chunk", "choices": []}
     usage, steps = chunk.pop("usage", None), []
+    prompt = chunk.pop("prompt_token_ids", None)
     for choice in body["choices"]:
         message = choice["message"]
         calls = message.pop("tool_calls", ())
@@ -97,7 +99,12 @@ def _openai_events(body: JSON, request: JSON) -> list[bytes]:
         deltas += [{"tool_calls": [{"index": n, **call}]} for n, call in enumerate(calls)]
         steps = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
         steps.append({"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]})
+        steps = [
+            step | part for step, part in zip(steps, in_parts(choice, len(steps)), strict=True)
+        ]
     chunks = [{**chunk, "choices": [step]} for step in steps] or [chunk]
+    if prompt is not None:
+        chunks[0]["prompt_token_ids"] = prompt
     if usage and (request.get("stream_options") or {}).get("include_usage"):
         chunks.append({**chunk, "usage": usage})
     return [*(b"data: %b\n\n" % orjson.dumps(chunk) for chunk in chunks), b"data: [DONE]\n\n"]
@@ -221,7 +228,6 @@ def _anthropic_error(status: int, message: str) -> JSON:
 
 NO_QUOTA = {"message": "You exceeded your current quota", "type": "insufficient_quota"}
 NO_QUOTA["code"] = "insufficient_quota"
-TOO_LONG = "This model's maximum context length is 128000 tokens, you sent 130000"
 
 CHAT = Dialect(
     opening=opening,
@@ -231,7 +237,7 @@ CHAT = Dialect(
     error=openai_error,
     error_event=lambda error: b"data: %b\n\n" % orjson.dumps(error),
     quota=(429, {"error": NO_QUOTA}),
-    too_long=TOO_LONG,
+    too_long="This model's maximum context length is 128000 tokens, you sent 130000",
     hollow={"choices": []},
     lacks=frozenset({"pause", "context_stop"}),
 )

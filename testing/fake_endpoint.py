@@ -29,7 +29,7 @@ import orjson
 
 from testing.fake_answers import DIALECTS, Ending, Refused, Step, frame, read_ask, respond
 from testing.fake_dialects import openai_error
-from testing.fake_script import JSON, Ask, Key, Options, Reply, draw
+from testing.fake_script import JSON, Ask, BaseUrls, Key, Options, Reply, draw
 
 _PARENT_POLL_S = 0.5
 
@@ -232,7 +232,7 @@ class Connection(asyncio.Protocol):
             self._take()
 
 
-class FakeEndpoint(Options):
+class FakeEndpoint(Options, BaseUrls):
     """The endpoint in a process of its own, for the time of a `with` block.
 
     A second block starts it again on the same port.
@@ -260,16 +260,6 @@ class FakeEndpoint(Options):
     def __exit__(self, *_: object) -> None:
         with self._process:  # leaving this block waits for the end and closes the pipe
             self._process.terminate()
-
-    @property
-    def openai_url(self) -> str:
-        """The base URL for OpenAI clients."""
-        return f"{self.anthropic_url}/v1"
-
-    @property
-    def anthropic_url(self) -> str:
-        """The base URL for Anthropic clients."""
-        return f"http://127.0.0.1:{self.port}"
 
     def journal(self, *, full: bool = False) -> JSON:
         """The counts so far; `full` adds those of every reply."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from testing.fake_dialects import NO_QUOTA, TOO_LONG, named_event, openai_error, text_of
-from testing.fake_script import JSON, Dialect, Options, Reply, digest
+from testing.fake_dialects import CHAT, named_event, text_of
+from testing.fake_script import JSON, Options, Reply, digest
 
 
 def _is_reply(item: JSON) -> bool:
@@ -101,15 +101,13 @@ def _error_event(error: JSON) -> bytes:
     return named_event({**error["error"], "type": "error", "code": "server_error"})
 
 
-RESPONSES = Dialect(
+# Errors have the same form.
+RESPONSES = CHAT._replace(
     opening=_opening,
     breach=_breach,
     body=_body,
     events=_events,
-    error=openai_error,
     error_event=_error_event,
-    quota=(429, {"error": NO_QUOTA}),
-    too_long=TOO_LONG,
     hollow={"output": None},
     lacks=frozenset({"pause", "context_stop", "roles", "other_reasoning"}),
 )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from testing.fake_faults import CALL_FAULTS, FAULTS, STREAM_FAULTS
+from testing.fake_tokens import STYLES
 
 JSON = dict[str, Any]
 Key = tuple[str, int]
@@ -56,6 +57,8 @@ class Options:
     capacity: int | None = _option(int, None, "requests in flight beyond which it answers 429")
     journal_path: str | None = _option(str, None, "file that events are appended to")
     key: str | None = _option(str, None, "API key that requests must carry")
+    tokens: str | None = _option(str, None, "give token ids as this does: vllm, sglang, openai")
+    strip_reasoning: int = _option(int, 0, "1: prompts have no reasoning of earlier replies")
     seed: int = _option(int, 0, "seed of the faults")
     faults: Mapping[str, float] = field(
         default_factory=dict,
@@ -65,6 +68,8 @@ class Options:
     def __post_init__(self) -> None:
         if unknown := set(self.faults) - set(FAULTS):
             raise ValueError(f"unknown faults {sorted(unknown)}; known are {', '.join(FAULTS)}")
+        if self.tokens not in (None, *STYLES):
+            raise ValueError(f"unknown tokens {self.tokens!r}; known are {', '.join(STYLES)}")
         # One draw decides between all kinds, so that each keeps exactly its rate.
         if min(self.faults.values(), default=0) < 0 or sum(self.faults.values()) > 1 + 1e-9:
             raise ValueError("fault rates must not be negative, nor above 1 in sum")
@@ -85,6 +90,22 @@ class Reply(NamedTuple):
     input_tokens: int
     cached_tokens: int
     output_tokens: int
+
+
+class BaseUrls:
+    """Where clients find an endpoint on the loopback interface."""
+
+    port: int
+
+    @property
+    def openai_url(self) -> str:
+        """The base URL for OpenAI clients."""
+        return f"{self.anthropic_url}/v1"
+
+    @property
+    def anthropic_url(self) -> str:
+        """The base URL for Anthropic clients."""
+        return f"http://127.0.0.1:{self.port}"
 
 
 class Dialect(NamedTuple):
@@ -119,6 +140,9 @@ class Ask(NamedTuple):
     chars: int
     has_calls: bool
     fault: str | None
+    tokens: str | None
+    """As whom it gives token ids; see `testing.fake_tokens`."""
+    strips: bool
 
 
 def draw(ask: Ask, attempt: int, options: Options) -> Ask:

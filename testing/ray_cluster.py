@@ -1,12 +1,13 @@
 """A Ray cluster of two nodes on this machine, in processes of its own, for tests.
 
 Ran as a program it obeys the lines on its standard input and answers each with one line:
-`remove` takes the second node away at once, `add PATH` adds a node that has the custom resource
-`other` and finds our modules in PATH first. It ends with its standard input.
+`remove` takes the second node away at once, `add JSON` adds a node that has the custom resource
+`other` and these variables. It ends with its standard input.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -30,9 +31,9 @@ class TwoNodes:
         """Take the second node away, with all that runs there."""
         self._ask("remove")
 
-    def add_with_code(self, path: Path) -> None:
-        """Add a node whose code is another's."""
-        self._ask(f"add {path}")
+    def add(self, **variables: str) -> None:
+        """Add a node with these variables, and the resource `other`."""
+        self._ask(f"add {json.dumps(variables)}")
 
     def _ask(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -86,7 +87,7 @@ def _serve() -> None:
     sys.stdout.write(f"{cluster.address}\n")
     sys.stdout.flush()
     for line in sys.stdin:
-        order, _, path = line.strip().partition(" ")
+        order, _, variables = line.strip().partition(" ")
         if order == "remove":
             cluster.remove_node(second, allow_graceful=False)
         else:
@@ -94,7 +95,7 @@ def _serve() -> None:
                 num_cpus=1,
                 resources={"other": 1},
                 object_store_memory=_MEMORY,
-                env_vars={"PYTHONPATH": path},
+                env_vars=json.loads(variables),
             )
         sys.stdout.write("done\n")
         sys.stdout.flush()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from toolsets.sandbox import cgroup
+from toolsets.sandbox.fork_servers import FORK_SERVERS
 
 # What starts the tests may ignore these, as nohup does, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,6 +34,15 @@ settings.load_profile("quick")
 def pytest_xdist_auto_num_workers() -> int:
     """One more than cores: tests wait for processes and endpoints for a fifth of their time."""
     return (os.cpu_count() or 1) + 1
+
+
+@pytest.fixture(autouse=True)
+def fork_servers_end() -> Iterator[None]:
+    """A test that uses sandboxes in this process stops them, in the event loop that they are of."""
+    yield
+    left = list(FORK_SERVERS._loops)
+    FORK_SERVERS._loops.clear()  # the next test is not to blame
+    assert not left, "a sandbox was not stopped: its fork server still runs"
 
 
 @pytest.fixture

@@ -22,14 +22,14 @@ ROOMS = ("toolsets", "agent", "runs", "export", "api", "report", "cli")
 DOORS = ("run_agent", "batch_runner")
 
 NODES = """
-toolsets/errors toolsets/extras toolsets/installed toolsets/text toolsets/exact_json
-toolsets/validation
+toolsets/errors toolsets/extras toolsets/installed toolsets/locked toolsets/text
+toolsets/exact_json toolsets/validation toolsets/yaml_file
 toolsets/per_loop toolsets/net toolsets/workspace toolsets/images toolsets/sandbox/inside
 toolsets/sandbox
 toolsets/context toolsets/space toolsets/docstring toolsets/signature toolsets/tool toolsets/toolbox
 toolsets/builtin toolsets/web toolsets/browser toolsets/catalog toolsets/mcp
 
-agent/deadline agent/messages agent/reasoning agent/stream_events agent/models
+agent/deadline agent/messages agent/reasoning agent/stream_events agent/tokens agent/models
 agent/models/dialects agent/models/client agent/models/batches agent/gateway/wire
 agent/gateway/canonical agent/gateway/reading agent/gateway/writing agent/gateway/wire_chat
 agent/gateway/wire_messages agent/gateway/wire_responses agent/gateway/wire_gemini
@@ -38,13 +38,14 @@ agent/command_agent agent/loop agent/gateway agent/views agent/setup agent/runne
 agent/flat
 
 runs/errors runs/tasks runs/amounts runs/process runs/shards runs/store runs/dataset runs/sources
-runs/config
+runs/config runs/scoring
 runs/record runs/run_lock runs/narrowing runs/run_dir runs/totals runs/protocol runs/worker
 runs/executors runs/executors/ray runs/batch_api runs/supervisor runs/executor_choice runs/planning
 runs/run runs/recording runs/maintenance runs/maintenance/hermes
 
 export/row_files export/conversation export/formats export/recipe export/filters
-export/statistics export/record_order export/run_statistics export/training_files export/dataset
+export/statistics export/reward_statistics export/record_order export/run_statistics
+export/scoring export/training_files export/dataset
 
 api
 
@@ -203,7 +204,7 @@ def test_the_wheel_holds_our_rooms_and_nothing_else() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {name_of(path).replace("/", ".") for path in modules() if path.name == "__init__.py"}
     # `--rows=NAME` finds its file in an installed program, too.
-    assert set(project["packages"]) == packages | {"configs.rows"}
+    assert set(project["packages"]) == packages | {"configs.agents", "configs.rows"}
     assert set(project["py-modules"]) == set(DOORS)
 
 

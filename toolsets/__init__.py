@@ -4,8 +4,10 @@ errors      ToolError and HostError: failures of a tool, failures of the machine
 extras      how to install an optional dependency
 installed   where a program of the user's is, and what it needs to run
 exact_json  JSON with integers of any size; how deep it is nested
+locked      a lock that processes of this machine wait for
 text        cutting and decoding text
-validation  describes what pydantic rejected
+validation  checks values; describes what pydantic rejected
+yaml_file   reads YAML files; its errors name line and column
 per_loop    resources that the conversations of an event loop share
 context     ToolContext, the first argument of every tool function
 space       TaskSpace, the older name of ToolContext
@@ -31,6 +33,7 @@ SEAM = (
     "builtin.command_result",
     "catalog.custom",
     "catalog.distributions",
+    "catalog.places",
     "catalog.registry",
     "context",
     "errors",
@@ -54,4 +57,5 @@ SEAM = (
     "validation",
     "workspace.removal",
     "workspace.workspace",
+    "yaml_file",
 )

@@ -1,12 +1,13 @@
-"""Describes values that pydantic rejected, in messages for people and models."""
+"""Checks values, and describes those that pydantic rejected for people and models."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 
 from toolsets.text import clip
 
@@ -14,6 +15,19 @@ _SHOWN_CHARS = 200
 
 UNKNOWN_KEY = "extra_forbidden"
 """The kind of a mistake: no field has that name."""
+
+
+def _check_pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        msg = f"not a regular expression: {error}"
+        raise ValueError(msg) from error
+    return value
+
+
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
+"""A regular expression that can be compiled."""
 
 
 class Mistake(NamedTuple):

@@ -16,7 +16,7 @@ from agent.gateway.canonical import (
     without_marks,
 )
 from agent.gateway.wire import Offer, Part, Volatile, WireError, WireRequest
-from agent.messages import Message
+from agent.messages import Message, Role
 from toolsets import exact_json
 
 Schemas = list[dict[str, Any]] | str
@@ -102,6 +102,27 @@ def placeholder(part: Mapping[str, Any]) -> str:
     written = exact_json.dumps(without_marks(part), option=orjson.OPT_SORT_KEYS)
     kind = part.get("type") or next(iter(part), "part")
     return f"[{kind}: {len(written)} bytes, digest {digest_of_bytes(written).hex()}]"
+
+
+def message_of(
+    api: str,
+    role: Role,
+    content: Any,
+    show: Callable[[Mapping[str, Any]], str] = placeholder,
+) -> Message:
+    """A message with this content: a text, or parts, which `show` writes where they are not text.
+
+    These are whole in `provider_blocks`. Raises `WireError`.
+    """
+    if isinstance(content, str):
+        return Message(role=role, content=content)
+    parts = objects_in(content, "content")
+    others = [part for part in parts if not isinstance(part.get("text"), str)]
+    texts = [part["text"] if isinstance(part.get("text"), str) else show(part) for part in parts]
+    message = Message(role=role, content="\n".join(texts))
+    if others:
+        message["provider_blocks"] = {"api": api, "blocks": others}
+    return message
 
 
 def path_of(path: str) -> str:

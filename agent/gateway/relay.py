@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from agent.gateway.answers import Answer, Answers, Refusal
 from agent.gateway.threads import Threads
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError, WireRequest
+from agent.loop.rules import unknown_use
 from agent.loop.steps import Finish
 from agent.messages import (
     UNREADABLE,
@@ -25,11 +26,13 @@ from agent.messages import (
 )
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
+from agent.models.dialects.registry import RELAYED, read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from agent.models.parsing import load_object
 from agent.state.events import Clock, exchange_event, reply_event
 from agent.state.trajectory import Journal, Trajectory
+from agent.stream_events import ignored
 from toolsets import exact_json
 
 log = logging.getLogger(__name__)
@@ -142,12 +145,10 @@ class Relay:
             return reply
         if refusal := self._stop():
             return Answer(refusal)
-        if self._is_resumed and (again := self._asked_again(asked)) is not None:
-            reply = self.answers.begin(asked)
-            reply.finish(_parts(call.wire, again["body"], is_stream=asked.is_stream))
+        if known := self._recorded(asked):
+            wire, body, reply = call.wire, known["body"], self.answers.begin(asked)
+            reply.finish(wire.stream_of(body) if asked.is_stream else [wire.whole(body)])
             return reply
-        if known := self._threads.unanswered(asked.key):
-            return self._recorded(known, asked, call.wire)
         if refusal := self._limit():
             return Answer(refusal)
         try:
@@ -223,21 +224,25 @@ class Relay:
         most = limits.max_calls
         if most is not None and len(self._threads.live) + len(self._calls) >= most:
             return Finish("max_turns", f"the agent has made all of its {most} model calls")
-        if (dollars := limits.max_cost_usd) is not None:
-            if spent.unpriced:
-                words = "the cost of a reply is unknown, so the budget cannot be kept"
-                return Finish("budget", words)
-            if spent.spent_usd >= dollars:
-                words = f"${spent.spent_usd:.6f} of ${dollars:.6f} are spent"
-                return Finish("budget", words)
-        if (tokens := limits.max_tokens) is not None:
-            if spent.uncounted:
-                words = "the tokens of a reply are unknown, so the budget cannot be kept"
-                return Finish("budget", words)
-            if spent.spent_tokens >= tokens:
-                words = f"{spent.spent_tokens:,} of {tokens:,} tokens are used"
-                return Finish("budget", words)
+        dollars, tokens = limits.max_cost_usd, limits.max_tokens
+        if end := unknown_use(spent, dollars, tokens):
+            return end
+        if dollars is not None and spent.spent_usd >= dollars:
+            return Finish("budget", f"${spent.spent_usd:.6f} of ${dollars:.6f} are spent")
+        if tokens is not None and spent.spent_tokens >= tokens:
+            return Finish("budget", f"{spent.spent_tokens:,} of {tokens:,} tokens are used")
         return None
+
+    def _recorded(self, asked: WireRequest) -> ExchangeEvent | None:
+        """The recorded call whose reply answers this request, if there is one.
+
+        Records that an earlier start's call was answered again.
+        """
+        if self._is_resumed and (again := self._asked_again(asked)):
+            return again
+        if known := self._threads.unanswered(asked.key):
+            self._record(AnsweredEvent(kind="answered", exchange=known["number"]))
+        return known
 
     def _asked_again(self, asked: WireRequest) -> ExchangeEvent | None:
         """The call that the first request after a crash repeats, if its reply was the last one.
@@ -257,13 +262,6 @@ class Relay:
         if equal:
             self._record(AgentRestartedEvent(kind="agent_restarted", at=time.time()))
         return None
-
-    def _recorded(self, known: ExchangeEvent, asked: WireRequest, wire: Wire) -> Answer:
-        """A recorded reply, to an equal call of an earlier start."""
-        self._record(AnsweredEvent(kind="answered", exchange=known["number"]))
-        reply = self.answers.begin(asked)
-        reply.finish(_parts(wire, known["body"], is_stream=asked.is_stream))
-        return reply
 
     async def _make(
         self,
@@ -311,10 +309,11 @@ class Relay:
             turn = self._trajectory.turns + 1
             self._record(reply_event(turn, unreadable, Clock(), discarded=UNREADABLE))
 
-        read = partial(_keep, bodies, wire.completion)
+        read = partial(_keep, bodies, partial(read_reply, wire.api))
         request = replace(request, read=read, on_unreadable=pay)
         if asked.is_stream:
-            request = replace(request, assembly=wire.assembly, on_event=on_event)
+            assembly = partial(RELAYED[wire.api].assembly, ignored)
+            request = replace(request, assembly=assembly, on_event=on_event)
         clock = Clock()
         completion = await model.complete(request)
         body = load_object(bodies[-1])
@@ -390,10 +389,6 @@ def _choices(body: Mapping[str, Any]) -> int:
     config = body.get("generationConfig")
     asked = body.get("n"), config.get("candidateCount") if isinstance(config, dict) else None
     return max([1, *(count for count in asked if type(count) is int)])
-
-
-def _parts(wire: Wire, body: Mapping[str, Any], *, is_stream: bool) -> list[bytes]:
-    return wire.stream_of(body) if is_stream else [wire.whole(body)]
 
 
 def _keep(bodies: list[bytes], read: Callable[[bytes], Completion], body: bytes) -> Completion:

@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from agent.messages import Message, ToolCall
-from agent.models.dialects.assembly import Assembly
-from agent.models.model import Completion
-from agent.stream_events import StreamHandler
 
 Operation = Literal["call", "count_tokens", "other"]
 """What a request asks for. A "call" is a model call; "other" has to be refused."""
@@ -155,14 +152,6 @@ class Wire(Protocol):
 
         Never keys, cookies, or headers of the connection.
         """
-        ...
-
-    def assembly(self, on_delta: StreamHandler = ...) -> Assembly:
-        """Puts the body of a streamed reply together."""
-        ...
-
-    def completion(self, body: bytes) -> Completion:
-        """What the body of a reply says. Raises `ModelError`, as `read_reply` does."""
         ...
 
     def whole(self, body: Mapping[str, Any]) -> bytes:

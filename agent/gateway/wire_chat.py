@@ -25,16 +25,19 @@ from agent.gateway.wire import (
     WireError,
     WireRequest,
 )
-from agent.gateway.writing import COMMENT, error_object, passed_on, remove_tools, sse
+from agent.gateway.writing import (
+    COMMENT,
+    error_object,
+    lower_of,
+    passed_on,
+    remove_server_tools,
+    sse,
+)
 from agent.messages import Message
-from agent.models.dialects.assembly import Assembly
 from agent.models.dialects.openai_chat import API, flat_text, read_message
-from agent.models.dialects.openai_chat_stream import ChatAssembly
-from agent.models.dialects.registry import DIALECTS, read_reply
+from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
-from agent.models.model import Completion
 from agent.models.parsing import object_of
-from agent.stream_events import StreamHandler, ignored
 from toolsets import exact_json
 
 _LIMITS = ("max_completion_tokens", "max_tokens")
@@ -100,10 +103,10 @@ class ChatWire:
             new["model"] = model
         if max_tokens is not None:
             names = [name for name in _LIMITS if new.get(name) is not None] or [_LIMITS[0]]
-            new |= {name: min(max_tokens, new.get(name) or max_tokens) for name in names}
+            new |= {name: lower_of(max_tokens, new.get(name)) for name in names}
         if without_server_tools:
             new.pop("web_search_options", None)
-            remove_tools(new, lambda tool: isinstance(_read_tool(tool), str), automatic="auto")
+            remove_server_tools(new, _read_tool, automatic="auto")
         return path, new
 
     def upstream_path(self, path: str) -> str:
@@ -114,14 +117,6 @@ class ChatWire:
     def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         """See `Wire.request_headers`."""
         return passed_on(headers, _HEADERS)
-
-    def assembly(self, on_delta: StreamHandler = ignored) -> Assembly:
-        """See `Wire.assembly`."""
-        return ChatAssembly(on_delta)
-
-    def completion(self, body: bytes) -> Completion:
-        """See `Wire.completion`."""
-        return read_reply(API, body)
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
         """See `Wire.whole`. A stream's parts do not say all that clients want of a whole reply."""

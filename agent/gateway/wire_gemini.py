@@ -13,21 +13,16 @@ from agent.gateway.reading import (
     Layout,
     Schemas,
     function_tool,
+    message_of,
     objects_in,
     path_of,
-    placeholder,
     read_request,
 )
 from agent.gateway.wire import NOTHING_VOLATILE, Operation, Volatile, WireError, WireRequest
-from agent.gateway.writing import sse
-from agent.messages import Message, Role
-from agent.models.dialects.assembly import Assembly
+from agent.gateway.writing import lower_of, sse
+from agent.messages import Message
 from agent.models.dialects.gemini import API, read_parts
-from agent.models.dialects.gemini_stream import GeminiAssembly
-from agent.models.dialects.registry import read_reply
 from agent.models.errors import ModelError
-from agent.models.model import Completion
-from agent.stream_events import StreamHandler, ignored
 from toolsets import exact_json
 
 _PATH = re.compile(r"(?P<version>/v1[a-z0-9]*)?/models/(?P<model>[^/:]*):(?P<method>\w+)$")
@@ -105,9 +100,8 @@ class GeminiWire:
             path = re.sub(r"(?<=/models/)[^/:]*(?=:)", lambda _: model, plain) + mark + query
         if max_tokens is not None:
             config = _config_of(body)
-            given = config.get("maxOutputTokens")
-            most = min(max_tokens, given) if type(given) is int else max_tokens
-            new["generationConfig"] = {**config, "maxOutputTokens": most}
+            limit = lower_of(max_tokens, config.get("maxOutputTokens"))
+            new["generationConfig"] = {**config, "maxOutputTokens": limit}
         if without_server_tools and body.get("tools"):
             kept = [{key: tool[key] for key in tool if key in _DECLARED} for tool in body["tools"]]
             new["tools"] = [tool for tool in kept if tool]
@@ -130,14 +124,6 @@ class GeminiWire:
         """See `Wire.request_headers`."""
         del headers
         return {}
-
-    def assembly(self, on_delta: StreamHandler = ignored) -> Assembly:
-        """See `Wire.assembly`."""
-        return GeminiAssembly(on_delta)
-
-    def completion(self, body: bytes) -> Completion:
-        """See `Wire.completion`."""
-        return read_reply(API, body)
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
         """See `Wire.whole`."""
@@ -205,7 +191,7 @@ def _read_tool(tool: Mapping[str, Any]) -> Schemas:
 def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
     if isinstance(raw, tuple):
         given = raw[1]
-        return [_said("system", [{"text": given}] if isinstance(given, str) else _parts(given))]
+        return [message_of(API, "system", given if isinstance(given, str) else _parts(given))]
     match raw.get("role") or "user":
         case "model":
             try:
@@ -236,13 +222,13 @@ def _read_user(parts: Sequence[dict[str, Any]], calls: CallsInOrder) -> list[Mes
             said.append(part)
             continue
         if said:
-            messages.append(_said("user", said))
+            messages.append(message_of(API, "user", said))
             said = []
         answered = sum(message["role"] == "tool" for message in messages)
         id = str(result.get("id") or (awaited[answered] if answered < len(awaited) else ""))
         messages.append(_read_result(id, result))
     if said or not messages:
-        messages.append(_said("user", said))
+        messages.append(message_of(API, "user", said))
     return messages
 
 
@@ -256,16 +242,6 @@ def _read_result(id: str, result: Mapping[str, Any]) -> Message:
         text = exact_json.dumps(given).decode()
     name = str(result.get("name") or "")
     return Message(role="tool", tool_call_id=id, name=name, content=text, is_error=is_error)
-
-
-def _said(role: Role, parts: Sequence[dict[str, Any]]) -> Message:
-    texts = [
-        part["text"] if isinstance(part.get("text"), str) else placeholder(part) for part in parts
-    ]
-    message = Message(role=role, content="\n".join(texts))
-    if others := [part for part in parts if not isinstance(part.get("text"), str)]:
-        message["provider_blocks"] = {"api": API, "blocks": others}
-    return message
 
 
 _LAYOUT = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "contents")

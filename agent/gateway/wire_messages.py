@@ -12,20 +12,16 @@ from agent.gateway.reading import (
     Layout,
     Schemas,
     function_tool,
+    message_of,
     objects_in,
     path_of,
-    placeholder,
     read_request,
 )
 from agent.gateway.wire import NOTHING_VOLATILE, Operation, Volatile, WireError, WireRequest
-from agent.gateway.writing import passed_on, remove_tools, sse, type_of
-from agent.messages import Message, Role
+from agent.gateway.writing import lower_of, passed_on, remove_server_tools, sse, type_of
+from agent.messages import Message
 from agent.models.dialects.anthropic_messages import API, read_blocks
-from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
-from agent.models.dialects.assembly import Assembly
-from agent.models.dialects.registry import DIALECTS, read_reply
-from agent.models.model import Completion
-from agent.stream_events import StreamHandler, ignored
+from agent.models.dialects.registry import DIALECTS
 from toolsets import exact_json
 
 _READ_ELSEWHERE = frozenset({"model", "messages", "system", "tools", "stream", "metadata"})
@@ -88,12 +84,10 @@ class MessagesWire:
         if model is not None:
             new["model"] = model
         if max_tokens is not None:
-            given = new.get("max_tokens")
-            new["max_tokens"] = min(max_tokens, given) if type(given) is int else max_tokens
+            new["max_tokens"] = lower_of(max_tokens, new.get("max_tokens"))
         if without_server_tools:
             new.pop("mcp_servers", None)
-            automatic = {"type": "auto"}
-            remove_tools(new, lambda tool: isinstance(_read_tool(tool), str), automatic=automatic)
+            remove_server_tools(new, _read_tool, automatic={"type": "auto"})
         return path, new
 
     def upstream_path(self, path: str) -> str:
@@ -105,14 +99,6 @@ class MessagesWire:
     def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         """See `Wire.request_headers`."""
         return passed_on(headers, _HEADERS)
-
-    def assembly(self, on_delta: StreamHandler = ignored) -> Assembly:
-        """See `Wire.assembly`."""
-        return MessagesAssembly(on_delta)
-
-    def completion(self, body: bytes) -> Completion:
-        """See `Wire.completion`."""
-        return read_reply(API, body)
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
         """See `Wire.whole`."""
@@ -187,10 +173,10 @@ def _start_and_deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[di
 
 def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
     if isinstance(raw, tuple):
-        return [_said("system", raw[1])]
+        return [message_of(API, "system", raw[1])]
     match raw.get("role"):
         case "system":
-            return [_said("system", raw.get("content"))]
+            return [message_of(API, "system", raw.get("content"))]
         case "user":
             return _read_user(raw.get("content"), calls)
         case "assistant":
@@ -213,17 +199,17 @@ def _read_user(content: Any, calls: CallsInOrder) -> list[Message]:
             said.append(block)
             continue
         if said:
-            messages.append(_said("user", said))
+            messages.append(message_of(API, "user", said))
             said = []
         messages.append(_read_result(block, calls))
     if said or not messages:
-        messages.append(_said("user", said))
+        messages.append(message_of(API, "user", said))
     return messages
 
 
 def _read_result(block: Mapping[str, Any], calls: CallsInOrder) -> Message:
     id = str(block.get("tool_use_id") or "")
-    said = _said("tool", block.get("content") or "")
+    said = message_of(API, "tool", block.get("content") or "")
     result = Message(
         role="tool",
         tool_call_id=id,
@@ -234,21 +220,6 @@ def _read_result(block: Mapping[str, Any], calls: CallsInOrder) -> Message:
     if "provider_blocks" in said:
         result["provider_blocks"] = said["provider_blocks"]
     return result
-
-
-def _said(role: Role, content: Any) -> Message:
-    """A message with this content: a text, or blocks of which some are not text."""
-    if isinstance(content, str):
-        return Message(role=role, content=content)
-    blocks = objects_in(content, "content")
-    texts = [
-        block["text"] if isinstance(block.get("text"), str) else placeholder(block)
-        for block in blocks
-    ]
-    message = Message(role=role, content="\n".join(texts))
-    if others := [block for block in blocks if not isinstance(block.get("text"), str)]:
-        message["provider_blocks"] = {"api": API, "blocks": others}
-    return message
 
 
 def _read_tool(tool: Mapping[str, Any]) -> Schemas:

@@ -13,21 +13,25 @@ from agent.gateway.reading import (
     Schemas,
     custom_tool,
     function_tool,
+    message_of,
     objects_in,
     path_of,
     placeholder,
     read_request,
 )
 from agent.gateway.wire import NOTHING_VOLATILE, Operation, Volatile, WireError, WireRequest
-from agent.gateway.writing import COMMENT, error_object, passed_on, remove_tools, sse
+from agent.gateway.writing import (
+    COMMENT,
+    error_object,
+    lower_of,
+    passed_on,
+    remove_server_tools,
+    sse,
+)
 from agent.messages import Message, Role
-from agent.models.dialects.assembly import Assembly
 from agent.models.dialects.openai_responses import API, read_output
-from agent.models.dialects.openai_responses_stream import ResponsesAssembly
-from agent.models.dialects.registry import DIALECTS, read_reply
+from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
-from agent.models.model import Completion
-from agent.stream_events import StreamHandler, ignored
 from toolsets import exact_json
 
 _READ_ELSEWHERE = frozenset(
@@ -104,10 +108,9 @@ class ResponsesWire:
         if model is not None:
             new["model"] = model
         if max_tokens is not None:
-            given = new.get("max_output_tokens")
-            new["max_output_tokens"] = min(max_tokens, given) if type(given) is int else max_tokens
+            new["max_output_tokens"] = lower_of(max_tokens, new.get("max_output_tokens"))
         if without_server_tools:
-            remove_tools(new, lambda tool: isinstance(_read_tool(tool), str), automatic="auto")
+            remove_server_tools(new, _read_tool, automatic="auto")
         return path, new
 
     def upstream_path(self, path: str) -> str:
@@ -118,14 +121,6 @@ class ResponsesWire:
     def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         """See `Wire.request_headers`."""
         return passed_on(headers, _HEADERS)
-
-    def assembly(self, on_delta: StreamHandler = ignored) -> Assembly:
-        """See `Wire.assembly`."""
-        return ResponsesAssembly(on_delta)
-
-    def completion(self, body: bytes) -> Completion:
-        """See `Wire.completion`."""
-        return read_reply(API, body)
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
         """See `Wire.whole`. The last event of a stream has all of it."""
@@ -265,28 +260,18 @@ def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
         said = _said("tool", raw.get("output") or "")
         result = Message(role="tool", tool_call_id=id, name=calls.name(id), content="")
         return [{**result, "is_error": False, **said}]
-    message = Message(role="user", content=placeholder(_without_id(raw)))
+    message = Message(role="user", content=_placeholder(raw))
     message["provider_blocks"] = {"api": API, "blocks": [raw]}
     return [message]
 
 
-def _without_id(item: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in item.items() if key != "id"}
-
-
 def _said(role: Role, content: Any) -> Message:
-    """A message with this content: a text, or parts of which some are not text."""
-    if isinstance(content, str):
-        return Message(role=role, content=content)
-    parts = objects_in([content] if isinstance(content, dict) else content, "content")
-    texts = [
-        part["text"] if isinstance(part.get("text"), str) else placeholder(_without_id(part))
-        for part in parts
-    ]
-    message = Message(role=role, content="\n".join(texts))
-    if others := [part for part in parts if not isinstance(part.get("text"), str)]:
-        message["provider_blocks"] = {"api": API, "blocks": others}
-    return message
+    parts = [content] if isinstance(content, dict) else content
+    return message_of(API, role, parts, _placeholder)
+
+
+def _placeholder(item: Mapping[str, Any]) -> str:
+    return placeholder({key: value for key, value in item.items() if key != "id"})
 
 
 def _read_tool(tool: Mapping[str, Any]) -> Schemas:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from agent.gateway.reading import Schemas
 from toolsets import exact_json
 
 COMMENT = b": keepalive\n\n"
@@ -49,12 +50,20 @@ def passed_on(
     }
 
 
-def remove_tools(
-    body: dict[str, Any], is_removed: Callable[[Mapping[str, Any]], bool], *, automatic: Any
+def lower_of(limit: int, given: Any) -> int:
+    """The limit on a reply where a body asks for at most `given`, if that is a number."""
+    return min(limit, given) if type(given) is int else limit
+
+
+def remove_server_tools(
+    body: dict[str, Any], read_tool: Callable[[Mapping[str, Any]], Schemas], *, automatic: Any
 ) -> None:
-    """Remove tools from a body; `automatic` replaces the choice of a tool that is gone."""
+    """Remove the tools that the provider would run.
+
+    `automatic` replaces the choice of a tool that is gone.
+    """
     tools = body.get("tools") or []
-    kept = [tool for tool in tools if not is_removed(tool)]
+    kept = [tool for tool in tools if not isinstance(read_tool(tool), str)]
     if len(kept) == len(tools):
         return
     if not kept:

@@ -138,7 +138,8 @@ async def _ask(
     why = why_unusable(completion, request, spec.options)
     if spec.options.repair_tool_names and why is None:
         repair_names(completion.message, tools.names)
-    return reply_event(turn, completion, clock, discarded=why, waited_s=waited_s)
+    before = trajectory.replies
+    return reply_event(turn, completion, clock, discarded=why, waited_s=waited_s, before=before)
 
 
 def _deadline(trajectory: Trajectory, spec: ConversationSpec) -> Deadline | None:

@@ -93,16 +93,23 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
 def _over_budget(whole: Trajectory, turns: int, options: AgentOptions) -> Finish | None:
     """The ending if the outermost conversation, which has the budget, has exceeded it."""
     dollars, tokens = options.max_cost_usd, options.max_total_tokens
-    if dollars is not None and whole.unpriced:
-        return Finish("budget", "the cost of a reply is unknown, so the budget cannot be kept")
-    if tokens is not None and whole.uncounted:
-        return Finish("budget", "the tokens of a reply are unknown, so the budget cannot be kept")
+    if end := unknown_use(whole, dollars, tokens):
+        return end
     if dollars is not None and whole.spent_usd > dollars * (1 + _ROUNDING):
         spent = f"${whole.spent_usd:.6f}"
         return Finish("budget", f"{spent} is over the budget of ${dollars:.6f} after turn {turns}")
     if tokens is not None and whole.spent_tokens > tokens:
         spent = f"{whole.spent_tokens:,} tokens"
         return Finish("budget", f"{spent} are over the budget of {tokens:,} after turn {turns}")
+    return None
+
+
+def unknown_use(t: Trajectory, dollars: float | None, tokens: int | None) -> Finish | None:
+    """The ending if a budget cannot be kept: the cost or the tokens of a reply are unknown."""
+    if dollars is not None and t.unpriced:
+        return Finish("budget", "the cost of a reply is unknown, so the budget cannot be kept")
+    if tokens is not None and t.uncounted:
+        return Finish("budget", "the tokens of a reply are unknown, so the budget cannot be kept")
     return None
 
 

@@ -10,6 +10,7 @@ from agent.deadline import Deadline
 from agent.messages import FinishReason, Message, Usage
 from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.stream_events import StreamHandler
+from agent.tokens import Sampled
 from toolsets import exact_json
 
 
@@ -29,6 +30,8 @@ class Completion:
     """Unknown fields of the reply, by their place: "reply", "choice", "choices" (further ones) and
     "usage", and under the text protocol "message". They describe the reply and are never sent;
     unknown fields of the message and its tool calls are kept in the message."""
+    tokens: Sampled | None = None
+    """Token ids and log-probabilities, if they were asked for and the endpoint gave any."""
     batch_item: str | None = None
     """The item of a provider batch that was to bring it; see `runs.batch_api.service`."""
 
@@ -148,6 +151,8 @@ class ModelSettings:
 
     Some providers of thinking models refuse a history in which it is missing.
     """
+    token_ids: bool | None = None
+    """Chat dialect: ask for token ids and log-probabilities; None: do not."""
     prompt_caching: bool = True
     """Anthropic: have the system message and the tools kept in the prompt cache."""
     attempt_timeout_s: float = 600.0

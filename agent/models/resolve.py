@@ -200,6 +200,7 @@ def resolve_sibling(
         "reasoning_effort",
         "prompt_caching",
         "stream_replies",
+        "token_ids",
         "needs_bound",
         "prices",
     )

@@ -51,7 +51,7 @@ def _open(connection: Connection, model: str, api_key: str | None) -> Any:
         client = _MAKERS[name](options, model) if name in _MAKERS else _own(name, options)
     except UnusableClient:
         raise
-    except Exception as error:  # a package or a user's function may raise anything
+    except (Exception, SystemExit) as error:  # a package or a user's function may raise anything
         words = f"client {name!r}: {type(error).__name__}: {error}"
         if name in _MAKERS:
             words += ". Arguments of the client go into client_options, or into its variables"
@@ -171,7 +171,7 @@ _MAKERS: dict[str, Callable[[dict[str, Any], str], Any]] = {
 
 
 def _own(place: str, options: dict[str, Any]) -> Any:
-    from toolsets.catalog.custom import import_place
+    from toolsets.catalog.places import import_place
 
     return import_place(place, "client")(**options)
 

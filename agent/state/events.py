@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agent.gateway.threads import Threads
-from agent.gateway.wire import WireRequest
 from agent.messages import (
     OWN_CHARS,
     OWN_FROM,
@@ -21,7 +19,12 @@ from agent.messages import (
 )
 from agent.models.model import Completion
 from agent.state.call_ids import make_ids_unique
+from agent.tokens import to_stored
 from toolsets.tool import ASKS, ToolResult
+
+if TYPE_CHECKING:
+    from agent.gateway.threads import Threads
+    from agent.gateway.wire import WireRequest
 
 
 class Clock:
@@ -44,8 +47,12 @@ def reply_event(
     *,
     discarded: str | None,
     waited_s: float = 0.0,
+    before: Sequence[ReplyEvent] = (),
 ) -> ReplyEvent:
-    """The reply of turn `turn`; see `ReplyEvent` for `discarded` and `waited_s`."""
+    """The reply of turn `turn`; see `ReplyEvent` for `discarded` and `waited_s`.
+
+    `before` are the replies of the conversation so far, for the tokens of this one.
+    """
     event = ReplyEvent(
         kind="reply",
         turn=turn,
@@ -64,6 +71,8 @@ def reply_event(
         event["waited_s"] = waited_s
     if completion.extra:
         event["extra"] = dict(completion.extra)
+    if completion.tokens is not None:
+        event["tokens"] = to_stored(completion.tokens, before)
     if completion.batch_item is not None:
         event["batch_item"] = completion.batch_item
     return event

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from agent.deadline import TimeAtWork
-from agent.gateway.threads import Threads
 from agent.messages import (
     COST_ONLY,
     USER_TURN,
@@ -29,10 +28,12 @@ from agent.messages import (
     Usage,
 )
 from agent.reasoning import split_inline_reasoning
-from agent.state.agent_record import agent_record
 from agent.state.final_answer import FinalAnswer, finish_in
 from agent.state.sums import cost_of, usage_of
 from agent.state.tally import Tally
+
+if TYPE_CHECKING:
+    from agent.gateway.threads import Threads
 
 CONTINUE_CUT = "continue_cut"
 """The note that asks for the rest of a text that was cut by the token limit."""
@@ -142,6 +143,8 @@ class Trajectory:
                 if event["kind"] == "exchange":
                     self._pay(event["reply"])
                 if self.agent_calls is None:
+                    from agent.gateway.threads import Threads  # few runs have agents that call
+
                     self.agent_calls = Threads()
                 self.agent_calls.apply(event)
 
@@ -227,13 +230,13 @@ class Trajectory:
         """The conversation's part of a record: JSON-ready, lossless.
 
         Keys: `messages`, `turns` (one per reply: turn, finish_reason, usage, cost_usd, model,
-        response_id, started_at, duration_s, batch_item, extra; see `ReplyEvent`), `tool_calls`
-        (one per result, in call order: turn, call, name, is_error, started_at, duration_s),
-        `notes` (turn, reason, text, at), `cut_calls` (model calls that were cut off, if any),
-        `discarded` (unusable replies, whole, with the reason), `inner` (one per subagent or stage:
-        key, name, and the keys of a record), `resumes`, `restarts` (turn, reason, at; if any),
-        `api_calls`, `usage` and `cost_usd` (of all paid replies), `model_returned`, for an agent
-        that runs as a command the keys of `agent_record`, and for a branch `fork` (see
+        response_id, started_at, duration_s, batch_item, extra, tokens; see `ReplyEvent`),
+        `tool_calls` (one per result, in call order: turn, call, name, is_error, started_at,
+        duration_s), `notes` (turn, reason, text, at), `cut_calls` (model calls that were cut off,
+        if any), `discarded` (unusable replies, whole, with the reason), `inner` (one per subagent
+        or stage: key, name, and the keys of a record), `resumes`, `restarts` (turn, reason, at; if
+        any), `api_calls`, `usage` and `cost_usd` (of all paid replies), `model_returned`, for an
+        agent that runs as a command the keys of `agent_record`, and for a branch `fork` (see
         `ForkedEvent`), with
         `inherited` in the turns of its parent.
         """
@@ -276,6 +279,8 @@ class Trajectory:
 
     def _with_agent(self, record: dict[str, Any], threads: Threads) -> dict[str, Any]:
         """The record with an agent's conversations; the sums stay those of all its calls."""
+        from agent.state.agent_record import agent_record
+
         found = agent_record(threads, self.messages[-1]["content"] if self.messages else "")
         kept = ("notes", "discarded", "resumes", "api_calls", "usage", "cost_usd")
         sums = {key: record[key] for key in kept}

@@ -17,12 +17,12 @@ from agent.reasoning import hides_reasoning, opens_reasoning, split_inline_reaso
 from export.conversation.ending import is_answered, plain_ending
 from export.conversation.order import ends_with_a_call, in_order, is_agents
 from export.conversation.own_work import Own, own_of, tool_stats
+from export.conversation.rewards import reward_facts
 from export.conversation.row_json import Token, control_token, read_arguments, write_json
 from export.conversation.tolerance import Flaw, Tolerance
 from export.conversation.tools import Tools, names_of, tools_of
 from export.conversation.validity import Reason, Rejected, check_conversation, check_finished
 from export.conversation.views import views_of
-from runs.store.checks import judgement_of
 
 _MARKER_IN_TEXT = re.compile(r"</?(?:tool_call|tool_response|think|(?i:reasoning_scratchpad))>")
 """A tag that, in a model's own text, would be read as structure or reasoning."""
@@ -396,8 +396,7 @@ def metadata_for(
         metadata["notes"] = notes
     if repairs:
         metadata["repairs"] = repairs
-    if (reward := judgement_of(record).reward) is not None:
-        metadata["reward"] = reward
+    metadata |= reward_facts(record)
     metadata["columns"] = _small_columns(record)
     metadata["sandbox"] = record["sandbox"]
     metadata["seed"] = record["seed"]

@@ -33,6 +33,8 @@ class Style:
     """Maximum characters of a tool result; the middle of longer results is cut out."""
     tools: ToolsForm | None = None
     """Whether formats with messages hold tools as JSON text or as a list."""
+    reward_name: str | None = None
+    """The reward that counts; None: the one named `reward`, else the first."""
     tolerance: Tolerance = STRICT
     """Which flaws of a conversation are accepted."""
 

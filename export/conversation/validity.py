@@ -56,6 +56,8 @@ class Reason(StrEnum):
     """The content of a message, or a final answer, is not a string."""
     NO_REWARD = "no_reward"
     """The conversation has no reward, in a format that needs one."""
+    NO_TOKEN_IDS = "no_token_ids"
+    """No turn has token ids, in a format that is made of them."""
     NO_PAIR = "no_pair"
     """No other sample of the prompt makes a pair with it."""
     NO_REASONING = "no_reasoning"

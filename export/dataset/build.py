@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import orjson
 
 from export.conversation.ordinary import conversation_of, read_ordinary, shows_exact_numbers
 from export.conversation.reading import Conversation
+from export.conversation.rewards import reward_of
 from export.conversation.tolerance import Tolerance, how_to_keep, refuse_everywhere
 from export.conversation.validity import Rejected
 from export.dataset.format_files import Candidate, Why, open_formats
@@ -30,9 +32,9 @@ from export.row_files import FileTarget, Hashing, Written
 from export.statistics import Statistics
 from runs.dataset.scan import Scan
 from runs.run_dir import read_run_json, versions_of
-from runs.store.checks import judgement_of
 from runs.store.failures import load_failed_attempts
 from runs.store.reader import Stored
+from runs.store.scores import Scores
 
 SCHEMA_VERSION = 1
 
@@ -57,7 +59,7 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
     """
     scan = source.scan
     order = RecordOrder(source.run_dir, scan, num_samples=source.num_samples)
-    with order.reading() as read:
+    with order.reading(Scores(source.run_dir)) as read:
         judge = recipe.filters.judge
         verdicts = None if judge is None else Verdicts(source.run_dir, judge)
         making = _Making(recipe, place, Seen(len(order)), read, verdicts)
@@ -103,7 +105,7 @@ def judge_answers(source: Source, recipe: Recipe) -> None:
 def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[dict[str, Any]]:
     filters = _filters_of(recipe)
     order = RecordOrder(source.run_dir, source.scan, num_samples=source.num_samples)
-    with order.reading() as read:
+    with order.reading(Scores(source.run_dir)) as read:
         for number in order.numbers():
             record = read(number).record
             if filters.rejection(record) is None and _is_told(record, recipe):
@@ -129,6 +131,7 @@ def _filters_of(recipe: Recipe, verdicts: Verdicts | None = None) -> RecordFilte
     return RecordFilters(
         recipe.filters,
         threshold=recipe.preference.threshold,
+        reward_name=recipe.reward_name,
         verdicts=verdicts,
         with_comparisons=recipe.makes_comparisons,
     )
@@ -275,7 +278,7 @@ class _Making:
             else:
                 left_out[candidate.record["id"]] = why
         if filters.best_n is not None:
-            ranked.sort(key=_by_reward)
+            ranked.sort(key=partial(_by_reward, self._recipe.reward_name))
         count = filters.first_n or filters.best_n or len(candidates)
         name = "first_n" if filters.first_n else "best_n"
         for candidate in ranked[count:]:
@@ -320,9 +323,9 @@ class _LeftOut(Exception):
         self.detail = detail
 
 
-def _by_reward(candidate: Candidate) -> float:
+def _by_reward(name: str | None, candidate: Candidate) -> float:
     """A sort key: best first, without a reward last."""
-    reward = judgement_of(candidate.record).reward
+    reward = reward_of(candidate.record, name)
     return float("inf") if reward is None else -reward
 
 

@@ -29,10 +29,12 @@ _LOADING = {
     "atif": "One ATIF-v1.8 document per line; not meant for `load_dataset`.",
     "dpo": "TRL DPOTrainer: prompt, chosen, rejected. Needs datasets 4.7 or newer.",
     "kto": "TRL KTOTrainer: prompt, completion, label. Needs datasets 4.7 or newer.",
+    "rl": "Token ids as sampled, one row per segment of a conversation: see docs/training.md of "
+    "the program that wrote it.",
     "raw": "The records of the run, whole; not meant for `load_dataset`.",
 }
 
-_NOT_LOADED = ("atif", "raw")
+_NOT_LOADED = ("atif", "rl", "raw")
 """Formats without a fixed schema."""
 
 

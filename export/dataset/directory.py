@@ -14,6 +14,7 @@ The manifest is written last, and says `unfinished` while files change.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,9 @@ def _old_paths(directory: Path) -> set[str]:
     else:
         paths = {str(file["path"]) for file in listed_files(manifest)}
     root = directory.resolve()
-    if out := [path for path in paths if not (root / path).resolve().is_relative_to(root)]:
+    # `Path.resolve` raises a RuntimeError at a link that leads to itself.
+    real = {path: Path(os.path.realpath(root / path)) for path in paths}
+    if out := [path for path in paths if not real[path].is_relative_to(root)]:
         msg = f"{directory / MANIFEST}: lists {out[0]!r}, which is outside; name another --output"
         raise ConfigError(msg)
     return paths

@@ -15,6 +15,7 @@ from export.conversation.validity import Reason, Rejected
 from export.formats.arrow import datasets_writer, parquet_writer
 from export.formats.preference import Sample, dpo_row, kto_row, pair_of, sample_of
 from export.formats.registry import COPIED, GROUP_FORMATS, ROW_FORMATS, Format
+from export.formats.rl import rows_of
 from export.recipe import Recipe
 from export.row_files import FileTarget, LineWriter, MakeWriter, SplitFiles
 from runs.store.checksum import without_checksum
@@ -168,6 +169,36 @@ class _RowFiles(_Files):
                 self.write(split, dumps_row(row))
 
 
+class _TokenFiles(_Files):
+    """Rows of token ids; a record can have several."""
+
+    def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
+        super().__init__(name, place, recipe)
+        self._splits_made = 0
+        self._turns_without_ids = 0
+
+    def finish(self) -> dict[str, Any]:
+        counts = {"split": self._splits_made, "turns_without_ids": self._turns_without_ids}
+        return {**super().finish(), **counts}
+
+    def add(
+        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
+    ) -> Iterator[tuple[Candidate, Why]]:
+        for candidate in candidates:
+            if (why := left_out.get(candidate.record["id"])) is not None:
+                yield self.unused(candidate, why)
+                continue
+            try:
+                rows = rows_of(candidate.record)
+            except Rejected as rejected:
+                yield self.unused(candidate, (rejected.reason.value, rejected.detail))
+                continue
+            self._splits_made += len(rows) - 1
+            self._turns_without_ids += len(rows[0]["turns_without_ids"])
+            for number, row in enumerate(rows):
+                self.write(split, dumps_row(row), uses=int(number == 0))
+
+
 class _RawFiles(_Files):
     """The records, unchanged."""
 
@@ -202,7 +233,11 @@ class _PreferenceFiles(_Files):
                 samples.append((candidate, sample))
         if self.name == "kto":
             for _, sample in samples:
-                row = kto_row(sample, threshold=self._preference.threshold)
+                row = kto_row(
+                    sample,
+                    threshold=self._preference.threshold,
+                    reward_name=self._style.reward_name,
+                )
                 self.write(split, dumps_row(row))
             return
         pair = pair_of([s for _, s in samples], min_margin=self._preference.min_margin)
@@ -222,6 +257,8 @@ def open_formats(recipe: Recipe, place: FileTarget) -> list[FormatFiles]:
             formats.append(_RowFiles(ROW_FORMATS[name], place, recipe))
         elif name in GROUP_FORMATS:
             formats.append(_PreferenceFiles(name, place, recipe))
+        elif name == "rl":
+            formats.append(_TokenFiles(name, place, recipe))
         else:
             formats.append(_RawFiles(name, place, recipe))
     return formats

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from export.conversation.ending import answer_of
 from export.conversation.own_work import has_reasoning, hidden_reasoning, own_of
+from export.conversation.rewards import judged, reward_of
 from export.conversation.texts import texts_of
 from export.conversation.tools import names_of, tools_of
 from export.conversation.views import views_of
@@ -20,8 +21,8 @@ from export.filters.secrets import Scanner, make_scanner
 from export.filters.verdicts import Verdicts
 from export.recipe import AnswerCheck, Filters
 from runs.errors import ConfigError
-from runs.store.checks import ended_by_wrong_answer, judgement_of
-from toolsets.catalog.custom import OwnToolError, import_place
+from runs.store.checks import ended_by_wrong_answer
+from toolsets.catalog.places import OwnToolError, import_place
 
 Record = Mapping[str, Any]
 
@@ -62,18 +63,20 @@ class RecordFilters:
         filters: Filters,
         *,
         threshold: float,
+        reward_name: str | None = None,
         verdicts: Verdicts | None = None,
         with_comparisons: bool = False,
     ) -> None:
         """Load what they need. Raises `ConfigError`.
 
-        `verdicts` of the judge are applied last. An export `with_comparisons` keeps records that
-        only preferences use; see `only_compared`.
+        `reward_name` is the reward that counts. `verdicts` of the judge are applied last. An export
+        `with_comparisons` keeps records that only preferences use; see `only_compared`.
         """
         self._verdicts = verdicts
         self._with_comparisons = with_comparisons
         self._filters = filters
         self._threshold = threshold
+        self._reward_name = reward_name
         self.are_idle = verdicts is None and filters.model_fields_set <= _OF_SEVERAL
         """Whether only the status of a record matters."""
         self._counts = any(getattr(filters, name) not in (None, "keep") for name in _COUNTED)
@@ -99,7 +102,7 @@ class RecordFilters:
         if self._filters.status is None and status != "completed":
             return _by_status(record)
         if self._filters.require_passed:
-            judgement = judgement_of(record)
+            judgement = judged(record, self._reward_name)
             if judgement.is_good(self._threshold) is False:
                 return Rejection("require_passed", f"did not pass, reward {judgement.reward:g}")
         return None
@@ -138,20 +141,30 @@ class RecordFilters:
 
     def _judged(self, record: Record) -> Iterator[Rejection]:
         filters = self._filters
-        judgement = judgement_of(record)
+        judgement = judged(record, self._reward_name)
         reward = judgement.reward
         detail = "no reward" if reward is None else f"reward {reward:g}"
         if filters.min_reward is not None and (reward is None or reward < filters.min_reward):
             yield Rejection("min_reward", detail)
         if filters.max_reward is not None and (reward is None or reward > filters.max_reward):
             yield Rejection("max_reward", detail)
+        for name, least in filters.min_rewards.items():
+            if (found := reward_of(record, name)) is None or found < least:
+                yield Rejection("min_rewards", _named(name, found))
+        for name, most in filters.max_rewards.items():
+            if (found := reward_of(record, name)) is None or found > most:
+                yield Rejection("max_rewards", _named(name, found))
         if filters.passed is not None:
-            found = judgement.is_good(self._threshold)
-            if found is not filters.passed:
-                outcome = {None: "was not checked", True: "passed", False: "did not pass"}[found]
+            is_good = judgement.is_good(self._threshold)
+            if is_good is not filters.passed:
+                outcome = {None: "was not checked", True: "passed", False: "did not pass"}[is_good]
                 yield Rejection("passed", outcome)
         if self._wrong is not None and (wrong := self._wrong(record)):
             yield Rejection("answer", wrong)
+
+
+def _named(name: str, reward: float | None) -> str:
+    return f"no reward {name!r}" if reward is None else f"{name} {reward:g}"
 
 
 def _by_status(record: Record) -> Rejection:

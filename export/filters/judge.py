@@ -8,7 +8,6 @@ credit, and an endpoint that fails before its first answer stop the export.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -18,10 +17,11 @@ from typing import Any, NamedTuple
 import orjson
 
 from agent.models.client.open_model import open_model
-from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
+from agent.models.errors import ModelError
 from agent.models.model import Model, ModelSettings, Request
 from agent.models.resolve import read_key
 from agent.session import run_here
+from export.filters.asking import ask_all, says_to_stop
 from export.filters.verdicts import NAME, JudgeQuestions, Question, read_verdicts
 from export.recipe import Judge
 from runs.errors import ConfigError, EnvironmentStop
@@ -106,19 +106,14 @@ class _Asking:
         model = open_model(
             self._settings, api_key=self._api_key, on_retry=lambda retry: say(str(retry))
         )
-        in_flight: set[asyncio.Task[_Asked]] = set()
         try:
-            for record_id, question in questions:
-                asked = self._ask(model, record_id, *question)
-                in_flight.add(asyncio.create_task(asked))
-                if len(in_flight) >= self._judge.max_in_flight:
-                    in_flight = await self._keep_finished(in_flight)
-            while in_flight:
-                in_flight = await self._keep_finished(in_flight)
+            await ask_all(
+                questions,
+                lambda asked: self._ask(model, asked[0], *asked[1]),
+                max_in_flight=self._judge.max_in_flight,
+                keep=self._keep,
+            )
         finally:
-            for task in in_flight:
-                task.cancel()
-            await asyncio.gather(*in_flight, return_exceptions=True)
             await model.close()
 
     async def _ask(self, model: Model, record_id: str, key: str, text: str) -> _Asked:
@@ -136,11 +131,7 @@ class _Asking:
         }
         return _Asked({**line, **answer}, None)
 
-    async def _keep_finished(
-        self, in_flight: set[asyncio.Task[_Asked]]
-    ) -> set[asyncio.Task[_Asked]]:
-        done, rest = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
-        found = [task.result() for task in done]
+    def _keep(self, found: list[_Asked]) -> None:
         at = time.time()
         lines = (with_checksum(orjson.dumps({**asked.line, "at": at})) for asked in found)
         self._file.append(b"".join(lines))
@@ -151,14 +142,9 @@ class _Asking:
         self.failed += len(failures)
         self._has_answered = self._has_answered or len(failures) < len(found)
         for failure in failures:
-            silent = not self._has_answered and failure.kind in SAYS_MORE_OF_THE_ENDPOINT
-            if failure.action == "stop_run" or silent:
-                for task in rest:
-                    task.cancel()
-                await asyncio.gather(*rest, return_exceptions=True)
+            if says_to_stop(failure, has_answered=self._has_answered):
                 msg = (
                     f"filters.judge: {failure.kind}: {failure}. Finished verdicts are saved; "
                     "fix the problem and export again to continue."
                 )
                 raise EnvironmentStop(msg)
-        return rest

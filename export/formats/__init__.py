@@ -6,6 +6,7 @@ openai_chat   OpenAI messages
 llamafactory  LLaMA-Factory
 atif          ATIF of harbor
 preference    DPO and KTO
+rl            token ids for reinforcement learning
 columns       the columns of each format
 arrow         copies as Parquet and as directories of `datasets`
 """

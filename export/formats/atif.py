@@ -23,7 +23,6 @@ from export.conversation.reading import Conversation, Turn, metadata_of, read_en
 from export.conversation.style import Style, styled
 from export.conversation.tolerance import STRICT, Flaw
 from export.conversation.validity import Reason, Rejected
-from runs.store.checks import judgement_of
 from toolsets.exact_json import within_64_bits
 
 SCHEMA_VERSION = "ATIF-v1.8"
@@ -45,11 +44,9 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
         "model_name": record["model_returned"] or record["model"],
         "tool_definitions": list(conversation.tools),
     }
-    reward = judgement_of(record).reward
     extra = within_64_bits(
         {
             "completed": conversation.completed,
-            **({} if reward is None else {"reward": reward}),
             **metadata_of(conversation),
         }
     )

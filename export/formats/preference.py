@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export.conversation.reading import Conversation, Turn, lineage_of, metadata_of
+from export.conversation.rewards import reward_of
 from export.conversation.row_json import compact_json
 from export.conversation.style import Style
 from export.conversation.tools import Tools
@@ -38,9 +39,11 @@ class Sample:
 
 def sample_of(conversation: Conversation, style: Style) -> Sample:
     """Make a sample of a conversation; raises Rejected without a reward."""
-    reward = judgement_of(conversation.record).reward
+    name = style.reward_name
+    reward = reward_of(conversation.record, name)
     if reward is None:
-        raise Rejected(Reason.NO_REWARD, "nothing judged this conversation")
+        named = "" if name is None else f": it has no reward named {name!r}"
+        raise Rejected(Reason.NO_REWARD, f"nothing judged this conversation{named}")
     messages = messages_of(conversation, style)
     own = sum(
         1 + len(entry.results)
@@ -114,13 +117,14 @@ def _views(sample: Sample) -> dict[str, int]:
     return {key: metadata[key] for key in COUNTS if metadata.get(key)}
 
 
-def kto_row(sample: Sample, *, threshold: float) -> dict[str, Any]:
+def kto_row(sample: Sample, *, threshold: float, reward_name: str | None = None) -> dict[str, Any]:
     """One row of a prompt, a completion and whether it is good."""
+    judgement = judgement_of(sample.conversation.record, reward_name)
     return {
         "id": sample.id,
         "prompt": sample.prompt,
         "completion": sample.completion,
-        "label": bool(judgement_of(sample.conversation.record).is_good(threshold)),
+        "label": bool(judgement.is_good(threshold)),
         "tools": sample.tools,
         "metadata": compact_json({"reward": sample.reward, **metadata_of(sample.conversation)}),
     }

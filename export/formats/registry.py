@@ -56,5 +56,8 @@ COPIED = frozenset(COLUMNS)
 COPIES = frozenset({"parquet", "hf"})
 """Names for such copies."""
 
-KNOWN = (*ROW_FORMATS, *sorted(COPIES, reverse=True), *GROUP_FORMATS, "raw")
+OF_RECORDS = ("rl", "raw")
+"""Formats made of what records hold beside their messages."""
+
+KNOWN = (*ROW_FORMATS, *sorted(COPIES, reverse=True), *GROUP_FORMATS, *OF_RECORDS)
 """All names, as a user may give them."""

@@ -198,6 +198,17 @@ function meanReward(list) {
   return known ? `mean reward ${Number((sum(list, "reward") / known).toPrecision(3))}` : "no reward";
 }
 
+// Of the whole run, whatever the filters say: groups are only whole there.
+function rewardTiles(tile) {
+  const { by_name: byName, pass_at: passAt } = meta.rewards;
+  const spread = (of) => `std ${digits(of.std)}${of.groups ? `; within ${plural(of.groups, "prompt")} ${digits(of.mean_group_std)}, ${count(of.equal_groups)} all equal` : ""}`;
+  const shown = Object.entries(byName).filter(([name, of]) => name !== "reward" || of.groups);
+  const named = shown.map(([name, of]) => tile(`Mean ${name}`, digits(of.mean), `${count(of.records)} in all, ${spread(of)}`));
+  const ks = Object.entries(passAt);
+  const last = ks.pop();
+  return [...named, last && tile(`pass@${last[0]}`, `${last[1]}%`, ks.map(([k, value]) => `pass@${k} ${value}%`).join(", "))];
+}
+
 function drawTiles(list) {
   const known = (key) => list.filter((row) => row[key] != null).length;
   const completed = list.filter((row) => row.status === "completed").length;
@@ -210,6 +221,7 @@ function drawTiles(list) {
     tile("Trajectories", count(list.length), `of ${plural(meta.tasks, "task")}`),
     tile("Completed", percent(completed, list.length), count(completed)),
     ...(isChecked ? [tile("Passed", percent(passed, judged), `${count(passed)} of ${count(judged)} checked, ${meanReward(list)}`)] : []),
+    ...rewardTiles(tile).filter(Boolean),
     tile("Turns", short(sum(list, "turns")), list.length ? `${(sum(list, "turns") / list.length).toFixed(1)} each` : ""),
     tile("Tool calls", short(sum(list, "calls")), `${percent(sum(list, "failed_calls"), sum(list, "calls"))} failed`),
     tile("Tokens in", short(tokens), `${percent(sum(list, "cached_tokens"), tokens)} cached${unknown("input_tokens")}`),

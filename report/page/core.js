@@ -44,6 +44,8 @@ const short = (n) => (n == null ? "?" : n < 10000 ? grouped.format(n) : compact.
 const percent = (part, whole) => (whole ? `${Math.round((1000 * part) / whole) / 10}%` : "–");
 const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 
+const digits = (n) => (n == null ? "?" : String(Number(n.toPrecision(3))));
+
 function checkWords(row) {
   const reward = `reward ${row.reward}`;
   return row.passed == null ? reward : `${row.passed ? "passed" : "failed"}, ${reward}`;

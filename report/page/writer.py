@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from api.stored_run import StoredRun
 from export.conversation.style import style_of_run
+from export.reward_statistics import RewardStatistics
 from report.facts import row_of
 from report.page.page import render_page
 from report.page.pieces import INLINE_BYTES, Pieces
@@ -57,10 +58,12 @@ def write_report(
         name: run["config"].get(name, False) for name in ("require_reasoning", "require_passed")
     }
     style = style_of_run(run["config"])
+    rewards = RewardStatistics(run["config"]["num_samples"])
     columns: list[str] = []
     count = 0
     try:
         for record in stored.records():
+            rewards.add(record)
             form = training_form(record, **required, style=style, number_of=systems.number)
             row = row_of(record) | {"exported": form["file"]}
             columns = [*row, "chunk", "place"]
@@ -75,6 +78,7 @@ def write_report(
         pieces.discard()
     meta = {
         **_about(stored),
+        "rewards": rewards.to_json(),
         "report_id": report_id,
         "columns": columns,
         "tools": tools.values,

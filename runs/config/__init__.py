@@ -3,6 +3,7 @@
 option_types      types of options
 run_config        RunConfig: each option with type, default and help
 sandbox_options   SandboxOptions: those about where commands run
+sandboxes         the sandboxes that they ask for, on this machine
 loading           a RunConfig from YAML and flags
 endpoint_config   an entry of `endpoints`
 endpoints         types of options about endpoints

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,15 +17,14 @@ from toolsets.validation import did_you_mean
 if TYPE_CHECKING:
     from runs.config.run_config import RunConfig
 
-_CHECKOUT = Path(__file__).parents[2] / "configs" / "agents"
-_INSTALLED = Path(sysconfig.get_path("data")) / "share" / "agent-presets"
+_DIRECTORY = Path(__file__).parents[2] / "configs" / "agents"
 
 DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0}
 """Of options whose usual defaults are for conversations of this program."""
 
 _NOT_OF_AGENTS = (
     *("system_prompt", "temperature", "top_p", "extra_body", "reasoning_effort"),
-    *("reasoning_disabled", "blank_reasoning", "stream_replies", "script_file"),
+    *("reasoning_disabled", "blank_reasoning", "stream_replies", "token_ids", "script_file"),
     *("prefill_messages_file", "enabled_toolsets", "disabled_toolsets", "tools", "mcp"),
     *("distribution", "forks", "web_search_url", "web_allow", "docker_image", "batch_api"),
 )
@@ -36,8 +34,7 @@ tools."""
 
 def presets() -> dict[str, Path]:
     """The agents that are known by name."""
-    directory = _CHECKOUT if _CHECKOUT.is_dir() else _INSTALLED
-    return {path.stem: path for path in sorted(directory.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(_DIRECTORY.glob("*.yaml"))}
 
 
 def read_agent(value: Any) -> Any:
@@ -58,13 +55,10 @@ def read_agent(value: Any) -> Any:
         hint = did_you_mean(value, known) or f"known: {', '.join(known)}"
         msg = f"{value!r} is neither a preset nor a YAML file; {hint}"
         raise ValueError(msg)
-    import yaml  # only where an agent is named: --help does without
+    # Only where an agent is named: --help does without YAML.
+    from toolsets.yaml_file import read_yaml
 
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        msg = f"{path}: {error}"
-        raise ValueError(msg) from error
+    loaded = read_yaml(path, "agent")
     if not isinstance(loaded, dict):
         msg = f"{path}: must have `key: value` lines, such as command and speaks"
         raise ValueError(msg)

@@ -72,9 +72,16 @@ def _no_secret(where: str, advice: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+_OF_THE_BODY = {"connection", "content-encoding", "content-length", "transfer-encoding"}
+"""Headers that would make a request unreadable if they did not fit it."""
+
+
 def _check_header_names(headers: dict[str, str]) -> dict[str, str]:
     if bad := [name for name in headers if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name)]:
         msg = f"{bad[0]!r} cannot be the name of a header"
+        raise ValueError(msg)
+    if bad := [name for name in headers if name.lower() in _OF_THE_BODY]:
+        msg = f"{bad[0]!r} describes the body of a request; this program sets it"
         raise ValueError(msg)
     if bad := [
         value for value in headers.values() if not (value.isascii() and value.isprintable())

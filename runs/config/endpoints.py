@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 
@@ -46,7 +47,21 @@ def _check_extra_body(value: dict[str, JsonValue] | None) -> dict[str, JsonValue
     if taken := _RESERVED.intersection(value or {}):
         msg = f"{', '.join(sorted(taken))}: not allowed in extra_body; this program sets it"
         raise ValueError(msg)
+    if not _is_finite(value):
+        msg = "holds a number that JSON cannot represent (.nan or .inf)"
+        raise ValueError(msg)
     return value
+
+
+def _is_finite(value: JsonValue) -> bool:
+    match value:
+        case float():
+            return isfinite(value)
+        case dict():
+            return all(map(_is_finite, value.values()))
+        case list():
+            return all(map(_is_finite, value))
+    return True
 
 
 ExtraBody = Annotated[dict[str, JsonValue] | None, AfterValidator(_check_extra_body)]

@@ -6,37 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from agent.options import split_commas
 from runs.config.endpoints import HOLDS_SECRET
+from runs.config.option_types import is_text
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
 from runs.sources.source import HUB_PREFIX
 from toolsets import exact_json
-from toolsets.text import clip, valid_utf8
+from toolsets.text import clip
 from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
 
 _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
 """Paths that a config file gives relative to itself."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Rejects duplicate keys in a mapping; YAML would silently keep the last."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Later, keys of merged mappings (`<<`) are among those of the file.
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in seen:
-                problem = f"duplicate key {key.value!r}"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(key.value)
-        return node
 
 
 def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
@@ -47,8 +30,8 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
     """
     for key, value in flags.items():
         # Python decodes arguments that are not UTF-8 to lone surrogates.
-        if isinstance(value, str | Path) and valid_utf8(str(value)) != str(value):
-            msg = f"--{key}: not UTF-8 (got {clip(repr(str(value)), max_chars=200)})"
+        if not is_text(value):
+            msg = f"--{key}: not UTF-8 (got {clip(repr(value), max_chars=200)})"
             raise ConfigError(msg)
     values = _read_config(config_file) if config_file is not None else {}
     values.update(flags)
@@ -72,23 +55,12 @@ def _read_json(path: Path) -> Any:
 
 def read_mapping(path: Path, kind: str) -> dict[str, Any]:
     """Read a YAML file of `key: value` lines; errors call it a `kind`. Raises `ConfigError`."""
+    from toolsets.yaml_file import YamlFileError, read_yaml  # a run without a file needs no YAML
+
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        msg = f"{path}: cannot read this {kind}: {reason}"
-        raise ConfigError(msg) from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
-        msg = f"{path}{place}: not YAML: {error.problem}"
-        raise ConfigError(msg) from error
-    except yaml.YAMLError as error:
-        msg = f"{path}: not YAML: {error}"
-        raise ConfigError(msg) from error
-    except RecursionError as error:
-        msg = f"{path}: cannot read this {kind}: nested too deeply"
-        raise ConfigError(msg) from error
+        loaded = read_yaml(path, kind)
+    except YamlFileError as error:
+        raise ConfigError(str(error)) from error
     if not isinstance(loaded, dict):
         msg = f"{path}: a {kind} must have `key: value` lines"
         raise ConfigError(msg)

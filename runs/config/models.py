@@ -30,6 +30,7 @@ def set_up_models(config: RunConfig, known: Mapping[str, Toolset] = TOOLSETS) ->
         setups = {name: _set_up(config, name, known) for name in config.model_weights()}
         _check_budget(config, setups)
         _check_batches(config, setups)
+        _check_token_ids(config, setups)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return setups
@@ -100,6 +101,7 @@ def settings_of(config: RunConfig, name: str) -> ModelSettings:
         reasoning_effort="none" if config.reasoning_disabled else config.reasoning_effort,
         blank_reasoning=config.blank_reasoning,
         prompt_caching=config.prompt_caching,
+        token_ids=config.token_ids or None,
     )
     read_key(settings)
     return settings
@@ -202,6 +204,16 @@ def _check_batches(config: RunConfig, setups: Setups) -> None:
     streamed = [model.name for model in models if (model.extra_body or {}).get("stream")]
     if streamed:
         msg = f"extra_body: the replies of {streamed[0]!r} cannot be streamed with --batch_api"
+        raise ValueError(msg)
+
+
+def _check_token_ids(config: RunConfig, setups: Setups) -> None:
+    apis = {setup.settings.api for setup in setups.values()}
+    if config.token_ids and "openai_chat" not in apis:
+        msg = (
+            f"token_ids: no reply of the API {', '.join(sorted(apis))} has token ids; use an "
+            "endpoint of the API openai_chat, such as vLLM or SGLang, or leave --token_ids out"
+        )
         raise ValueError(msg)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import BeforeValidator, Field
 
 from agent.options import split_commas
+from toolsets.text import valid_utf8
 
 Resource = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -25,6 +27,26 @@ RowFlaw = Literal[
 """Reasons why exports reject rows that some formats can represent."""
 
 AcceptedRows = Annotated[tuple[RowFlaw, ...], BeforeValidator(split_commas)]
+
+
+def named(value: Any) -> Any:
+    """Before-validator: an empty path, as of an unset shell variable, is not the directory `.`."""
+    if value == "":
+        msg = "must not be empty"
+        raise ValueError(msg)
+    return value
+
+
+def is_text(value: Any) -> bool:
+    """Whether all texts in a value can be written: none holds half of a surrogate pair."""
+    match value:
+        case str() | Path():
+            return valid_utf8(str(value)) == str(value)
+        case dict():
+            return all(map(is_text, value)) and all(map(is_text, value.values()))
+        case list() | tuple():
+            return all(map(is_text, value))
+    return True
 
 
 def running(default: Any, help: str, **more: Any) -> Any:

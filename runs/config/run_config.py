@@ -33,6 +33,8 @@ from runs.config.option_types import (
     Names,
     Resource,
     Weight,
+    is_text,
+    named,
     parse_columns,
     parse_resources,
     plain_name,
@@ -66,7 +68,7 @@ def _read_endpoints(entries: dict[str, Any]) -> dict[str, EndpointConfig]:
 class RunConfig(SandboxOptions):
     """The config of a run: the options of its conversations and its own."""
 
-    dataset_file: Path = running(
+    dataset_file: Annotated[Path, BeforeValidator(named)] = running(
         ...,
         "Prompts: a JSONL, JSON, CSV, TSV or Parquet file (.gz and .zst too), a directory of such "
         "files or of `save_to_disk`, or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
@@ -165,6 +167,10 @@ class RunConfig(SandboxOptions):
     reasoning_disabled: bool = meaning(False, "Replaces --reasoning_effort by none.")
     blank_reasoning: bool = meaning(
         False, "OpenAI chat: send a blank reasoning_content for replies without reasoning."
+    )
+    token_ids: bool = meaning(
+        False,
+        "Ask for token ids and logprobs as sampled, for `export --format rl` (vLLM, SGLang).",
     )
     prompt_caching: bool = running(True, "Anthropic: cache the system message and the tools.")
     script_file: Path | None = meaning(
@@ -298,6 +304,15 @@ class RunConfig(SandboxOptions):
         if self.agent is not None:
             check_options(self)
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _holds_text(cls, values: Any) -> Any:
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if not is_text(value):
+                msg = f"{key}: half of a surrogate pair (\\ud800 to \\udfff) is not text"
+                raise ValueError(msg)
+        return values
 
     @model_validator(mode="after")
     def _selects_once(self) -> RunConfig:

@@ -1,4 +1,4 @@
-"""The options of a run about where commands run and what they work on."""
+"""The options of a run about where commands run, what they work on, and how it is judged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from agent.options import AgentOptions, PositiveInt, meaning
+from agent.options import AgentOptions, PositiveFloat, PositiveInt, meaning
 from runs.config.option_types import Names, running
 
 
@@ -57,6 +57,11 @@ class SandboxOptions(AgentOptions):
         (),
         "Variables of this machine that `env` of rows may name as ${NAME}.",
     )
+    reward: Names = running(
+        (),
+        "Functions that give rewards: MODULE:FUNCTION or FILE.py:FUNCTION (docs/rewards.md).",
+    )
+    reward_timeout_s: PositiveFloat = running(60.0, "Time limit of a reward function.")
     command_memory_mb: PositiveInt = meaning(
         2048, "Memory limit of a conversation's commands, per process and in total."
     )

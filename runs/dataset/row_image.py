@@ -3,11 +3,12 @@
 `docker_image`, `image` or `image_name` names the image. The other columns are read only if the
 workspace is a directory of the image: `workdir`, `user`, `env` ({NAME: TEXT}, where `${NAME}` is a
 variable of this machine that the run allows), `network` (the row needs it; the run decides) and
-`limits` ({memory_mb, disk_mb}, which lower the limits of the run).
+`limits` ({memory_mb, disk_mb, cpus}, which lower the limits of the run).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -32,7 +33,8 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}", re.ASCII)
 
-_LIMITS = ("memory_mb", "disk_mb")
+_LEAST_CPUS = 0.01
+"""As for container engines."""
 
 
 class RowLimits(NamedTuple):
@@ -40,6 +42,7 @@ class RowLimits(NamedTuple):
 
     memory_mb: int | None = None
     disk_mb: int | None = None
+    cpus: float | None = None
 
 
 def read_image(
@@ -82,18 +85,19 @@ def read_limits(raw: Any) -> RowLimits:
     """The column `limits`. Raises `ValueError` with the reason."""
     if raw is None:
         return RowLimits()
-    if not isinstance(raw, dict) or (unknown := raw.keys() - {*_LIMITS}):
+    if not isinstance(raw, dict) or (unknown := raw.keys() - {*RowLimits._fields}):
         names = f" (got {', '.join(sorted(map(str, unknown)))})" if isinstance(raw, dict) else ""
-        msg = f"`limits` must be an object with {' and '.join(_LIMITS)}{names}"
+        msg = f"`limits` must be an object with memory_mb, disk_mb and cpus{names}"
         raise ValueError(msg)
     found = {}
     for name, value in raw.items():
+        least, unit = (_LEAST_CPUS, "CPUs") if name == "cpus" else (1, "megabytes")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and 1 <= value < 2**31):
+        if value is not None and not (is_number and least <= value < 2**31):
             shown = clip(repr(value), max_chars=50)
-            msg = f"`limits.{name}`: {shown} is not a number of megabytes, 1 or more"
+            msg = f"`limits.{name}`: {shown} is not a number of {unit}, {least} or more"
             raise ValueError(msg)
-        found[name] = None if value is None else int(value)
+        found[name] = int(value) if value is not None and name != "cpus" else value
     return RowLimits(**found)
 
 
@@ -139,8 +143,8 @@ def read_flag(raw: Any, name: str) -> bool | None:
 def add_asked(asked: dict[str, int], columns: Mapping[str, Any]) -> None:
     """Add what a row asks for that the run may refuse.
 
-    `network` and `check.network` are numbers of rows, `limits.memory_mb` and `limits.disk_mb` the
-    largest that any row asks for.
+    `network` and `check.network` are numbers of rows, those of `limits` the largest that any row
+    has, with `limits.cpus` rounded up.
     """
     check = columns.get("check")
     wishes = {"network": columns, "check.network": check if isinstance(check, dict) else {}}
@@ -149,7 +153,7 @@ def add_asked(asked: dict[str, int], columns: Mapping[str, Any]) -> None:
             asked[name] = asked.get(name, 0) + 1
     for name, size in read_limits(columns.get("limits"))._asdict().items():
         if size is not None:
-            asked[f"limits.{name}"] = max(size, asked.get(f"limits.{name}", 0))
+            asked[f"limits.{name}"] = max(math.ceil(size), asked.get(f"limits.{name}", 0))
 
 
 def _reference(columns: Mapping[str, Any]) -> str | None:

@@ -5,9 +5,9 @@ a row that repeats an id gets an occurrence number (`#2`). The position is never
 the columns that affect the conversation makes an edited prompt with an old id new work. A task is
 one sample of one prompt.
 
-`scan` reads the file once and keeps the offset of each row and the key of each task, in 12 bytes
-per row and 16 per task. Keys alone say which tasks need work; rows are read one at a time.
-`runs.dataset.scan_cache` saves the scan for the next start.
+`scan` reads the file once and keeps the offset of each row and the key of each task, in 8 bytes
+per row (12 if ids repeat) and 16 per task. Keys alone say which tasks need work; rows are read one
+at a time. `runs.dataset.scan_cache` saves the scan for the next start.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Scan:
     offsets: array[int]
     """Byte offsets of the usable rows of the shard."""
     occurrences: array[int]
-    """For each of these rows, how many rows up to it have its id."""
+    """For each of these rows, how many rows up to it have its id; empty if each has its own."""
     setup_columns: dict[str, int]
     """Number of usable rows that have each of `row_setup.TELLTALE_COLUMNS`."""
     asked: dict[str, int]
@@ -99,6 +99,10 @@ class Scan:
     def tasks(self) -> int:
         """Number of tasks."""
         return self.rows * self.num_samples
+
+    def occurrence(self, row: int) -> int:
+        """How many rows up to this one have its id."""
+        return self.occurrences[row] if self.occurrences else 1
 
     def key(self, number: int) -> bytes:
         """The key of one task; numbers start at 0."""
@@ -147,7 +151,7 @@ def scan(
             break
     if not all_rows and not may_be_empty:
         raise _no_usable_row(path, bad_rows)
-    occurrences = array("I", [1]) * len(offsets)
+    occurrences = array("I")
     for number, base, columns in _rows_with_repeated_ids(path, offsets, hashes, occurrences):
         prompt_id = _numbered(base, occurrences[number])
         digest = input_digest(columns, rules)
@@ -187,7 +191,7 @@ def tasks(scan: Scan, numbers: Iterable[int] | None = None) -> Iterator[Task]:
             columns = read_row_at(file, scan.offsets[row])
             if columns is None:
                 raise _changed(scan.path, scan.offsets[row])
-            task = task_of(columns, scan.rules, occurrence=scan.occurrences[row], sample=sample)
+            task = task_of(columns, scan.rules, occurrence=scan.occurrence(row), sample=sample)
             if task.key != scan.key(number):
                 raise _changed(scan.path, scan.offsets[row])
             yield task
@@ -238,6 +242,7 @@ def _rows_with_repeated_ids(
     repeated = _repeated(hashes)
     if not repeated:
         return
+    occurrences.extend(array("I", [1]) * len(offsets))
     counts: Counter[str] = Counter()
     with _open(path) as file:
         for number, short_hash in enumerate(hashes):

@@ -28,7 +28,7 @@ from runs.tasks import BadRow
 
 NAME = "dataset.idx"
 
-_FORMAT = 4
+_FORMAT = 5
 """Raise it when rows are read or identified in another way, or the layout of the file changes."""
 
 _DIGEST_BYTES = 32
@@ -53,6 +53,7 @@ def save_scan(cache: Path, found: Scan) -> None:
         {
             "for": _options_digest(**found.options),
             "bad_rows": [list(row) for row in found.bad_rows],
+            "occurrences": len(found.occurrences),
             **{name: getattr(found, name) for name in _IN_HEADER},
         }
     )
@@ -72,17 +73,17 @@ def load_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan |
     size, digest = header["size"], header["content_digest"]
     if not is_unchanged(path, size, digest, may_continue=header["may_continue"]):
         return None
-    rows = header["rows"]
+    first, end = 8 * header["rows"], _keys_at(header)
     offsets, occurrences = array("Q"), array("I")
-    offsets.frombytes(body[: 8 * rows])
-    occurrences.frombytes(body[8 * rows : 12 * rows])
+    offsets.frombytes(body[:first])
+    occurrences.frombytes(body[first:end])
     return Scan(
         path=path,
         bad_rows=tuple(BadRow(*row) for row in header["bad_rows"]),
         **options,
         offsets=offsets,
         occurrences=occurrences,
-        keys=body[12 * rows :],
+        keys=body[end:],
         **{name: header[name] for name in _IN_HEADER},
     )
 
@@ -90,7 +91,14 @@ def load_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan |
 def cached_keys(cache: Path) -> bytes | None:
     """The keys of the tasks of the scan in `cache`, whatever the dataset holds now."""
     content = _read(cache)
-    return None if content is None else content[1][12 * content[0]["rows"] :]
+    return None if content is None else content[1][_keys_at(content[0]) :]
+
+
+def _keys_at(header: dict[str, Any]) -> int:
+    """Where the keys begin, after the offsets and occurrences."""
+    rows: int = header["rows"]
+    occurrences: int = header.get("occurrences", rows)  # older files have one for each row
+    return 8 * rows + 4 * occurrences
 
 
 def _read(cache: Path) -> tuple[dict[str, Any], bytes] | None:

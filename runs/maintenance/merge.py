@@ -29,6 +29,7 @@ from runs.store.files import AppendFile, sync_directory, training_file_of
 from runs.store.index import index_fields
 from runs.store.journal import read_journaled_replies
 from runs.store.records import RecordFile, lines_from, load_index, parse_record
+from runs.store.scores import NAME as SCORES
 from runs.tasks import task_key
 from toolsets.workspace.removal import remove_tree
 
@@ -150,6 +151,13 @@ def _make(
         for _, line in lines_from(path / "failures.jsonl", 0):
             if read_failure(line) is not None:
                 failures.append(line)
+    if any((path / SCORES).exists() for path, _ in runs):
+        scores = AppendFile(making / SCORES)
+        for path, _ in runs:
+            for _, line in lines_from(path / SCORES, 0):
+                scores.append(line)
+        scores.sync()
+        scores.close()
     for file in (records, failures):
         file.sync()
         file.close()

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from runs.config.run_config import RunConfig
+from runs.config.sandboxes import remove_leftover_containers
 from runs.dataset.scan import Scan, tasks
 from runs.dataset.scan_cache import NAME
 from runs.maintenance.verify import Report
 from runs.maintenance.verify_batches import repair_batches
-from runs.run import remove_leftover_containers
 from runs.run_dir import stale_files_of
 from runs.store.checksum import is_whole
 from runs.store.files import keep_readable
@@ -43,7 +43,8 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     settled = Settled(records.take_found(), config.max_attempts)
     (path / NAME).unlink(missing_ok=True)
     set_aside_damaged(path)
-    keep_readable(path / "verdicts.jsonl", quarantine, is_whole)
+    for name in ("scores.jsonl", "verdicts.jsonl"):
+        keep_readable(path / name, quarantine, is_whole)
     if (path / "inflight").is_dir():
         Inflight(path / "inflight").read(settled=settled)
     leftovers = [problem.file for problem in report.problems if problem.kind == "leftover"]

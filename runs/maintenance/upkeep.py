@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -16,13 +16,14 @@ from runs.dataset.scan import Scan, scan
 from runs.dataset.scan_cache import NAME, cached_scan
 from runs.errors import DatasetError
 from runs.maintenance.problem import Problem
-from runs.maintenance.repair import describe_remaining, repair_run
-from runs.maintenance.verify import Report, verify
 from runs.process.console import say
 from runs.run_lock import locked, refuse_held
 from runs.shards import parse_shard
 from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.records import UnreadableRecord
+
+if TYPE_CHECKING:
+    from runs.maintenance.verify import Report
 
 MakeExports = Callable[[Path, Scan, RunConfig], object]
 """Writes the training files and summary of the run in a directory."""
@@ -85,6 +86,9 @@ def check(
     Raises `RunLocked` while a process works on the run, `StorageError` if a repair cannot be
     written.
     """
+    # With what runs tasks: commands that only need `scan_of` would take 20 MB more.
+    from runs.maintenance.repair import describe_remaining, repair_run
+
     remake = make if read_data else None
     if repair:
         with locked(path):
@@ -148,6 +152,8 @@ def _scan_arguments(path: Path, identity: dict[str, Any], config: RunConfig) -> 
 def _verified(
     path: Path, identity: dict[str, Any], config: RunConfig, make: MakeExports | None
 ) -> tuple[Report, Scan | None]:
+    from runs.maintenance.verify import verify
+
     try:
         found = scan(**_scan_arguments(path, identity, config))
     except DatasetError as error:

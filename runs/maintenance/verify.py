@@ -214,6 +214,8 @@ def _check_logs(path: Path) -> Iterator[Problem]:
     for name, is_readable, message in (
         ("failures.jsonl", is_failure, "not a failure; it does not count as an attempt"),
         ("budget.jsonl", is_budget_line, "not a line of the budget log; it does not count"),
+        ("judge_budget.jsonl", is_budget_line, "not a line of the budget log; it does not count"),
+        ("scores.jsonl", is_whole, "not a score; `score` can give it again"),
         ("verdicts.jsonl", is_whole, "not a verdict; its question is asked again"),
     ):
         yield from _check_lines(path / name, is_readable, message)

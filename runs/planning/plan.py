@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import yaml
-
 from agent.models.model import ModelSettings, Price
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
-from runs.config.agent_program import with_checked_agent
 from runs.config.models import Setups, called_models, set_up_models, unpriced
 from runs.config.run_config import RunConfig
+from runs.config.sandboxes import image_sandboxes, problem_of_sandbox
 from runs.config.toolsets import catalog_of, with_listed_servers
 from runs.dataset.scan import Scan
 from runs.dataset.scan_cache import NAME, cached_scan
@@ -28,8 +26,7 @@ from runs.shards import parse_shard
 from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.files import training_file_of
 from toolsets.mcp.mcp_settings import WORKSPACE
-from toolsets.sandbox.cgroup import can_bound_memory
-from toolsets.sandbox.factory import ImageSandboxes, sandbox_problem
+from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
 
 _BAD_ROWS_SHOWN = 20
 
@@ -71,7 +68,11 @@ def make_plan(
     """
     _keep_dataset(config)
     try:
-        config = with_checked_agent(with_listed_servers(config))
+        config = with_listed_servers(config)
+        if config.agent is not None:
+            from runs.config.agent_program import with_checked_agent
+
+            config = with_checked_agent(config)
         known = catalog_of(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -87,6 +88,10 @@ def make_plan(
             raise ConfigError(problem)
         raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
     _check_variables(config)
+    if config.reward:
+        from runs.scoring.functions import check_functions  # most runs have none
+
+        check_functions(config.reward)
     script = _read_script(config.script_file)
     rules = config.row_rules(
         first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
@@ -130,23 +135,13 @@ def make_plan(
 
 def _sandbox_problem(config: RunConfig) -> str | None:
     """Why the sandbox of a run does not work here."""
-    if not config.is_inside:
-        return sandbox_problem(
-            config.sandbox, image=config.docker_image, engine=config.container_engine
-        )
-    for name, server in (config.mcp or {}).items():
+    for name, server in (config.mcp or {}).items() if config.is_inside else ():
         if server.mentions_workspace():
             return (
                 f"mcp: {name}: {WORKSPACE} is a directory of this machine, which a workspace in "
                 "an image is not"
             )
-    return _sandboxes(config).problem()
-
-
-def _sandboxes(config: RunConfig) -> ImageSandboxes:
-    from runs.worker.workspaces import image_sandboxes  # only here: most runs use no images
-
-    return image_sandboxes(config, config.run_dir)
+    return problem_of_sandbox(config)
 
 
 def _check_variables(config: RunConfig) -> None:
@@ -268,7 +263,7 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
     if (
         plan.sandbox is not None
         and plan.config.is_inside
-        and (slow := _sandboxes(plan.config).warning())
+        and (slow := image_sandboxes(plan.config).warning())
     ):
         say(slow)
     if plan.sandbox in ("bwrap", "local") and not can_bound_memory():
@@ -306,6 +301,12 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
                 f"rows ask for up to {most:,} MB (`limits.{name}`); they get {limit:,}, the limit "
                 f"--{option}"
             )
+
+    if "limits.cpus" in asked and config.sandbox == "bwrap" and not can_limit_cpus():
+        yield (
+            "rows limit their CPUs (`limits.cpus`), which is not enforced: no control group can be "
+            "made here; make /sys/fs/cgroup writable"
+        )
 
 
 def _is_near(host: str) -> bool:
@@ -345,8 +346,14 @@ def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
 def _read_script(path: Path | None) -> list[ScriptedTurn] | None:
     if path is None:
         return None
+    from toolsets.yaml_file import YamlFileError, read_yaml  # only for a script
+
     try:
-        return parse_script(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ValueError) as error:
+        turns = read_yaml(path, "script")
+    except YamlFileError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        return parse_script(turns)
+    except ValueError as error:
         msg = f"{path}: {error}"
         raise ConfigError(msg) from error

@@ -207,7 +207,7 @@ class Recorder:
         """Stop the recording where a failure is not the session's own."""
         await session.gateway.ended.wait()
         failure = session.gateway.failure
-        if isinstance(failure, ModelError) and self._upstream.calls.is_the_endpoints(failure):
+        if isinstance(failure, ModelError) and self._upstream.has_failed(failure):
             self.halt(self._upstream.calls.describe(failure))
         elif isinstance(failure, StorageError | HostError):
             self.halt(str(failure))
@@ -265,7 +265,7 @@ class Recorder:
         try:
             await self._closed(session)
         except ModelError as error:
-            if self._upstream.calls.is_the_endpoints(error):
+            if self._upstream.has_failed(error):
                 self.halt(self._upstream.calls.describe(error))
                 return None
             failure = self._failure(task, error.kind, str(error))

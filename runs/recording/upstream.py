@@ -13,6 +13,7 @@ from typing import Any
 
 from agent.gateway.relay import RefusedModel, Route
 from agent.models.client.retrying import Retry
+from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.prices import is_known
 from agent.models.providers import provider_at
@@ -157,6 +158,14 @@ class Upstream:
         """The model that answers a call. Raises `RefusedModel`."""
         settings = self._models.find(api, name)
         return Route(self.calls.pool.get(settings))
+
+    def has_failed(self, error: ModelError) -> bool:
+        """Whether a failed call stops the recording.
+
+        An API that the server lacks fails only the sessions of programs that speak it.
+        """
+        answers = error.action != "stop_run" and bool(self.calls.proven)
+        return self.calls.is_the_endpoints(error) and not answers
 
     def report(self) -> list[dict[str, Any]]:
         """What limited the calls; see `RunLimits.report`."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runs.errors import DatasetError
-from runs.sources.rows_file import RowsFile
 from toolsets import exact_json
 from toolsets.validation import did_you_mean
+
+if TYPE_CHECKING:
+    from runs.sources.rows_file import RowsFile
 
 
 class Renaming:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runs.dataset.row import ERROR_COLUMN
+from toolsets.text import valid_utf8
 
 TASK_FILE = "task.toml"
 
@@ -28,6 +29,7 @@ _BUILD_TIMEOUT_S = 600.0
 _COMPOSE = re.compile(r"(docker-)?compose([.-][\w.-]+)?\.ya?ml")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+_MAX_SIZE = 1e15
 _MEGABYTES = {"k": 1 / 1024, "m": 1, "g": 1024, "t": 1024 * 1024, "": 1 / (1 << 20)}
 
 _UNSUPPORTED: dict[tuple[str, ...], str] = {
@@ -73,9 +75,12 @@ class HarborTask(NamedTuple):
         digest = blake2b(digest_size=6)
         for file in sorted(_files_in(self.path / "environment")):
             relative = file.relative_to(self.path).as_posix()
-            content = str(file.readlink()).encode() if file.is_symlink() else file.read_bytes()
-            mode = stat.S_IMODE(file.lstat().st_mode) & 0o111
-            digest.update(f"{relative}\0{mode:o}\0{len(content)}\0".encode())
+            status = file.lstat().st_mode
+            if not stat.S_ISREG(status) and not stat.S_ISLNK(status):
+                raise _Refused(f"{relative} is neither a file nor a directory")
+            content = os.fsencode(file.readlink()) if file.is_symlink() else file.read_bytes()
+            mode = stat.S_IMODE(status) & 0o111
+            digest.update(os.fsencode(f"{relative}\0{mode:o}\0{len(content)}\0"))
             digest.update(content)
         return f"localhost/harbor/{name}:{digest.hexdigest()}"
 
@@ -92,8 +97,6 @@ class HarborTask(NamedTuple):
         except _Refused as refused:
             reason = str(refused)
             keys = refused.keys
-        except tomllib.TOMLDecodeError as error:
-            reason, keys = f"not TOML: {error}", ()
         except UnicodeDecodeError as error:
             reason, keys = f"not UTF-8: {error.reason}", ()
         except OSError as error:
@@ -129,7 +132,13 @@ class HarborTask(NamedTuple):
         return {**row, "canary": canary} if canary else row
 
     def _settings(self) -> dict[str, Any]:
-        return tomllib.loads(self._content(TASK_FILE).decode())
+        text = self._content(TASK_FILE).decode()
+        try:
+            return tomllib.loads(text)
+        except ValueError as error:  # also of integers that are too long for Python
+            raise _Refused(f"not TOML: {error}") from error
+        except RecursionError as error:
+            raise _Refused("not TOML: nested too deeply") from error
 
     def _refuse_unsupported(self, task: Mapping[str, Any]) -> None:
         for keys, what in _UNSUPPORTED.items():
@@ -199,6 +208,8 @@ class HarborTask(NamedTuple):
         size = 0
         for path in _files_in(directory):
             relative = path.relative_to(directory).as_posix()
+            if (shown := valid_utf8(relative)) != relative:
+                raise _Refused(f"tests/{shown}: its name is not UTF-8")
             content = self._content(f"tests/{relative}")
             size += len(content)
             if size > _MAX_TESTS_BYTES:
@@ -257,7 +268,7 @@ def _network(table: Mapping[str, Any], name: str, *, default: bool) -> bool:
     mode = table.get("network_mode")
     if mode is None:
         return default
-    if mode not in _NETWORK_MODES:
+    if not isinstance(mode, str) or mode not in _NETWORK_MODES:
         raise _Refused(f"{mode} is not supported", (name, "network_mode"))
     return _NETWORK_MODES[mode]
 
@@ -266,9 +277,13 @@ def _old_network(environment: Mapping[str, Any]) -> bool:
     return environment.get("allow_internet", True) is not False
 
 
-def _limits(environment: Mapping[str, Any]) -> dict[str, int]:
-    """Memory and disk in megabytes, under their names of today and of before."""
-    found = {}
+def _limits(environment: Mapping[str, Any]) -> dict[str, float]:
+    """CPUs; memory and disk in megabytes, under their names of today and of before."""
+    found: dict[str, float] = {}
+    if (cpus := environment.get("cpus")) is not None:
+        if not isinstance(cpus, int | float) or isinstance(cpus, bool) or not cpus > 0:
+            raise _Refused(f"{cpus!r} is not a number of CPUs", ("environment", "cpus"))
+        found["cpus"] = cpus
     for name, keys in {
         "memory_mb": ("memory_mb", "memory"),
         "disk_mb": ("storage_mb", "storage"),
@@ -277,7 +292,7 @@ def _limits(environment: Mapping[str, Any]) -> dict[str, int]:
             if (raw := environment.get(key)) is not None:
                 size = _SIZE.fullmatch(str(raw).strip())
                 unit = "m" if key.endswith("_mb") else size and size[2].lower()
-                if size is None or not float(size[1]):
+                if size is None or not 0 < float(size[1]) < _MAX_SIZE:
                     raise _Refused(f"{raw!r} is not a size", ("environment", key))
                 found[name] = max(1, int(float(size[1]) * _MEGABYTES[unit or ""]))
                 break

@@ -29,8 +29,6 @@ import orjson
 from runs.dataset.row import RowRules
 from runs.errors import DatasetError, RunLocked
 from runs.sources.columns import Renaming
-from runs.sources.harbor import files_of
-from runs.sources.rows_file import RowsFile, load_rows_file
 from runs.sources.source import DataSource, source_of
 from runs.store.files import (
     alone_in,
@@ -41,9 +39,11 @@ from runs.store.files import (
     temporary_for,
 )
 from toolsets import exact_json
+from toolsets.text import valid_utf8
 
 if TYPE_CHECKING:
     from runs.sources.file_rows import Row
+    from runs.sources.rows_file import RowsFile
 
 _FORMAT = 1
 """Raised when the same source is written in another way."""
@@ -85,7 +85,7 @@ def keep_dataset(
     if source.tasks and rows is None:
         msg = f"{name}: this directory holds Harbor tasks; add --rows=harbor"
         raise DatasetError(msg)
-    rows_file = None if rows is None else load_rows_file(rows)
+    rows_file = None if rows is None else _rows_file(rows)
     if source.plain_file is not None and not columns and rows_file is None:
         return KeptDataset(source.plain_file)
     before = _sizes_and_times(source)
@@ -274,11 +274,19 @@ class _Writer:
         return True
 
 
+def _rows_file(name: str) -> RowsFile:
+    from runs.sources.rows_file import load_rows_file  # YAML, which a plain dataset does not need
+
+    return load_rows_file(name)
+
+
 def _files_of(source: DataSource) -> list[Path]:
     """The files of a source that are on this machine."""
     if source.saved is not None:
         return sorted(path for path in source.saved.rglob("*") if path.is_file())
     if source.tasks:
+        from runs.sources.harbor import files_of
+
         return files_of(source.tasks)
     return [file.path for file in source.files]
 
@@ -300,7 +308,7 @@ def _digests_of(source: DataSource) -> list[dict[str, Any]]:
         try:
             with path.open("rb") as file:
                 digest = file_digest(file, _hash).hexdigest()
-                found.append({"path": name, "bytes": file.tell(), "blake2b": digest})
+                found.append({"path": valid_utf8(name), "bytes": file.tell(), "blake2b": digest})
                 if source.tasks and os.fstat(file.fileno()).st_mode & 0o111:
                     found[-1]["executable"] = True  # it decides what an image is built of
         except FileNotFoundError:

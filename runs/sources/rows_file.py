@@ -22,6 +22,7 @@ from runs.dataset.scan import ID_COLUMNS
 from runs.errors import ConfigError
 from runs.sources.templates import Absent, Template, TemplateError
 from toolsets.validation import did_you_mean
+from toolsets.yaml_file import YamlFileError, construct, read_yaml_nodes
 
 DIRECTORY = Path(__file__).parents[2] / "configs" / "rows"
 
@@ -79,17 +80,9 @@ def load_rows_file(name: str) -> RowsFile:
             msg = f"--rows={name}: no such kind of rows; {hint}"
             raise ConfigError(msg)
     try:
-        content = path.read_bytes()
-        node = yaml.compose(content.decode(), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        msg = f"{shown}: cannot read this rows file: {reason}"
-        raise ConfigError(msg) from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
-        msg = f"{shown}{place}: not YAML: {error.problem}"
-        raise ConfigError(msg) from error
+        content, node = read_yaml_nodes(path, "rows file", shown=shown)
+    except YamlFileError as error:
+        raise ConfigError(str(error)) from error
     try:
         return _read(shown, blake2b(content, digest_size=6).hexdigest(), node)
     except TemplateError as error:
@@ -105,8 +98,6 @@ def _read(file: str, digest: str, node: yaml.Node | None) -> RowsFile:
         if key.value not in _KEYS:
             hint = did_you_mean(str(key.value), _KEYS) or f"known: {', '.join(_KEYS)}"
             raise TemplateError(f"{place}: unknown key; {hint}")
-        if key.value in parts:
-            raise TemplateError(f"{place}: given twice")
         parts[key.value] = value
     columns = parts.get("columns")
     if not isinstance(columns, yaml.MappingNode):
@@ -121,7 +112,7 @@ def _read(file: str, digest: str, node: yaml.Node | None) -> RowsFile:
 def _options(file: str, parts: Mapping[str, yaml.Node]) -> dict[str, Any]:
     if (node := parts.get("options")) is None:
         return {}
-    options = _plain(node)
+    options = construct(node)
     if not isinstance(options, dict) or not options.keys() <= {*OPTIONS}:
         place = f"{file}:{node.start_mark.line + 1}: options"
         raise TemplateError(f"{place}: must be an object with any of {', '.join(OPTIONS)}")
@@ -131,12 +122,8 @@ def _options(file: str, parts: Mapping[str, yaml.Node]) -> dict[str, Any]:
 def _keep(file: str, parts: Mapping[str, yaml.Node]) -> frozenset[str] | None:
     if (node := parts.get("keep")) is None:
         return None
-    names = _plain(node)
+    names = construct(node)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         place = f"{file}:{node.start_mark.line + 1}: keep"
         raise TemplateError(f"{place}: must be a list of columns")
     return frozenset(names)
-
-
-def _plain(node: yaml.Node) -> Any:
-    return yaml.constructor.SafeConstructor().construct_document(node)

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import filterfalse
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from runs.errors import DatasetError
-from runs.sources.harbor import HarborTask, tasks_in
+from toolsets.text import valid_utf8
+
+if TYPE_CHECKING:
+    from runs.sources.harbor import HarborTask
 
 HUB_PREFIX = "hf:"
 
@@ -97,9 +100,14 @@ def source_of(name: Path) -> DataSource:
             return DataSource(text, files=(_source_file(name),))
         if any((name / file).is_file() for file in _SAVED):
             return DataSource(text, saved=name)
+        from runs.sources.harbor import tasks_in
+
         if tasks := tasks_in(name):
+            _refuse_odd_names(task.path for task in tasks)
             return DataSource(text, tasks=tuple(tasks))
-        files = tuple(map(_source_file, sorted(_files_in(name))))
+        paths = sorted(_files_in(name))
+        _refuse_odd_names(paths)
+        files = tuple(map(_source_file, paths))
     except OSError as error:
         msg = f"{error.filename or name}: cannot read the dataset: {error.strerror or error}"
         raise DatasetError(msg) from error
@@ -110,6 +118,13 @@ def source_of(name: Path) -> DataSource:
         )
         raise DatasetError(msg)
     return DataSource(text, files=files)
+
+
+def _refuse_odd_names(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if (shown := valid_utf8(str(path))) != str(path):
+            msg = f"{shown}: its name is not UTF-8; rename it"
+            raise DatasetError(msg)
 
 
 def _files_in(directory: Path) -> Iterator[Path]:

@@ -21,6 +21,7 @@ import yaml
 from toolsets import exact_json
 from toolsets.text import clip
 from toolsets.validation import did_you_mean
+from toolsets.yaml_file import construct
 
 _HOLE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 _PATH = re.compile(r"\s*(?P<path>[\w-]+(?:\.[\w-]+)*)\s*(?P<optional>\?)?\s*")
@@ -150,7 +151,7 @@ class Template:
                     value for _, value in _present(dict(enumerate(items)), columns)
                 ]
             case _:
-                value = yaml.constructor.SafeConstructor().construct_document(node)
+                value = construct(node)
                 return self._filled(value) if isinstance(value, str) else lambda columns: value
 
     def _members(self, node: yaml.MappingNode, file: str, field: str) -> dict[str, Template]:
@@ -158,8 +159,6 @@ class Template:
         for key, value in node.value:
             name = str(key.value)
             inner = f"{field}.{name}" if field else name
-            if name in members:
-                raise TemplateError(f"{file}:{key.start_mark.line + 1}: {inner}: given twice")
             members[name] = Template(value, file, inner)
         return members
 

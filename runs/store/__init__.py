@@ -8,6 +8,8 @@ records         records.jsonl
 index           records.idx, derived from records.jsonl
 reader          read records one by one
 failures        failures.jsonl
+scores          scores.jsonl: scores given after the run
 settled         which tasks need no more work
+rewards         rewards by name, of conversations and of turns
 checks          results of checks, and their sums
 """

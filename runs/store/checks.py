@@ -1,16 +1,23 @@
 """The results of checks, and their sums.
 
-A record is *checked* if the `check` of its row judged it, or its answer was compared with the
-row's `expected` (`check_expected`). Then it *passed* or not, and has a *reward*. If a check could
-not run, the task has failed and has neither.
+A record is *checked* if the `check` of its row judged it, its answer was compared with the row's
+`expected` (`check_expected`), or a function or a judge scored it. It then has a *reward*, and
+*passed* or not if it was checked in one of the first two ways. If a check could not run, the task
+has failed and has neither.
+
+`scores` in a record are results of functions and judges, oldest first. Each has the keys `source`
+(MODULE:FUNCTION or judge:MODEL), `version` (a digest of the code or the prompt), `rewards` (by
+name; null if it failed), `error` (null, or why it failed), and `turn_rewards` if it gave any.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from runs.store.rewards import BY_TURN, MAIN, Rewards
 
 _WRONG_ANSWER = "not the expected"
 """The reason of a conversation that ended with a wrong answer begins with this."""
@@ -34,12 +41,39 @@ class Judgement(NamedTuple):
 _UNCHECKED = Judgement(None, None)
 
 
-def judgement_of(record: Mapping[str, Any]) -> Judgement:
+def judgement_of(record: Mapping[str, Any], name: str | None = None) -> Judgement:
     """The result of a record's check; without a check, whether its answer was as expected.
 
-    The reward is the number that the check gave, else 1.0 or 0.0. A conversation that reached a
-    limit before its answer was compared has neither.
+    The reward is the one with this name. Without a name it is `reward`, the number that the check
+    gave, else 1.0 or 0.0; if nothing gave a `reward`, it is the first in `rewards_of`. A
+    conversation that reached a limit before its answer was compared has neither.
     """
+    if name is None and not record.get("scores"):
+        return _checked(record)
+    named = rewards_of(record).named
+    if name is not None:
+        return Judgement(None, named.get(name))
+    reward = named.get(MAIN, next(iter(named.values()), None))
+    return Judgement(_checked(record).passed, reward)
+
+
+def rewards_of(record: Mapping[str, Any]) -> Rewards:
+    """All rewards of a record by name: those of the check, then those of its scores.
+
+    Of several with one name the last counts.
+    """
+    named: dict[str, float] = {}
+    by_turn: dict[str, Sequence[float | None]] = {}
+    if (reward := _checked(record).reward) is not None:
+        named[MAIN] = reward
+    check = record.get("check")
+    for given in ([check] if isinstance(check, dict) else []) + list(record.get("scores") or ()):
+        named |= given.get("rewards") or {}
+        by_turn |= given.get(BY_TURN) or {}
+    return Rewards(named, by_turn)
+
+
+def _checked(record: Mapping[str, Any]) -> Judgement:
     check = record.get("check")
     if isinstance(check, dict):
         passed = check.get("passed")

@@ -23,6 +23,7 @@ _BLOCK = 1 << 16
 _PLAIN_FILES = (
     *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "batches.jsonl"),
     *("run.log", "lock", "summary.json", "statistics.json", "verdicts.jsonl", "budget.jsonl"),
+    *("scores.jsonl", "judge_budget.jsonl"),
     "exports/manifest.json",
 )
 
@@ -222,11 +223,11 @@ def temporary_for(path: Path) -> Path:
 
 def open_temporary(temporary: Path, path: Path) -> BinaryIO:
     """Open the replacement of `path`, with the same mode; if it is new, for its owner alone."""
-    file = temporary.open("wb", buffering=1 << 20)
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         mode = 0o600
+    file = temporary.open("wb", buffering=1 << 20)
     os.fchmod(file.fileno(), stat.S_IMODE(mode))
     return file
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
 from math import isnan, nan
@@ -236,13 +236,17 @@ class Index(Mapping[bytes, IndexEntry]):
                 seen.add(key)
                 yield key, self.entry(row)
 
-    def places(self, rows: Sequence[int]) -> tuple[array[int], array[int]]:
-        """The offsets and lengths of the records in these rows; 0 for row 0."""
-        offsets, lengths = _column(self._view, _OFFSETS), _column(self._view, _LENGTHS)
-        return (
-            array("Q", (offsets[row] if row else 0 for row in rows)),
-            array("I", (lengths[row] if row else 0 for row in rows)),
-        )
+    def places(self, rows: array[int]) -> tuple[array[int], array[int]]:
+        """The offsets and lengths of the records in these rows; 0 for row 0.
+
+        The lengths replace the rows in the same array, which saves 4 MB per million.
+        """
+        of_offsets, of_lengths = _column(self._view, _OFFSETS), _column(self._view, _LENGTHS)
+        offsets = array("Q", [0]) * len(rows)
+        for number, row in enumerate(rows):
+            if row:
+                offsets[number], rows[number] = of_offsets[row], of_lengths[row]
+        return offsets, rows
 
     def endings(self, rows: Iterable[int]) -> Iterator[Ending | None]:
         """The endings of the records in these rows; None for row 0."""

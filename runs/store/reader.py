@@ -14,6 +14,7 @@ from runs.store.checksum import DamagedLine, read_object
 from runs.store.files import refuse_strange_files
 from runs.store.index import Index
 from runs.store.records import AFTER_ID, HEAD, load_index, unreadable_record
+from runs.store.scores import Scores
 from runs.tasks import task_key
 from toolsets import exact_json
 
@@ -147,9 +148,12 @@ def open_index(run_dir: Path, *, lenient: bool = False) -> Iterator[tuple[Index,
 def stored_records(run_dir: Path) -> Iterator[Stored]:
     """The records that count, in the order written, one in memory at a time.
 
-    Raises `UnreadableRecord`, and `RunDirError` as `open_index` does.
+    Their `scores` include those of scores.jsonl. Raises `UnreadableRecord`, and `RunDirError` as
+    `open_index` and `Scores` do.
     """
     loads = SharedTools().loads
+    scores = Scores(run_dir)
     with open_index(run_dir) as (index, records):
         for key, entry in index.counting():
-            yield read_record(records, entry.offset, entry.length, key, loads)
+            record, line = read_record(records, entry.offset, entry.length, key, loads)
+            yield Stored(scores.added_to(record), line)

@@ -145,8 +145,8 @@ class BudgetLog:
     worker that was killed returned nothing.
     """
 
-    def __init__(self, run_dir: Path, quarantine: Path) -> None:
-        path = run_dir / "budget.jsonl"
+    def __init__(self, run_dir: Path, quarantine: Path, *, name: str = "budget.jsonl") -> None:
+        path = run_dir / name
         repair_tail(path, quarantine)
         self.balance = Cost()
         """Granted and not returned."""

@@ -91,6 +91,7 @@ class Supervisor:
         self._finished: list[tuple[WorkerHandle, bytes]] = []
         """Tasks whose records are not durable yet, with their workers."""
         self._failed_now: set[bytes] = set()
+        self._said: set[str] = set()
         """Tasks that failed in this start; their journals stay for the next start."""
         self.limits = RunLimits(limits_of(start.config, start.setups))
         self.budget = RunBudget(start.setup.budget, spent=start.spent, budget_log=start.budget_log)
@@ -246,7 +247,9 @@ class Supervisor:
             case "outage":
                 self._outages.note(header["url"], header["words"], header["left_s"])
             case "say":
-                self._progress.say(header["message"])
+                if header["message"] not in self._said:
+                    self._said.add(header["message"])
+                    self._progress.say(header["message"])
             case "halt":
                 self._stop(header["message"])
 

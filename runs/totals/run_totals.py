@@ -54,6 +54,9 @@ class RunTotals:
     output_tokens: int = 0
     tokens_unknown: int = 0
     """Records without token counts from the endpoint; the sums of tokens leave them out."""
+    token_ids: Mapping[str, int] | None = None
+    """Turns with and without token ids, if the run asked for them: from `statistics.json`, so
+    None before the run's end."""
     cost_usd: float = 0.0
     """Cost of the records that count."""
     cost_unknown: int = 0
@@ -80,7 +83,10 @@ class RunTotals:
 
     def to_json(self) -> dict[str, Any]:
         """For summary.json and `--json`."""
-        return {"tasks": self.total, **asdict(self)}
+        found = {"tasks": self.total, **asdict(self)}
+        if self.token_ids is None:
+            del found["token_ids"]
+        return found
 
 
 def compute_totals(
@@ -171,6 +177,7 @@ def as_table(totals: RunTotals) -> str:
         f"turns {totals.turns:,}, tool calls {totals.tool_calls:,}, "
         f"tokens {totals.input_tokens:,} in and {totals.output_tokens:,} out"
         + (f" (unknown for {totals.tokens_unknown:,} tasks)" if totals.tokens_unknown else ""),
+        *_token_ids(totals),
         _cost(totals),
         *_checked(totals),
     ]
@@ -181,6 +188,13 @@ def as_table(totals: RunTotals) -> str:
     if totals.gone:
         lines.append(f"{totals.gone:,} records belong to rows that are no longer in the dataset")
     return "\n".join(lines)
+
+
+def _token_ids(totals: RunTotals) -> list[str]:
+    if totals.token_ids is None:
+        return []
+    having, without = totals.token_ids["turns_with"], totals.token_ids["turns_without"]
+    return [f"token ids: {having:,} turns with, {without:,} turns without"]
 
 
 def _under_way(totals: RunTotals) -> str:

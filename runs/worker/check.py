@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import shlex
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,6 +11,7 @@ import orjson
 
 from runs.dataset.row_check import Check
 from runs.dataset.test_outcomes import PatternTimeout, outcomes, wrong_outcomes
+from runs.store.rewards import MAIN, Rewards, finite_number, parse_rewards, printed_rewards
 from runs.worker.workspace_setup import SetupFailed, run_command, write_files
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
@@ -25,6 +25,9 @@ _SHOWN = 2000
 _MAX_REWARD_BYTES = 1 << 20
 _MAX_LOG_BYTES = 32 << 20
 _WRONG_SHOWN = 50
+
+TURNS_VARIABLE = "CONVERSATION_TURNS"
+"""The variable with the number of turns, for checks that give rewards per turn."""
 
 _CLEAR = """\
 mode=$1; shift
@@ -47,26 +50,27 @@ class CheckFailed(SetupFailed):
     error_class = "check_failed"
 
 
-async def run_check(check: Check, open_as: Open) -> dict[str, Any]:
-    """Run the check of a workspace.
+async def run_check(check: Check, open_as: Open, turns: int | None = None) -> dict[str, Any]:
+    """Run the check of a workspace after a conversation of so many `turns`.
 
     It has passed if its exit code is 0, or as its tests or its reward say. Keys: `passed`,
     `reward`, `exit_code` (None after a timeout), `stdout` and `stderr` (shortened), `duration_s`;
-    `tests` and `rewards` where the check has them. Raises `SetupFailed` if it could not run at
-    all, `CheckFailed` if it gave no reward.
+    `tests`, `rewards` and `turn_rewards` where the check has them (see `runs.store.rewards`).
+    Raises `SetupFailed` if it could not run at all, `CheckFailed` if it gave no reward, or rewards
+    for another number of turns.
     """
     prepared = await open_as("root" if check.user else None)
     try:
         problem = await _prepare(prepared, check)
         if problem is None and not check.user:
-            return await _run(prepared, check)
+            return await _run(prepared, check, turns)
     finally:
         await sandbox_of(prepared).stop()
     if problem is not None:
         return not_passed(problem)
     context = await open_as(check.user)
     try:
-        return await _run(context, check)
+        return await _run(context, check, turns)
     finally:
         await sandbox_of(context).stop()
 
@@ -96,8 +100,9 @@ async def _prepare(context: ToolContext, check: Check) -> str | None:
     return None
 
 
-async def _run(context: ToolContext, check: Check) -> dict[str, Any]:
-    exports = "".join(f"export {name}={shlex.quote(text)}; " for name, text in check.env.items())
+async def _run(context: ToolContext, check: Check, turns: int | None) -> dict[str, Any]:
+    env = {**({} if turns is None else {TURNS_VARIABLE: str(turns)}), **check.env}
+    exports = "".join(f"export {name}={shlex.quote(text)}; " for name, text in env.items())
     result = await run_command(context, check.command, exports, timeout_s=check.timeout_s)
     found: dict[str, Any] = {
         "passed": result.exit_code == 0,
@@ -112,9 +117,8 @@ async def _run(context: ToolContext, check: Check) -> dict[str, Any]:
     if check.tests is not None:
         return found | await _of_tests(context, check, result)
     if check.reward_files:
-        return found | await _of_files(context, check, result)
-    printed = _printed_reward(result.stdout)
-    return found if printed is None else found | {"reward": printed}
+        return found | await _of_files(context, check, result, turns)
+    return found | _printed(result.stdout, turns)
 
 
 async def _of_tests(context: ToolContext, check: Check, result: ExecResult) -> dict[str, Any]:
@@ -148,7 +152,9 @@ async def _of_tests(context: ToolContext, check: Check, result: ExecResult) -> d
     }
 
 
-async def _of_files(context: ToolContext, check: Check, result: ExecResult) -> dict[str, Any]:
+async def _of_files(
+    context: ToolContext, check: Check, result: ExecResult, turns: int | None
+) -> dict[str, Any]:
     """The reward in the first of the reward files that the command wrote."""
     for path in check.reward_files:
         try:
@@ -158,13 +164,12 @@ async def _of_files(context: ToolContext, check: Check, result: ExecResult) -> d
                 raise CheckFailed(f"`check.reward_file`: {error}") from error
             continue
         try:
-            rewards = _rewards(content, is_json=path.endswith(".json"))
+            rewards = _rewards(content, is_json=path.endswith(".json"), turns=turns)
         except ValueError as error:
             shown = f"`check.reward_file`: {path} {error}"
             raise CheckFailed(f"{shown} (exit code {result.exit_code})") from error
-        reward = rewards["reward"] if "reward" in rewards else next(iter(rewards.values()))
-        more = {"rewards": rewards} if len(rewards) > 1 else {}
-        return {"passed": reward >= 1, "reward": reward, **more}
+        reward = rewards.named.get(MAIN, next(iter(rewards.named.values())))
+        return {"passed": reward >= 1, "reward": reward, **_by_name(rewards)}
     names = " or ".join(check.reward_files)
     msg = f"`check.reward_file`: the command did not write {names}; {_said(result)}"
     raise CheckFailed(msg)
@@ -174,49 +179,45 @@ async def _exists(context: ToolContext, path: str) -> bool:
     return (await run_command(context, ["test", "-e", path])).exit_code == 0
 
 
-def _rewards(content: bytes, *, is_json: bool) -> dict[str, float]:
-    """The numbers in a reward file. Raises `ValueError` with what is wrong with it."""
+def _rewards(content: bytes, *, is_json: bool, turns: int | None) -> Rewards:
+    """The rewards in a reward file. Raises `ValueError` with what is wrong with it."""
     text = content.decode(errors="replace").strip()
     if not text:
         raise ValueError("is empty")
     if not is_json:
-        return {"reward": _number(text)}
+        return Rewards({MAIN: finite_number(text)}, {})
     try:
         found = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(found, dict) or not found:
         raise ValueError("must be a JSON object with numbers")
-    if "reward" not in found and len(found) > 1:
-        raise ValueError(f"has no number `reward` among {', '.join(sorted(found))}")
-    for value in found.values():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"holds {clip(repr(value), max_chars=100)}, which is not a number")
-    return {name: _number(value) for name, value in found.items()}
+    rewards = parse_rewards(found, name=MAIN, turns=turns)
+    if MAIN not in rewards.named and len(rewards.named) != 1:
+        names = ", ".join(sorted(found))
+        raise ValueError(f"has no number `{MAIN}` among {names}")
+    return rewards
 
 
-def _number(value: Any) -> float:
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        shown = clip(repr(value), max_chars=100)
-        raise ValueError(f"holds {shown}, which is not a finite number")
-    return number
-
-
-def _printed_reward(stdout: str) -> float | None:
-    """The number `reward` of a JSON object in the last line."""
+def _printed(stdout: str, turns: int | None) -> dict[str, Any]:
+    """The keys of a result that a JSON object in the last line gives. Raises `CheckFailed`."""
     last = stdout.strip().rpartition("\n")[2]
     try:
-        result = orjson.loads(last)
+        rewards = printed_rewards(orjson.loads(last), turns=turns)
     except orjson.JSONDecodeError:
-        return None
-    reward = result.get("reward") if isinstance(result, dict) else None
-    if isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward):
-        return float(reward)
-    return None
+        return {}
+    except ValueError as error:
+        raise CheckFailed(f"`check`: the last line of its output {error}") from error
+    if rewards is None:
+        return {}
+    main = {MAIN: rewards.named[MAIN]} if MAIN in rewards.named else {}
+    return main | _by_name(rewards)
+
+
+def _by_name(rewards: Rewards) -> dict[str, Any]:
+    """The keys of a result with rewards besides the one named `reward`."""
+    found = rewards.to_json()
+    return found if rewards.by_turn or rewards.named.keys() != {MAIN} else {}
 
 
 def not_passed(stderr: str) -> dict[str, Any]:

@@ -27,6 +27,10 @@ class Stops(Protocol):
         """Stop the whole run with this message."""
         ...
 
+    def say(self, message: str) -> None:
+        """Show a message to the user, if no worker has shown it before."""
+        ...
+
 
 class StoppableModel:
     """Makes no call before earlier replies are on disk, or once the worker is stopping."""

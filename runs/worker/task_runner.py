@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.loop.loop import close_calls
 from agent.loop.steps import Finish
-from agent.messages import Event, RestartedEvent, is_cost_only
+from agent.messages import Event, ReplyEvent, RestartedEvent, is_cost_only
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
@@ -21,28 +21,30 @@ from agent.models.scripted import ScriptedTurn, parse_script
 from agent.runner import ConversationRunner
 from agent.setup import Setup, replies_played
 from agent.state.trajectory import Trajectory
+from agent.tokens import missing_in
 from runs.config.models import Setups
+from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
 from runs.dataset.row import RowTask
 from runs.dataset.row_fork import Fork
 from runs.errors import AgentFailed, Stopped
 from runs.protocol.messages import Assignment, no_counters, pack
 from runs.protocol.worker_setup import WorkerSetup
-from runs.record import dump_record, make_record
+from runs.record import dump_record, make_record, with_scores
 from runs.store.failures import Failure
 from runs.store.files import StorageError
 from runs.store.index import index_fields
 from runs.store.journal_writer import Journal
 from runs.tasks import Task
 from runs.worker.calls import Calls
-from runs.worker.durable_calls import DurableHome, StoppableModel, Stops
-from runs.worker.replay import replay, replayable
+from runs.worker.durable_calls import DurableHome, Kept, StoppableModel, Stops
 from runs.worker.workspace_setup import SetupFailed
 from runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
 from toolsets.errors import HostError, machine_failure
 
 if TYPE_CHECKING:
+    from runs.scoring.functions import RewardFunctions
     from runs.worker.agents.agent_runner import AgentRunner
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class TaskRunner:
         self._calls = calls
         self._stops = stops
         self._agents = None if setup.config.agent is None else _agent_runner(setup, calls, stops)
+        self._rewards = _reward_functions(setup.config) if setup.config.reward else None
         self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, ToolContext] = {}
         self.counters = no_counters()
@@ -101,6 +104,11 @@ class TaskRunner:
         finally:
             self._trajectories.pop(task.key, None)
 
+    async def close(self) -> None:
+        """End the processes of reward functions."""
+        if self._rewards is not None:
+            await self._rewards.close()
+
     def stop_agents(self) -> None:
         """End agents that are commands; other conversations stop before their next call."""
         if self._agents is not None:
@@ -128,7 +136,8 @@ class TaskRunner:
         # The record includes all replies so far: they were paid for.
         trajectory = self._trajectories.get(task.key) or row.trajectory(assignment["events"])
         close_calls(trajectory, "failed", lambda event: None)
-        return self._finished(task, assignment, trajectory, row, Finish("failed"), failure)
+        record = self._record(task, assignment, trajectory, row, Finish("failed"), failure)
+        return _finished(task, record, failure)
 
     async def _carry_out(self, task: Task, assignment: Assignment) -> bytes:
         """Run one task; return the message about its end, with its record if there is one.
@@ -151,7 +160,7 @@ class TaskRunner:
             else:
                 end = await self._converse(task, assignment, trajectory, row, context, kept=kept)
             diff = await self._spaces.diff(context)
-            check = await self._spaces.judge(context, row)
+            check = await self._spaces.judge(context, row, _own_turns(trajectory, row))
         except ModelError as error:
             if self._calls.is_the_endpoints(error):
                 self._stops.halt(self._calls.describe(error))
@@ -170,9 +179,13 @@ class TaskRunner:
         if failure and assignment["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         self._not_durable[task.key] = context
-        return self._finished(task, assignment, trajectory, row, end, failure, check, diff)
+        record = self._record(task, assignment, trajectory, row, end, failure, check, diff)
+        if self._rewards is not None and end.status != "failed":
+            directory = None if self._config.is_inside else context.workspace.root
+            record = with_scores(record, await self._rewards.scores(record, directory))
+        return _finished(task, record, failure)
 
-    def _finished(
+    def _record(
         self,
         task: Task,
         assignment: Assignment,
@@ -182,8 +195,8 @@ class TaskRunner:
         failure: Failure | None,
         check: dict[str, Any] | None = None,
         diff: dict[str, Any] | None = None,
-    ) -> bytes:
-        record = make_record(
+    ) -> dict[str, Any]:
+        return make_record(
             task,
             trajectory,
             end=end,
@@ -195,13 +208,6 @@ class TaskRunner:
             attempt=assignment["attempt"],
             provenance=self._setup.provenance,
             agent=row.agent,
-        )
-        return pack(
-            "finished",
-            dump_record(record),
-            key=task.key.hex(),
-            fields=index_fields(record),
-            failure=failure and failure._asdict(),
         )
 
     async def _converse(
@@ -216,8 +222,7 @@ class TaskRunner:
     ) -> Finish:
         setup = setup_of_task(self._setups, self._config, task)
 
-        kept_by = self._journal.kept
-        until_kept = None if kept_by is None else partial(kept_by, task.key)
+        until_kept = self._until_kept(task)
         by_batch = self._calls.by_batch(task.key, assignment)
 
         def gated(model: Model) -> StoppableModel:
@@ -278,7 +283,6 @@ class TaskRunner:
         assert row.agent is not None
         if context.sandbox is not None:
             await context.sandbox.stop()  # what set up the workspace
-        kept_by = self._journal.kept
         return await self._agents.run(
             AgentTask(
                 key=task.key,
@@ -288,9 +292,14 @@ class TaskRunner:
                 context=context,
                 trajectory=trajectory,
                 journal=self._journal_of(task, assignment),
-                kept=None if kept_by is None else partial(kept_by, task.key),
+                kept=self._until_kept(task),
             )
         )
+
+    def _until_kept(self, task: Task) -> Kept:
+        """Waits until the events of a task are kept; None where they are on disk at once."""
+        kept_by = self._journal.kept
+        return None if kept_by is None else partial(kept_by, task.key)
 
     def _journal_of(self, task: Task, assignment: Assignment) -> Callable[[Event], None]:
         """Appends events of a task to the journal."""
@@ -311,6 +320,8 @@ class TaskRunner:
     async def _replay(
         self, setup: Setup, home: DurableHome, trajectory: Trajectory, fork: Fork
     ) -> dict[str, Any]:
+        from runs.worker.replay import replay, replayable  # only forks replay
+
         def check_stop() -> None:
             if self._stops.is_stopping:
                 raise Stopped
@@ -339,6 +350,15 @@ class TaskRunner:
                 self.counters["cost_unknown"] = True
             else:
                 self.counters["cost_usd"] += event["cost_usd"]
+            if self._config.token_ids and not is_cost_only(event):
+                self._say_what_is_missing(event)
+
+    def _say_what_is_missing(self, reply: ReplyEvent) -> None:
+        if missing := missing_in(reply):
+            self._stops.say(
+                f"--token_ids: replies of {reply['model']} come without {missing}; the run "
+                "continues, and export --format rl counts such turns (docs/endpoints.md)"
+            )
 
     def _script_of(self, task: Task) -> Sequence[ScriptedTurn]:
         """What model "scripted" plays; to others a column of that name means nothing."""
@@ -348,10 +368,33 @@ class TaskRunner:
         return self._setup.script or () if own is None else parse_script(own)
 
 
+def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> bytes:
+    return pack(
+        "finished",
+        dump_record(record),
+        key=task.key.hex(),
+        fields=index_fields(record),
+        failure=failure and failure._asdict(),
+    )
+
+
+def _reward_functions(config: RunConfig) -> RewardFunctions:
+    from runs.scoring.functions import RewardFunctions  # most runs have none
+
+    return RewardFunctions(config.reward, timeout_s=config.reward_timeout_s)
+
+
 def _agent_runner(setup: WorkerSetup, calls: Calls, stops: Stops) -> AgentRunner:
     from runs.worker.agents.agent_runner import AgentRunner  # an HTTP server, which few runs need
 
     return AgentRunner(setup.config, calls, stops)
+
+
+def _own_turns(trajectory: Trajectory, row: RowTask) -> int | None:
+    """The turns of this run's model; None if an agent's calls decide later what they are."""
+    if row.agent is not None:
+        return None
+    return trajectory.turns - (row.fork.turn if row.fork is not None else 0)
 
 
 def _has_begun(assignment: Assignment) -> bool:

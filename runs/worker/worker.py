@@ -111,6 +111,7 @@ class Worker:
         self._removals: set[asyncio.Task[None]] = set()
         self.is_stopping = False
         self._reported_at: dict[str, float] = {}
+        self._said: set[str] = set()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._exit = asyncio.Event()
         self._cpu_s, self._asked_at = time.process_time(), time.monotonic()
@@ -166,6 +167,7 @@ class Worker:
                 continue
         loop.remove_reader(self._connection.fileno())
         await asyncio.gather(*self._removals)
+        await self._runner.close()
         await self._calls.close()
         await FORK_SERVERS.close()
         await self._browsers.close()
@@ -279,6 +281,12 @@ class Worker:
         """Ask the parent to stop the run; the next start continues its conversations."""
         self._stop()
         self.send("halt", message=message)
+
+    def say(self, message: str) -> None:
+        """See `Stops`."""
+        if message not in self._said:
+            self._said.add(message)
+            self.send("say", message=message)
 
     def _stop(self) -> None:
         """Begin no more calls, and end agents that are commands."""

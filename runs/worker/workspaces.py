@@ -9,12 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runs.config.run_config import RunConfig
+from runs.config.sandboxes import image_sandboxes
 from runs.dataset.row import RowTask
 from runs.dataset.row_check import Check
 from runs.protocol.worker_setup import WorkerSetup
-from runs.worker.check import not_passed, run_check
-from runs.worker.diff import DiffError, apply_diff, begin_diff, end_diff, patch_of
 from runs.worker.workspace_setup import SetupFailed, half_set_up, set_up_workspace
 from toolsets.browser.process import Browsers
 from toolsets.builtin.command_result import sandbox_of
@@ -38,7 +36,7 @@ class Workspaces:
         self._problems: dict[str, str | None] = {}
         self._in_images: ImageSandboxes | None = None
         if setup.config.is_inside and setup.provenance.sandbox is not None:
-            self._in_images = image_sandboxes(setup.config, setup.run_dir)
+            self._in_images = image_sandboxes(setup.config)
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def open(self, key: bytes, row: RowTask, *, resumed: bool) -> ToolContext:
@@ -83,6 +81,8 @@ class Workspaces:
 
     async def _prepare_image(self, context: ToolContext, row: RowTask) -> tuple[ToolContext, bool]:
         """As `prepare`, for a workspace inside an image."""
+        from runs.worker.diff import begin_diff
+
         spec = self._spec_of(row)
         root = context.workspace.root
         sandbox = await self._sandbox_in_image(root, row, spec)
@@ -110,12 +110,23 @@ class Workspaces:
 
     async def diff(self, context: ToolContext) -> dict[str, Any] | None:
         """What the conversation changed in its image's repository; None where there is none."""
-        return None if self._in_images is None else await end_diff(context)
+        if self._in_images is None:
+            return None
+        from runs.worker.diff import end_diff
 
-    async def judge(self, context: ToolContext, row: RowTask) -> dict[str, Any] | None:
-        """The result of the row's check; None if it has none. Raises `SetupFailed`."""
+        return await end_diff(context)
+
+    async def judge(
+        self, context: ToolContext, row: RowTask, turns: int | None
+    ) -> dict[str, Any] | None:
+        """The result of the row's check; None if it has none. Raises `SetupFailed`.
+
+        `turns` is how many turns of the run's model it judges, if known.
+        """
         if row.setup is None or row.setup.check is None:
             return None
+        from runs.worker.check import not_passed, run_check
+
         # Processes that the model left running could affect the check.
         await sandbox_of(context).stop()
         root = context.workspace.root
@@ -127,10 +138,13 @@ class Workspaces:
 
         try:
             if check.where == "fresh":
-                judged = await self._fresh(context, row, root.with_name(f"{root.name}.fresh"))
-            return await run_check(check, open_as)
-        except DiffError as error:
-            return not_passed(str(error))
+                from runs.worker.diff import DiffError
+
+                try:
+                    judged = await self._fresh(context, row, root.with_name(f"{root.name}.fresh"))
+                except DiffError as error:
+                    return not_passed(str(error))
+            return await run_check(check, open_as, turns)
         finally:
             if judged != root:
                 sandbox = await self._sandbox_in_image(judged, row, self._spec_of(row))
@@ -158,6 +172,8 @@ class Workspaces:
 
         Raises `SetupFailed` and `DiffError`.
         """
+        from runs.worker.diff import apply_diff, patch_of
+
         patch = await asyncio.to_thread(patch_of, context.workspace.root)
         await asyncio.to_thread(remove_tree, root)
         sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
@@ -192,7 +208,11 @@ class Workspaces:
                     self._in_images.make, Workspace(root), limits or self._limits(row), spec
                 )
             except ToolError as error:
-                raise SetupFailed(str(error)) from error
+                raise SetupFailed(f"{self._node()}{error}") from error
+
+    def _node(self) -> str:
+        """Which machine a message is about, where a run has several."""
+        return f"on {os.uname().nodename}: " if self._setup.config.executor == "ray" else ""
 
     async def _made(self, sandbox: ImageSandbox) -> None:
         try:
@@ -232,21 +252,11 @@ class Workspaces:
         return Limits(
             timeout_s=config.command_timeout_s,
             memory_mb=min(config.command_memory_mb, own.memory_mb or config.command_memory_mb),
+            cpus=own.cpus,
             processes=config.max_processes,
             workspace_mb=min(config.workspace_mb, own.disk_mb or config.workspace_mb),
             network=config.network and self._in_images is None,
         )
-
-
-def image_sandboxes(config: RunConfig, run_dir: Path) -> ImageSandboxes:
-    """How the conversations of a run work in images."""
-    return ImageSandboxes(
-        config.sandbox,
-        run_dir=run_dir.absolute(),
-        images=config.images if config.sandbox == "bwrap" else None,
-        engine=config.container_engine,
-        pull=config.pull,
-    )
 
 
 def _image_of(row: RowTask) -> str | None:

@@ -13,8 +13,12 @@ test_export_rendering     rows through chat templates
 test_export_dataset       datasets by recipe
 test_export_hf            directories of `datasets`
 test_export_judge         the judge of answers
+test_export_rewards       rewards by name in rows, filters and pairs
+test_reward_statistics    rewards in `stats`
+test_scoring              the command `score`
 test_export_push          a dataset sent to a hub
 test_export_determinism   same conversations, same bytes
+test_export_rl            token ids for reinforcement learning, and what trainers read of them
 test_ordinary             ordinary conversations, read in one pass
 test_export_docs          docs/export.md
 """

@@ -620,6 +620,14 @@ class TestDirectory:
             exported(source, formats="raw")
         assert source.scan.path.exists()
 
+    def test_a_link_to_itself_is_an_error_of_the_machine(self, tmp_path: Path) -> None:
+        source = make_run(tmp_path, worked())
+        directory, _ = exported(source, formats="raw")
+        (directory / "README.md").unlink()
+        (directory / "README.md").symlink_to("README.md")
+        with pytest.raises(StorageError, match="Too many levels of symbolic links"):
+            exported(source, formats="raw")
+
     def test_an_unreadable_record_leaves_the_dataset_as_it_was(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, said("A"), said("B"))
         directory, _ = exported(source, formats="raw")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,3 +61,36 @@ def _make(directory: Path) -> None:
             directory / name, layers, name="1", config={"WorkingDir": f"/{place}", **config}
         )
     write_layout(directory / "bare", [layer_of_tree(bare)], name="1")
+
+
+def podman(*arguments: str) -> str:
+    done = subprocess.run(["podman", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def engine(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A Podman that has the images, and whose storage is named by variables only."""
+    if shutil.which("podman") is None or shutil.which("runc") is None:
+        pytest.skip("podman and runc are not installed")
+    place = tmp_path_factory.mktemp("podman")
+    monkeypatch = pytest.MonkeyPatch()
+    (place / "containers.conf").write_text(
+        '[containers]\ndefault_ulimits=["nofile=4096:4096", "nproc=4096:4096"]\n'
+        '[engine]\nruntime="runc"\ncgroup_manager="cgroupfs"\nevents_logger="file"\n'
+    )
+    (place / "storage.conf").write_text(
+        f'[storage]\ndriver="overlay"\ngraphroot="{place}/graph"\nrunroot="{place}/run"\n'
+    )
+    monkeypatch.setenv("CONTAINERS_CONF", str(place / "containers.conf"))
+    monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(place / "storage.conf"))
+    tried = subprocess.run(["podman", "info"], capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        pytest.skip(f"podman does not work here: {tried.stderr.strip()[-200:]}")
+    for name in ("python", "agent", "shell"):
+        made = podman("pull", "--quiet", f"oci:{images / name}:1")
+        podman("tag", made.split()[-1], f"localhost/{name}:1")
+    yield
+    subprocess.run(["podman", "system", "reset", "--force"], capture_output=True, check=False)
+    monkeypatch.undo()

@@ -88,12 +88,12 @@ def assert_nothing_is_left(cwd: Path) -> None:
     assert str(cwd) not in mounts
 
 
-@pytest.mark.slow
-def test_rows_are_worked_on_in_their_images(images: Path, tmp_path: Path) -> None:
-    write_rows(tmp_path / "p.jsonl", *FIXES, row("lost", "missing:1"))
-    done = run(tmp_path, *FLAGS, images=images, max_attempts=1, **OPTIONS)
+def worked_on(cwd: Path, **options: Any) -> dict[str, Any]:
+    """The records of `FIXES` and of a row without an image, whose checks are as they should."""
+    write_rows(cwd / "p.jsonl", *FIXES, row("lost", "missing:1"))
+    done = run(cwd, *FLAGS, max_attempts=1, **options)
     assert done.returncode in (0, 1), done.stderr
-    found = records(tmp_path)
+    found = records(cwd)
     passed = {name: record["check"] and record["check"]["passed"] for name, record in found.items()}
     assert passed == {
         "by a command": True,
@@ -103,6 +103,12 @@ def test_rows_are_worked_on_in_their_images(images: Path, tmp_path: Path) -> Non
         "with hidden tests": True,
         "lost": None,
     }
+    return found
+
+
+@pytest.mark.slow
+def test_rows_are_worked_on_in_their_images(images: Path, tmp_path: Path) -> None:
+    found = worked_on(tmp_path, images=images, **OPTIONS)
     lost = found["lost"]["error"]
     assert lost["class"] == "setup_failed"
     assert "image 'missing:1' is not in" in lost["message"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
+import tarfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from testing.fake_images import Entry, layer_of, layer_of_tree, symlink, write_layout
 from toolsets.errors import ToolError
 from toolsets.images.store import ImageStore
 from toolsets.sandbox import image_bwrap
@@ -234,6 +237,58 @@ def test_setuid_programs_give_nothing(images: Path, tmp_path: Path) -> None:
         assert options.endswith("NoNewPrivs:\t1")
 
     act(images, tmp_path / "layer", doing, "agent:1")
+
+
+@pytest.mark.parametrize("name", ["redirect", "opaque", "metacopy", "origin"])
+def test_no_attribute_leads_the_overlay_elsewhere(images: Path, tmp_path: Path, name: str) -> None:
+    """The kernel keeps what an overlay means in attributes of the layer, which a command cannot
+    set: a redirected directory would show another of the image, or of this machine."""
+    code = (
+        "import os\n"
+        "os.makedirs('d', exist_ok=True)\n"
+        f"try: os.setxattr('d', 'user.overlay.{name}', b'/../../../../etc')\n"
+        "except OSError: pass\n"
+    )
+
+    async def doing(sandbox: BwrapImageSandbox, files: ImageFiles) -> None:
+        assert (await sandbox.run("python", code)).exit_code == 0
+
+    async def again(sandbox: BwrapImageSandbox, files: ImageFiles) -> None:
+        assert await out(sandbox, "ls -A d") == ""
+
+    act(images, tmp_path / "layer", doing)
+    made = tmp_path / "layer/upper/testbed/d"
+    assert f"user.overlay.{name}" not in os.listxattr(made)
+    act(images, tmp_path / "layer", again)
+
+
+def test_no_link_of_an_image_leads_out(images: Path, tmp_path: Path) -> None:
+    """Of a hostile image, whose programs and directories are links to places of this machine."""
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret")
+    hostile = [
+        symlink("link", str(secret)),
+        symlink("climbing", "../" * 30 + str(secret).lstrip("/")),
+        symlink("home", str(tmp_path)),
+        symlink("testbed/proc", "/proc/1/root" + str(secret)),
+        Entry("testbed/su", b"#!/bin/sh\nid -u", mode=0o6755),
+        Entry("testbed/disk", kind=tarfile.BLKTYPE, device=(8, 0)),
+    ]
+    programs = images.with_name("trees") / "python"
+    layers = [layer_of_tree(programs), layer_of(hostile)]
+    write_layout(tmp_path / "images/made", layers, name="1", config={"WorkingDir": "/testbed"})
+
+    async def doing(sandbox: BwrapImageSandbox, files: ImageFiles) -> None:
+        for path in ("/link", "/climbing", "/home/secret", "proc"):
+            assert "s3cret" not in (await shell(sandbox, f"cat {path}")).stdout
+            with contextlib.suppress(PathError):  # or what is written here is there
+                assert await asyncio.to_thread(files.read_bytes, path, 10) == b"changed"
+            with contextlib.suppress(PathError):
+                await asyncio.to_thread(files.write_bytes, path, b"changed")
+        assert await out(sandbox, "stat -c %a su; ls") == "755\nproc\nsu"
+
+    act(tmp_path / "images", tmp_path / "layer", doing, "made:1")
+    assert secret.read_text() == "s3cret"
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import multiprocessing
+import os
 import stat
 import tarfile
 import threading
@@ -20,6 +21,7 @@ from testing.fake_images import (
     write_saved,
 )
 from toolsets.images import layers as layers_module
+from toolsets.images.archives import images_in
 from toolsets.images.image_error import ImageError
 from toolsets.images.store import ImageStore, UnpackedImage
 from toolsets.images.users import user_of
@@ -146,6 +148,63 @@ def test_layers_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not list((tmp_path / "images").glob(".unpacked-*/*/rootfs"))
 
 
+def test_entries_and_depth_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers_module, "_MAX_ENTRIES", 5)
+    with pytest.raises(ImageError, match="more than 5 entries"):
+        unpacked(tmp_path / "many", [Entry(f"{n}") for n in range(3)], [Entry("a")] * 3)
+    with pytest.raises(ImageError, match="too deep"):
+        unpacked(tmp_path / "deep", [Entry("d/" * 201 + "x")])
+    for name in ("many", "deep"):
+        assert not list((tmp_path / name / "images").glob(".unpacked-*/*/rootfs"))
+
+
+def test_zeros_take_no_disk(tmp_path: Path) -> None:
+    """A small compressed layer could fill it otherwise."""
+    zeros = bytes(8 << 20)
+    tree = unpacked(tmp_path, [Entry("zeros", zeros), Entry("mixed", zeros + b"x" + zeros)])
+    assert (tree / "zeros").read_bytes() == zeros
+    assert (tree / "mixed").read_bytes() == zeros + b"x" + zeros
+    assert (tree / "zeros").stat().st_blocks == 0
+    assert (tree / "mixed").stat().st_blocks * 512 <= 1 << 20
+
+
+def old_sparse(size: int) -> bytes:
+    """A layer with a file of that many zeros, in the format of GNU tar."""
+    info = tarfile.TarInfo("big")
+    info.type = tarfile.GNUTYPE_SPARSE
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    number = b"\x80" + size.to_bytes(11, "big")
+    header[386:410] = number + bytes(12)  # one piece, at the end, without content
+    header[483:495] = number
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + bytes(1024)
+
+
+def new_sparse(version: str, size: int) -> bytes:
+    """The same in one of the formats with extended headers."""
+    info = tarfile.TarInfo("big")
+    info.pax_headers = {"GNU.sparse.size": str(size), "GNU.sparse.realsize": str(size)}
+    info.pax_headers |= {
+        "0.0": {"GNU.sparse.offset": "0", "GNU.sparse.numbytes": "0"},
+        "0.1": {"GNU.sparse.map": f"{size},0"},
+        "1.0": {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"},
+    }[version]
+    return info.tobuf(tarfile.PAX_FORMAT) + bytes(1024)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [old_sparse(1 << 20), *(new_sparse(version, 1 << 20) for version in ("0.0", "0.1", "1.0"))],
+    ids=["old", "0.0", "0.1", "1.0"],
+)
+def test_sparse_files_are_refused(tmp_path: Path, layer: bytes) -> None:
+    """One of exabytes takes a kilobyte of a layer."""
+    write_layout(tmp_path / "images" / "made", [layer], name="1")
+    with pytest.raises(ImageError, match="sparse file 'big'"):
+        ImageStore(tmp_path / "images").unpack("made:1")
+
+
 def test_a_header_that_is_too_long_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="header is too long"):
         unpacked(tmp_path, [Entry("x" * (2 << 20), b"")])
@@ -186,7 +245,9 @@ def test_images_are_found_by_all_their_names(tmp_path: Path) -> None:
         gzip.compress((images / "s.tar").read_bytes().replace(b"org/saved", b"org/zaved"))
     )
     (images / "junk.tar").write_bytes(b"junk")
+    os.mkfifo(images / "pipe.tar")
     store = ImageStore(images)
+    assert sum("pipe.tar: neither a file" in str(found) for found in images_in(images)) == 1
     for name in ("org/tool:2.0", "docker.io/org/tool:2.0", digest, f"any@{digest}"):
         assert (store.unpack(name).rootfs / "a").read_bytes() == b"layout"
     assert store.find("base:1").digest == named

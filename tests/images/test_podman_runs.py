@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.images.test_image_runs import FIXED, FIXES, INTERRUPTED, OPTIONS, kill, row, terminal
+from tests.images.conftest import podman
+from tests.images.test_image_runs import (
+    FIXED,
+    INTERRUPTED,
+    OPTIONS,
+    kill,
+    row,
+    terminal,
+    worked_on,
+)
 from tests.images.test_image_runs import records as records_of
-from tests.images.test_task_runs import forty_tasks
+from tests.images.test_task_runs import forty_tasks, judge_forty_tasks, kill_often
 from tests.running import lines, run, started, wait_until, write_rows
 from toolsets.sandbox.docker import engine_warning, run_label
 
@@ -21,41 +29,12 @@ pytestmark = pytest.mark.long
 PODMAN = {**OPTIONS, "sandbox": "docker", "container_engine": "podman"}
 
 
-def podman(*arguments: str) -> str:
-    done = subprocess.run(["podman", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@pytest.fixture(scope="module")
-def engine(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A Podman that has the images, and whose storage is named by variables only."""
-    if shutil.which("podman") is None or shutil.which("runc") is None:
-        pytest.skip("podman and runc are not installed")
-    place = tmp_path_factory.mktemp("podman")
-    monkeypatch = pytest.MonkeyPatch()
-    (place / "containers.conf").write_text(
-        '[containers]\ndefault_ulimits=["nofile=4096:4096", "nproc=4096:4096"]\n'
-        '[engine]\nruntime="runc"\ncgroup_manager="cgroupfs"\nevents_logger="file"\n'
-    )
-    (place / "storage.conf").write_text(
-        f'[storage]\ndriver="overlay"\ngraphroot="{place}/graph"\nrunroot="{place}/run"\n'
-    )
-    monkeypatch.setenv("CONTAINERS_CONF", str(place / "containers.conf"))
-    monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(place / "storage.conf"))
-    tried = subprocess.run(["podman", "info"], capture_output=True, text=True, check=False)
-    if tried.returncode != 0:
-        pytest.skip(f"podman does not work here: {tried.stderr.strip()[-200:]}")
-    for name in ("python", "agent", "shell"):
-        made = podman("pull", "--quiet", f"oci:{images / name}:1")
-        podman("tag", made.split()[-1], f"localhost/{name}:1")
-    yield
-    subprocess.run(["podman", "system", "reset", "--force"], capture_output=True, check=False)
-    monkeypatch.undo()
-
-
 def assert_nothing_is_left(cwd: Path) -> None:
     assert podman("ps", "--all", "--quiet") == ""
+    label = f"bt-{run_label(cwd / 'trajectories/r')}"
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            assert label not in process.read_text(errors="replace")
     assert not [name for name in podman("images", "--format", "{{.Repository}}").split()
                 if "bt-" in name]  # fmt: skip
     assert list((cwd / "trajectories/r/workspaces").iterdir()) == []
@@ -63,19 +42,7 @@ def assert_nothing_is_left(cwd: Path) -> None:
 
 @pytest.mark.usefixtures("engine")
 def test_rows_are_worked_on_in_containers(tmp_path: Path) -> None:
-    write_rows(tmp_path / "p.jsonl", *FIXES, row("lost", "missing:1"))
-    done = run(tmp_path, "--row_setup", max_attempts=1, **PODMAN)
-    assert done.returncode in (0, 1), done.stderr
-    found = records_of(tmp_path)
-    passed = {name: record["check"] and record["check"]["passed"] for name, record in found.items()}
-    assert passed == {
-        "by a command": True,
-        "by the file tools": True,
-        "without Python": True,
-        "not at all": False,
-        "with hidden tests": True,
-        "lost": None,
-    }
+    found = worked_on(tmp_path, **PODMAN)
     assert "podman does not have it" in found["lost"]["error"]["message"]
     assert "+    return a + b" in found["by the file tools"]["diff"]["patch"]
     assert_nothing_is_left(tmp_path)
@@ -139,15 +106,11 @@ def test_slow_storage_is_named(
 
 @pytest.mark.usefixtures("engine")
 def test_forty_tasks_are_killed_and_resumed_in_containers(tmp_path: Path) -> None:
-    write_rows(tmp_path / "p.jsonl", *forty_tasks())
+    kills = 10
+    write_rows(tmp_path / "p.jsonl", *forty_tasks(kills))
     options = {**PODMAN, "num_workers": 2, "batch_size": 4}
-    stored = tmp_path / "trajectories/r/records.jsonl"
+    kill_often(tmp_path, kills, **options)
     with started(tmp_path, "--row_setup", **options) as process:
-        wait_until(lambda: stored.exists() and stored.read_bytes().count(b"\n") >= 5, timeout_s=300)
-        kill(process)
-    with started(tmp_path, "--row_setup", **options) as process:
-        assert process.wait(timeout=1200) == 0, (tmp_path / "output.txt").read_text()
-    found = records_of(tmp_path)
-    rewards = {name: record["check"]["reward"] for name, record in found.items()}
-    assert rewards == {f"t{n:02}": float(n % 4 != 0) for n in range(40)}
+        assert process.wait(timeout=1800) == 0, (tmp_path / "output.txt").read_text()
+    judge_forty_tasks(tmp_path)
     assert_nothing_is_left(tmp_path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,21 @@ def test_swe_bench(tmp_path: Path, task_images: Path) -> None:
     check_kind(run_kind(tmp_path, task_images, "swe-bench", row))
 
 
+def test_swe_bench_with_its_own_script(tmp_path: Path, task_images: Path) -> None:
+    script = (
+        "#!/bin/bash\nset -uxo pipefail\ncd /testbed\ngit apply -v - <<'EOF_1'\n"
+        f"{TEST_PATCH}EOF_1\n: '>>>>> Start Test Output'\npytest -rA tests/test_calc.py\n"
+        ": '>>>>> End Test Output'\nrm -r tests\n"
+    )
+    row = {
+        "instance_id": "o__r", "repo": "o/r", "base_commit": "main", "image": "swe:1",
+        "problem_statement": "add is wrong", "test_patch": TEST_PATCH,
+        "eval_script": script, "log_parser": "parse_log_pytest",
+        "FAIL_TO_PASS": json.dumps([NAME]), "PASS_TO_PASS": "[]",
+    }  # fmt: skip
+    check_kind(run_kind(tmp_path, task_images, "swe-bench", row))
+
+
 def test_swe_rebench(tmp_path: Path, task_images: Path) -> None:
     row = {
         "instance_id": "o__r", "repo": "o/r", "base_commit": "main", "image_name": "swe:1",
@@ -219,8 +236,11 @@ def test_harbor_tasks(tmp_path: Path, task_images: Path) -> None:
     assert "cannot access '/tests'" in results_of(records["0-sh"])[0]["stderr"]
 
 
-def forty_tasks() -> list[dict[str, Any]]:
-    """Tasks in three images and three ways to judge them; every third model fixes nothing."""
+def forty_tasks(kills: int) -> list[dict[str, Any]]:
+    """Tasks in three images and three ways to judge them; every fourth model fixes nothing.
+
+    The others succeed in a run that is killed so many times.
+    """
     rows = []
     for n in range(40):
         image, (_, test, fix) = list(PLACES.items())[n % 3]
@@ -245,7 +265,8 @@ def forty_tasks() -> list[dict[str, Any]]:
         ]
         # Once more than the run is killed: a call that a kill cut off is not repeated.
         work = "true" if n % 4 == 0 else fix
-        commands = ["id -u; echo 1 > /tmp/r", *(f"id -u; {work}; : {time}" for time in range(4))]
+        times = range(kills + 1)
+        commands = ["id -u; echo 1 > /tmp/r", *(f"id -u; {work}; : {time}" for time in times)]
         rows.append({
             "id": f"t{n:02}", "prompt": "Fix it.", "image": image,
             "check": checks[n // 3 % 3], "script": script_of(*commands),
@@ -253,31 +274,46 @@ def forty_tasks() -> list[dict[str, Any]]:
     return rows
 
 
-def test_forty_tasks_over_three_images_are_killed_and_resumed(
-    tmp_path: Path, task_images: Path
-) -> None:
-    write_rows(tmp_path / "p.jsonl", *forty_tasks())
-    run_dir = tmp_path / "trajectories" / "r"
-    options: dict[str, Any] = {
-        **IN_IMAGES, "workspace": "image", "images": task_images, "num_workers": 2, "batch_size": 6,
-    }  # fmt: skip
-    for count in (1, 12, 25):
+def sizes(run_dir: Path) -> int:
+    """The bytes of all journals and records."""
+    total = 0
+    for path in [*run_dir.glob("inflight/*.jsonl"), run_dir / "records.jsonl"]:
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
-        def has(count: int = count) -> bool:
-            records = run_dir / "records.jsonl"
-            return records.exists() and records.read_bytes().count(b"\n") >= count
 
-        with started(tmp_path, "--row_setup", **options) as process:
-            wait_until(has, timeout_s=120)
-            os.kill(process.pid, signal.SIGKILL)
+def kill_often(cwd: Path, kills: int, **options: Any) -> None:
+    """Start a run and kill it, again and again, each time after it has written a random amount."""
+    draw = random.Random(kills)
+    run_dir = cwd / "trajectories" / "r"
+    for number in range(kills):
+        wanted = draw.randint(0, 40_000)
+        grown, last = 0, sizes(run_dir)
+
+        def has_grown(wanted: int = wanted) -> bool:
+            nonlocal grown, last
+            now = sizes(run_dir)
+            grown, last = grown + max(0, now - last), now  # journals are removed, too
+            return grown >= wanted
+
+        with started(cwd, "--row_setup", **options) as process:
+            wait_until(lambda: has_grown() or process.poll() is not None, timeout_s=300)
+            assert process.poll() is None, "the run ended before it was killed"
+            # All its processes, or the one whose end the others have to notice.
+            for pid in session_of(process.pid) if number % 2 else [process.pid]:
+                os.kill(pid, signal.SIGKILL)
             process.wait()
             wait_until(lambda leader=process.pid: not session_of(leader), timeout_s=60)
-    done = run(tmp_path, "--row_setup", **options)
-    assert done.returncode == 0, done.stderr
-    records = records_of(tmp_path)
+
+
+def judge_forty_tasks(cwd: Path) -> None:
+    """Each has its one record, with the reward that it should have; nothing else is left."""
+    run_dir = cwd / "trajectories" / "r"
+    assert len(lines(run_dir / "records.jsonl")) == 40
+    records = records_of(cwd)
     rewards = {id: record["check"]["reward"] for id, record in records.items()}
     assert rewards == {f"t{n:02}": float(n % 4 != 0) for n in range(40)}
-    assert len(lines(run_dir / "records.jsonl")) == 40
     for n in range(40):
         said = [m["content"] for m in records[f"t{n:02}"]["messages"] if m["role"] == "tool"]
         # A note may follow the JSON; the result of a call that was cut off is text.
@@ -285,3 +321,23 @@ def test_forty_tasks_over_three_images_are_killed_and_resumed(
         users = {decode(text)[0]["stdout"] for text in said if text.startswith("{")}
         assert users == {"1234\n" if n % 3 == 1 else "0\n"}
     assert not [*(run_dir / "workspaces").iterdir()]
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(process.name) != os.getpid():
+                assert str(run_dir) not in (process / "mountinfo").read_text()
+                assert str(run_dir) not in (process / "cmdline").read_text(errors="replace")
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.long)])
+def test_forty_tasks_over_three_images_are_killed_and_resumed(
+    tmp_path: Path, task_images: Path, kills: int
+) -> None:
+    write_rows(tmp_path / "p.jsonl", *forty_tasks(kills))
+    options: dict[str, Any] = {
+        **IN_IMAGES, "workspace": "image", "images": task_images, "num_workers": 2, "batch_size": 6,
+    }  # fmt: skip
+    kill_often(tmp_path, kills, **options)
+    done = run(tmp_path, "--row_setup", **options)
+    assert done.returncode == 0, done.stderr
+    judge_forty_tasks(tmp_path)
+    assert not [*task_images.glob(".unpacked-*/*.tmp")]

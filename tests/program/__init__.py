@@ -6,6 +6,7 @@ test_record         the calls of programs that run elsewhere
 test_run            runs from start to end, killed and resumed
 test_user_turns     conversations with several messages of the user: kills, checks
 test_run_options    options of conversations in whole runs
+test_token_runs     runs that record token ids, killed and resumed
 test_web_run        runs with the toolset web
 test_batches        runs by the provider's Batch API
 test_credentials    credentials that change while runs work, are killed and resumed

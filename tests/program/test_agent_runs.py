@@ -339,6 +339,20 @@ def test_a_conversation_has_so_many_seconds(tmp_path: Path, endpoint: AgentEndpo
     assert record["api_calls"] == 4
 
 
+@pytest.mark.slow
+@needs_bwrap
+def test_an_agent_that_fills_its_workspace_has_failed(
+    tmp_path: Path, endpoint: AgentEndpoint
+) -> None:
+    """Also after a final answer: it was not done."""
+    agent = shell(f'{PYTHON} {SCRIPT} chat "$1"; head -c 60M /dev/zero > big; exec sleep 600')
+    record = one_record(tmp_path, endpoint, agent, workspace_mb=20)
+    assert record["status"] == "failed"
+    words = "was ended because its workspace is over --workspace_mb: it holds "
+    assert words in record["error"]["message"]
+    assert record["api_calls"] == 4
+
+
 FAILURES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "exit code": (
         lambda: shell("echo no luck >&2; exit 3"),

@@ -289,7 +289,7 @@ def test_other_code_on_a_node(tmp_path: Path, cluster: TwoNodes) -> None:
         shutil.copytree(ROOT / room, tmp_path / "other" / room)
     with (tmp_path / "other/toolsets/text.py").open("a") as module:
         module.write("# another version\n")
-    cluster.add_with_code(tmp_path / "other")
+    cluster.add(PYTHONPATH=str(tmp_path / "other"))
     write_prompts(tmp_path / "p.jsonl", 2)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         given = on_ray(endpoint, cluster, worker_resources="other=1", num_workers=1)

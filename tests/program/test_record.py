@@ -285,6 +285,23 @@ def test_rejected_credentials_stop_the_recording(
     assert record["status"] == "completed"
 
 
+def test_an_api_that_the_endpoint_lacks_fails_only_sessions_that_speak_it(
+    tmp_path: Path, endpoint: FakeEndpoint
+) -> None:
+    """Once the endpoint has answered in another API; its root URL has never answered then."""
+    with recording(tmp_path, endpoint, call_attempts=2) as world:
+        world.talk("Go.", at="/sessions/a")
+        messages = [{"role": "user", "content": "fault:null"}]
+        body = {"model": "m", "messages": messages, "max_tokens": 50}
+        assert world.ask("POST", "/sessions/b/v1/messages", body)[0] == 400
+        assert world.ask("DELETE", "/sessions/b")[1]["status"] == "failed"
+        world.talk("Go on.", at="/sessions/c")
+        assert stop(world.process) == 1
+    assert {name: one["status"] for name, one in records(tmp_path).items()} == {
+        **{"a": "completed", "b": "failed", "c": "completed"},
+    }
+
+
 def test_a_recording_is_a_run_of_its_own(tmp_path: Path, endpoint: FakeEndpoint) -> None:
     """It takes no dataset; an upstream that is unknown is refused before anything is written."""
     ended = run(tmp_path, "record", dataset_file="p.jsonl", **options(endpoint))

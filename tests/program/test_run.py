@@ -796,6 +796,37 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     assert "LOADED []" in done.stdout
 
 
+def test_commands_that_only_read_a_run_import_nothing_that_runs_tasks(tmp_path: Path) -> None:
+    """That would take about 20 MB more."""
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
+    flags = ["--dataset_file=p.jsonl", "--model=scripted", "--run_name=r"]
+    assert run(tmp_path, *flags).returncode == 0
+    for arguments in (["status", "r"], ["export", "r", "--format=hermes"]):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", str(ROOT / "batch_runner.py"), *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        imported = set(re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE))
+        assert "api.stored_run" in imported
+        assert not {"aiohttp", "agent.runner", "runs.supervisor.supervisor"} & imported, arguments
+
+
+NOT_FOR_A_PLAIN_RUN = {
+    *("tarfile", "gzip", "grp", "pwd", "tomllib", "yaml"),
+    *("toolsets.images.store", "toolsets.images.archives", "toolsets.images.layers"),
+    *("toolsets.images.names", "toolsets.images.users", "toolsets.sandbox.image_bwrap"),
+    *("toolsets.sandbox.inside.namespaces", "runs.worker.diff", "runs.worker.check"),
+    *("runs.dataset.test_outcomes", "runs.sources.harbor", "runs.sources.rows_file"),
+    *("runs.sources.templates", "agent.gateway.canonical", "agent.gateway.lines"),
+    *("agent.gateway.threads", "agent.state.agent_record", "agent.gateway.wire"),
+    *("runs.config.agent_program", "toolsets.yaml_file", "runs.worker.replay"),
+}
+"""What only runs with images, checks, rows files or agents that are commands need."""
+
+
 def test_workers_import_nothing_that_the_command_has_not(tmp_path: Path) -> None:
     """What a worker imports itself, each of them imports: here none is imported twice."""
     write_prompts(tmp_path / "p.jsonl", 8)
@@ -814,6 +845,7 @@ def test_workers_import_nothing_that_the_command_has_not(tmp_path: Path) -> None
     assert "runs.worker.worker" in named
     assert set(named.values()) == {1}
     assert not {"httpx2", "toolsets.browser.browser_tools", "ray"} & imported.keys()
+    assert not NOT_FOR_A_PLAIN_RUN & imported.keys()
 
 
 @pytest.mark.slow

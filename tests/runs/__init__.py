@@ -9,6 +9,7 @@ test_row_setup        rows that bring files, and checks of the final state
 test_row_images       columns that name an image, and how to work and judge in it
 test_rows_files       rows files: other datasets become rows of a run
 test_harbor           Harbor task directories as rows
+test_rewards          reward functions and their scores
 test_row_checks       checks by reward files and by the tests that ran
 test_kept_scan        the cached scan of a dataset
 test_endpoints        several models and endpoints in one run

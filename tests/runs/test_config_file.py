@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from runs.config.loading import load_config
+from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
 from tests.running import command, run, write_prompts
 
@@ -51,7 +52,7 @@ def test_merged_mappings_may_be_overridden(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("&b {a: *b}", "run.yaml: extra_body, in a"),
+        ("&b {a: *b}", "run.yaml:1:20: not YAML: an alias inside of its anchor"),
         ("{a: !!binary aGVsbG8=}", "run.yaml: extra_body, in a"),
         ("[" * 3000 + "]" * 3000, "run.yaml: cannot read this config file: nested too deeply"),
     ],
@@ -88,6 +89,46 @@ def test_a_flag_in_other_bytes_than_utf8_is_named(tmp_path: Path) -> None:
     done = run(tmp_path, system_prompt=latin, model="scripted", **FLAGS)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --system_prompt: not UTF-8 (got 'Gr")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f"seed: 1{'0' * 5000}", "1:7: not YAML: not a value: Exceeds the limit (4300 digits)"),
+        ("model: 2026-02-30", "1:8: not YAML: not a value: day is out of range for month"),
+        ('system_prompt: "\\ud800"', "1:16: not YAML: half of a surrogate pair"),
+        ('"\\ud800": 1', "1:1: not YAML: half of a surrogate pair"),
+        ("models: &a {x: *a}", "1:16: not YAML: an alias inside of its anchor"),
+        ("extra_body: {a: [.nan]}", " extra_body: holds a number that JSON cannot represent"),
+    ],
+)
+def test_values_that_nothing_could_write_are_refused_with_their_place(
+    tmp_path: Path, text: str, reason: str
+) -> None:
+    assert refused(tmp_path, f"{text}\n").startswith(f"run.yaml:{reason}")
+
+
+def test_half_a_surrogate_pair_is_refused_wherever_a_config_comes_from(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 1)
+    done = run(tmp_path, "--tools=\udcff.py:x", model="scripted", **FLAGS)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --tools: not UTF-8 (got ")
+    with pytest.raises(ValueError, match="system_prompt: half of a surrogate pair"):
+        RunConfig(dataset_file=tmp_path / "p.jsonl", run_name="r", system_prompt="\ud800")
+
+
+def test_an_empty_path_is_not_the_current_directory(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 1)
+    done = run(tmp_path, dataset_file="", run_name="r", model="scripted")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --dataset_file: must not be empty")
+
+
+def test_a_dataset_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.jsonl")
+    done = run(tmp_path, **FLAGS, model="scripted")
+    assert done.returncode == 2
+    assert "p.jsonl is a pipe or device" in done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

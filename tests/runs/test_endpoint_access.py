@@ -378,6 +378,8 @@ def test_values_that_are_not_secrets_are_accepted(endpoint: dict[str, Any]) -> N
     [
         ({**URL, "headers": {"a b": "c"}}, "cannot be the name of a header"),
         ({**URL, "headers": {"a": "c\nd"}}, "cannot be the value of a header"),
+        ({**URL, "headers": {"Content-Length": "3"}}, "describes the body of a request"),
+        ({**URL, "headers_env": {"transfer-encoding": "A"}}, "describes the body of a request"),
         ({**URL, "headers_env": {"a": "NOT A NAME"}}, "a.headers_env.a"),
         ({**URL, "proxy": "socks5://127.0.0.1:1080"}, "SOCKS is not supported"),
         ({**URL, "proxy": "127.0.0.1"}, None),

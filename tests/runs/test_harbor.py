@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_a_task_with_all_that_is_supported(tmp_path: Path) -> None:
     task = read(tmp_path / "full")
     env = {"A": "1", "B": "two"}
     assert task.image == ImageSpec("org/full:1", "/srv", "agent", env, network=False)
-    assert task.limits == RowLimits(4096, 10240)
+    assert task.limits == RowLimits(4096, 10240, 2)
     assert task.spec.options.max_conversation_s == 900
     assert task.opening == [{"role": "user", "content": "Solve it."}]
     check = check_of(task)
@@ -193,6 +194,15 @@ REFUSED: dict[str, tuple[str, dict[str, str | None], str]] = {
     "no-test": (SIMPLE, {"tests/test.sh": None}, "task.toml: tests/test.sh is missing"),
     "no-words": (SIMPLE, {"instruction.md": " \n"}, "task.toml: instruction.md is empty"),
     "not-toml": ("[environment", {}, "task.toml: not TOML: "),
+    "long": (f"a = 1{'0' * 5000}", {}, "task.toml: not TOML: Exceeds the limit (4300 digits)"),
+    "deep": (f"a = {'[' * 2000}", {}, "task.toml: not TOML: nested too deeply"),
+    "network": (
+        SIMPLE + "network_mode = [1]",
+        {},
+        "task.toml:3: environment.network_mode: [1] is not supported",
+    ),
+    "huge": (SIMPLE + f"memory = '{'9' * 400}'", {}, "task.toml:3: environment.memory: '999"),
+    "odd": (SIMPLE, {"tests/\udcff": ""}, "task.toml: tests/\ufffd: its name is not UTF-8"),
     "new": ('schema_version = "2.0"', {}, "task.toml:1: schema_version: version 2.0 of the"),
     "size": (SIMPLE + 'memory = "much"', {}, "task.toml:3: environment.memory: 'much' is not a"),
     "variable": (
@@ -226,6 +236,26 @@ def test_a_link_does_not_bring_files_of_this_machine(tmp_path: Path) -> None:
         (directory / name).symlink_to(tmp_path if "directory" in name else tmp_path / "secret")
         words = f"t{n}/task.toml: {name} is a link; copy the tasks without links (cp -rL)"
         assert refusal(directory) == words
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """Neither for a row, nor for the name of an image that is built."""
+    for n, name in enumerate(["instruction.md", "tests/pipe", "environment/pipe"]):
+        directory = write_task(tmp_path / f"t{n}", "", **{"environment/Dockerfile": "FROM x"})
+        (directory / name).unlink(missing_ok=True)
+        os.mkfifo(directory / name)
+        words = f"t{n}/task.toml: {name} is neither a file nor a directory"
+        assert refusal(directory) == words
+
+
+@pytest.mark.parametrize("name", ["t\udcff/task.toml", "t\udcff.jsonl"])
+def test_names_that_are_not_utf8_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("")
+    looked = run(tmp_path, "look", ".")
+    assert looked.returncode == 2
+    assert "t\ufffd" in looked.stderr
+    assert "its name is not UTF-8; rename it" in looked.stderr
 
 
 class TestDataset:

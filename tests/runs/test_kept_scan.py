@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
@@ -16,7 +17,7 @@ import pytest
 from agent.options import AgentOptions
 from runs.dataset.row import RowRules
 from runs.dataset.scan import scan, tasks
-from runs.dataset.scan_cache import cached_scan, load_scan, save_scan
+from runs.dataset.scan_cache import cached_keys, cached_scan, load_scan, save_scan
 from runs.shards import Shard
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import SCRIPTED, ids, lines, run, started, wait_until, write_rows
@@ -71,6 +72,21 @@ def test_the_same_dataset_is_not_scanned_again(dataset: Path) -> None:
     assert served(dataset)
     os.utime(dataset, (1, 1))
     assert served(dataset), "a file that was copied or touched is the same"
+
+
+def test_keys_are_found_in_files_of_earlier_versions(tmp_path: Path) -> None:
+    """They have an occurrence for each row, even where no id repeats."""
+    path, kept = write(tmp_path / "p.jsonl", [b'{"prompt":"a"}', b'{"prompt":"b"}']), tmp_path / "k"
+    found = scan(path, **ASKED)
+    save_scan(kept, found)
+    assert cached_keys(kept) == found.keys
+    _, header, body = kept.read_bytes().split(b"\n", 2)
+    fields = orjson.loads(header)
+    assert fields.pop("occurrences") == 0
+    ones = array("I", [1, 1]).tobytes()
+    old = orjson.dumps(fields) + b"\n" + body[:16] + ones + body[16:]
+    kept.write_bytes(blake2b(old, digest_size=32).hexdigest().encode() + b"\n" + old)
+    assert cached_keys(kept) == found.keys
 
 
 def in_place(old: bytes, new: bytes) -> Callable[[list[bytes]], list[bytes]]:

@@ -56,6 +56,18 @@ def test_runs_of_different_rows_are_merged_into_one_that_can_be_resumed(cwd: Pat
     assert identity["history"][0]["merged"][1] == {"path": "trajectories/b", "records": 1}
 
 
+def test_scores_come_along(cwd: Path) -> None:
+    (cwd / "g.py").write_text("def one(*_): return 1\n")
+    for name in ("a", "b"):
+        assert run(cwd, "score", name, reward="g:one").returncode == 0
+    assert run(cwd, "merge", "a", "b", into="m", dataset_file="all.jsonl").returncode == 0
+    assert "0 scores" in run(cwd, "score", "m", reward="g:one").stdout
+    assert sorted(ids(cwd / "trajectories" / "m" / "scores.jsonl")) == ["p0", "p1", "p2"]
+    shown = run(cwd, "show", "m", "p0").stdout
+    assert "\nreward 1\n" in shown
+    assert "rewards: one 1" in shown
+
+
 def test_an_output_directory_that_is_not_there_is_made(cwd: Path) -> None:
     runs = ("trajectories/a", "trajectories/b")
     merged = run(cwd, "merge", *runs, into="m", dataset_file="all.jsonl", output_dir="new/place")

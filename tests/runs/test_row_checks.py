@@ -25,7 +25,7 @@ from toolsets.workspace.workspace import Workspace
 REWARDS = {"reward_file": ["out/reward.json", "reward.txt"]}
 
 
-def judged(root: Path, check: dict[str, Any]) -> dict[str, Any]:
+def judged(root: Path, check: dict[str, Any], *, turns: int | None = None) -> dict[str, Any]:
     """The result of a check of the files in `root`, in a real sandbox."""
     found = read_check(check, inside=False, network=False, variables=())
     assert found is not None
@@ -34,7 +34,7 @@ def judged(root: Path, check: dict[str, Any]) -> dict[str, Any]:
     async def open_as(user: str | None) -> ToolContext:
         return ToolContext(workspace, make_sandbox("local", workspace, Limits()))
 
-    return asyncio.run(run_check(found, open_as))
+    return asyncio.run(run_check(found, open_as, turns))
 
 
 class TestRewardFiles:
@@ -58,6 +58,23 @@ class TestRewardFiles:
             assert found["rewards"] == {"reward": 0, "speed": 7}
 
     @pytest.mark.parametrize(
+        ("content", "rewards", "by_turn"),
+        [
+            ({"reward": 0.5, "format": 1}, {"reward": 0.5, "format": 1}, {}),
+            ({"accuracy": 0.5}, {"accuracy": 0.5}, {}),
+            ({"reward": 1, "turn_rewards": [0, None]}, {"reward": 1}, {"reward": [0, None]}),
+            ({"reward": 1, "format": [0, 1]}, {"reward": 1}, {"format": [0, 1]}),
+        ],
+    )
+    def test_rewards_have_names_and_may_be_per_turn(
+        self, tmp_path: Path, content: Any, rewards: dict[str, float], by_turn: dict[str, Any]
+    ) -> None:
+        command = f"mkdir -p out; echo '{json.dumps(content)}' > out/reward.json"
+        found = judged(tmp_path / "w", {"command": command, **REWARDS}, turns=2)
+        assert found["rewards"] == rewards
+        assert found.get("turn_rewards", {}) == by_turn
+
+    @pytest.mark.parametrize(
         ("command", "words"),
         [
             ("echo no such test >&2; exit 4", "did not write out/reward.json or reward.txt; exit "
@@ -72,6 +89,8 @@ class TestRewardFiles:
             ("echo '[1]' > out/reward.json", "must be a JSON object with numbers"),
             ("echo '{' > out/reward.json", "out/reward.json is not JSON"),
             ("echo '{\"a\": 1, \"b\": 1}' > out/reward.json", "has no number `reward` among a, b"),
+            ("echo '{\"reward\": 1, \"turn_rewards\": [1]}' > out/reward.json",
+             "'reward' has 1 rewards, and the conversation 2 turns"),
             ("mkdir out/reward.json; echo 1 > reward.txt", "'out/reward.json' is a directory"),
             # Nothing falls through to the next file.
             (": > out/reward.json; echo 1 > reward.txt", "out/reward.json is empty"),
@@ -81,7 +100,7 @@ class TestRewardFiles:
         self, tmp_path: Path, command: str, words: str
     ) -> None:
         with pytest.raises(CheckFailed) as raised:
-            judged(tmp_path / "w", {"command": command, **REWARDS})
+            judged(tmp_path / "w", {"command": command, **REWARDS}, turns=2)
         assert words in str(raised.value)
 
     def test_what_the_model_left_there_does_not_count(self, tmp_path: Path) -> None:
@@ -108,6 +127,47 @@ class TestRewardFiles:
         check = {"command": "echo 1 > reward.txt; sleep 60", "timeout_s": 0.3, **REWARDS}
         found = judged(tmp_path / "w", check)
         assert (found["passed"], found["reward"], found["exit_code"]) == (False, 0.0, None)
+
+
+class TestPrintedRewards:
+    @pytest.mark.parametrize(
+        ("printed", "found"),
+        [
+            ({"reward": 0.5}, {"reward": 0.5}),
+            ({"reward": 0.5, "why": "ok", "times": [1, 2, 3]}, {"reward": 0.5}),
+            ({"reward": 0.5, "style": 2}, {"reward": 0.5, "rewards": {"reward": 0.5, "style": 2}}),
+            ({"style": 2}, {"reward": 0.0, "rewards": {"style": 2}}),
+            (
+                {"reward": 1, "turn_rewards": {"format": [0, None]}},
+                {"reward": 1, "rewards": {"reward": 1}, "turn_rewards": {"format": [0, None]}},
+            ),
+            ({str(n): n for n in range(200)}, {"reward": 0.0}),
+            ({"reward": "high"}, {"reward": 0.0}),
+            ([1, 2], {"reward": 0.0}),
+        ],
+    )
+    def test_are_the_numbers_of_the_last_line(
+        self, tmp_path: Path, printed: Any, found: dict[str, Any]
+    ) -> None:
+        """Other values are what a program prints besides."""
+        result = judged(
+            tmp_path / "w", {"command": f"echo x; echo '{json.dumps(printed)}'; false"}, turns=2
+        )
+        names = ("reward", "rewards", "turn_rewards")
+        assert {name: result[name] for name in names if name in result} == found
+
+    def test_a_reward_for_each_turn_needs_the_number_of_turns(self, tmp_path: Path) -> None:
+        command = "echo '{\"turn_rewards\": ['$CONVERSATION_TURNS']}'"
+        with pytest.raises(CheckFailed, match="the last line of its output 'reward' has 1 rewards"):
+            judged(tmp_path / "w", {"command": command}, turns=3)
+        found = judged(tmp_path / "w", {"command": command}, turns=1)
+        assert found["turn_rewards"] == {"reward": [1]}
+
+    @pytest.mark.parametrize("wrong", [{"a": 1}, [True, 1], ["1", 1], 5])
+    def test_wrong_rewards_of_turns_fail_the_check(self, tmp_path: Path, wrong: Any) -> None:
+        command = f"echo '{json.dumps({'reward': 1, 'turn_rewards': wrong})}'"
+        with pytest.raises(CheckFailed, match="the last line of its output"):
+            judged(tmp_path / "w", {"command": command}, turns=2)
 
 
 def test_a_check_has_its_own_variables_and_scripts(tmp_path: Path) -> None:

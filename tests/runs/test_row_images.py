@@ -36,6 +36,7 @@ class TestImage:
     def test_limits_are_megabytes(self) -> None:
         assert read({"limits": {"memory_mb": 4096.0}}).limits == RowLimits(4096)
         assert read({"limits": {"memory_mb": None, "disk_mb": 5}}).limits == RowLimits(None, 5)
+        assert read({"limits": {"cpus": 0.5}}).limits == RowLimits(cpus=0.5)
 
     @pytest.mark.parametrize(
         ("row", "words"),
@@ -50,7 +51,12 @@ class TestImage:
             ({"env": {"A": 1}}, "`env.A` must be text"),
             ({"env": {"A": "${HOME}"}}, "`env.A` names the variable HOME of this machine; allow"),
             ({"network": "yes"}, "`network` must be true or false"),
-            ({"limits": {"cpus": 2}}, "`limits` must be an object with memory_mb and disk_mb"),
+            (
+                {"limits": {"gpus": 2}},
+                "`limits` must be an object with memory_mb, disk_mb and",
+            ),
+            ({"limits": {"cpus": 0}}, "`limits.cpus`: 0 is not a number of CPUs"),
+            ({"limits": {"cpus": True}}, "`limits.cpus`: True is not a number of CPUs"),
             ({"limits": {"memory_mb": 0}}, "`limits.memory_mb`: 0 is not a number of megabytes"),
             ({"hide": "/tests"}, "`hide` must be a list of absolute paths"),
             ({"hide": ["tests"]}, "`hide` must be a list of absolute paths"),

@@ -118,6 +118,18 @@ class TestPresets:
         assert django.tests is not None
         assert django.tests.must_pass == ("test_a (m.C)", "test_b (m.C)")
 
+    def test_swe_bench_runs_the_script_of_a_row(self) -> None:
+        """And refuses what it could not read the output of."""
+        new = {**ROWS["swe-bench"], "image": "new:1", "eval_script": "#!/bin/bash\ntox\n"}
+        check = setup_of(load_rows_file("swe-bench").row(new | {"log_parser": "parse_log_gotest"}))
+        assert check.check is not None
+        assert check.check.files["/check/run.sh"] == b"#!/bin/bash\ntox\n"
+        assert check.check.tests is not None
+        assert "--- " in check.check.tests.patterns[0]
+        other = load_rows_file("swe-bench").row(new | {"log_parser": "parse_log_karma"})
+        with pytest.raises(ValueError, match="no case for 'parse_log_karma'"):
+            INSIDE.read(other)
+
     def test_swe_smith_hides_the_bug_and_the_tests(self) -> None:
         setup = setup_of(load_rows_file("swe-smith").row(ROWS["swe-smith"]))
         assert setup.hidden == ("/check",)
@@ -207,7 +219,11 @@ class TestTemplates:
             ("columns:\n  a: '{{b|lowr}}'", "mine.yaml:2: columns.a: unknown filter 'lowr'; did"),
             ("columns:\n  a: '{{b|after}}'", "columns.a: the filter after takes 1 texts"),
             ("columns:\n  a: '{{b c}}'", "mine.yaml:2: columns.a: {{b c}} is not a template"),
-            ("columns:\n  a: {b: 1,\n    b: 2}", "mine.yaml:3: columns.a.b: given twice"),
+            ("columns:\n  a: {b: 1,\n    b: 2}", "mine.yaml:3:5: not YAML: duplicate key 'b'"),
+            ("columns: {}\ncolumns: {}", "mine.yaml:2:1: not YAML: duplicate key 'columns'"),
+            (f"columns: {{a: 1{'0' * 5000}}}", "mine.yaml:1:14: not YAML: not a value: Exceeds"),
+            ("columns: &a {b: *a}", "mine.yaml:1:17: not YAML: an alias inside of its anchor"),
+            ("columns: {a: \0}", "mine.yaml: not YAML: unacceptable character"),
             ("columns:\n  a: {first_of: x}", "mine.yaml:2: columns.a: first_of must be a list"),
             ("columns:\n  a: {match: x}", "mine.yaml:2: columns.a: match needs `cases`"),
         ],

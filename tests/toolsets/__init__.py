@@ -9,8 +9,8 @@ test_own_tools         a user's own functions as tools
 test_workspace         paths stay beneath the root of the workspace
 test_sandbox           resources and reach of a command
 test_sandbox_limits    shared memory, the first process, refused limits
-test_sandbox_siblings  sandboxes that one process has forked
 test_sandbox_siblings  sandboxes forked by one server share nothing
+test_jobs              what a sandbox's server sends a process, and waits for
 test_installed         programs of the user in a sandbox
 test_forward           connections that leave a sandbox through a socket
 test_docker            the docker sandbox

@@ -60,7 +60,8 @@ def test_a_draw_depends_on_the_seed_and_the_task_alone() -> None:
         ("{file: yes}", ValueError, "True is not a percentage"),
         ("{flight: 50}", UnknownToolset, "unknown toolset 'flight'; known: browser, file"),
         ("[file]", UnknownDistribution, "maps toolsets to percentages"),
-        ("{", UnknownDistribution, "cannot read this distribution"),
+        ("{", UnknownDistribution, "mine.yaml:1:2: not YAML"),
+        ("{file: 1, file: 2}", UnknownDistribution, "mine.yaml:1:11: not YAML: duplicate key"),
     ],
 )
 def test_a_wrong_file_is_refused(

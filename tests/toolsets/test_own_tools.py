@@ -16,7 +16,8 @@ from runs.errors import ConfigError
 from runs.planning.plan import make_plan
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
-from toolsets.catalog.custom import OwnToolError, as_toolsets, load_own
+from toolsets.catalog.custom import as_toolsets, load_own
+from toolsets.catalog.places import OwnToolError
 from toolsets.catalog.registry import Toolset
 from toolsets.context import ToolContext
 from toolsets.tool import Tool, tool

@@ -208,9 +208,10 @@ def test_cancelling_the_caller_kills_the_command(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert await asyncio.to_thread(has_no_writer, alive, within_s=2)
+        await sandbox.stop()
 
     asyncio.run(cancelled())
-    assert has_no_writer(alive, within_s=2)
 
 
 @BOTH

@@ -18,7 +18,7 @@ from tests.running import ROOT
 from tests.toolsets.test_sandbox import BOTH, needs_bwrap, run, workspace
 from toolsets.sandbox import served
 from toolsets.sandbox.base import Limits, SandboxError
-from toolsets.sandbox.cgroup import Group, can_bound_memory, make_group
+from toolsets.sandbox.cgroup import Group, can_bound_memory, can_limit_cpus, make_group
 from toolsets.sandbox.factory import make_sandbox
 from toolsets.workspace.workspace import Workspace
 
@@ -278,3 +278,34 @@ def work(argv: list[str]) -> str:
         check=False,
     )
     return done.stdout or done.stderr
+
+
+def quotas() -> list[tuple[str, bool]]:
+    """The limits on CPU time of groups that this process made, and whether something is inside."""
+    return [
+        (file.read_text().split()[0], bool((group / "cgroup.procs").read_text()))
+        for group in Path("/sys/fs/cgroup").glob(f"**/trajectories-*-{os.getpid()}-*")
+        for file in (group / "cpu.max", group / "cpu.cfs_quota_us")
+        if file.exists()
+    ]
+
+
+@needs_bwrap
+@pytest.mark.parametrize(("cpus", "quota"), [(0.5, "50000"), (2, "200000"), (None, None)])
+def test_cpus_are_limited_by_the_control_group(
+    workspace: Workspace, cpus: float | None, quota: str | None
+) -> None:
+    if not can_limit_cpus():
+        pytest.skip("no control group for CPUs can be made here")
+
+    async def use() -> list[tuple[str, bool]]:
+        sandbox = make_sandbox("bwrap", workspace, Limits(cpus=cpus))
+        try:
+            await sandbox.run("shell", "true")
+            return quotas()
+        finally:
+            await sandbox.stop()
+
+    found = asyncio.run(use())
+    assert found in ([], [("max", True)]) if quota is None else found == [(quota, True)]
+    assert quotas() == []

@@ -38,13 +38,20 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "ws"
 
 
+class InOneLoop(Toolbox):
+    """A toolbox whose calls run in one event loop: its sandbox and the fork server belong to it."""
+
+    runner: asyncio.Runner
+
+
 @pytest.fixture(params=[pytest.param("bwrap", marks=needs_bwrap), "local"])
 def sandboxed(request: pytest.FixtureRequest, root: Path) -> Iterator[Toolbox]:
     workspace = Workspace(root)
     context = ToolContext(workspace, make_sandbox(request.param, workspace, Limits(timeout_s=20)))
-    toolbox = Toolbox(tools_of(list(TOOLSETS.values())), context)
-    yield toolbox
-    asyncio.run(toolbox.close(remove_workspace=False))
+    toolbox = InOneLoop(tools_of(list(TOOLSETS.values())), context)
+    with asyncio.Runner() as toolbox.runner:
+        yield toolbox
+        toolbox.runner.run(toolbox.close(remove_workspace=False))
 
 
 @pytest.fixture
@@ -53,7 +60,8 @@ def files(root: Path) -> Toolbox:
 
 
 def call(toolbox: Toolbox, name: str, **arguments: Any) -> ToolResult:
-    return asyncio.run(toolbox.call(name, json.dumps(arguments)))
+    called = toolbox.call(name, json.dumps(arguments))
+    return toolbox.runner.run(called) if isinstance(toolbox, InOneLoop) else asyncio.run(called)
 
 
 def test_what_is_written_is_read_back(files: Toolbox, root: Path) -> None:

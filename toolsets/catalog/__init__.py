@@ -2,5 +2,6 @@
 
 registry       the built-in toolsets; adding others; choosing by name
 custom         a user's own tools: functions, Tools and Toolsets
+places         imports what an option names
 distributions  toolsets drawn by percentages
 """

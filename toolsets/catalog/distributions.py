@@ -12,8 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from toolsets.catalog.registry import TOOLSETS, Toolset, UnknownToolset
 
 Distribution = Mapping[str, float]
@@ -55,10 +53,12 @@ def load_distribution(name: str, *, known: Mapping[str, Toolset] = TOOLSETS) -> 
         names = ", ".join(sorted(DISTRIBUTIONS))
         msg = f"Unknown distribution {name!r}; known: {names}, or the path of a YAML file"
         raise UnknownDistribution(msg)
+    from toolsets.yaml_file import YamlFileError, read_yaml  # only for a file
+
     try:
-        loaded = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UnknownDistribution(f"{name}: cannot read this distribution: {error}") from error
+        loaded = read_yaml(Path(name), "distribution")
+    except YamlFileError as error:
+        raise UnknownDistribution(str(error)) from error
     return _check(loaded, name, known)
 
 

@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
@@ -64,8 +65,9 @@ def images_in(directory: Path) -> Iterator[StoredImage | ImageError]:
         try:
             with opener(source) as open_member:
                 yield from _images_of(source, place, open_member)
-        except (ImageError, tarfile.TarError, OSError, EOFError) as error:
-            yield error if isinstance(error, ImageError) else ImageError(f"{source}: {error}")
+        except (ImageError, tarfile.TarError, zlib.error, OSError, EOFError) as error:
+            first = str(error).partition("\n")[0].rstrip(":")
+            yield error if isinstance(error, ImageError) else ImageError(f"{source}: {first}")
 
 
 @contextmanager
@@ -74,6 +76,8 @@ def opener(source: Path) -> Iterator[Opener]:
     if source.is_dir():
         yield lambda name: _open_file(source, name)
         return
+    if not source.is_file():  # a pipe would never end
+        raise ImageError(f"{source}: neither a file nor a directory")
     with tarfile.open(source) as archive:
         yield lambda name: _open_member(archive, source, name)
 

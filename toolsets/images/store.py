@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +17,7 @@ from toolsets.images.archives import StoredImage, images_in, opener
 from toolsets.images.image_error import ImageError
 from toolsets.images.layers import Unpacking, read_inside
 from toolsets.images.names import digest_of, full_name
+from toolsets.locked import locked
 from toolsets.workspace.removal import remove_tree
 
 _log = logging.getLogger(__name__)
@@ -105,7 +103,7 @@ class ImageStore:
         try:
             if not (place / _CONFIG).exists():
                 self._make()
-                with _locked(place.with_suffix(".lock")):
+                with locked(place.with_suffix(".lock")):
                     if not (place / _CONFIG).exists():
                         self._unpack(image, place)
             config = orjson.loads((place / _CONFIG).read_bytes())
@@ -172,16 +170,6 @@ class ImageStore:
         except BaseException:
             remove_tree(making)
             raise
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _diff_ids(config: dict[str, Any], layers: int) -> list[str]:

@@ -24,6 +24,8 @@ class Limits:
     """Longest time one call may take; a call may ask for less, never for more."""
     memory_mb: int = 2048
     """Private memory of each process."""
+    cpus: float | None = None
+    """CPUs that all commands together may use; None: all. Not enforced without a control group."""
     processes: int = 512
     """Processes and threads of the task at a time, where the system can limit them."""
     file_mb: int = 512

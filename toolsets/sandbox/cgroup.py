@@ -21,6 +21,9 @@ _REMOVAL_ATTEMPTS = 100
 _JOIN = """\
 while [ "$1" != -- ]; do echo $$ 2>/dev/null >"$1/cgroup.procs"; shift; done; shift; exec "$@"
 """
+_PERIOD_US = 100_000
+"""In which a quota of CPU time counts, unless a group says otherwise."""
+_LEAST_QUOTA_US = 1000
 _MEMORY_SPARE = 64 << 20
 """For the server and the shell: a process should reach its own limit first, and can report that."""
 
@@ -99,10 +102,15 @@ class Group:
             await asyncio.sleep(0.01)
 
 
-def make_group(max_processes: int | None, memory_mb: int) -> Group | None:
+def make_group(
+    max_processes: int | None, memory_mb: int, cpus: float | None = None
+) -> Group | None:
     """Return a new group with these limits, as far as they can be set; None where none can."""
     memory = (memory_mb << 20) + _MEMORY_SPARE
+    quota = None if cpus is None else max(_LEAST_QUOTA_US, round(cpus * _PERIOD_US))
     wanted = {
+        # First: if its group is another one than that of the memory, the process stays in the last.
+        "cpu": {} if quota is None else {"cpu.max": quota, "cpu.cfs_quota_us": quota},
         "pids": {} if max_processes is None else {"pids.max": max_processes},
         "memory": {"memory.max": memory, "memory.limit_in_bytes": memory},
     }
@@ -153,6 +161,11 @@ def _files_of(group: Path) -> frozenset[str]:
     if (found := _known_files.get(group.parent)) is None:
         found = _known_files[group.parent] = frozenset(file.name for file in group.iterdir())
     return found
+
+
+def can_limit_cpus() -> bool:
+    """Whether groups can be made here that limit CPU time."""
+    return _parent("cpu") is not None
 
 
 def can_bound_memory() -> bool:
@@ -216,8 +229,9 @@ def _value(file: Path, name: str) -> int:
 
 
 def _number(file: Path) -> int | None:
+    """The number that a file begins with: that of cpu.max has two."""
     with contextlib.suppress(OSError, ValueError):
-        return int(file.read_text())
+        return int(file.read_text().partition(" ")[0])
     return None
 
 

@@ -7,20 +7,20 @@ files are the workspace is kept, stopped, until its conversation has ended.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 import orjson
 
 from toolsets.images.image_error import ImageError
+from toolsets.locked import locked
 from toolsets.sandbox.base import Limits, SandboxError
 from toolsets.sandbox.cgroup import Group
 from toolsets.sandbox.channel import Launch
@@ -268,7 +268,7 @@ def image_config(engine: str, image: str, pull: Pull) -> dict[str, Any]:
     """
     found = _config_of(engine, image)
     if found is None and pull == "missing":
-        with _alone(image):
+        with locked(_lock_of(image)):
             found = _config_of(engine, image)
             if found is None:
                 done = _ask(engine, ["pull", "--quiet", image], timeout_s=_PULL_TIMEOUT_S)
@@ -348,21 +348,18 @@ def _config_of(engine: str, image: str) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else {}
 
 
-@contextmanager
-def _alone(image: str) -> Iterator[None]:
+def _lock_of(image: str) -> Path:
+    """The file whose lock a process of this user has while it pulls an image."""
     directory = Path(tempfile.gettempdir()) / f"batch-trajectories-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
-    path = directory / f"{hashlib.sha256(image.encode()).hexdigest()[:32]}.lock"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+    return directory / f"{hashlib.sha256(image.encode()).hexdigest()[:32]}.lock"
 
 
 def _limits(limits: Limits, network: bool) -> list[str]:
+    # An engine refuses more than the machine has.
+    cpus = () if limits.cpus is None else ("--cpus", f"{min(limits.cpus, os.cpu_count() or 1):g}")
     return [
+        *cpus,
         *("--network", "bridge" if network else "none"),
         *("--security-opt", "no-new-privileges"),
         *("--memory", f"{limits.memory_mb}m", "--pids-limit", str(limits.processes)),

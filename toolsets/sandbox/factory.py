@@ -6,8 +6,8 @@ A sandbox that does not work is refused; another never replaces it.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from toolsets.images.store import ImageStore
 from toolsets.sandbox.base import ExecResult, Extras, Limits, Sandbox, SandboxError
 from toolsets.sandbox.bwrap import BwrapSandbox, bwrap_problem
 from toolsets.sandbox.docker import (
@@ -21,10 +21,12 @@ from toolsets.sandbox.docker import (
 )
 from toolsets.sandbox.fork_servers import FORK_SERVERS
 from toolsets.sandbox.image import ImageSpec
-from toolsets.sandbox.image_bwrap import BwrapImageSandbox, layering_of, overlay_problem
-from toolsets.sandbox.image_files import ImageSandbox
 from toolsets.sandbox.local import LocalSandbox
 from toolsets.workspace.workspace import Workspace
+
+if TYPE_CHECKING:
+    from toolsets.images.store import ImageStore
+    from toolsets.sandbox.image_files import ImageSandbox
 
 __all__ = [
     "FORK_SERVERS",
@@ -97,7 +99,7 @@ class ImageSandboxes:
         """`images` is where bwrap finds them; `engine` and `pull` are for docker."""
         self._name = name
         self._run_dir = run_dir
-        self._store = None if images is None else ImageStore(images)
+        self._store = None if images is None else _image_store(images)
         self._engine = engine
         self._pull: Pull = pull
 
@@ -113,6 +115,8 @@ class ImageSandboxes:
         """What makes images slow here; None if nothing does."""
         if self._store is None:
             return engine_warning(self._engine)
+        from toolsets.sandbox.image_bwrap import layering_of, overlay_problem
+
         layers = self._run_dir / "workspaces"
         layers.mkdir(parents=True, exist_ok=True, mode=0o700)
         if layering_of(layers, self._store.unpacked) == "overlay":
@@ -129,6 +133,8 @@ class ImageSandboxes:
         Raises `ImageError` where the image is missing, damaged or cannot be used, and `HostError`.
         """
         if self._store is not None:
+            from toolsets.sandbox.image_bwrap import BwrapImageSandbox
+
             image = self._store.unpack(spec.reference)
             return BwrapImageSandbox(workspace, limits, image=image, spec=spec)
         return DockerImageSandbox(
@@ -139,3 +145,9 @@ class ImageSandboxes:
             run=run_label(self._run_dir),
             config=image_config(self._engine, spec.reference, self._pull),
         )
+
+
+def _image_store(directory: Path) -> ImageStore:
+    from toolsets.images.store import ImageStore  # reads archives, which few runs need
+
+    return ImageStore(directory)

@@ -16,14 +16,13 @@ from typing import Any, Protocol
 from toolsets.errors import HOST_ERRNOS, HostError, describe
 from toolsets.sandbox.base import Sandbox, SandboxError
 from toolsets.sandbox.channel import Reply
-from toolsets.workspace.workspace import FileEntry, PathError, Workspace
+from toolsets.workspace.workspace import FileEntry, PathError, Workspace, check_path
 
 _PART_BYTES = 512 << 10
 _PROBE_BYTES = 64 << 10
 _BATCH = 500
 _MAX_SEARCHED_BYTES = 32 << 20
 """Of one request, so that others need not wait long."""
-_MAX_PATH_CHARS = 4096
 _FORBIDDEN = "the sandbox said what it may not"
 
 
@@ -154,16 +153,7 @@ class ImageFiles:
             after = last
 
     def _ask(self, path: str, **request: Any) -> Reply:
-        if "\0" in path:
-            raise PathError("a path cannot contain a NUL character")
-        if not path:
-            raise PathError("the path is empty")
-        if len(path) > _MAX_PATH_CHARS:
-            raise PathError(f"the path is longer than {_MAX_PATH_CHARS} characters")
-        try:
-            path.encode()
-        except UnicodeEncodeError:
-            raise PathError(f"path {path!r} is not valid text") from None
+        check_path(path, str.encode)  # requests are JSON
         asked = self._sandbox.ask_files({**request, "path": path})
         reply = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
         if reply.error is not None:

@@ -99,7 +99,7 @@ class ServedSandbox(ABC):
     def group(self) -> Group | None:
         """The control group that limits what the sandbox does not limit itself."""
         processes = None if self.max_processes else self._limits.processes
-        return make_group(processes, self._limits.memory_mb)
+        return make_group(processes, self._limits.memory_mb, self._limits.cpus)
 
     @property
     def watches_memory(self) -> bool:

@@ -7,17 +7,15 @@ not synced: one that a power loss damaged is unreadable, counts as missing and i
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from toolsets.locked import locked
 from toolsets.text import valid_utf8
 
 _SHARDS = 16
@@ -51,7 +49,7 @@ class WebCache:
             return value
         path = self._path(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(path.parent):
+        with locked(path.parent / _LOCK):
             if (stored := self.get(key)) is not None:
                 return stored
             self._make_room(path.parent, self._max_shard_bytes - len(content))
@@ -88,14 +86,3 @@ class WebCache:
                 return
             Path(path).unlink(missing_ok=True)
             size -= stat.st_size
-
-
-@contextmanager
-def _locked(shard: Path) -> Iterator[None]:
-    """Lock a shard; the lock ends with its process."""
-    descriptor = os.open(shard / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -200,16 +200,7 @@ class _Walk:
     """
 
     def __init__(self, workspace: Workspace, path: str) -> None:
-        if "\0" in path:
-            raise PathError("a path cannot contain a NUL character")
-        if not path:
-            raise PathError("the path is empty")
-        if len(path) > _MAX_PATH_CHARS:
-            raise PathError(f"the path is longer than {_MAX_PATH_CHARS} characters")
-        try:
-            os.fsencode(path)
-        except UnicodeEncodeError:
-            raise PathError(f"path {path!r} is not valid text") from None
+        check_path(path, os.fsencode)
         self.names: list[str] = []
         self.directory = -1
         self._workspace = workspace
@@ -354,6 +345,20 @@ class _Walk:
     def _not_regular(self, mode: int = 0) -> PathError:
         what = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
         return PathError(f"path {self._path!r} is {what}")
+
+
+def check_path(path: str, encode: Callable[[str], bytes]) -> None:
+    """Raise `PathError` for a text that cannot be a path, or that `encode` refuses."""
+    if "\0" in path:
+        raise PathError("a path cannot contain a NUL character")
+    if not path:
+        raise PathError("the path is empty")
+    if len(path) > _MAX_PATH_CHARS:
+        raise PathError(f"the path is longer than {_MAX_PATH_CHARS} characters")
+    try:
+        encode(path)
+    except UnicodeEncodeError:
+        raise PathError(f"path {path!r} is not valid text") from None
 
 
 def _names(path: str) -> list[str]:

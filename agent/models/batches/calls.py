@@ -46,4 +46,4 @@ def body_of(request: Request, settings: ModelSettings) -> bytes:
 
 def read_reply(body: bytes, settings: ModelSettings) -> Completion:
     """The reply in the body of an item's result, without its price. Raises `ModelError`."""
-    return dialects.read_reply(settings.api, body)
+    return dialects.read_asked(settings, body)

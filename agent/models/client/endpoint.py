@@ -8,7 +8,7 @@ from agent.models.client.key_command import RenewableKey
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.transport import Transport
 from agent.models.client.unsupported_options import UnsupportedOptions
-from agent.models.dialects.registry import RELAYED, read_reply
+from agent.models.dialects.registry import RELAYED, read_asked
 from agent.models.model import Completion, ModelSettings, Request
 
 
@@ -36,7 +36,7 @@ class EndpointModel:
         assembly = None if request.on_delta is None else dialect.assembly(request.on_delta)
         body = dialect.body(settings, request)
         reply = await self._transport.post(dialect.path, body, settings, assembly)
-        return read_reply(settings.api, reply)
+        return read_asked(settings, reply)
 
     async def close(self) -> None:
         """See `Model.close`."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from agent.models.dialects.token_ids import FIELDS
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings
 
@@ -34,6 +35,7 @@ _OPTION_OF: Mapping[str, str] = {
     "thinking.type": "reasoning_effort",
     "effort parameter": "reasoning_effort",
     "adaptive thinking": "reasoning_effort",
+    **dict.fromkeys(FIELDS, "token_ids"),
 }
 """The option behind each name that an error may give to a field."""
 

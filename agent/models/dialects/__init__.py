@@ -2,6 +2,7 @@
 
 registry                   the dialects by name
 assembly                   from the events of a stream to the body of a whole reply
+token_ids                  token ids and log-probabilities of the chat dialect
 unknown_fields             fields that a reply holds beyond those that we know
 openai_chat                OpenAI chat completions
 openai_chat_stream         the same, streamed

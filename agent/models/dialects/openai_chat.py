@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.models.dialects.token_ids import request_fields
 from agent.models.dialects.unknown_fields import extra_of, uncounted_in, unknown_in
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
@@ -101,6 +102,8 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     body.update(_effort(settings))
     if request.on_delta is not None:
         body.update(stream=True, stream_options={"include_usage": True})
+    if settings.token_ids:
+        body.update(request_fields(settings, streams=request.on_delta is not None))
     body.update(settings.extra_body or {})
     return body
 

@@ -12,6 +12,7 @@ from agent.models.dialects.assembly import Assembly
 from agent.models.dialects.gemini_stream import GeminiAssembly
 from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.dialects.openai_responses_stream import ResponsesAssembly
+from agent.models.dialects.token_ids import with_tokens
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import load_object, text_or_none
@@ -75,6 +76,12 @@ RELAYED: Mapping[str, Dialect] = {
     ),
 }
 """Those, and the ones in which only requests of agents can be sent."""
+
+
+def read_asked(settings: ModelSettings, body: bytes) -> Completion:
+    """The reply to a request of ours; see `read_reply`."""
+    completion = read_reply(settings.api, body)
+    return with_tokens(completion) if settings.token_ids else completion
 
 
 def read_reply(api: str, body: bytes) -> Completion:

@@ -23,12 +23,14 @@ from pathlib import Path
 
 import orjson
 
+from runs.config.sandboxes import problem_of_sandbox, remove_leftover_containers
 from runs.errors import RunError
 from runs.executors.ray.code_digest import code_digest
 from runs.executors.ray.tcp import connect
 from runs.process.startup import hide_environment
 from runs.protocol.messages import pack
 from runs.protocol.worker_setup import WorkerSetup
+from runs.store.files import listed
 from runs.worker.worker import run_worker
 from toolsets.errors import machine_failure
 
@@ -85,14 +87,22 @@ def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
     try:
         if not setup.is_remote:
             _check_shares(setup.run_dir, welcome.lock)
-            run_worker(connection, setup)
+            _check_sandbox(setup)
+            if run_worker(connection, setup):
+                remove_leftover_containers(setup.config)
             return
         scratch = _scratch(setup, welcome.run_token)
         config = setup.config.model_copy(update={"output_dir": scratch})
         place = _name_of(scratch)
         setup = replace(setup, run_dir=config.run_dir, config=config, place=place)
-        (setup.run_dir / "workspaces").mkdir(parents=True, exist_ok=True, mode=0o700)
+        workspaces = setup.run_dir / "workspaces"
+        workspaces.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_sandbox(setup)
         if run_worker(connection, setup):
+            # What is left is of conversations that continued on other nodes.
+            for workspace in listed(workspaces):
+                shutil.rmtree(workspace, ignore_errors=True)
+            remove_leftover_containers(config)
             shutil.rmtree(scratch, ignore_errors=True)
     except Exception as error:
         failure = machine_failure(error)
@@ -101,6 +111,12 @@ def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
         # The next worker on this node would fail in the same way.
         message = f"{multiprocessing.current_process().name}: {failure or error}"
         connection.send_bytes(pack("halt", message=message))
+
+
+def _check_sandbox(setup: WorkerSetup) -> None:
+    """Refuse to work on a node that lacks what commands need, before any call."""
+    if setup.provenance.sandbox is not None and (problem := problem_of_sandbox(setup.config)):
+        raise ValueError(problem)
 
 
 def _check_shares(run_dir: Path, lock: bytes) -> None:

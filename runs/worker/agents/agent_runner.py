@@ -286,7 +286,8 @@ def _ending(task: AgentTask, gateway: Gateway, result: ExecResult) -> Finish:
     if result.timed_out:
         return Finish("time_limit", f"{result.duration_s:.1f} s are over the limit")
     last = _last_reply(task)
-    if last is not None:
+    # Whatever its last reply was: it was not done when it was ended.
+    if last is not None and not result.was_filling:
         match last["finish_reason"]:
             case "length" | "refusal" | "context_exceeded" as cut:
                 return Finish(cut)
@@ -301,8 +302,9 @@ def _ending(task: AgentTask, gateway: Gateway, result: ExecResult) -> Finish:
             return Finish("context_exceeded", str(gateway.last_error))
         raise gateway.last_error
     how = "was ended" if result.exit_code is None else f"ended with exit code {result.exit_code}"
-    if result.was_filling:
-        how = f"was ended: the workspace is over its limit ({result.full_mb} MB)"
-    output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
     when = "before its first model call" if last is None else "before a final answer"
+    if result.was_filling:
+        how = "was ended because its workspace is over --workspace_mb:"
+        when = f"it holds {result.full_mb} MB"
+    output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
     raise AgentFailed(f"agent {task.agent.name!r} {how} {when}: {output or 'no output'}")

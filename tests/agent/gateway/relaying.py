@@ -89,6 +89,18 @@ def whole(api: str, **given: Any) -> Play:
     return play
 
 
+def held(api: str) -> tuple[Play, asyncio.Event]:
+    """Answers as `whole` does, but only while the event is set."""
+    goes_on = asyncio.Event()
+    answer = whole(api)
+
+    async def play(request: web.BaseRequest, body: bytes, n: int) -> web.StreamResponse:
+        await goes_on.wait()
+        return await answer(request, body, n)
+
+    return play, goes_on
+
+
 async def stream(request: web.BaseRequest, events: Iterable[bytes]) -> web.StreamResponse:
     """Send events one by one."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

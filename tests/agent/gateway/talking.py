@@ -15,6 +15,7 @@ from agent.gateway.threads import Threads
 from agent.gateway.wire import Volatile, Wire, WireRequest
 from agent.gateway.wires import WIRES
 from agent.messages import Event
+from agent.models.dialects.registry import read_reply
 from agent.state.events import Clock, exchange_event
 from agent.state.trajectory import Trajectory
 from toolsets import exact_json
@@ -353,7 +354,7 @@ class Recording:
 
     def record(self, wire: Wire, request: WireRequest, reply: JSON) -> None:
         """Journal a call and its reply."""
-        completion = wire.completion(exact_json.dumps(reply))
+        completion = read_reply(wire.api, exact_json.dumps(reply))
         self.take(exchange_event(self.threads, request, completion, reply, Clock()))
 
     def ask(self, talk: Talk, said: Said) -> bool:

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from agent.gateway.wire import Wire
 from agent.gateway.wires import WIRES
+from agent.models.dialects.registry import read_reply
 from tests.agent.gateway.talking import TALKS, Said
 from tests.answering import listening
 from toolsets import exact_json
@@ -103,8 +104,8 @@ def test_a_client_reads_from_a_stream_what_the_reply_says(api: str, said: Said) 
     reply = TALKS[api]().reply(said)
     with playing(wire, reply) as url:
         final = ASK[api](url)
-    expected = wire.completion(exact_json.dumps(reply))
-    found = wire.completion(exact_json.dumps(final))
+    expected = read_reply(wire.api, exact_json.dumps(reply))
+    found = read_reply(wire.api, exact_json.dumps(final))
     assert found.message["content"] == expected.message["content"]
     assert found.message.get("tool_calls") == expected.message.get("tool_calls")
     assert (found.finish_reason, found.usage) == (expected.finish_reason, expected.usage)

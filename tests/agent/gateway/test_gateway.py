@@ -16,7 +16,7 @@ from agent.gateway.relay import CallLimits, RefusedModel, Route
 from agent.gateway.server import MAX_REQUEST_BYTES
 from agent.models.client.open_model import open_model
 from agent.models.model import ModelSettings, Price
-from tests.agent.gateway.relaying import ALL, KEY, PATHS, ask, relayed, reply_of, until, whole
+from tests.agent.gateway.relaying import ALL, KEY, PATHS, ask, held, relayed, reply_of, until
 
 EACH = pytest.mark.parametrize("api", ALL)
 PRICES: dict[str, Any] = {"prices": {"m": Price(1.0, 1.0, 1.0, 1.0)}}
@@ -60,14 +60,20 @@ def test_a_limit_refuses_the_next_call(
     asyncio.run(run())
 
 
+def test_a_budget_in_dollars_ends_with_the_first_reply_of_unknown_cost() -> None:
+    async def run() -> None:
+        async with relayed("openai_chat", limits=CallLimits(max_cost_usd=9.0)) as world:
+            assert (await world.read(ask("Go.")))[0] == 200
+            status, said = await world.read(ask("Go on."))
+            assert status == 400
+            assert b"the cost of a reply is unknown" in said
+
+    asyncio.run(run())
+
+
 def test_calls_in_flight_count_against_the_limit() -> None:
     """An agent that asks for many at once gets as many as one that asks for them in turn."""
-    goes_on = asyncio.Event()
-    answer = whole("openai_chat")
-
-    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
-        await goes_on.wait()
-        return await answer(request, content, n)
+    play, goes_on = held("openai_chat")
 
     async def run() -> None:
         async with relayed("openai_chat", play, limits=CallLimits(max_calls=2)) as world:
@@ -84,12 +90,7 @@ def test_calls_in_flight_count_against_the_limit() -> None:
 def test_a_run_that_stops_refuses_calls_and_records_those_in_flight(api: str) -> None:
     """The agent of a call in flight still gets its reply."""
     stops = False
-    goes_on = asyncio.Event()
-    answer = whole(api)
-
-    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
-        await goes_on.wait()
-        return await answer(request, content, n)
+    play, goes_on = held(api)
 
     async def run() -> None:
         nonlocal stops
@@ -193,12 +194,7 @@ def test_counting_tokens_is_relayed_and_not_recorded() -> None:
 @EACH
 def test_a_stream_that_waits_shows_that_it_is_alive(api: str) -> None:
     """Before the endpoint answers, too; the reply follows."""
-    goes_on = asyncio.Event()
-    answer = whole(api)
-
-    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
-        await goes_on.wait()
-        return await answer(request, content, n)
+    play, goes_on = held(api)
 
     async def run() -> None:
         async with (

@@ -19,6 +19,7 @@ from tests.agent.gateway.relaying import (
     Relayed,
     ask,
     events_of,
+    held,
     relayed,
     reply_of,
     stream,
@@ -150,13 +151,8 @@ def test_a_call_whose_agent_is_gone_is_completed_and_its_repetition_joins_it(
     api: str, *, is_stream: bool
 ) -> None:
     """The endpoint is asked once, whether the agent asks again during the call or after it."""
-    goes_on = asyncio.Event()
-    answer = whole(api)
+    play, goes_on = held(api)
     body = ask(stream=is_stream)
-
-    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
-        await goes_on.wait()
-        return await answer(request, content, n)
 
     async def leave(world: Relayed) -> None:
         reading = asyncio.create_task(world.read(body))
@@ -190,12 +186,7 @@ def test_a_call_whose_agent_is_gone_is_completed_and_its_repetition_joins_it(
 @EACH
 def test_equal_calls_of_living_connections_are_calls_of_their_own(api: str) -> None:
     """Two at the same time, and one after a reply that was read; a stated repetition joins."""
-    goes_on = asyncio.Event()
-    answer = whole(api)
-
-    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
-        await goes_on.wait()
-        return await answer(request, content, n)
+    play, goes_on = held(api)
 
     async def run() -> None:
         async with relayed(api, play) as world:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError, WireRequest
 from agent.gateway.wires import WIRES, wire_for
+from agent.models.dialects.registry import RELAYED, read_reply
+from agent.stream_events import ignored
 from tests.agent.gateway.talking import PATHS, TALKS, Said, Talk, api_of, path_for
 from toolsets import exact_json
 
@@ -30,7 +32,7 @@ def key_of(talk: Talk, volatile: Volatile = NOTHING_VOLATILE) -> str:
 
 def assembled(wire: Wire, events: list[bytes]) -> JSON:
     """The body that a stream's events make up, parsed as clients parse them."""
-    assembly = wire.assembly()
+    assembly = RELAYED[wire.api].assembly(ignored)
     for event in events:
         assert event.endswith(b"\n\n")
         data = [line for line in event.decode().split("\n") if line.startswith("data: ")]
@@ -58,8 +60,8 @@ def test_a_reply_is_the_same_streamed_and_in_one_piece(api: str, said: Said) -> 
     wire, reply = WIRES[api], TALKS[api]().reply(said)
     once = assembled(wire, wire.stream_of(reply))
     assert assembled(wire, wire.stream_of(once)) == once
-    assert wire.completion(exact_json.dumps(once)) == wire.completion(exact_json.dumps(reply))
-    assert wire.completion(wire.whole(once)) == wire.completion(wire.whole(reply))
+    assert read_reply(api, exact_json.dumps(once)) == read_reply(api, exact_json.dumps(reply))
+    assert read_reply(api, wire.whole(once)) == read_reply(api, wire.whole(reply))
 
 
 @EACH
@@ -74,7 +76,7 @@ def test_only_the_end_of_a_stream_waits(api: str, said: Said) -> None:
     assert ends.index(True) >= 1
     body = assembled(wire, events[: ends.index(True)])
     with pytest.raises(Exception, match=r"finish_?[rR]eason|stop_reason|status"):
-        wire.completion(exact_json.dumps(body))
+        read_reply(api, exact_json.dumps(body))
 
 
 @EACH
@@ -210,6 +212,21 @@ def test_a_body_is_rewritten_only_where_it_must_be(api: str) -> None:
     assert wire.read(PATHS[api], more).max_tokens == 8000
     _, same = wire.rewritten(PATHS[api], body, without_server_tools=True)
     assert same == body
+
+
+@pytest.mark.parametrize(
+    ("api", "name"),
+    [
+        ("openai_chat", "max_tokens"),
+        ("openai_chat", "max_completion_tokens"),
+        ("anthropic_messages", "max_tokens"),
+        ("openai_responses", "max_output_tokens"),
+    ],
+)
+def test_a_limit_that_is_not_a_number_is_replaced(api: str, name: str) -> None:
+    """Whatever a body asks for, a run with a budget can limit the reply."""
+    _, new = WIRES[api].rewritten(PATHS[api], {"model": "m", name: "9000"}, max_tokens=100)
+    assert new == {"model": "m", name: 100}
 
 
 @EACH
@@ -387,7 +404,7 @@ def test_tools_with_free_text_are_tools_with_one_argument() -> None:
     assert json.loads(read["function"]["arguments"]) == {"input": "*** Begin Patch"}
     assert (result["tool_call_id"], result["name"]) == ("call_1", "apply_patch")
     reply = {"id": "r", "status": "completed", "output": [call]}
-    completion = wire.completion(exact_json.dumps(reply))
+    completion = read_reply(wire.api, exact_json.dumps(reply))
     assert completion.message["tool_calls"] == made["tool_calls"]
     assert completion.finish_reason == "tool_calls"
     assert assembled(wire, wire.stream_of(reply)) == reply

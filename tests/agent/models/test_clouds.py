@@ -422,6 +422,7 @@ def test_two_resources_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -
             "streams replies as AWS events",
         ),
         ({"client": "vertex", "client_options": {"region": "r"}}, "only Claude models"),
+        ({"client": "sys:exit", "client_options": {}}, "client 'sys:exit': SystemExit"),
     ],
 )
 def test_what_a_client_cannot_do_is_said_before_the_run(

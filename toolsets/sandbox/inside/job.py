@@ -72,10 +72,11 @@ class Job:
     def send(self, request: bytes) -> None:
         """Begin to send what is to be run."""
         self.status = None
+        was_waiting = bool(self.unsent)
         self.unsent += request
         self._send_more()
-        if self.unsent:
-            self._server.watch(self.control, select.POLLIN | select.POLLOUT, self._talk)
+        if self.unsent or was_waiting:
+            self._await_room()
 
     def read_output(self, fd: int) -> int:
         """Take what is in an output pipe, a piece at most; return how many bytes it was."""
@@ -115,11 +116,17 @@ class Job:
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             self.unsent = self.unsent[os.write(self.control, self.unsent[:_CHUNK_BYTES]) :]
 
+    def _await_room(self) -> None:
+        """Have the server wait for room while something is unsent, and only then."""
+        if self.control >= 0:
+            events = select.POLLIN | (select.POLLOUT if self.unsent else 0)
+            self._server.watch(self.control, events, self._talk)
+
     def _talk(self) -> None:
         if self.unsent:
             self._send_more()
             if not self.unsent:
-                self._server.watch(self.control, select.POLLIN, self._talk)
+                self._await_room()
         try:
             chunk = os.read(self.control, _CHUNK_BYTES)
         except BlockingIOError:

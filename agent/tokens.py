@@ -1,0 +1,147 @@
+"""Token ids and log-probabilities as they were sampled, in the compact form of records.
+
+Ids are little-endian unsigned 32-bit integers and log-probabilities 32-bit floats, both as base64:
+readers that do not want them parse one text and no number. A prompt is stored as what it adds to
+the turn before, because each turn repeats the whole conversation.
+"""
+
+from __future__ import annotations
+
+import struct
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from agent.messages import TurnTokens
+
+ID_BYTES = 4
+
+
+class Sampled(NamedTuple):
+    """The tokens of one reply as its endpoint gave them, packed; None for what it did not give."""
+
+    prompt: bytes | None = None
+    """Ids of the prompt."""
+    completion: bytes | None = None
+    """Ids of the reply, with the token that ended it if the endpoint lists that."""
+    logprobs: bytes | None = None
+    """One per token of the reply."""
+    texts: list[str] | None = None
+    """The tokens of the reply as texts, from an endpoint that gives no ids."""
+
+
+class TokenTurn(NamedTuple):
+    """A turn with token ids, unpacked; see `token_turns`."""
+
+    number: int
+    """Index among the turns of the conversation."""
+    shared: int
+    """How many tokens the prompt shares with the sequence of the turn before, from its start."""
+    of: int
+    """The length of that sequence: prompt and completion of the latest turn with ids. If `shared`
+    is less, the prompt does not begin with it."""
+    prompt: list[int]
+    """What the prompt adds after the shared tokens."""
+    completion: list[int]
+    logprobs: list[float] | None
+
+
+def pack_ids(ids: Sequence[Any]) -> bytes:
+    """Raises `struct.error` for what is no id."""
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+def pack_logprobs(values: Sequence[Any]) -> bytes:
+    """Raises `struct.error` or `OverflowError` for what is no log-probability."""
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def to_stored(sampled: Sampled, turns: Iterable[Mapping[str, Any]]) -> TurnTokens:
+    """The tokens of a reply as its event holds them; `turns` are those before it."""
+    stored = TurnTokens()
+    if sampled.prompt is not None:
+        before = _sequence(turns)
+        shared = _shared(before, sampled.prompt)
+        stored["shared"] = shared
+        stored["prompt"] = _to_text(sampled.prompt[ID_BYTES * shared :])
+    if sampled.completion is not None:
+        stored["completion"] = _to_text(sampled.completion)
+    if sampled.logprobs is not None:
+        stored["logprobs"] = _to_text(sampled.logprobs)
+    if sampled.texts is not None:
+        stored["texts"] = sampled.texts
+    return stored
+
+
+def has_ids(turn: Mapping[str, Any]) -> bool:
+    """Whether a turn has the ids of both its prompt and its completion."""
+    tokens = turn.get("tokens")
+    return tokens is not None and "prompt" in tokens and "completion" in tokens
+
+
+def missing_in(turn: Mapping[str, Any]) -> str:
+    """Names what a turn lacks for reinforcement learning; "" if it has all."""
+    tokens = turn.get("tokens") or {}
+    names = {"prompt": "prompt token ids", "completion": "token ids", "logprobs": "logprobs"}
+    return ", ".join(words for key, words in names.items() if key not in tokens)
+
+
+def token_turns(turns: Iterable[Mapping[str, Any]]) -> Iterator[TokenTurn]:
+    """The turns of a conversation that have token ids, in order.
+
+    Raises `ValueError` for tokens that this module did not write.
+    """
+    length = 0
+    for number, turn in enumerate(turns):
+        if not has_ids(turn):
+            continue
+        tokens: TurnTokens = turn["tokens"]
+        shared = tokens["shared"]
+        prompt = _unpacked("I", tokens["prompt"])
+        completion = _unpacked("I", tokens["completion"])
+        logprobs = _unpacked("f", tokens["logprobs"]) if "logprobs" in tokens else None
+        fits = logprobs is None or len(logprobs) == len(completion)
+        if not fits or not 0 <= shared <= length:
+            msg = f"turn {number + 1}: the lengths of its tokens do not fit"
+            raise ValueError(msg)
+        yield TokenTurn(number, shared, length, prompt, completion, logprobs)
+        length = shared + len(prompt) + len(completion)
+
+
+def _sequence(turns: Iterable[Mapping[str, Any]]) -> bytes:
+    """Prompt and completion of the last turn with ids."""
+    sequence = bytearray()
+    for turn in turns:
+        if has_ids(turn):
+            tokens: TurnTokens = turn["tokens"]
+            del sequence[ID_BYTES * tokens["shared"] :]
+            sequence += b64decode(tokens["prompt"])
+            sequence += b64decode(tokens["completion"])
+    return bytes(sequence)
+
+
+def _shared(before: bytes, prompt: bytes) -> int:
+    """How many ids two sequences have in common at their beginning."""
+    if prompt.startswith(before):
+        return len(before) // ID_BYTES
+    low, high = 0, min(len(before), len(prompt)) // ID_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if before[: ID_BYTES * middle] == prompt[: ID_BYTES * middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _to_text(packed: bytes) -> str:
+    return b64encode(packed).decode()
+
+
+def _unpacked(form: str, text: str) -> list[Any]:
+    packed = b64decode(text, validate=True)
+    count, rest = divmod(len(packed), ID_BYTES)
+    if rest:
+        msg = f"{len(packed)} bytes are not a whole number of tokens"
+        raise ValueError(msg)
+    return list(struct.unpack(f"<{count}{form}", packed))

@@ -1,0 +1,102 @@
+"""Rows of token ids, as trainers read them, by the functions of docs/training.md.
+
+Each is tried where its package can be imported. prime-rl and slime are in no registry: put the
+modules that hold TrainingSample and Sample on the path, as `prime_rl_types` and `slime_types`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.consuming.rows import rows as rows_of
+
+ROOT = Path(__file__).resolve().parents[2]
+Rows = list[dict[str, Any]]
+
+
+def verl(rows: Rows, functions: dict[str, Any]) -> str:
+    """What an agent loop returns, as tensors."""
+    from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+    for row in rows:
+        made = AgentLoopOutput(**functions["to_verl"](row)).as_dict()
+        assert made["responses"].tolist() == row["response_ids"]
+        assert made["response_mask"].tolist() == row["loss_mask"]
+        assert made["rollout_log_probs"].shape == made["responses"].shape
+        if row["reward"] is not None:
+            assert made["rm_scores"].sum().item() == row["reward"]
+    return "AgentLoopOutput.as_dict"
+
+
+def skyrl(rows: Rows, functions: dict[str, Any]) -> str:
+    """The check of a generator's output, and the tensors of a batch."""
+    from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
+
+    class Tokenizer:
+        pad_token_id = 0
+
+    made = functions["to_skyrl"](rows)
+    rewards = [[0.0] * (len(ids) - 1) + [1.0] for ids in made["response_ids"]]
+    tensors = convert_prompts_responses_to_batch_tensors(
+        Tokenizer(),
+        made["prompt_token_ids"],
+        made["response_ids"],
+        rewards,
+        made["loss_masks"],
+        made["rollout_logprobs"],
+    )
+    masks, logprobs = tensors[4], tensors[5]
+    assert masks.shape == logprobs.shape
+    assert masks.sum().item() == sum(map(sum, made["loss_masks"]))
+    return "convert_prompts_responses_to_batch_tensors"
+
+
+def prime_rl(rows: Rows, functions: dict[str, Any]) -> str:
+    """A training sample, to bytes and back."""
+    import msgspec
+    from prime_rl_types import TrainingSample
+
+    more = {"temperatures": [], "env_name": "e"}
+    if "advantages" in TrainingSample.__struct_fields__:
+        more["advantages"] = []
+    for row in rows:
+        sample = TrainingSample(**functions["to_prime_rl"](row), **more)
+        packed = msgspec.msgpack.encode(sample)
+        again = msgspec.msgpack.decode(packed, type=TrainingSample)
+        assert sum(again.mask) == sum(row["loss_mask"])
+        assert len(again.token_ids) == len(again.mask) == len(again.logprobs)
+    return "TrainingSample"
+
+
+def slime(rows: Rows, functions: dict[str, Any]) -> str:
+    """A sample, read as from a file of rollouts."""
+    from slime_types import Sample
+
+    for made in functions["to_slime"](rows):
+        sample = Sample.from_dict(made)
+        assert len(sample.loss_mask) == sample.response_length
+        assert sample.effective_response_length == sum(made["loss_mask"])
+    return "Sample.from_dict"
+
+
+def main(directory: Path) -> None:
+    """Read the rows of an export."""
+    text = (ROOT / "docs" / "training.md").read_text()
+    functions: dict[str, Any] = {}
+    exec(re.findall(r"```python\n# rl.py\n(.*?)```", text, re.DOTALL)[0], functions)
+    rows = [row for row in rows_of(directory, "rl") if row["logprobs"] is not None]
+    readers: list[Callable[[Rows, dict[str, Any]], str]] = [verl, skyrl, prime_rl, slime]
+    for reader in readers if rows else ():
+        try:
+            done = f"{reader(rows, functions)} takes {len(rows)} rows of token ids"
+        except ImportError as error:
+            done = f"not tried: {error}"
+        print(f"= {reader.__name__}: {done}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

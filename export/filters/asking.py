@@ -1,0 +1,59 @@
+"""Keeps a limited number of calls in flight, and passes on what they return."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+async def ask_all(
+    items: Iterable[T],
+    ask: Callable[[T], Coroutine[Any, Any, R]],
+    *,
+    max_in_flight: int,
+    keep: Callable[[list[R]], None],
+) -> None:
+    """Call `ask` for each item; `keep` gets the results of calls that have ended together.
+
+    If either raises, the results of other calls that have ended are kept, the rest is cancelled,
+    and the error is raised.
+    """
+    in_flight: set[asyncio.Task[R]] = set()
+    try:
+        for item in items:
+            in_flight.add(asyncio.create_task(ask(item)))
+            if len(in_flight) >= max_in_flight:
+                await _keep_ended(in_flight, keep)
+        while in_flight:
+            await _keep_ended(in_flight, keep)
+    finally:
+        for task in in_flight:
+            task.cancel()
+        ended = await asyncio.gather(*in_flight, return_exceptions=True)
+        if late := [result for result in ended if not isinstance(result, BaseException)]:
+            keep(late)  # these came before they could be cancelled, and may be paid for
+
+
+async def _keep_ended(in_flight: set[asyncio.Task[R]], keep: Callable[[list[R]], None]) -> None:
+    done, _ = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
+    in_flight -= done
+    failed = [task for task in done if task.exception() is not None]
+    if results := [task.result() for task in done if task not in failed]:
+        keep(results)
+    for task in failed:
+        task.result()
+
+
+def says_to_stop(failure: ModelError, *, has_answered: bool) -> bool:
+    """Whether a failed call is a reason to make no more calls.
+
+    Before its first answer an endpoint is not known to work at all.
+    """
+    is_silent = not has_answered and failure.kind in SAYS_MORE_OF_THE_ENDPOINT
+    return failure.action == "stop_run" or is_silent

@@ -1,0 +1,113 @@
+"""Trajectories as token ids, for reinforcement learning: what was sampled, nothing rendered.
+
+A row is a segment of a conversation: in it, each prompt begins with the prompt and completion of
+the turn before. Where a prompt does not (retokenized text, stripped reasoning, a summary), the
+conversation is split, and the next row says so. Only tokens that this run's model sampled are
+trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agent.tokens import TokenTurn, has_ids, token_turns
+from export.conversation.validity import Reason, Rejected
+from runs.store.checks import judgement_of
+
+
+class _Segment:
+    """A part of a conversation without a break."""
+
+    def __init__(self, first: TokenTurn, before: list[int]) -> None:
+        """`before` is the sequence of the turn before."""
+        is_split = first.of > first.shared
+        self.split = {"shared": first.shared, "expected": first.of} if is_split else None
+        self.context: list[int] = before[: first.shared]
+        """What comes before the first trained token."""
+        self.response: list[int] = []
+        self.mask: list[int] = []
+        self.logprobs: list[float] | None = []
+        self.turns: list[Mapping[str, Any]] = []
+
+    def add(self, ids: list[int], logprobs: list[float] | None, *, is_sampled: bool) -> None:
+        """Add tokens; tokens before the first sampled ones are context."""
+        if not is_sampled and not self.response:
+            self.context += ids
+            return
+        self.response += ids
+        self.mask += [int(is_sampled)] * len(ids)
+        if logprobs is None or self.logprobs is None:
+            self.logprobs = None
+        else:
+            self.logprobs += logprobs
+
+
+def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a record, one per segment.
+
+    Raises Rejected if no turn of this run's model has token ids.
+    """
+    try:
+        segments = _segments(record)
+    except ValueError as error:
+        raise Rejected(Reason.NO_TOKEN_IDS, str(error)) from error
+    if not segments:
+        raise Rejected(Reason.NO_TOKEN_IDS, f"none of {len(record['turns'])} turns has token ids")
+    missing = [
+        turn["turn"] for turn in record["turns"] if "inherited" not in turn and not has_ids(turn)
+    ]
+    return [
+        {
+            "id": record["id"],
+            "group_id": record["prompt_id"],
+            "sample": record["sample"],
+            "segment": number,
+            "segments": len(segments),
+            "split": segment.split,
+            "turns": [turn["turn"] for turn in segment.turns],
+            "turns_without_ids": missing,
+            "prompt_ids": segment.context,
+            "response_ids": segment.response,
+            "loss_mask": segment.mask,
+            "logprobs": segment.logprobs,
+            "reward": judgement_of(record).reward,
+            "status": record["status"],
+            "finish_reasons": [turn["finish_reason"] for turn in segment.turns],
+            "policy_versions": [_policy_version(turn) for turn in segment.turns],
+        }
+        for number, segment in enumerate(segments)
+    ]
+
+
+def _segments(record: Mapping[str, Any]) -> list[_Segment]:
+    """All segments in which this run's model sampled a token."""
+    segments: list[_Segment] = []
+    sequence: list[int] = []
+    for turn in token_turns(record["turns"]):
+        stored = record["turns"][turn.number]
+        is_own = "inherited" not in stored
+        if not segments or turn.shared < turn.of:
+            segments.append(_Segment(turn, sequence))
+        segment = segments[-1]
+        segment.add(turn.prompt, [0.0] * len(turn.prompt), is_sampled=False)
+        segment.add(turn.completion, _rounded(turn.logprobs), is_sampled=is_own)
+        if is_own:
+            segment.turns.append(stored)
+        del sequence[turn.shared :]
+        sequence += turn.prompt
+        sequence += turn.completion
+    return [segment for segment in segments if 1 in segment.mask]
+
+
+def _rounded(logprobs: list[float] | None) -> list[float] | None:
+    """With the nine digits that tell 32-bit floats apart."""
+    return None if logprobs is None else [float(f"{value:.9g}") for value in logprobs]
+
+
+def _policy_version(turn: Mapping[str, Any]) -> str | None:
+    """The version of the weights, where the endpoint names one, else its name of the model."""
+    choice = (turn.get("extra") or {}).get("choice") or {}
+    meta = choice.get("meta_info")
+    version = meta.get("weight_version") if isinstance(meta, dict) else None
+    return turn["model"] if version is None else str(version)

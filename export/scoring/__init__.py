@@ -1,0 +1,8 @@
+"""Scores for the records of a run, given after it.
+
+score_file    scores.jsonl: what has a score, and appending
+by_functions  scores of reward functions
+by_judge      scores of a judge model
+judge_prompt  the questions to the judge, and its replies
+judge_budget  the budget of the judge's calls
+"""

@@ -1,0 +1,80 @@
+"""Scores of reward functions, for the records of a run that lack them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agent.session import run_here
+from export.filters.asking import ask_all
+from export.scoring.score_file import open_scores, unscored
+from runs.scoring.functions import RewardFunctions, check_functions
+from runs.store.scores import score_key
+from runs.tasks import task_key
+
+
+class Scored(NamedTuple):
+    """What a command has scored."""
+
+    scores: int
+    failed: int
+    """Scores among these that failed; the next `score` repeats them."""
+
+
+def score_by_functions(run_dir: Path, places: Sequence[str], *, timeout_s: float) -> Scored:
+    """Call each function with each record that it has not scored in its present version.
+
+    Raises `ConfigError` for a function that cannot be imported, `RunLocked`, `RunDirError` and
+    `HostError`.
+    """
+    versions = check_functions(places)
+    with open_scores(run_dir) as file:
+        done = {place: file.done(place, version) for place, version in versions.items()}
+        scores = failed = 0
+
+        def keep(results: list[list[tuple[str, str, Mapping[str, Any]]]]) -> None:
+            nonlocal scores, failed
+            found = [score for result in results for score in result]
+            file.append(found)
+            scores += len(found)
+            failed += sum(score["error"] is not None for _, _, score in found)
+
+        async def score_all() -> None:
+            functions = {place: RewardFunctions([place], timeout_s=timeout_s) for place in versions}
+
+            async def score(
+                work: tuple[dict[str, Any], Sequence[str]],
+            ) -> list[tuple[str, str, Mapping[str, Any]]]:
+                record, missing = work
+                found = [
+                    score
+                    for place in missing
+                    for score in await functions[place].scores(record, _workspace(run_dir, record))
+                ]
+                return [(score_key(record), record["id"], score) for score in found]
+
+            try:
+                await ask_all(
+                    unscored(run_dir, done, versions),
+                    score,
+                    max_in_flight=2 * (os.cpu_count() or 1),
+                    keep=keep,
+                )
+            finally:
+                for function in functions.values():
+                    await function.close()
+
+        run_here(score_all())
+    return Scored(scores, failed)
+
+
+def _workspace(run_dir: Path, record: Mapping[str, Any]) -> Path | None:
+    """Where the workspace of a record was; None where it was inside an image.
+
+    It is removed once the record is on disk, unless a crash came in between.
+    """
+    if "diff" in record:
+        return None
+    return run_dir / "workspaces" / task_key(record["id"], record["input_digest"]).hex()

@@ -1,0 +1,184 @@
+"""Scores of a judge model, for the records of a run that lack them.
+
+A reply is on disk before its score counts, so a kill loses only the calls in flight. A failed call
+is a score with `error`, and repeated by the next command; a reply without a score is too, but not
+repeated, for it is paid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agent.messages import Message
+from agent.models.client.open_model import open_model
+from agent.models.errors import ModelError
+from agent.models.model import Completion, Model, ModelSettings, Request
+from agent.models.prices import is_known
+from agent.models.resolve import SCRIPTED, read_key
+from agent.session import run_here
+from export.filters.asking import ask_all, says_to_stop
+from export.scoring.judge_budget import JudgeBudget
+from export.scoring.judge_prompt import JudgePrompt, rewards_in_reply
+from export.scoring.score_file import ScoreFile, open_scores, unscored
+from runs.config.models import settings_of
+from runs.config.run_config import RunConfig
+from runs.errors import ConfigError, EnvironmentStop
+from runs.process.console import say
+from runs.store.index import own_turns
+from runs.store.scores import score_key
+from toolsets.text import valid_utf8
+
+_Scored = tuple[str, str, dict[str, Any]]
+"""The key and the id of a record, and its score."""
+
+
+class Judged(NamedTuple):
+    """What a judge has scored."""
+
+    scores: int
+    failed: int
+    """Scores among these that failed."""
+    cost_usd: float
+    """Of this command, as far as it is known."""
+
+
+class _Asked(NamedTuple):
+    scored: _Scored
+    failure: ModelError | None
+
+
+def score_by_judge(
+    run_dir: Path, config: RunConfig, prompt: JudgePrompt, *, max_in_flight: int
+) -> Judged:
+    """Ask the model of `config` about each record that it has not scored with this prompt.
+
+    `max_run_cost_usd` of `config` limits the dollars of all judge calls for this run. Raises
+    `ConfigError`, `EnvironmentStop`, `OutOfBudget`, `RunLocked` and `RunDirError`.
+    """
+    settings = _settings(config)
+    with open_scores(run_dir) as file:
+        asking = _Asking(file, settings, prompt)
+        budget = None
+        if config.max_run_cost_usd is not None:
+            known_usd = file.judge_cost_usd()
+            budget = JudgeBudget(run_dir, config.max_run_cost_usd, known_usd=known_usd)
+        try:
+            run_here(asking.ask_all(budget, max_in_flight=max_in_flight))
+        finally:
+            if budget is not None:
+                budget.close()
+            cost = f", ${asking.cost_usd:.4f}" if asking.cost_usd else ""
+            say(f"judge {config.model}: {asking.asked:,} asked, {asking.failed:,} failed{cost}")
+    return Judged(asking.asked, asking.failed, asking.cost_usd)
+
+
+def _settings(config: RunConfig) -> ModelSettings:
+    try:
+        settings = settings_of(config, config.model)
+    except ValueError as error:
+        msg = f"--judge: {error}"
+        raise ConfigError(msg) from error
+    if settings.api in (SCRIPTED, "gemini"):
+        msg = f"--judge: {config.model!r} cannot judge: it is called by the API {settings.api}"
+        raise ConfigError(msg)
+    if config.max_run_cost_usd is None:
+        return settings
+    if not is_known(settings):
+        msg = (
+            f"--max_judge_cost_usd: the price of {config.model!r} is unknown; give --prices "
+            f'\'{{"{settings.name}": {{"input": ..., "output": ...}}}}\', in dollars per million '
+            "tokens"
+        )
+        raise ConfigError(msg)
+    if settings.reply_bound is None:
+        msg = "--max_judge_cost_usd needs --max_tokens: without it the cost of a call has no limit"
+        raise ConfigError(msg)
+    return settings
+
+
+class _Asking:
+    """The questions of one command."""
+
+    def __init__(self, file: ScoreFile, settings: ModelSettings, prompt: JudgePrompt) -> None:
+        self._file = file
+        self._settings = settings
+        self._prompt = prompt
+        self._source = {
+            "source": f"judge:{settings.reference}",
+            "version": prompt.version(settings),
+        }
+        self._has_answered = False
+        self.asked = self.failed = 0
+        self.cost_usd = 0.0
+
+    async def ask_all(self, budget: JudgeBudget | None, *, max_in_flight: int) -> None:
+        """Ask about all records that lack a score."""
+        source, version = self._source.values()
+        done = self._file.done(source, version)
+        self._has_answered = bool(done)
+        model = open_model(
+            self._settings,
+            api_key=read_key(self._settings),
+            on_retry=lambda retry: say(str(retry)),
+            gate=budget,
+        )
+
+        async def ask(work: tuple[dict[str, Any], Sequence[str]]) -> _Asked:
+            return await self._ask(model, work[0])
+
+        try:
+            await ask_all(
+                unscored(self._file.run_dir, {source: done}, {source: version}),
+                ask,
+                max_in_flight=max_in_flight,
+                keep=self._keep,
+            )
+        finally:
+            await model.close()
+
+    async def _ask(self, model: Model, record: Mapping[str, Any]) -> _Asked:
+        key, id = score_key(record), record["id"]
+
+        def keep_unreadable(completion: Completion) -> None:
+            words = "malformed: the reply could not be read"
+            failed = {"rewards": None, "error": words, "reply": None, **_paid(completion)}
+            self._file.append([(key, id, {**self._source, **failed})])
+            self.cost_usd += completion.cost_usd or 0.0
+
+        question = Message(role="user", content=self._prompt.question(record))
+        try:
+            completion = await model.complete(Request([question], on_unreadable=keep_unreadable))
+        except ModelError as error:
+            failed = {"rewards": None, "error": f"{error.kind}: {error}", "reply": None}
+            return _Asked((key, id, {**self._source, **failed}), error)
+        reply = valid_utf8(completion.message.get("content") or "")
+        rewards = rewards_in_reply(reply, turns=len(own_turns(record)))
+        return _Asked(
+            (key, id, {**self._source, **rewards, "reply": reply, **_paid(completion)}), None
+        )
+
+    def _keep(self, found: list[_Asked]) -> None:
+        self._file.append(asked.scored for asked in found)
+        scores = [asked.scored[2] for asked in found]
+        self.asked += len(found)
+        self.failed += sum(score["error"] is not None for score in scores)
+        self.cost_usd += sum(score.get("cost_usd") or 0.0 for score in scores)
+        failures = [asked.failure for asked in found if asked.failure is not None]
+        self._has_answered = self._has_answered or len(failures) < len(found)
+        for failure in failures:
+            if says_to_stop(failure, has_answered=self._has_answered):
+                msg = (
+                    f"--judge: {failure.kind}: {failure}. Finished scores are saved; fix the "
+                    "problem and run the same command again to continue."
+                )
+                raise EnvironmentStop(msg)
+
+
+def _paid(completion: Completion) -> dict[str, Any]:
+    return {
+        "model": completion.model,
+        "usage": completion.usage,
+        "cost_usd": completion.cost_usd,
+    }

@@ -1,0 +1,5 @@
+"""Rewards from functions of the user's, which run in processes of their own.
+
+functions        starts the processes and asks them
+function_process  the program of such a process
+"""

@@ -1,0 +1,272 @@
+"""Token ids and log-probabilities: how they are asked for, read and stored."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+import pytest
+
+from agent.messages import Message
+from agent.models.batches import calls
+from agent.models.dialects import openai_chat, registry
+from agent.models.dialects.openai_chat_stream import ChatAssembly
+from agent.models.model import Completion, ModelSettings, Request
+from agent.models.resolve import resolve_sibling
+from agent.tokens import Sampled, missing_in, pack_ids, pack_logprobs, to_stored, token_turns
+from tests.agent.models.test_refusals import ask, openai_error, refusing, serving
+
+JSON = dict[str, Any]
+OWN = ModelSettings("m", "openai_chat", "http://127.0.0.1:1/v1", None, token_ids=True)
+ASKED = Request([Message(role="user", content="Hi")])
+STREAMED = Request(ASKED.messages, on_delta=lambda _: None)
+BOTH = {"logprobs": True, "top_logprobs": 0}
+VLLM = {"return_token_ids": True}
+SGLANG = {"return_meta_info": True, "return_prompt_token_ids": True}
+
+
+def content(*texts: str, **more: Any) -> JSON:
+    return {"content": [{"token": text, "logprob": -0.5, **more} for text in texts]}
+
+
+def body(choice: JSON, **more: Any) -> JSON:
+    message = {"role": "assistant", "content": "ab"}
+    return {"choices": [{"message": message, "finish_reason": "stop", **choice}], **more}
+
+
+def read(reply: JSON) -> Completion:
+    return registry.read_asked(OWN, orjson.dumps(reply))
+
+
+def asked_by(reference: str, base_url: str, request: Request) -> JSON:
+    settings = ModelSettings(
+        "m", "openai_chat", base_url, None, token_ids=True, reference=reference
+    )
+    made = openai_chat.request_body(settings, request)
+    return {key: made[key] for key in made.keys() & {*BOTH, *VLLM, *SGLANG}}
+
+
+@pytest.mark.parametrize(
+    ("reference", "request_", "expected"),
+    [
+        ("m", ASKED, BOTH | VLLM | SGLANG),
+        ("m", STREAMED, BOTH | VLLM),
+        ("vllm:m", ASKED, BOTH | VLLM),
+        ("sglang:m", ASKED, BOTH | SGLANG),
+        ("sglang:m", STREAMED, BOTH),
+    ],
+)
+def test_a_server_of_the_users_own_is_asked_in_its_words(
+    reference: str, request_: Request, expected: JSON
+) -> None:
+    assert asked_by(reference, "http://127.0.0.1:1/v1", request_) == expected
+
+
+def test_a_provider_is_asked_only_for_what_its_api_has() -> None:
+    assert asked_by("openai:m", "https://api.openai.com/v1", ASKED) == BOTH
+
+
+def test_nothing_is_asked_for_without_the_option() -> None:
+    settings = ModelSettings("m", "openai_chat", "http://127.0.0.1:1/v1", None)
+    made = openai_chat.request_body(settings, ASKED)
+    assert not made.keys() & {*BOTH, *VLLM, *SGLANG}
+
+
+def test_fields_of_the_user_win() -> None:
+    settings = ModelSettings(
+        "m", "openai_chat", "http://127.0.0.1:1/v1", None, token_ids=True,
+        extra_body={"top_logprobs": 5},
+    )  # fmt: skip
+    assert openai_chat.request_body(settings, ASKED)["top_logprobs"] == 5
+
+
+def test_a_sibling_is_asked_too() -> None:
+    assert resolve_sibling("ollama:x", OWN).token_ids
+
+
+def test_the_reply_of_vllm() -> None:
+    reply = body(
+        {"token_ids": [7, 2**32 - 1], "logprobs": content("a", "b"), "stop_reason": 5},
+        prompt_token_ids=[1, 2, 3],
+        kv_transfer_params={"x": 1},
+    )
+    found = read(reply)
+    expected = Sampled(pack_ids([1, 2, 3]), pack_ids([7, 2**32 - 1]), pack_logprobs([-0.5, -0.5]))
+    assert found.tokens == expected
+    assert found.extra == {
+        "reply": {"kv_transfer_params": {"x": 1}},
+        "choice": {"stop_reason": 5},
+    }
+
+
+def test_a_stream_of_vllm_gives_the_same() -> None:
+    assembly = ChatAssembly(lambda _: None)
+    assembly.add({"prompt_token_ids": [1, 2], "choices": [{"index": 0, "delta": {}}]})
+    for n, text in enumerate("ab"):
+        choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+        assembly.add({"choices": [{**choice, "token_ids": [n], "logprobs": content(text)}]})
+    assembly.add({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    found = registry.read_asked(OWN, assembly.finish())
+    assert found.tokens == Sampled(pack_ids([1, 2]), pack_ids([0, 1]), pack_logprobs([-0.5, -0.5]))
+    assert found.extra is None
+
+
+def test_the_reply_of_sglang() -> None:
+    meta = {"output_token_logprobs": [[-0.5, 7, None], [-0.5, 8, "b"]], "weight_version": "3"}
+    choice = {"prompt_token_ids": [1], "meta_info": meta, "logprobs": content("a", "b")}
+    found = read(body(choice))
+    assert found.tokens == Sampled(pack_ids([1]), pack_ids([7, 8]), pack_logprobs([-0.5, -0.5]))
+    assert found.extra == {"choice": {"meta_info": {"weight_version": "3"}}}
+
+
+def test_ids_that_come_twice_are_kept_once() -> None:
+    meta = {"output_token_logprobs": [[-0.5, 7, None]]}
+    choice = {"prompt_token_ids": [1], "meta_info": meta, "token_ids": [7]}
+    found = read(body(choice, prompt_token_ids=[1]))
+    assert found.tokens == Sampled(pack_ids([1]), pack_ids([7]), pack_logprobs([-0.5]))
+    assert found.extra is None
+
+
+def test_ids_that_contradict_each_other_are_all_kept() -> None:
+    meta = {"output_token_logprobs": [[-0.5, 7, None]]}
+    other = content("a")
+    other["content"][0]["logprob"] = -0.75
+    choice = {"prompt_token_ids": [2], "meta_info": meta, "token_ids": [8], "logprobs": other}
+    found = read(body(choice, prompt_token_ids=[1]))
+    assert found.tokens == Sampled(pack_ids([1]), pack_ids([7]), pack_logprobs([-0.5]))
+    assert found.extra == {"choice": {"prompt_token_ids": [2], "token_ids": [8], "logprobs": other}}
+
+
+def test_logprobs_alone_keep_the_texts_of_their_tokens() -> None:
+    entry = {"bytes": [195, 164], "top_logprobs": []}
+    found = read(body({"logprobs": content("ä", **entry)}))
+    assert found.tokens == Sampled(logprobs=pack_logprobs([-0.5]), texts=["ä"])
+    assert found.extra is None
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"token_ids": [1, -1]},
+        {"token_ids": [1.5]},
+        {"token_ids": [2**32]},
+        {"token_ids": "abc"},
+        {"logprobs": content("a", top_logprobs=[{"token": "b", "logprob": -1.0}])},
+        {"logprobs": content("a", bytes=[200])},
+        {"logprobs": content("a", other=1)},
+        {"logprobs": {"content": [{"token": "a", "logprob": None}]}},
+        {"logprobs": {"content": [{"token": "a", "logprob": 1e300}]}},
+        {"logprobs": {"content": [None]}},
+        {"logprobs": content("a") | {"refusal": [{"token": "a", "logprob": -1.0}]}},
+        {"meta_info": {"output_token_logprobs": [[-0.5, None, "a"]]}},
+        {"meta_info": {"output_token_logprobs": [[-0.5]]}},
+    ],
+)
+def test_what_cannot_be_packed_stays_as_it_came(choice: JSON) -> None:
+    found = read(body(copy.deepcopy(choice)))
+    assert found.tokens is None
+    assert found.extra == {"choice": choice}
+
+
+def test_other_numbers_of_logprobs_than_ids_stay_as_they_came() -> None:
+    found = read(body({"token_ids": [1], "logprobs": content("a", "b")}))
+    assert found.tokens == Sampled(completion=pack_ids([1]))
+    assert found.extra == {"choice": {"logprobs": content("a", "b")}}
+
+
+def test_replies_keep_all_as_it_came_without_the_option() -> None:
+    settings = ModelSettings("m", "openai_chat", "http://127.0.0.1:1/v1", None)
+    reply = body({"token_ids": [7]}, prompt_token_ids=[1])
+    found = registry.read_asked(settings, orjson.dumps(reply))
+    assert found.tokens is None
+    assert found.extra == {"reply": {"prompt_token_ids": [1]}, "choice": {"token_ids": [7]}}
+
+
+@pytest.mark.parametrize("field", [*BOTH, *VLLM, *SGLANG])
+def test_an_endpoint_that_refuses_them_is_asked_without(
+    field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = openai_error(None, None, f"'{field}' is not supported with this model")
+    with caplog.at_level(logging.WARNING), serving(refusing(field, error)) as (root, asked):
+        ask(root, "openai_chat", times=2, token_ids=True)
+    assert [len(sent.keys() & {*BOTH, *VLLM, *SGLANG}) for sent in asked] == [5, 0, 0]
+    assert "refuses --token_ids=True" in caplog.text
+
+
+def test_calls_by_batches_ask_and_read_the_same() -> None:
+    assert orjson.loads(calls.body_of(ASKED, OWN)).keys() >= {*BOTH, *VLLM}
+    reply = orjson.dumps(body({"token_ids": [7]}))
+    assert calls.read_reply(reply, OWN).tokens == Sampled(completion=pack_ids([7]))
+
+
+def test_records_hold_at_most_24_bytes_per_token() -> None:
+    ids = [150_000 + n for n in range(500)]
+    sampled = Sampled(pack_ids(ids * 2), pack_ids(ids), pack_logprobs([-1.25] * 500))
+    turns = turns_of(sampled)
+    again = sampled._replace(prompt=pack_ids(ids * 4))
+    turns.append({"tokens": to_stored(again, turns)})
+    assert len(orjson.dumps(turns[0]["tokens"])) < 1500 * 24 / 2
+    assert len(orjson.dumps(turns[1]["tokens"])) < 1000 * 24 / 2
+
+
+def turns_of(*sampled: Sampled | None) -> list[JSON]:
+    """Turns that hold these tokens."""
+    turns: list[JSON] = []
+    for one in sampled:
+        turns.append({} if one is None else {"tokens": to_stored(one, turns)})
+    return turns
+
+
+def test_a_prompt_is_stored_as_what_it_adds() -> None:
+    first = Sampled(pack_ids([1, 2]), pack_ids([3]), pack_logprobs([-1.5]))
+    second = Sampled(pack_ids([1, 2, 3, 4]), pack_ids([5]), None)
+    drifted = Sampled(pack_ids([1, 2, 9, 4]), pack_ids([6]), pack_logprobs([-2.0]))
+    turns = turns_of(first, None, second, drifted)
+    assert [turn.get("tokens", {}).get("shared") for turn in turns] == [0, None, 3, 2]
+    assert list(token_turns(turns)) == [
+        (0, 0, 0, [1, 2], [3], [-1.5]),
+        (2, 3, 3, [4], [5], None),
+        (3, 2, 5, [9, 4], [6], [-2.0]),
+    ]
+    assert [missing_in(turn) for turn in turns] == [
+        "", "prompt token ids, token ids, logprobs", "logprobs", "",
+    ]  # fmt: skip
+
+
+def test_any_turns_are_read_back() -> None:
+    draws = random.Random(7)
+
+    def conversation() -> Iterator[Sampled | None]:
+        prompt: list[int] = []
+        for _ in range(12):
+            keep = draws.randrange(len(prompt) + 1) if draws.random() < 0.3 else len(prompt)
+            prompt = prompt[:keep] + [draws.randrange(4) for _ in range(draws.randrange(5))]
+            reply = [draws.randrange(2**32) for _ in range(draws.randrange(4))]
+            logprobs = pack_logprobs([draws.random() for _ in reply])
+            yield Sampled(pack_ids(prompt), pack_ids(reply), logprobs)
+            prompt = prompt + reply
+
+    for _ in range(200):
+        given = list(conversation())
+        sequence: list[int] = []
+        for turn, sampled in zip(token_turns(turns_of(*given)), given, strict=True):
+            assert turn.of == len(sequence)
+            prompt = sequence[: turn.shared] + turn.prompt
+            assert sampled is not None
+            assert pack_ids(prompt) == sampled.prompt
+            assert pack_ids(turn.completion) == sampled.completion
+            if turn.shared < turn.of:  # no more is shared than that
+                assert prompt[turn.shared : turn.shared + 1] != sequence[turn.shared :][:1]
+            sequence = prompt + turn.completion
+
+
+@pytest.mark.parametrize("change", [{"shared": 1}, {"completion": "AAA="}, {"logprobs": ""}])
+def test_tokens_of_no_such_form_are_refused(change: JSON) -> None:
+    (turn,) = turns_of(Sampled(pack_ids([1]), pack_ids([2]), pack_logprobs([-1.0])))
+    turn["tokens"] |= change
+    with pytest.raises(ValueError, match="token"):
+        list(token_turns([turn]))

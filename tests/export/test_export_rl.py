@@ -1,0 +1,254 @@
+"""Rows of token ids: what was sampled, split where a prompt does not begin with it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.tokens import Sampled, pack_ids, pack_logprobs, to_stored
+from export.formats.rl import rows_of
+from runs.config.run_config import RunConfig
+from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.exporting import exported, make_run, rejects, rows
+from tests.running import ROOT
+
+JSON = dict[str, Any]
+TRAINING = ROOT / "docs" / "training.md"
+FIRST = ([1, 2], [3, 4])
+SECOND = ([1, 2, 3, 4, 5], [6])
+
+
+def played(
+    *tokens: tuple[list[int], list[int]] | None, logprobs: bool = True, **changes: Any
+) -> JSON:
+    """A record with a turn for each prompt and completion; None: a turn without ids."""
+    messages = [user()]
+    for number in range(1, len(tokens)):
+        messages += [assistant("", call("{}", id=f"c{number}")), result("ok", id=f"c{number}")]
+    record = record_of(*messages, assistant("Done."), **changes)
+    given: list[JSON] = record["turns"]
+    assert len(given) == len(tokens)
+    for number, (turn, one) in enumerate(zip(given, tokens, strict=True)):
+        turn |= {"turn": number + 1, "model": "m-2026"}
+        if one is not None:
+            prompt, completion = map(pack_ids, one)
+            values = [-float(id) for id in one[1]]
+            sampled = Sampled(prompt, completion, pack_logprobs(values) if logprobs else None)
+            turn["tokens"] = to_stored(sampled, given[:number])
+    return record
+
+
+def test_one_row_where_each_prompt_begins_with_what_was_sampled() -> None:
+    record = played(FIRST, SECOND, check={"passed": True, "reward": 0.75})
+    assert rows_of(record) == [
+        {
+            "id": record["id"],
+            "group_id": record["prompt_id"],
+            "sample": record["sample"],
+            "segment": 0,
+            "segments": 1,
+            "split": None,
+            "turns": [1, 2],
+            "turns_without_ids": [],
+            "prompt_ids": [1, 2],
+            "response_ids": [3, 4, 5, 6],
+            "loss_mask": [1, 1, 0, 1],
+            "logprobs": [-3.0, -4.0, 0.0, -6.0],
+            "reward": 0.75,
+            "status": "completed",
+            "finish_reasons": [turn["finish_reason"] for turn in record["turns"]],
+            "policy_versions": [turn["model"] for turn in record["turns"]],
+        }
+    ]
+
+
+def test_a_row_per_segment_where_a_prompt_has_drifted() -> None:
+    first, second = rows_of(played(FIRST, ([1, 2, 3, 9, 5], [6]), ([1, 2, 3, 9, 5, 6, 7], [8])))
+    assert (first["prompt_ids"], first["response_ids"]) == ([1, 2], [3, 4])
+    assert (first["segment"], first["segments"], first["split"]) == (0, 2, None)
+    assert (second["prompt_ids"], second["response_ids"]) == ([1, 2, 3, 9, 5], [6, 7, 8])
+    assert (second["loss_mask"], second["turns"]) == ([1, 0, 1], [2, 3])
+    assert second["split"] == {"shared": 3, "expected": 4}
+
+
+def test_a_shorter_prompt_is_a_split_too() -> None:
+    assert [row["split"] for row in rows_of(played(FIRST, ([1, 2, 3], [6])))] == [
+        None,
+        {"shared": 3, "expected": 4},
+    ]
+
+
+def test_a_turn_without_ids_is_context_and_counted() -> None:
+    (row,) = rows_of(played(FIRST, None, ([1, 2, 3, 4, 5, 50, 51], [6])))
+    assert row["turns"] == [1, 3]
+    assert row["turns_without_ids"] == [2]
+    assert row["response_ids"] == [3, 4, 5, 50, 51, 6]
+    assert row["loss_mask"] == [1, 1, 0, 0, 0, 1]
+
+
+def test_there_are_no_logprobs_where_one_turn_has_none() -> None:
+    record = played(FIRST, SECOND)
+    del record["turns"][1]["tokens"]["logprobs"]
+    (row,) = rows_of(record)
+    assert row["logprobs"] is None
+    assert row["loss_mask"] == [1, 1, 0, 1]
+
+
+def test_turns_of_a_parent_are_context() -> None:
+    record = played(FIRST, SECOND)
+    record["turns"][0]["inherited"] = True
+    (row,) = rows_of(record)
+    assert row["prompt_ids"] == [1, 2, 3, 4, 5]
+    assert (row["response_ids"], row["loss_mask"], row["turns"]) == ([6], [1], [2])
+
+
+def test_the_version_of_the_weights_wins_over_the_name_of_the_model() -> None:
+    record = played(FIRST, SECOND)
+    record["turns"][1]["extra"] = {"choice": {"meta_info": {"weight_version": 12}}}
+    (row,) = rows_of(record)
+    assert row["policy_versions"] == [record["turns"][0]["model"], "12"]
+
+
+def test_logprobs_are_those_of_the_record_to_the_last_bit() -> None:
+    record = played(FIRST)
+    stored = pack_logprobs([-0.1, -1e-7])
+    record["turns"][0]["tokens"] = to_stored(Sampled(pack_ids([1]), pack_ids([2, 3]), stored), [])
+    (row,) = rows_of(record)
+    assert pack_logprobs(row["logprobs"]) == stored
+    assert row["logprobs"] == [-0.100000001, -1.00000001e-07]
+
+
+def test_a_record_without_ids_is_rejected_and_counted(tmp_path: Path) -> None:
+    source = make_run(tmp_path, played(None, None), played(FIRST, SECOND))
+    assert rejects(source, formats="rl") == {"t0": "no_token_ids"}
+    _, manifest = exported(source, formats="rl")
+    (part,) = manifest["formats"]
+    assert (part["rows"], part["used"], part["rejected"]) == (1, 1, 1)
+
+
+def test_the_manifest_counts_splits_and_turns_without_ids(tmp_path: Path) -> None:
+    drifted = played(FIRST, ([1, 9], [6]), None)
+    _, manifest = exported(make_run(tmp_path, drifted, played(FIRST, SECOND)), formats="rl")
+    (part,) = manifest["formats"]
+    assert (part["rows"], part["used"]) == (3, 2)
+    assert (part["split"], part["turns_without_ids"]) == (1, 1)
+
+
+def test_damaged_tokens_are_a_reason(tmp_path: Path) -> None:
+    record = played(FIRST)
+    record["turns"][0]["tokens"]["shared"] = 7
+    assert rejects(make_run(tmp_path, record), formats="rl") == {"t0": "no_token_ids"}
+
+
+def test_failures_and_equal_samples_are_rows(tmp_path: Path) -> None:
+    """A group of samples is whole, unless the recipe says otherwise."""
+    records = [
+        played(FIRST, SECOND),
+        played(FIRST, SECOND),
+        played(FIRST, SECOND, status="max_turns"),
+    ]
+    source = make_run(tmp_path, *records, samples=3)
+    found = rows(source, "rl", filters={})
+    assert [(row["group_id"], row["sample"]) for row in found] == [("t0", 0), ("t0", 1), ("t0", 2)]
+    assert len(rows(source, "rl", filters={"status": ["completed"]})) == 2
+    assert len(rows(source, "rl", filters={"exact_duplicates": True})) == 1
+
+
+def test_other_formats_keep_their_defaults(tmp_path: Path) -> None:
+    source = make_run(tmp_path, played(FIRST), played(FIRST, status="max_turns"))
+    _, manifest = exported(source, formats="rl,openai")
+    assert manifest["selected"] == 1
+
+
+def test_texts_that_break_other_formats_do_not_matter(tmp_path: Path) -> None:
+    record = played(FIRST)
+    record["messages"][-1]["content"] = "<think>never closed"
+    assert len(rows(make_run(tmp_path, record), "rl")) == 1
+
+
+@pytest.mark.parametrize("api", ["anthropic_messages", "openai_responses"])
+def test_an_api_without_ids_is_refused(api: str, tmp_path: Path) -> None:
+    from runs.config.models import set_up_models
+    from runs.errors import ConfigError
+
+    config = RunConfig.model_validate(
+        {
+            **{"dataset_file": tmp_path / "p", "run_name": "r", "model": "m", "api": api},
+            **{"base_url": "http://127.0.0.1:1", "token_ids": True, "enabled_toolsets": "none"},
+        }
+    )
+    with pytest.raises(ConfigError, match=f"token_ids: no reply of the API {api} has token ids"):
+        set_up_models(config)
+
+
+def documented() -> JSON:
+    """The functions of docs/training.md."""
+    blocks = re.findall(r"```python\n# rl.py\n(.*?)```", TRAINING.read_text(), re.DOTALL)
+    names: JSON = {}
+    exec(blocks[0], names)
+    return names
+
+
+@pytest.fixture
+def exported_rows(tmp_path: Path) -> tuple[list[JSON], JSON]:
+    """Rows of two samples of one prompt and one of another, and the functions for trainers."""
+    check = {"passed": True, "reward": 0.5}
+    records = [
+        played(FIRST, SECOND, check=check),
+        played(FIRST, ([1, 9], [6]), check=check),
+        played(FIRST, check=check),
+        played(SECOND, check=check),
+    ]
+    directory, _ = exported(make_run(tmp_path, *records, samples=2), formats="rl", filters={})
+    functions = documented()
+    return functions["rows"](directory / "rl" / "train.jsonl"), functions
+
+
+def test_what_verl_reads(exported_rows: tuple[list[JSON], JSON]) -> None:
+    rows, functions = exported_rows
+    for row in rows:
+        read = functions["to_verl"](row)
+        assert len(read["response_ids"]) == len(read["response_mask"]) > 0
+        assert len(read["response_logprobs"]) == len(read["response_ids"])
+        assert (read["reward_score"], read["extra_fields"]) == (0.5, {"uid": row["group_id"]})
+    assert [functions["to_verl"](row)["num_turns"] for row in rows] == [2, 1, 1, 1, 1]
+
+
+def test_what_prime_rl_reads(exported_rows: tuple[list[JSON], JSON]) -> None:
+    """Its arrays have one length, and there are logprobs where the mask is set."""
+    rows, functions = exported_rows
+    read = [functions["to_prime_rl"](row) for row in rows]
+    assert read[0] == {
+        "token_ids": [1, 2, 3, 4, 5, 6],
+        "mask": [False, False, True, True, False, True],
+        "logprobs": [0.0, 0.0, -3.0, -4.0, 0.0, -6.0],
+    }
+    for sample in read:
+        assert len({len(array) for array in sample.values()}) == 1
+
+
+def test_what_skyrl_reads(exported_rows: tuple[list[JSON], JSON]) -> None:
+    """Lists of one length; beside each response a mask and logprobs of its length."""
+    rows, functions = exported_rows
+    read = functions["to_skyrl"](rows)
+    lists = [value for value in read.values() if value is not None]
+    assert {len(value) for value in lists} == {len(rows)}
+    for key in ("loss_masks", "rollout_logprobs"):
+        assert list(map(len, read[key])) == list(map(len, read["response_ids"]))
+    assert read["is_last_step"] == [True, False, True, True, True]
+
+
+def test_what_slime_reads(exported_rows: tuple[list[JSON], JSON]) -> None:
+    """A mask and logprobs for the response, which ends the tokens; groups are numbers."""
+    rows, functions = exported_rows
+    read = functions["to_slime"](rows)
+    assert [sample["group_index"] for sample in read] == [0, 0, 0, 1, 1]
+    assert [sample["rollout_id"] for sample in read] == [0, 1, 1, 2, 3]
+    for sample, row in zip(read, rows, strict=True):
+        assert sample["tokens"][-sample["response_length"] :] == row["response_ids"]
+        assert len(sample["loss_mask"]) == sample["response_length"]
+        assert len(sample["rollout_log_probs"]) == sample["response_length"]
+        assert sample["status"] == "completed"

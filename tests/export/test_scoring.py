@@ -1,0 +1,450 @@
+"""The command `score`: every record gets its score once, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from export.dataset.build import Source
+from export.filters.asking import ask_all
+from runs.store.reader import stored_records
+from tests.answering import JSON, answering
+from tests.exporting import make_run, worked
+from tests.running import command, lines, run, wait_until
+
+GRADERS = """
+from pathlib import Path
+
+def length(conversation, workspace, row):
+    assert workspace is None
+    if "fault" in row:
+        raise ValueError(row["fault"])
+    return len(conversation["messages"][-1]["content"])
+
+def nothing(conversation, workspace, row):
+    return {"calls": [0] * len(conversation["turns"])}
+
+def held(conversation, workspace, row):
+    hold = Path("hold")
+    while hold.exists() and int(conversation["id"][1:]) >= int(hold.read_text()):
+        pass
+    return 1
+"""
+
+
+def make(folder: Path, count: int, **changes: Any) -> Source:
+    (folder / "graders.py").write_text(GRADERS)
+    return make_run(folder, *(worked(f"Answer {n}", **changes) for n in range(count)))
+
+
+def scores(source: Source) -> list[dict[str, Any]]:
+    return lines(source.run_dir / "scores.jsonl")
+
+
+def counts(found: Any) -> tuple[int, int]:
+    """How many scores a command gave, and how many failed."""
+    words = found.stdout.rpartition(": ")[2].split()
+    return int(words[0]), int(words[2])
+
+
+class TestFunctions:
+    def test_score_each_record_once_and_leave_records_as_they_are(self, tmp_path: Path) -> None:
+        source = make(tmp_path, 12)
+        before = (source.run_dir / "records.jsonl").read_bytes()
+        done = run(tmp_path, "score", "r", reward="graders:length,graders:nothing", output_dir=".")
+        assert done.returncode == 0, done.stderr
+        assert counts(done) == (24, 0)
+        found = scores(source)
+        assert {line["id"] for line in found} == {f"t{n}" for n in range(12)}
+        assert {line["source"] for line in found} == {"graders:length", "graders:nothing"}
+        assert all(line["version"] and line["at"] for line in found)
+        again = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
+        assert counts(again) == (0, 0)
+        assert (source.run_dir / "records.jsonl").read_bytes() == before
+        first = next(stored_records(source.run_dir)).record
+        given = {score["source"]: score for score in first["scores"]}
+        assert given["graders:length"]["rewards"] == {"length": len("Answer 0")}
+        assert given["graders:nothing"]["turn_rewards"] == {"calls": [0, 0]}
+
+    def test_that_fail_are_repeated_and_others_are_not(self, tmp_path: Path) -> None:
+        (tmp_path / "graders.py").write_text(GRADERS)
+        source = make_run(tmp_path, worked(), worked(), prompts=[{"fault": "x"}, {}])
+        done = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
+        assert (done.returncode, counts(done)) == (1, (2, 1))
+        (failed,) = [line for line in scores(source) if line["error"]]
+        assert (failed["id"], failed["rewards"]) == ("t0", None)
+        assert failed["error"] == "ValueError: x (graders.py:7)"
+        again = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
+        assert (again.returncode, counts(again)) == (1, (1, 1))
+
+    def test_that_changed_score_again(self, tmp_path: Path) -> None:
+        source = make(tmp_path, 2)
+        run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
+        (tmp_path / "graders.py").write_text(GRADERS.replace("[-1]", "[0]"))
+        done = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
+        assert counts(done) == (2, 0)
+        first = next(stored_records(source.run_dir)).record
+        assert [score["rewards"] for score in first["scores"]] == [{"length": len("Be brief.")}]
+
+    def test_of_the_run_itself_are_not_repeated(self, tmp_path: Path) -> None:
+        source = make(tmp_path, 1)
+        run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
+        (score,) = scores(source)
+        kept = {key: score[key] for key in ("source", "version", "rewards", "error")}
+        source = make_run(tmp_path, worked("Answer 0", scores=[kept]), worked())
+        (source.run_dir / "scores.jsonl").unlink()
+        done = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
+        assert counts(done) == (1, 0)
+        assert [line["id"] for line in scores(source)] == ["t1"]
+
+    def test_do_not_see_conversations_that_failed(self, tmp_path: Path) -> None:
+        error = {"class": "bad_request", "message": "no"}
+        make(tmp_path, 2, status="failed", error=error)
+        done = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
+        assert counts(done) == (0, 0)
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            ({"reward": "graders:none"}, "cannot import 'graders:none'"),
+            ({"reward": " , "}, "give --reward MODULE:FUNCTION"),
+            ({}, "give --reward MODULE:FUNCTION"),
+            ({"reward": "graders:length", "reward_timeout_s": 0}, "reward_timeout_s"),
+        ],
+    )
+    def test_must_be_given_and_found(self, tmp_path: Path, given: Any, words: str) -> None:
+        source = make(tmp_path, 1)
+        done = run(tmp_path, "score", "r", output_dir=".", **given)
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert not (source.run_dir / "scores.jsonl").exists()
+
+    @pytest.mark.slow
+    def test_survive_kills(self, tmp_path: Path) -> None:
+        """What was on disk at a kill is not scored again, and a second command is refused."""
+        source = make(tmp_path, 60)
+        path = source.run_dir / "scores.jsonl"
+        arguments = ("score", "r")
+        options: dict[str, Any] = {"reward": "graders:held", "output_dir": "."}
+        hold = tmp_path / "hold"
+        for count in (1, 17, 40):
+            hold.write_text(str(count))
+            process = subprocess.Popen(command(*arguments, **options), cwd=tmp_path)
+            try:
+                wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= count)  # noqa: B023
+                if count == 17:
+                    refused = run(tmp_path, *arguments, **options)
+                    assert refused.returncode == 5
+                    assert "another `score` or export works on it" in refused.stderr
+            finally:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+        hold.unlink()
+        assert run(tmp_path, *arguments, **options).returncode == 0
+        given = Counter(line["id"] for line in scores(source))
+        assert given == Counter({f"t{n}": 1 for n in range(60)})
+        assert json.loads(path.read_bytes().splitlines()[0])["crc32"]
+
+
+PRICES = '{"j": {"input": 1000, "output": 1000}}'
+"""A thousandth of a dollar per token."""
+
+
+class Judge:
+    """An endpoint that plays the judge, and its own log of what it answered."""
+
+    def __init__(self, url: str, asked: list[JSON]) -> None:
+        self.url = url
+        self._asked = asked
+
+    @property
+    def asked(self) -> list[str]:
+        """The last words of the questions, in order."""
+        return [body["messages"][-1]["content"].split()[-1] for body in self._asked]
+
+    def options(self, folder: Path, prompt: str = "Judge: {answer}", **more: Any) -> dict[str, Any]:
+        file = folder / "judge.txt"
+        file.write_text(prompt)
+        return {
+            "judge": "j",
+            "judge_prompt": file,
+            "base_url": f"{self.url}/v1",
+            "key_env": "none",
+            "output_dir": ".",
+            "call_attempts": 1,
+            **more,
+        }
+
+
+def said(text: str, *, tokens: tuple[int, int] | None = (20, 5)) -> JSON:
+    message = {"role": "assistant", "content": text}
+    usage = tokens and {"prompt_tokens": tokens[0], "completion_tokens": tokens[1]}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    return {"id": "x", "model": "j-1", "choices": [choice], **({"usage": usage} if usage else {})}
+
+
+@contextmanager
+def judging(answer: Callable[[str], tuple[int, JSON]]) -> Iterator[Judge]:
+    """A judge that answers questions by their last word."""
+    with answering(lambda _, body: answer(body["messages"][-1]["content"].split()[-1])) as found:
+        yield Judge(*found)
+
+
+def good(word: str) -> tuple[int, JSON]:
+    return 200, said(f"I think.\n0.{word.rstrip('.')}")
+
+
+class TestAJudge:
+    def test_is_asked_once_about_each_record(self, tmp_path: Path) -> None:
+        source = make(tmp_path, 8)
+        before = (source.run_dir / "records.jsonl").read_bytes()
+        with judging(good) as judge:
+            options = judge.options(tmp_path, prices=PRICES)
+            done = run(tmp_path, "score", "r", **options)
+            assert (done.returncode, counts(done)) == (0, (8, 0)), done.stderr
+            assert sorted(judge.asked) == [str(n) for n in range(8)]
+            assert counts(run(tmp_path, "score", "r", **options)) == (0, 0)
+            assert len(judge.asked) == 8
+            other = judge.options(tmp_path, "Judge again: {answer}", prices=PRICES)
+            assert counts(run(tmp_path, "score", "r", **other)) == (8, 0)
+            assert len(judge.asked) == 16
+        assert (source.run_dir / "records.jsonl").read_bytes() == before
+        line = next(line for line in scores(source) if line["id"] == "t5")
+        assert line["rewards"] == {"judge": 0.5}
+        assert (line["reply"], line["model"]) == ("I think.\n0.5", "j-1")
+        assert line["cost_usd"] == pytest.approx(0.025)
+        assert line["source"] == "judge:j"
+
+    def test_sees_what_its_prompt_asks_for(self, tmp_path: Path) -> None:
+        """A text that looks like a place of the prompt stays as it is."""
+        prompt = "Q {question} E {expected} C {conversation} {other} A {answer}"
+        make_run(tmp_path, worked("{question}"), prompts=[{"expected": 4}])
+        with answering(lambda *_: (200, said("1"))) as (url, bodies):
+            done = run(tmp_path, "score", "r", **Judge(url, bodies).options(tmp_path, prompt))
+        assert done.returncode == 0, done.stderr
+        (text,) = (body["messages"][-1]["content"] for body in bodies)
+        assert text.startswith("Q ")
+        assert " E 4 C [system]\nBe brief." in text
+        assert '-> temp({"city"' in text
+        assert text.endswith(" {other} A {question}")
+
+    @pytest.mark.parametrize(
+        ("reply", "rewards", "by_turn", "words"),
+        [
+            ('{"a": 1, "b": 0.5}', {"a": 1, "b": 0.5}, None, None),
+            ('Fine.\n```json\n{"turn_rewards": [0, 1]}\n```', {}, {"reward": [0, 1]}, None),
+            ("good", None, None, "neither a number nor a JSON object: 'good'"),
+            ("", None, None, "neither a number nor a JSON object: ''"),
+            ('{"a": "x"}', None, None, "the last line of the reply holds 'x'"),
+            ('{"turn_rewards": [0]}', None, None, "has 1 rewards, and the conversation 2 turns"),
+        ],
+    )
+    def test_scores_in_the_last_line_and_a_paid_reply_is_not_repeated(
+        self, tmp_path: Path, reply: str, rewards: Any, by_turn: Any, words: str | None
+    ) -> None:
+        source = make(tmp_path, 1)
+        with judging(lambda _: (200, said(reply))) as judge:
+            options = judge.options(tmp_path)
+            done = run(tmp_path, "score", "r", **options)
+            assert done.returncode == (words is not None), done.stderr
+            run(tmp_path, "score", "r", **options)
+            assert len(judge.asked) == 1
+        (line,) = scores(source)
+        assert (line["rewards"], line.get("turn_rewards")) == (rewards, by_turn)
+        assert line["reply"] == reply
+        assert (words or "None") in str(line["error"])
+
+    def test_that_fails_is_asked_again(self, tmp_path: Path) -> None:
+        source = make(tmp_path, 3)
+        faults = {"1": 400}
+
+        def answer(word: str) -> tuple[int, JSON]:
+            status = faults.get(word)
+            return good(word) if status is None else (status, {"error": {"message": "no"}})
+
+        with judging(answer) as judge:
+            options = judge.options(tmp_path)
+            done = run(tmp_path, "score", "r", **options)
+            assert (done.returncode, counts(done)) == (1, (3, 1))
+            (failed,) = [line for line in scores(source) if line["error"]]
+            assert failed["error"].startswith("bad_request: ")
+            faults.clear()
+            assert counts(run(tmp_path, "score", "r", **options)) == (1, 0)
+        assert Counter(judge.asked) == {"0": 1, "1": 2, "2": 1}
+
+    def test_that_refuses_the_key_stops_the_command(self, tmp_path: Path) -> None:
+        make(tmp_path, 30)
+        refused = (401, {"error": {"message": "no"}})
+        with judging(lambda _: refused) as judge:
+            done = run(tmp_path, "score", "r", **judge.options(tmp_path, max_in_flight=2))
+            assert len(judge.asked) <= 4
+        assert done.returncode == 4
+        assert "--judge: auth: " in done.stderr
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            ({"judge": "x:y"}, "unknown prefix 'x'"),
+            ({"judge": "scripted"}, "cannot judge"),
+            ({"prompt": "nothing"}, "judge.txt: has neither {answer} nor {conversation}"),
+            ({"judge_prompt": "missing.txt"}, "missing.txt: cannot read it"),
+            ({"key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
+            ({"prices": "{"}, "--prices: not JSON"),
+            ({"prices": '{"j": {"input": -1}}'}, "--prices"),
+            ({"temperature": -1}, "--temperature"),
+            ({"max_judge_cost_usd": 1, "max_tokens": 5}, "the price of 'j' is unknown"),
+            ({"max_judge_cost_usd": 1, "prices": PRICES}, "needs --max_tokens"),
+            ({"reward": "m:f"}, "give --reward MODULE:FUNCTION, or --judge MODEL"),
+        ],
+    )
+    def test_must_be_one_that_can_be_asked(
+        self, tmp_path: Path, given: dict[str, Any], words: str
+    ) -> None:
+        make(tmp_path, 1)
+        with judging(good) as judge:
+            prompt = given.get("prompt", "Judge: {answer}")
+            options = {**judge.options(tmp_path, prompt), **given}
+            options.pop("prompt", None)
+            if "x:y" in options.values():
+                del options["base_url"]
+            done = run(tmp_path, "score", "r", **options)
+            assert judge.asked == []
+        assert done.returncode == 2
+        assert words in done.stderr
+
+
+class TestCallsInFlight:
+    @pytest.mark.parametrize("breaks", ["a call", "keeping"])
+    def test_that_end_when_another_breaks_are_kept(self, breaks: str) -> None:
+        """Their replies are paid for."""
+        kept: list[int] = []
+
+        async def ask(item: int) -> int:
+            if item == 0 and breaks == "a call":
+                raise ValueError("broken")
+            if item == 2:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    return item  # it came before it could be cancelled
+            return item
+
+        def keep(found: list[int]) -> None:
+            kept.extend(found)
+            if breaks == "keeping" and 2 not in found:
+                raise ValueError("broken")
+
+        with pytest.raises(ValueError, match="broken"):
+            asyncio.run(ask_all(range(3), ask, max_in_flight=3, keep=keep))
+        assert sorted(kept) == ([1, 2] if breaks == "a call" else [0, 1, 2])
+
+    def test_are_never_more_than_allowed(self) -> None:
+        running = most = 0
+
+        async def ask(item: int) -> int:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0)
+            running -= 1
+            return item
+
+        found: list[int] = []
+        asyncio.run(ask_all(range(50), ask, max_in_flight=4, keep=found.extend))
+        assert (most, sorted(found)) == (4, list(range(50)))
+
+
+class TestABudget:
+    def test_is_never_exceeded_and_can_be_raised(self, tmp_path: Path) -> None:
+        source = make(tmp_path, 20)
+        with judging(good) as judge:
+            options = judge.options(tmp_path, prices=PRICES, max_tokens=5, max_in_flight=4)
+            first = run(tmp_path, "score", "r", **options, max_judge_cost_usd=1.5)
+            assert first.returncode == 3, first.stderr
+            assert "--max_judge_cost_usd=1.5: $" in first.stderr
+            spent = sum(line["cost_usd"] for line in scores(source))
+            assert 0 < spent == pytest.approx(0.025 * len(judge.asked))
+            assert spent <= 1.5
+            asked = len(judge.asked)
+            again = run(tmp_path, "score", "r", **options, max_judge_cost_usd=1.5)
+            assert (again.returncode, len(judge.asked)) == (3, asked)
+            assert run(tmp_path, "score", "r", **options, max_judge_cost_usd=90).returncode == 0
+            assert len(judge.asked) == len(set(judge.asked)) == 20
+
+    def test_counts_a_call_that_a_kill_has_cut_off(self, tmp_path: Path) -> None:
+        """Its reply is lost, and may have been charged."""
+        make(tmp_path, 1)
+        release = Event()
+
+        def late(word: str) -> tuple[int, JSON]:
+            release.wait()
+            return good(word)
+
+        with judging(late) as judge:
+            options = judge.options(tmp_path, prices=PRICES, max_tokens=5, max_judge_cost_usd=1.5)
+            process = subprocess.Popen(command("score", "r", **options), cwd=tmp_path)
+            try:
+                wait_until(lambda: len(judge.asked) == 1)
+            finally:
+                process.kill()
+                process.wait()
+                release.set()
+            done = run(tmp_path, "score", "r", **options)
+            assert done.returncode == 3, done.stderr
+            assert len(judge.asked) == 1
+
+    def test_counts_a_call_of_unknown_cost_as_its_worst_case(self, tmp_path: Path) -> None:
+        source = make(tmp_path, 3)
+        with judging(lambda word: (200, said(f"0.{word}", tokens=None))) as judge:
+            options = judge.options(tmp_path, prices=PRICES, max_tokens=5, max_in_flight=1)
+            done = run(tmp_path, "score", "r", **options, max_judge_cost_usd=2)
+            assert done.returncode == 3, done.stderr
+            assert len(judge.asked) == len(scores(source)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_at_random_moments_pay_no_reply_twice(tmp_path: Path, seed: int) -> None:
+    """By the endpoint's own log: what was on disk at a kill is never asked again."""
+    source = make(tmp_path, 60)
+    path = source.run_dir / "scores.jsonl"
+    draw = random.Random(seed)
+    in_flight, kills = 4, 5
+    on_disk: dict[str, int] = {}
+    with judging(good) as judge:
+        options = judge.options(
+            tmp_path, prices=PRICES, max_tokens=5, max_in_flight=in_flight, max_judge_cost_usd=90
+        )
+        for _ in range(kills):
+            count = len(judge.asked) + draw.randint(1, 12)
+            process = subprocess.Popen(command("score", "r", **options), cwd=tmp_path)
+            try:
+                wait_until(lambda: len(judge.asked) >= count or process.poll() is not None)  # noqa: B023
+            finally:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+            content = path.read_bytes() if path.exists() else b""
+            asked = Counter(judge.asked)
+            for line in content.split(b"\n")[:-1]:
+                word = json.loads(line)["reply"].rpartition(".")[2]
+                on_disk.setdefault(word, asked[word])
+        done = run(tmp_path, "score", "r", **options)
+        assert done.returncode == 0, done.stderr
+        asked = Counter(judge.asked)
+    assert on_disk
+    assert {word: asked[word] for word in on_disk} == on_disk
+    assert asked.total() - len(asked) <= kills * in_flight
+    assert Counter(line["id"] for line in scores(source)) == {f"t{n}": 1 for n in range(60)}
+    assert "judge_budget" not in run(tmp_path, "verify", source.run_dir).stdout

@@ -1,0 +1,147 @@
+"""Runs whose rows name images, on nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testing.ray_cluster import TwoNodes, actors, two_nodes
+from tests.images.conftest import podman
+from tests.images.test_image_runs import FIXED, FIXES, OPTIONS, records, row, terminal
+from tests.running import run, started, wait_until, write_rows
+from toolsets.sandbox.factory import sandbox_problem
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
+    pytest.mark.xdist_group("ray"),
+]
+
+WITHOUT = ("bwrap", "podman")
+"""Programs that one of the nodes does not have."""
+PODMAN = {"sandbox": "docker", "container_engine": "podman"}
+TURNS = (
+    terminal("echo kept > /file; sed -i s/-/+/ pkg/calc.py"),
+    terminal("touch begun; sleep 1000"),
+    terminal("cat /file"),
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
+    with two_nodes(tmp_path_factory.mktemp("cluster")) as nodes:
+        yield nodes
+
+
+def on_ray(cluster: TwoNodes, cwd: Path, **more: Any) -> dict[str, Any]:
+    (cwd / "scratch").mkdir()
+    return {
+        **OPTIONS,
+        "executor": "ray",
+        "ray_address": cluster.address,
+        "ray_scratch_dir": cwd / "scratch",
+        **more,
+    }
+
+
+def assert_nothing_is_left(cwd: Path) -> None:
+    wait_until(lambda: not actors())
+    assert list((cwd / "trajectories/r/workspaces").iterdir()) == []
+    assert [path for path in (cwd / "scratch").rglob("*") if path.is_file()] == []
+    assert str(cwd) not in Path("/proc/self/mounts").read_text()
+
+
+def passed_in(cwd: Path) -> dict[str, bool]:
+    return {name: record["check"]["passed"] for name, record in records(cwd).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["driver", "shared"])
+def test_rows_are_worked_on_in_images_of_nodes(
+    images: Path, tmp_path: Path, cluster: TwoNodes, storage: str
+) -> None:
+    write_rows(tmp_path / "p.jsonl", *FIXES)
+    given = on_ray(cluster, tmp_path, images=images, ray_storage=storage)
+    done = run(tmp_path, "--row_setup", **given)
+    assert done.returncode == 0, done.stderr
+    assert passed_in(tmp_path) == {fix["id"]: fix["id"] != "not at all" for fix in FIXES}
+    assert_nothing_is_left(tmp_path)
+
+
+def kill_actors_in_second_turn(cwd: Path, given: dict[str, Any], begun: Any) -> None:
+    """Others continue the conversations of those that are killed, to the end of the run."""
+    check = f"python3 -c '{FIXED}'"
+    write_rows(cwd / "p.jsonl", *(row(name, "python:1", *TURNS, check=check) for name in "ab"))
+    with started(cwd, "--row_setup", **given) as process:
+        wait_until(lambda: begun() == 2, timeout_s=120)
+        for pid in actors():
+            os.kill(pid, signal.SIGKILL)
+        assert process.wait(200) == 0, (cwd / "output.txt").read_text()
+    for record in records(cwd).values():
+        assert [resume["workspace_kept"] for resume in record["resumes"]] == [True]
+        assert "kept" in record["messages"][-2]["content"]
+        assert record["check"]["passed"]
+
+
+@pytest.mark.slow
+def test_conversations_of_killed_actors_continue_with_their_files(
+    images: Path, tmp_path: Path, cluster: TwoNodes
+) -> None:
+    given = on_ray(cluster, tmp_path, images=images)
+
+    def begun() -> int:
+        return len(list(tmp_path.glob("scratch/*/*/r/workspaces/*/upper/testbed/begun")))
+
+    kill_actors_in_second_turn(tmp_path, given, begun)
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("storage", ["driver", "shared"])
+@pytest.mark.usefixtures("engine")
+def test_containers_are_those_of_nodes(tmp_path: Path, storage: str) -> None:
+    """None is left on a node, neither of a conversation that continued there nor elsewhere."""
+    with two_nodes(tmp_path) as cluster:  # nodes with the variables of this engine
+        given = on_ray(cluster, tmp_path, **PODMAN, ray_storage=storage)
+
+        def begun() -> int:
+            names = podman("ps", "--format", "{{.Names}}").split()
+            return sum("begun" in podman("exec", name, "ls", "/testbed") for name in names)
+
+        kill_actors_in_second_turn(tmp_path, given, begun)
+        assert podman("ps", "--all", "--quiet") == ""
+        assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "sandbox bwrap: "),
+        (PODMAN, "sandbox docker: the program podman was not found"),
+    ],
+)
+def test_a_node_without_the_programs_is_refused_before_any_call(
+    images: Path, tmp_path: Path, cluster: TwoNodes, options: dict[str, Any], words: str
+) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for directory in os.environ["PATH"].split(os.pathsep):
+        for path in Path(directory).glob("*"):
+            if path.name not in WITHOUT and not (programs / path.name).exists():
+                (programs / path.name).symlink_to(path)
+    if sandbox_problem(options.get("sandbox", "bwrap"), engine="podman"):
+        pytest.skip("podman does not work here")
+    cluster.add(PATH=str(programs))
+    write_rows(tmp_path / "p.jsonl", row("a", "python:1", *TURNS))
+    given = on_ray(cluster, tmp_path, **options, worker_resources="other=1", num_workers=1)
+    given |= {} if options else {"images": images}
+    done = run(tmp_path, **given)
+    assert done.returncode == 4, done.stderr
+    assert f"on {os.uname().nodename}: {words}" in done.stderr
+    assert not (tmp_path / "trajectories/r/records.jsonl").read_bytes()
