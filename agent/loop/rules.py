@@ -191,7 +191,7 @@ def _answered(t: Trajectory, spec: ConversationSpec) -> NextStep:
     """After an answer: the user's next message, or the end."""
     sent = t.notes_of(USER_TURN)
     if sent < len(spec.user_turns):
-        return _continue(t, spec.options, AddNote(USER_TURN, spec.user_turns[sent]))
+        return _send(t, spec.options, spec.user_turns[sent])
     user = spec.options.simulated_user
     if user is None:
         return _check_answer(t, spec)
@@ -200,7 +200,12 @@ def _answered(t: Trajectory, spec: ConversationSpec) -> NextStep:
         return AskUser() if sent < user.max_turns else _check_answer(t, spec)
     if user.stop in text:
         return _check_answer(t, spec)
-    return _continue(t, spec.options, AddNote(USER_TURN, text))
+    return _send(t, spec.options, text)
+
+
+def _send(t: Trajectory, options: AgentOptions, text: str) -> NextStep:
+    """Send the user's message; at the turn limit there is an answer, and no summary is needed."""
+    return _continue(t, options, AddNote(USER_TURN, text), otherwise=Finish("max_turns"))
 
 
 def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:

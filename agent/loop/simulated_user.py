@@ -18,9 +18,13 @@ _GREETING = "Hello! How can I help you?"
 
 
 def users_message(t: Trajectory, number: int) -> str:
-    """Message `number` (from 1) of the simulated user; "" if it has not been written."""
+    """Message `number` (from 1) of the simulated user; "" if it is missing, or was cut."""
     inner = t.inner.get(f"{SIMULATED_USER}#{number}")
-    return "" if inner is None else inner.trajectory.final_text().strip()
+    if inner is None or not inner.trajectory.replies:
+        return ""
+    if inner.trajectory.replies[-1]["finish_reason"] != "stop":
+        return ""
+    return inner.trajectory.final_text().strip()
 
 
 def opening_of_user(user: SimulatedUser, t: Trajectory) -> list[Message]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from agent.messages import SIMULATED_USER
 from agent.models.parsing import count_or_none
 from export.conversation.order import in_order
 from export.conversation.own_work import own_of
@@ -69,6 +70,8 @@ def _document(
     inside: dict[str, dict[str, Any]] = {}
     left_out = []
     for inner in record.get("inner") or ():
+        if inner["name"] == SIMULATED_USER:
+            continue  # what it wrote are user messages, and no agent's work to train on
         try:
             nested = styled(_read_inner(inner), style)
             inside[inner["key"]] = _document(

@@ -398,7 +398,9 @@ class RunConfig(SandboxOptions):
 
     def model_prefixes(self) -> set[str]:
         """The prefixes of all model names, before the colon."""
-        names = [*self.model_weights(), *(agent.model or "" for agent in self.subagents)]
+        user = () if self.simulated_user is None else (self.simulated_user,)
+        own = (agent.model or "" for agent in (*self.subagents, *user))
+        names = [*self.model_weights(), *own]
         return {name.partition(":")[0] for name in names}
 
     def _script_use(self, api: str) -> ColumnUse:

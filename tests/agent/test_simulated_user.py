@@ -38,6 +38,19 @@ def test_the_turn_limit_is_that_of_the_whole_conversation(tmp_path: Path) -> Non
     assert texts(played)[-1] == ("assistant", "two"), "no message stays without an answer"
 
 
+@pytest.mark.parametrize(
+    "user",
+    [{"user_turns": ["And?"]}, {"simulated_user": {**ANN, "script": [say("And?")]}}],
+)
+def test_an_answer_at_the_turn_limit_is_not_asked_for_again(
+    tmp_path: Path, user: dict[str, Any]
+) -> None:
+    script = [say("one"), say("again")]
+    played = play(tmp_path, script, max_turns=1, final_summary=True, **user)
+    assert played.status == "max_turns"
+    assert texts(played) == [("user", "go"), ("assistant", "one")]
+
+
 def test_the_last_answer_is_compared(tmp_path: Path) -> None:
     given: dict[str, Any] = {"check_expected": True, "expected": "42", "user_turns": ["And?"]}
     played = play(tmp_path, [say("41"), say("42")], **given)
@@ -72,6 +85,17 @@ def test_a_user_that_says_nothing_ends_the_conversation(tmp_path: Path) -> None:
     assert played.status == "errors"
     assert played.end.reason is not None
     assert played.end.reason.startswith("the simulated user ended as errors")
+
+
+@pytest.mark.parametrize("finish", ["length", "refusal"])
+def test_a_cut_message_is_never_sent(tmp_path: Path, finish: str) -> None:
+    user = {**ANN, "script": [say("I wan", finish_reason=finish), say("STOP")]}
+    script = [say("a"), say("b")]
+    whole = play(tmp_path / "a", script, simulated_user=user)
+    assert whole.end == ("errors", f"the simulated user ended as {finish}")
+    resumed = play(tmp_path / "b", script, past=whole.events, simulated_user=user)
+    assert resumed.end == whole.end
+    assert (resumed.messages, resumed.requests) == (whole.messages, [])
 
 
 def test_its_cost_counts_for_the_budget(tmp_path: Path) -> None:

@@ -328,6 +328,13 @@ class TestAtif:
         told = row(record, "atif", reasoning="none")["subagent_trajectories"][1]
         assert "reasoning_content" not in told["steps"][2]
 
+    def test_atif_has_no_document_of_a_simulated_user(self) -> None:
+        """What it wrote are user messages: as an agent's steps they would be trained on."""
+        said = _inner("simulated_user#1", "simulated_user", user("Hi."), assistant("More."))
+        document = row(worked(inner=[said]), "atif")
+        assert "subagent_trajectories" not in document
+        assert "More." not in json.dumps(document)
+
 
 def _inner(
     key: str, name: str, *messages: dict[str, Any], inner: list[Any] | None = None

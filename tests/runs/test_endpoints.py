@@ -222,3 +222,11 @@ def test_streamed_replies_make_the_same_rows(tmp_path: Path) -> None:
             files.append([(row["id"], row["conversations"]) for row in rows])
         assert endpoint.journal()["streamed"] == 18
     assert files[0] == files[1]
+
+
+def test_the_endpoint_of_a_simulated_user_is_fixed_for_the_run() -> None:
+    other = {**LOCAL, "temperature": 0.5}
+    user = {"model": "own:m"}
+    first = config(model="scripted", simulated_user=user, endpoints={"own": LOCAL})
+    second = config(model="scripted", simulated_user=user, endpoints={"own": other})
+    assert meaning_of(first)["endpoints"] != meaning_of(second)["endpoints"]
