@@ -77,7 +77,7 @@ def read_check(
     if raw is None:
         return None
     if isinstance(raw, str):
-        return Check(raw)
+        raw = {"command": raw}
     command = raw.get("command") if isinstance(raw, dict) else None
     if not isinstance(command, str) or not raw.keys() <= _KEYS:
         unknown = sorted(map(str, raw.keys() - _KEYS)) if isinstance(raw, dict) else []
@@ -85,6 +85,9 @@ def read_check(
             f"`{name}`" for name in sorted(_KEYS - {"command"})
         )
         raise ValueError(msg + (f" (got `{unknown[0]}`)" if unknown else ""))
+    if not command.strip():
+        msg = "`check.command` is empty, so every conversation would pass"
+        raise ValueError(msg)
     if not inside:
         for name in _INSIDE_KEYS:
             if raw.get(name) is not None:

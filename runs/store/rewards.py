@@ -67,10 +67,13 @@ def printed_rewards(value: Any, *, turns: int | None) -> Rewards | None:
     """Rewards in an object that a program printed, which may hold other things as well.
 
     Of its values only numbers and `turn_rewards` count, of more than `MAX_REWARDS` numbers only
-    `reward`; None if there are none. Raises `ValueError` for wrong `turn_rewards`.
+    `reward`; None if there are none. Raises `ValueError` for wrong `turn_rewards`, and for a
+    `reward` that is not finite.
     """
     if not isinstance(value, Mapping):
         return None
+    if isinstance(main := value.get(MAIN), float):
+        finite_number(main)
     numbers = {key: item for key, item in value.items() if _is_reward(key, item)}
     if len(numbers) > MAX_REWARDS:
         numbers = {MAIN: numbers[MAIN]} if MAIN in numbers else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shlex
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -203,9 +204,11 @@ def _printed(stdout: str, turns: int | None) -> dict[str, Any]:
     """The keys of a result that a JSON object in the last line gives. Raises `CheckFailed`."""
     last = stdout.strip().rpartition("\n")[2]
     try:
-        rewards = printed_rewards(orjson.loads(last), turns=turns)
-    except orjson.JSONDecodeError:
+        found = json.loads(last)  # with NaN and Infinity, which are no rewards, but meant as such
+    except (ValueError, RecursionError):
         return {}
+    try:
+        rewards = printed_rewards(found, turns=turns)
     except ValueError as error:
         raise CheckFailed(f"`check`: the last line of its output {error}") from error
     if rewards is None:

@@ -163,6 +163,16 @@ class TestPrintedRewards:
         found = judged(tmp_path / "w", {"command": command}, turns=1)
         assert found["turn_rewards"] == {"reward": [1]}
 
+    @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+    def test_a_reward_that_is_not_finite_fails_the_check(self, tmp_path: Path, number: str) -> None:
+        with pytest.raises(CheckFailed, match="not a finite number"):
+            judged(tmp_path / "w", {"command": f"echo '{{\"reward\": {number}}}'"})
+
+    @pytest.mark.parametrize("check", ["", {"command": " "}])
+    def test_a_check_without_a_command_is_refused(self, check: Any) -> None:
+        with pytest.raises(ValueError, match="command` is empty"):
+            read_check(check, inside=False, network=False, variables=())
+
     @pytest.mark.parametrize("wrong", [{"a": 1}, [True, 1], ["1", 1], 5])
     def test_wrong_rewards_of_turns_fail_the_check(self, tmp_path: Path, wrong: Any) -> None:
         command = f"echo '{json.dumps({'reward': 1, 'turn_rewards': wrong})}'"
