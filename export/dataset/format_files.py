@@ -174,6 +174,7 @@ class _TokenFiles(_Files):
 
     def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
         super().__init__(name, place, recipe)
+        self._reward_name = recipe.style.reward_name
         self._splits_made = 0
         self._turns_without_ids = 0
 
@@ -189,7 +190,7 @@ class _TokenFiles(_Files):
                 yield self.unused(candidate, why)
                 continue
             try:
-                rows = rows_of(candidate.record)
+                rows = rows_of(candidate.record, self._reward_name)
             except Rejected as rejected:
                 yield self.unused(candidate, (rejected.reason.value, rejected.detail))
                 continue

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent.tokens import TokenTurn, has_ids, token_turns
+from export.conversation.rewards import reward_of
 from export.conversation.validity import Reason, Rejected
-from runs.store.checks import judgement_of
 
 
 class _Segment:
@@ -43,7 +43,7 @@ class _Segment:
             self.logprobs += logprobs
 
 
-def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def rows_of(record: Mapping[str, Any], reward_name: str | None = None) -> list[dict[str, Any]]:
     """The rows of a record, one per segment.
 
     Raises Rejected if no turn of this run's model has token ids.
@@ -71,7 +71,7 @@ def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             "response_ids": segment.response,
             "loss_mask": segment.mask,
             "logprobs": segment.logprobs,
-            "reward": judgement_of(record).reward,
+            "reward": reward_of(record, reward_name),
             "status": record["status"],
             "finish_reasons": [turn["finish_reason"] for turn in segment.turns],
             "policy_versions": [_policy_version(turn) for turn in segment.turns],
