@@ -134,6 +134,12 @@ def test_logprobs_are_those_of_the_record_to_the_last_bit() -> None:
     assert row["logprobs"] == [-0.100000001, -1.00000001e-07]
 
 
+def test_the_reward_is_the_one_that_the_recipe_names(tmp_path: Path) -> None:
+    check = {"passed": True, "reward": 1.0, "rewards": {"style": 0.25}}
+    source = make_run(tmp_path, played(FIRST, check=check))
+    assert [row["reward"] for row in rows(source, "rl", reward_name="style")] == [0.25]
+
+
 def test_a_record_without_ids_is_rejected_and_counted(tmp_path: Path) -> None:
     source = make_run(tmp_path, played(None, None), played(FIRST, SECOND))
     assert rejects(source, formats="rl") == {"t0": "no_token_ids"}
