@@ -169,6 +169,7 @@ def _calls(message: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls]
 
 
+@pytest.mark.slow
 def test_anthropic_conversation_is_the_same_streamed_or_not(endpoint: FakeEndpoint) -> None:
     plain = converse_anthropic(endpoint, stream=False)
     assert plain == converse_anthropic(endpoint, stream=True)

@@ -138,6 +138,7 @@ class TestTheEnd:
         assert (record["api_calls"], len(record["messages"])) == (0, 1)
         orjson.dumps(record)
 
+    @pytest.mark.slow
     def test_a_subagent_whose_model_call_is_cut_off_ends_its_caller(self) -> None:
         is_over = threading.Event()
 
@@ -194,6 +195,7 @@ class LateGate:
         """Nothing is counted."""
 
 
+@pytest.mark.slow
 def test_a_call_that_waits_for_its_turn_is_not_cut_off(tmp_path: Path) -> None:
     options = AgentOptions(max_conversation_s=2.0)
     trajectory = Trajectory([Message(role="user", content="go")])

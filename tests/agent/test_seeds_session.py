@@ -93,6 +93,7 @@ def test_workspaces_are_separate_and_removed_however_a_conversation_ends(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_conversations_of_several_processes_are_saved_line_by_line(tmp_path: Path) -> None:
     """S2.31: appends to one file do not mix."""
     code = (

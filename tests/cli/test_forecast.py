@@ -45,6 +45,7 @@ class TestIntervals:
         assert (none.expected, none.low) == (0, 0)
         assert none.high == pytest.approx(16.11, abs=0.01)
 
+    @pytest.mark.slow
     def test_they_hold_the_true_sum_about_as_often_as_they_say(self) -> None:
         draw, hits = Random(0), 0
         for n in range(200):

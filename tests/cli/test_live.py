@@ -86,6 +86,7 @@ def live(cwd: Path, **more: object) -> Iterator[Terminal]:
         os.close(ours)
 
 
+@pytest.mark.slow
 def test_the_screen_shows_the_status_and_goes(tmp_path: Path) -> None:
     with live(tmp_path) as terminal:
         terminal.read_until("runs hold, ")

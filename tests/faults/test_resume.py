@@ -262,6 +262,7 @@ def traced(cwd: Path, who: strace.Who, options: list[str], given: dict[str, Any]
     return strace.run_traced(cwd, who, ["-o", "/dev/null", *options], given).returncode
 
 
+@pytest.mark.slow
 def test_after_the_reply_and_before_its_tools(tmp_path: Path) -> None:
     """The worker dies as the first tool is about to make the workspace."""
     dataset = write_prompts(tmp_path / "p.jsonl", 1)

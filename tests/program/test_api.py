@@ -205,6 +205,7 @@ class TestAsLibrary:
         done = script(tmp_path, code)
         assert (done.stdout, done.stderr) == ("ERROR:root:heard\n", "")
 
+    @pytest.mark.slow
     def test_sigterm_is_an_ending(self, tmp_path: Path) -> None:
         """In good order: the caller gets the totals and continues."""
         write_rows(tmp_path / "p.jsonl", *[{"id": f"p{n}", "prompt": "Q"} for n in range(4)])

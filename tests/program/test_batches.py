@@ -116,6 +116,7 @@ def test_the_last_calls_are_made_live(tmp_path: Path) -> None:
     assert "9 calls live" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["chat", only_long("messages")])
 def test_a_kill_while_a_batch_is_created(tmp_path: Path, dialect: str) -> None:
     """It is carried out, but its id is lost: the next start finds it."""

@@ -285,6 +285,7 @@ def test_rejected_credentials_stop_the_recording(
     assert record["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_an_api_that_the_endpoint_lacks_fails_only_sessions_that_speak_it(
     tmp_path: Path, endpoint: FakeEndpoint
 ) -> None:

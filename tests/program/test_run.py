@@ -354,6 +354,7 @@ def test_a_second_runner_is_refused_by_name(tmp_path: Path) -> None:
         assert endpoint.journal()["requests"] == 4
 
 
+@pytest.mark.slow
 def test_rejected_credentials_stop_the_run(tmp_path: Path) -> None:
     """Exit 4 after the calls in flight; no task counts as failed; the key is in no file."""
     write_prompts(tmp_path / "p.jsonl", 200)
@@ -402,6 +403,7 @@ def test_an_endpoint_that_others_can_listen_to_is_warned_of(
     assert ("is not encrypted" in done.stderr) is warned
 
 
+@pytest.mark.slow
 def test_temporary_faults_are_retried(tmp_path: Path) -> None:
     """One call in eight fails in some way; every conversation still completes."""
     write_prompts(tmp_path / "p.jsonl", 20)
@@ -532,6 +534,7 @@ def test_tasks_of_a_dead_worker_survive_the_next_crash_too(tmp_path: Path) -> No
         assert [turn["turn"] for turn in record["turns"]] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_stops_the_run_after_the_turns_in_flight(tmp_path: Path) -> None:
     """SIGHUP goes to the whole group; running turns are finished and journaled all the same."""
     write_prompts(tmp_path / "p.jsonl", 8)

@@ -207,6 +207,7 @@ def test_a_hook_of_the_current_directory_approves_calls(tmp_path: Path) -> None:
     assert [m["is_error"] for m in record["messages"] if m["role"] == "tool"] == [True, False]
 
 
+@pytest.mark.slow
 def test_subagents_survive_a_kill_of_everything(tmp_path: Path) -> None:
     """Nothing inside a subagent that was received is asked for again after the kill."""
     write_prompts(tmp_path / "p.jsonl", 20)

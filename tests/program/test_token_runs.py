@@ -175,6 +175,7 @@ def test_a_kill_loses_no_ids(tmp_path: Path, whole: list[dict[str, Any]], who: s
     assert rl_rows(tmp_path) == whole
 
 
+@pytest.mark.slow
 def test_a_branch_trains_on_its_own_turns(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
     with FakeEndpoint(tokens="vllm", **PLAYS) as endpoint:
         run_for_tokens(tmp_path, endpoint)

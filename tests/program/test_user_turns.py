@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from testing.fake_endpoint import FakeEndpoint
@@ -71,6 +72,7 @@ def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_turns_of_the_user_survive_kills(tmp_path: Path) -> None:
     turns = ["And then?", "Is that all?"]
     rows = [

@@ -232,6 +232,7 @@ def test_files_of_an_earlier_report_go_and_those_of_others_stay(
     assert [path.name for path in files.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.slow
 def test_the_writer_holds_one_piece_at_a_time(run_dir: Path, tmp_path: Path) -> None:
     """Twenty times more data takes less than twice the memory."""
     (record,) = (line for line in lines(run_dir / "records.jsonl") if line["id"] == "plain")

@@ -284,6 +284,7 @@ def test_a_run_stops_at_its_budget_and_resumes_with_a_higher_one(tmp_path: Path)
         assert len(lines(tmp_path / "trajectories" / "r.jsonl")) == 256
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_loses_its_share_of_the_budget_but_not_the_run(tmp_path: Path) -> None:
     """What it had under way may have been charged, so nobody else spends that money."""
     write_prompts(tmp_path / "p.jsonl", 120)

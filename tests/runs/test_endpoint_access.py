@@ -150,6 +150,7 @@ def make(root, token_file):
 """
 
 
+@pytest.mark.slow
 def test_a_client_of_one_s_own_is_used_in_workers(tmp_path: Path) -> None:
     """Its tokens change during the run; they and those of others are in no file."""
     write_prompts(tmp_path / "p.jsonl", 60)
@@ -170,6 +171,7 @@ def test_a_client_of_one_s_own_is_used_in_workers(tmp_path: Path) -> None:
     assert not files_with(tmp_path / "trajectories", "token-of-turn-")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "endpoint",
     [

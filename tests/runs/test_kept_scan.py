@@ -253,6 +253,7 @@ def test_a_run_takes_a_row_that_was_edited_in_place_as_new_work(tmp_path: Path) 
     assert "1 records belong to rows" in run(tmp_path, "status", "r").stdout
 
 
+@pytest.mark.slow
 def test_a_dataset_changed_during_a_run_stops_it_and_the_next_start_resumes(
     tmp_path: Path,
 ) -> None:

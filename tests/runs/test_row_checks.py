@@ -300,6 +300,7 @@ class TestOutcomes:
         assert judged(tmp_path / "w", {"command": command, "tests": tests})["passed"]
 
 
+@pytest.mark.slow
 def test_a_check_that_failed_itself_is_run_again_without_a_model_call(tmp_path: Path) -> None:
     """The conversation is paid for; only its check is repeated by the next start."""
     flag = tmp_path / "flag"

@@ -499,6 +499,7 @@ class TestTheHub:
         write_parquet(tmp_path / "p.parquet")
         return {"data/train-0.parquet": (tmp_path / "p.parquet").read_bytes()}
 
+    @pytest.mark.slow
     def test_a_run_needs_the_hub_once(self, tmp_path: Path, files: dict[str, bytes]) -> None:
         options = {**SCRIPTED, "enabled_toolsets": "none", "script_file": "s.json"}
         (tmp_path / "s.json").write_text('[{"content": "done"}]')
@@ -519,6 +520,7 @@ class TestTheHub:
         assert twin.returncode == 0, twin.stderr
         assert (tmp_path / "trajectories" / "twin.jsonl").read_bytes() == result
 
+    @pytest.mark.slow
     def test_fresh_takes_the_revision_of_the_hub_now(
         self, tmp_path: Path, files: dict[str, bytes]
     ) -> None:

@@ -238,6 +238,7 @@ def test_a_flood_of_garbage_ends_the_server(tmp_path: Path) -> None:
     assert again.content == "hi"
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_replaced_in_the_end(tmp_path: Path) -> None:
     results = play(
         tmp_path,

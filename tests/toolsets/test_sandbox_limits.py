@@ -259,6 +259,7 @@ def test_running_out_of_processes_is_a_failure_of_the_machine(
     assert work(argv).startswith("HostError processes or memory were refused")
 
 
+@pytest.mark.slow
 @BOTH
 def test_reaching_the_task_s_own_process_limit_is_a_result(
     name: str, crowded: Path, tmp_path: Path

@@ -384,6 +384,7 @@ def test_code_that_takes_too_long_is_interrupted_and_keeps_its_state(task: Task)
     assert task.py("x")["value"] == "1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local"])
 def test_code_that_cannot_be_interrupted_is_killed_and_says_so(task: Task) -> None:
     task.py("x = 1")

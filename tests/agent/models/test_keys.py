@@ -229,7 +229,8 @@ def test_results_of_batches_are_read_without_the_key() -> None:
         assert asyncio.run(read(root)) == [{"text": f"\u2028\x85{MARK}"}, {"text": MARK}]
 
 
-@pytest.mark.parametrize("stream_replies", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stream_replies", [True, False])
 def test_no_file_of_a_run_holds_a_piece_of_the_key(tmp_path: Path, stream_replies: bool) -> None:
     """Neither of replies that were used, nor of those that were tried again or failed."""
     write_prompts(tmp_path / "p.jsonl", 6)

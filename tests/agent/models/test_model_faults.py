@@ -210,6 +210,7 @@ def test_a_huge_reply_is_not_read_to_its_end(ask: Asker, dialect: str, is_stream
     assert grown < 1.5 * MAX_REPLY_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_reply_that_unpacks_to_too_much_is_not_unpacked_to_its_end(is_streamed: bool) -> None:
     packer = zlib.compressobj(wbits=31)
@@ -330,7 +331,7 @@ def test_the_proxy_that_the_environment_names_is_asked(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("scheme", ["http://", ""])
+@pytest.mark.parametrize("scheme", ["http://", pytest.param("", marks=pytest.mark.slow)])
 def test_a_proxy_does_not_get_the_key(
     dialect: str, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
