@@ -21,6 +21,8 @@ from testing.fake_endpoint import FakeEndpoint
 from testing.fake_faults import FAULTS, REPLY_FAULTS, RETRY_AFTER, STATUSES, STREAM_FAULTS
 
 OPENAI, ANTHROPIC, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+pytestmark = pytest.mark.slow
+
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS: dict[str, Any] = {
     OPENAI: [{"type": "function", "function": {"name": "temp", "parameters": SCHEMA}}],
@@ -169,7 +171,6 @@ def _calls(message: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls]
 
 
-@pytest.mark.slow
 def test_anthropic_conversation_is_the_same_streamed_or_not(endpoint: FakeEndpoint) -> None:
     plain = converse_anthropic(endpoint, stream=False)
     assert plain == converse_anthropic(endpoint, stream=True)

@@ -150,6 +150,7 @@ def test_a_session_continues_after_a_cancelled_prompt() -> None:
             assert session.messages[-1]["notes"] == ["cancelled"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", ["cancelled from outside", "a tool of the machine"])
 def test_a_session_can_continue_after_an_exception(failure: str) -> None:
     """The calls that were open have a result, so the next prompt has no hole before it."""

@@ -262,6 +262,7 @@ def test_no_attribute_leads_the_overlay_elsewhere(images: Path, tmp_path: Path, 
     act(images, tmp_path / "layer", again)
 
 
+@pytest.mark.slow
 def test_no_link_of_an_image_leads_out(images: Path, tmp_path: Path) -> None:
     """Of a hostile image, whose programs and directories are links to places of this machine."""
     secret = tmp_path / "secret"

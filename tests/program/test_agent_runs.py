@@ -224,6 +224,7 @@ def test_calls_before_a_kill_are_not_paid_again(
     nothing_is_left(tmp_path)
 
 
+@pytest.mark.slow
 @needs_bwrap
 def test_an_agent_that_diverges_says_where(tmp_path: Path, endpoint: AgentEndpoint) -> None:
     """The clock differs in each start, so the second call is another; its first reply is kept."""

@@ -137,6 +137,7 @@ class TestRun:
         )
         assert accepted.exit_code == 0
 
+    @pytest.mark.slow
     def test_fresh_moves_a_run_aside(self, tmp_path: Path) -> None:
         config = scripted(tmp_path)
         run(config, progress=False)

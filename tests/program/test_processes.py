@@ -93,6 +93,7 @@ def test_a_sandbox_that_is_ended_by_force_leaves_none(tmp_path: Path) -> None:
     assert adopting(SANDBOX, "local", str(tmp_path / "ws"), stopped) == "none\n"
 
 
+@pytest.mark.slow
 def test_an_mcp_server_leaves_none(tmp_path: Path) -> None:
     pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
     raw = str(ROOT / "tests" / "raw_mcp_server.py")

@@ -155,6 +155,7 @@ def test_a_template_that_strips_reasoning_splits_each_conversation(tmp_path: Pat
         assert set(row["loss_mask"]) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["all", "worker"])
 def test_a_kill_loses_no_ids(tmp_path: Path, whole: list[dict[str, Any]], who: str) -> None:
     """The conversations continue in another process, which has only their journals."""

@@ -430,6 +430,7 @@ def test_a_start_without_its_server_is_refused(tmp_path: Path) -> None:
     assert unused.toolsets == ["file"]
 
 
+@pytest.mark.slow
 def test_no_server_survives_its_worker(tmp_path: Path) -> None:
     """After a SIGKILL of the worker neither the server nor its child is there any more."""
     script = [calls(call("raw__pids")), calls(call("raw__hang")), say("done")]
