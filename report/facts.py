@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent.messages import Message, failure_of
+from agent.messages import USER_TURN, Message, failure_of
 from agent.reasoning import split_inline_reasoning
 from export.conversation.own_work import Own, own_of
 from runs.store.checks import judgement_of, rewards_of
@@ -89,7 +89,9 @@ def flags_of(record: Mapping[str, Any]) -> list[str]:
     flags = {
         "inner conversations": record["inner"],
         # A note on the last shared turn was added after the fork.
-        "notes": any(note["turn"] >= parents for note in record["notes"]),
+        "notes": any(
+            note["turn"] >= parents and note["reason"] != USER_TURN for note in record["notes"]
+        ),
         "discarded replies": any("inherited" not in reply for reply in record["discarded"]),
         "resumed": record["resumes"],
         "calls set aside": record.get("set_aside"),

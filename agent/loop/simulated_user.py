@@ -11,7 +11,7 @@ from collections import deque
 from agent.messages import SIMULATED_USER, USER_TURN, Message, Role
 from agent.options import AgentOptions, SimulatedUser
 from agent.reasoning import split_inline_reasoning
-from agent.state.trajectory import Trajectory
+from agent.state.trajectory import CONTINUE_CUT, Trajectory
 
 _GREETING = "Hello! How can I help you?"
 """What the assistant is said to begin with, since a user writes first in no chat API."""
@@ -34,9 +34,12 @@ def opening_of_user(user: SimulatedUser, t: Trajectory) -> list[Message]:
         Message(role="user", content=_GREETING),
     ]
 
+    between = ""
+    """What separates an answer from the one before; nothing from the beginning that was cut."""
+
     def say(role: Role, text: str) -> None:
-        if opening[-1]["role"] == role:  # the rest of an answer that was cut
-            text = opening.pop()["content"] + "\n\n" + text
+        if opening[-1]["role"] == role:
+            text = opening.pop()["content"] + between + text
         opening.append(Message(role=role, content=text))
 
     texts = deque(note["text"] for note in t.notes if note["reason"] == USER_TURN)
@@ -46,8 +49,9 @@ def opening_of_user(user: SimulatedUser, t: Trajectory) -> list[Message]:
         elif message["role"] == "user" and n < t.opening:
             say("assistant", message["content"])
         elif message["role"] == "user" and texts and message["content"].startswith(texts[0]):
-            # Without a note that the runtime may have added; others are notes as a whole.
-            say("assistant", texts.popleft())
+            say("assistant", texts.popleft())  # without a note that the runtime may have added
+        elif message["role"] == "user":  # a note as a whole
+            between = "" if CONTINUE_CUT in message.get("notes", ()) else "\n\n"
     return opening
 
 

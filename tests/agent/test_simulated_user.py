@@ -73,6 +73,14 @@ def test_a_model_plays_the_user_until_it_writes_its_word(tmp_path: Path) -> None
     assert [m["content"] for m in seen[3:-1]] == ["Which tea?", "Green.", "Here it is."]
 
 
+def test_an_answer_that_was_cut_and_continued_is_one(tmp_path: Path) -> None:
+    user = {**ANN, "script": [say("STOP")]}
+    script = [say("Half an ", finish_reason="length"), say("answer.")]
+    played = play(tmp_path, script, simulated_user=user, continue_cut=1)
+    seen = played.trajectory.to_record()["inner"][0]["messages"]
+    assert seen[-2] == {"role": "user", "content": "Half an answer."}
+
+
 def test_it_writes_so_many_messages_at_most(tmp_path: Path) -> None:
     user = {**ANN, "script": [say("More.")] * 3, "max_turns": 2}
     played = play(tmp_path, [say("a"), say("b"), say("c")], simulated_user=user)
