@@ -163,4 +163,6 @@ def describe(checks: Checks) -> str:
     if checks.pass_rate is not None:
         line += f": passed {checks.passed:,} ({checks.pass_rate:.1f}%)"
         line += f", did not pass {checks.failed:,}"
+        if unjudged := checks.checked - checks.passed - checks.failed:
+            line += f", only a reward {unjudged:,}"
     return f"{line}; mean reward {checks.mean_reward:g}"

@@ -64,6 +64,8 @@ class TestSums:
         for passed, reward in ((True, 1.0), (False, 0.25), (None, 0.25)):
             sums.add(passed, reward)
         assert sums.sums() == Checks(3, 1, 1, 50.0, 0.5)
+        parts = "passed 1 (50.0%), did not pass 1, only a reward 1"
+        assert describe(sums.sums()) == f"checked 3: {parts}; mean reward 0.5"
 
     def test_say_no_rate_where_only_rewards_are_known(self) -> None:
         sums = CheckSums()
