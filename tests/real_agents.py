@@ -99,7 +99,7 @@ def run_agent(
                 break
             if process.returncode not in (1, -signal.SIGKILL):
                 raise AssertionError(_output(directory))
-        outcome = _check(agent, directory, endpoint, tasks=tasks, kills=kills, began=began)
+        outcome = _check(agent, directory, endpoint, tasks=tasks, kills=done, began=began)
     if not keep:
         shutil.rmtree(directory)
     return outcome
