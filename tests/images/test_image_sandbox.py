@@ -22,6 +22,8 @@ from toolsets.sandbox.image_bwrap import BwrapImageSandbox
 from toolsets.sandbox.image_files import ImageFiles
 from toolsets.workspace.workspace import PathError, Workspace
 
+pytestmark = pytest.mark.slow
+
 Act = Callable[[BwrapImageSandbox, ImageFiles], Awaitable[None]]
 
 
@@ -262,7 +264,6 @@ def test_no_attribute_leads_the_overlay_elsewhere(images: Path, tmp_path: Path, 
     act(images, tmp_path / "layer", again)
 
 
-@pytest.mark.slow
 def test_no_link_of_an_image_leads_out(images: Path, tmp_path: Path) -> None:
     """Of a hostile image, whose programs and directories are links to places of this machine."""
     secret = tmp_path / "secret"
@@ -292,7 +293,6 @@ def test_no_link_of_an_image_leads_out(images: Path, tmp_path: Path) -> None:
     assert secret.read_text() == "s3cret"
 
 
-@pytest.mark.slow
 def test_only_what_grows_counts(images: Path, tmp_path: Path) -> None:
     """The image is larger than the limit; what is written anywhere counts."""
     tree = ImageStore(images).unpack("python:1").rootfs

@@ -37,6 +37,8 @@ from runs.worker.budget_share import WorkerBudget
 from runs.worker.call_limiter import CallLimiter
 from testing.fake_batches import FakeBatches
 
+pytestmark = pytest.mark.slow
+
 DIALECTS = ("chat", "messages")
 MODELS = {"chat": "openai:gpt-5-mini", "messages": "anthropic:claude-sonnet-4-5"}
 
@@ -169,7 +171,6 @@ async def all_of(desks: Desks, prompts: Sequence[str]) -> list[BatchAnswer]:
 STATES: Sequence[State] = ("gathered", "sending", "created", "collected")
 
 
-@pytest.mark.slow
 def test_a_crash_at_every_step(tmp_path: Path) -> None:
     """Side by side, so that lost batches of the same size are distinguished."""
 

@@ -76,7 +76,12 @@ class Task:
         self._runner.close()
 
 
-@pytest.fixture(params=[pytest.param("bwrap", marks=needs_bwrap), "local"])
+@pytest.fixture(
+    params=[
+        pytest.param("bwrap", marks=needs_bwrap),
+        pytest.param("local", marks=pytest.mark.slow),
+    ]
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

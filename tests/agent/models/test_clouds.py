@@ -23,6 +23,8 @@ from runs.config.endpoint_config import EndpointConfig
 from tests.agent.models import cloud_clients
 from tests.agent.models.cloud_clients import CALLS_PER_TOKEN, Seen, cloud
 
+pytestmark = pytest.mark.slow
+
 CALLS = 300
 
 HELLO = Request([{"role": "user", "content": "Hello"}])
