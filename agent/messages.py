@@ -328,6 +328,11 @@ STAGES = frozenset({PREPARATION, SUMMARY, SIMULATED_USER})
 """Names of inner conversations that are not subagents."""
 
 
+def user_key(number: int) -> str:
+    """The key of the conversation in which a simulated user writes its message `number`."""
+    return f"{SIMULATED_USER}#{number}"
+
+
 class SubEvent(TypedDict):
     """An event of a conversation inside this one.
 

@@ -23,6 +23,7 @@ from agent.messages import (
     Message,
     OpeningEvent,
     SubEvent,
+    user_key,
 )
 from agent.models.model import Model
 from agent.options import AgentOptions, Subagent
@@ -167,7 +168,7 @@ class ConversationRunner:
         """Have the simulated user write its next message; returns an ending if that failed."""
         user = self.spec.options.simulated_user
         assert user is not None
-        key = f"{SIMULATED_USER}#{self.trajectory.notes_of(USER_TURN) + 1}"
+        key = user_key(self.trajectory.notes_of(USER_TURN) + 1)
         opening = opening_of_user(user, self.trajectory)
         inner = self._inner(key, SIMULATED_USER, opening, options_of_user(self.spec.options))
         inner = replace(

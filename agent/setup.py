@@ -10,7 +10,7 @@ from typing import Any
 
 from agent.loop.subagents import schema_of
 from agent.loop.tools import Approve, check_names, offered
-from agent.messages import SIMULATED_USER, USER_TURN, is_cost_only
+from agent.messages import SIMULATED_USER, USER_TURN, is_cost_only, user_key
 from agent.models.client.pool import ModelPool
 from agent.models.model import Model, ModelSettings
 from agent.models.prices import is_known
@@ -153,7 +153,7 @@ def _own_model(
     if settings is not None:
         key_for(settings, caller, api_key)
         # The rows may have those of simulated users.
-        if settings.api == SCRIPTED and (agent.script is not None or name != SIMULATED_USER):
+        if settings.api == SCRIPTED and (agent.script is not None or isinstance(agent, Subagent)):
             try:
                 parse_script(agent.script)
             except ValueError as error:
@@ -223,7 +223,7 @@ class Home:
     def user_model(self, user: SimulatedUser, conversation: Trajectory) -> Model | None:
         """The model that plays the user of a conversation; None: the conversation's own."""
         written = conversation.notes_of(USER_TURN)
-        inner = conversation.inner.get(f"{SIMULATED_USER}#{written + 1}")
+        inner = conversation.inner.get(user_key(written + 1))
         if inner is not None:
             written += replies_played(inner.trajectory, self.setup)
         return self._own_model(self.setup.user, user.script, written)

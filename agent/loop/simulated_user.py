@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from agent.messages import SIMULATED_USER, USER_TURN, Message, Role
+from agent.messages import USER_TURN, Message, Role, user_key
 from agent.options import AgentOptions, SimulatedUser
 from agent.reasoning import split_inline_reasoning
 from agent.state.trajectory import CONTINUE_CUT, Trajectory
@@ -19,7 +19,7 @@ _GREETING = "Hello! How can I help you?"
 
 def users_message(t: Trajectory, number: int) -> str:
     """Message `number` (from 1) of the simulated user; "" if it is missing, or was cut."""
-    inner = t.inner.get(f"{SIMULATED_USER}#{number}")
+    inner = t.inner.get(user_key(number))
     if inner is None or not inner.trajectory.replies:
         return ""
     if inner.trajectory.replies[-1]["finish_reason"] != "stop":

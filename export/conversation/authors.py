@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from agent.messages import SIMULATED_USER, USER_TURN
+from agent.messages import USER_TURN, user_key
 from export.conversation.order import is_agents
 from export.conversation.own_work import Own, first_reply
 from export.conversation.turns import Author, Entry, Said
@@ -67,7 +67,7 @@ def _added_texts(record: Mapping[str, Any]) -> list[tuple[str, Author]]:
     for note in record.get("notes") or ():
         if note.get("reason") == USER_TURN:
             further += 1
-            is_simulated = f"{SIMULATED_USER}#{further}" in simulated
+            is_simulated = user_key(further) in simulated
             found.append((note["text"], "simulated_user" if is_simulated else "prompt"))
         elif "text" in note:
             found.append((note["text"], "runtime"))

@@ -39,8 +39,11 @@ def records(cwd: Path) -> list[dict[str, Any]]:
     return lines(cwd / "trajectories" / "r" / "records.jsonl")
 
 
-def disturbed(cwd: Path, given: dict[str, Any], endpoint: FakeEndpoint, *, calls: int) -> None:
-    """Kill a run again and again, then have it complete; the endpoint's log judges it."""
+def disturbed(cwd: Path, given: dict[str, Any], endpoint: FakeEndpoint, *, calls: int) -> int:
+    """Kill a run again and again, then have it complete; the endpoint's log judges it.
+
+    Returns how many calls can have been in flight at the kills.
+    """
     draw, kills = random.Random(7), 0
     for _ in range(KILLS):
         with started(cwd, **given) as process:
@@ -56,8 +59,9 @@ def disturbed(cwd: Path, given: dict[str, Any], endpoint: FakeEndpoint, *, calls
             kills += 1
             wait_until(functools.partial(is_gone, process.pid))
     assert kills
-    in_flight = KILLS * int(given["num_workers"]) * int(given["batch_size"])
+    in_flight = kills * int(given["num_workers"]) * int(given["batch_size"])
     resume_and_judge(cwd, given, tasks=TASKS, endpoint=endpoint, wasted=in_flight)
+    return in_flight
 
 
 def is_gone(session: int) -> bool:
@@ -125,7 +129,7 @@ def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
         }
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
         given = options(endpoint, config="run.yaml")
-        disturbed(tmp_path, given, endpoint, calls=TASKS * 4)
+        in_flight = disturbed(tmp_path, given, endpoint, calls=TASKS * 4)
     stored = []
     for record in records(tmp_path):
         users = [m["content"] for m in record["messages"] if m["role"] == "user"]
@@ -138,7 +142,7 @@ def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
         assert record["cost_usd"] > sum(one["cost_usd"] for one in inner)
         stored += [turn["response_id"] for one in inner for turn in one["turns"]]
     assert len(stored) == len(set(stored)) == TASKS * 3
-    assert len(asked) - len(stored) <= KILLS * 2 * 4, "what was in flight at a kill, at most"
+    assert len(asked) - len(stored) <= in_flight
 
 
 POLICY = "You book flights. Ask for a confirmation before you change bookings.json."
