@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
+from runs.errors import EnvironmentStop
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -50,10 +51,15 @@ async def _keep_ended(in_flight: set[asyncio.Task[R]], keep: Callable[[list[R]],
         task.result()
 
 
-def says_to_stop(failure: ModelError, *, has_answered: bool) -> bool:
-    """Whether a failed call is a reason to make no more calls.
+def stop_where_useless(
+    failures: Iterable[ModelError], *, has_answered: bool, asked_by: str, advice: str
+) -> None:
+    """Raise `EnvironmentStop` if a failed call is a reason to make no more calls.
 
-    Before its first answer an endpoint is not known to work at all.
+    Before its first answer an endpoint is not known to work at all. The message begins with what
+    asked and ends with what to do.
     """
-    is_silent = not has_answered and failure.kind in SAYS_MORE_OF_THE_ENDPOINT
-    return failure.action == "stop_run" or is_silent
+    for failure in failures:
+        is_silent = not has_answered and failure.kind in SAYS_MORE_OF_THE_ENDPOINT
+        if failure.action == "stop_run" or is_silent:
+            raise EnvironmentStop(f"{asked_by}: {failure.kind}: {failure}. {advice}")

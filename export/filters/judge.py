@@ -21,10 +21,10 @@ from agent.models.errors import ModelError
 from agent.models.model import Model, ModelSettings, Request
 from agent.models.resolve import read_key
 from agent.session import run_here
-from export.filters.asking import ask_all, says_to_stop
+from export.filters.asking import ask_all, stop_where_useless
 from export.filters.verdicts import NAME, JudgeQuestions, Question, read_verdicts
 from export.recipe import Judge
-from runs.errors import ConfigError, EnvironmentStop
+from runs.errors import ConfigError
 from runs.process.console import say
 from runs.store.checksum import with_checksum
 from runs.store.files import AppendFile, alone_in, repair_tail
@@ -141,10 +141,9 @@ class _Asking:
         failures = [asked.failure for asked in found if asked.failure is not None]
         self.failed += len(failures)
         self._has_answered = self._has_answered or len(failures) < len(found)
-        for failure in failures:
-            if says_to_stop(failure, has_answered=self._has_answered):
-                msg = (
-                    f"filters.judge: {failure.kind}: {failure}. Finished verdicts are saved; "
-                    "fix the problem and export again to continue."
-                )
-                raise EnvironmentStop(msg)
+        stop_where_useless(
+            failures,
+            has_answered=self._has_answered,
+            asked_by="filters.judge",
+            advice="Finished verdicts are saved; fix the problem and export again to continue.",
+        )

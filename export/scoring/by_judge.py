@@ -18,13 +18,13 @@ from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.prices import is_known
 from agent.models.resolve import SCRIPTED, read_key
 from agent.session import run_here
-from export.filters.asking import ask_all, says_to_stop
+from export.filters.asking import ask_all, stop_where_useless
 from export.scoring.judge_budget import JudgeBudget
 from export.scoring.judge_prompt import JudgePrompt, rewards_in_reply
 from export.scoring.score_file import ScoreFile, open_scores, unscored
 from runs.config.models import settings_of
 from runs.config.run_config import RunConfig
-from runs.errors import ConfigError, EnvironmentStop
+from runs.errors import ConfigError
 from runs.process.console import say
 from runs.store.index import own_turns
 from runs.store.scores import score_key
@@ -167,13 +167,15 @@ class _Asking:
         self.cost_usd += sum(score.get("cost_usd") or 0.0 for score in scores)
         failures = [asked.failure for asked in found if asked.failure is not None]
         self._has_answered = self._has_answered or len(failures) < len(found)
-        for failure in failures:
-            if says_to_stop(failure, has_answered=self._has_answered):
-                msg = (
-                    f"--judge: {failure.kind}: {failure}. Finished scores are saved; fix the "
-                    "problem and run the same command again to continue."
-                )
-                raise EnvironmentStop(msg)
+        stop_where_useless(
+            failures,
+            has_answered=self._has_answered,
+            asked_by="--judge",
+            advice=(
+                "Finished scores are saved; fix the problem and run the same command again to "
+                "continue."
+            ),
+        )
 
 
 def _paid(completion: Completion) -> dict[str, Any]:
