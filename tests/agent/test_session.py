@@ -23,7 +23,7 @@ from agent.views.views import with_views
 from run_agent import AIAgent
 from testing.fake_endpoint import FakeEndpoint
 from tests.playing import SETTINGS, TOOLS, Price, Watched, call, calls, say
-from tests.running import WRITE_A_NOTE, lines
+from tests.running import PATIENCE_S, WRITE_A_NOTE, lines
 from toolsets.context import ToolContext
 from toolsets.errors import HostError
 from toolsets.tool import tool
@@ -142,7 +142,7 @@ def test_a_session_continues_after_a_cancelled_prompt() -> None:
             while session._running is None or not endpoint.journal()["in_flight"]:
                 pass
             session.cancel("enough")
-            thread.join(timeout=20)
+            thread.join(timeout=PATIENCE_S)
             assert not thread.is_alive()
             assert session.get_variables()["status"] == "interrupted"
             assert session.end.status == "cancelled"

@@ -17,7 +17,16 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_looking import HOLD, read_terminal
-from tests.running import SCRIPTED, command, ids, session_of, wait_until, write_rows
+from tests.running import (
+    PATIENCE_S,
+    SCRIPTED,
+    command,
+    ids,
+    kill_session,
+    session_of,
+    wait_until,
+    write_rows,
+)
 
 pytest.importorskip("rich", reason="needs the extra `live`")
 
@@ -45,7 +54,7 @@ class Terminal:
     def read_to_the_end(self) -> int:
         while chunk := read_terminal(self._fd):
             self.written += chunk
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=PATIENCE_S)
 
     def assert_is_as_it_was(self) -> None:
         for on, off in ((ENTER, LEAVE), (SHOW, HIDE)):
@@ -80,8 +89,7 @@ def live(cwd: Path, **more: object) -> Iterator[Terminal]:
     try:
         yield Terminal(process, ours)
     finally:
-        for pid in session_of(process.pid):
-            os.kill(pid, signal.SIGKILL)
+        kill_session(process.pid)
         process.wait()
         os.close(ours)
 

@@ -17,6 +17,7 @@ from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, finished_lines, judge_run_dir, resume_and_judge
 from tests.faults.test_process import asking
 from tests.running import (
+    PATIENCE_S,
     SCRIPTED,
     WRITE_A_NOTE,
     run,
@@ -155,7 +156,7 @@ def test_records_that_are_cut_under_a_run_stop_it(tmp_path: Path) -> None:
         with started(tmp_path, **given) as process:
             wait_until(lambda: len(finished_lines(records)) >= 4)
             os.truncate(records, 700)
-            assert process.wait(timeout=60) == 4
+            assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "records.jsonl: it was cut or changed (it has" in said
         assert "Traceback" not in said
@@ -184,7 +185,7 @@ def test_a_run_directory_that_vanishes_stops_the_run_and_nothing_is_written_else
         with started(tmp_path, **given) as process:
             wait_until(lambda: endpoint.journal()["replies"] >= 8)
             (tmp_path / "trajectories" / "r").rename(tmp_path / "away")
-            assert process.wait(timeout=60) == 4
+            assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "Traceback" not in said
         assert "the run directory has vanished: it was moved or removed" in said
@@ -204,7 +205,7 @@ def test_records_that_are_removed_under_a_run_stop_it(tmp_path: Path) -> None:
         with started(tmp_path, **given) as process:
             wait_until(lambda: len(finished_lines(records)) >= 4)
             records.unlink()
-            assert process.wait(timeout=60) == 4
+            assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "records.jsonl: it was removed or replaced while the run wrote to it" in said
         assert "Traceback" not in said
@@ -246,7 +247,7 @@ def test_journals_or_workspaces_that_are_removed_under_a_run_stop_it(
         with started(tmp_path, **given) as process:
             wait_until(lambda: endpoint.journal()["replies"] >= 10)
             remove(gone)
-            assert process.wait(timeout=60) == 4
+            assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert removed in said, "by the worker that met it first, or by the parent"
         assert "run the same command again" in said
@@ -264,7 +265,7 @@ def test_journals_that_are_moved_under_a_run_are_to_be_put_back(tmp_path: Path) 
         with started(tmp_path, **given) as process:
             wait_until(lambda: endpoint.journal()["replies"] >= 8)
             inflight.rename(tmp_path / "away")
-            assert process.wait(timeout=60) == 4
+            assert process.wait(timeout=PATIENCE_S) == 4
         assert "inflight: it was moved during" in (tmp_path / "output.txt").read_text()
         (tmp_path / "away").rename(inflight)
         resume_and_judge(tmp_path, given, tasks=8, endpoint=endpoint, wasted=0)

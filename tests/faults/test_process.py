@@ -13,6 +13,7 @@ import pytest
 from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
 from tests.running import (
+    PATIENCE_S,
     SCRIPTED,
     WRITE_A_NOTE,
     command,
@@ -57,7 +58,7 @@ def test_a_sigterm_of_a_scheduler_stops_the_run_in_time(tmp_path: Path, asked: s
             wait_until(lambda: endpoint.journal()["in_flight"] == 4)
             kill = os.kill if asked == "the parent alone" else os.killpg
             kill(process.pid, signal.SIGTERM)
-            assert process.wait(timeout=60) == 128 + signal.SIGTERM
+            assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM
             assert_gone(process.pid)
     said = (tmp_path / "output.txt").read_text()
     assert "stopping: running turns get 0.5 s to finish" in said

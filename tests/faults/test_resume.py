@@ -26,6 +26,7 @@ from tests.faults import strace
 from tests.faults.oracle import asked_of, assert_gone, resume_and_judge
 from tests.faults.test_process import asking
 from tests.running import (
+    PATIENCE_S,
     SCRIPTED,
     WRITE_A_NOTE,
     lines,
@@ -126,7 +127,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
         user = user_of(body)
         turn = sum(message["role"] == "assistant" for message in body["messages"])
         if user == "last":
-            parent_is_stopped.wait(60)
+            parent_is_stopped.wait(PATIENCE_S)
         message: JSON = {"role": "assistant", "content": f"the answer of {user}"}
         if turn < len(SCRIPTS[user]):
             message = {"role": "assistant", "content": None, "tool_calls": SCRIPTS[user][turn]}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.running import lines, run, session_of, started, wait_until, write_rows
+from tests.running import kill_session, lines, run, started, wait_until, write_rows
 
 FIXED = "from pkg.calc import add; assert add(5, 2) == 7"
 INTERRUPTED = "touch /testbed/begun; sleep 1000"
@@ -122,8 +120,7 @@ def test_rows_are_worked_on_in_their_images(images: Path, tmp_path: Path) -> Non
 
 
 def kill(process: Any) -> None:
-    for pid in session_of(process.pid):
-        os.kill(pid, signal.SIGKILL)
+    kill_session(process.pid)
     process.wait()
 
 

@@ -19,6 +19,7 @@ from testing.fake_batches import FakeBatches
 from testing.fake_script import Options
 from tests.faults.oracle import check_run, finished_lines
 from tests.running import (
+    PATIENCE_S,
     WRITE_A_NOTE,
     lines,
     run,
@@ -164,7 +165,7 @@ def test_a_run_with_calls_in_batches_cannot_be_merged(tmp_path: Path) -> None:
         with started(tmp_path, BY_BATCH, **asking(api, grace_s=1)) as process:
             wait_until(lambda: "created" in noted(tmp_path))
             process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 130
+            assert process.wait(PATIENCE_S) == 130
         refused = run(tmp_path, "merge", "r", "--into=m")
         assert refused.returncode != 0
         assert "2 calls are in batches, which are paid for" in refused.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.playing import call, calls, say
-from tests.running import ROOT, SCRIPTED, lines, run, session_of, started, write_rows
+from tests.running import PATIENCE_S, ROOT, SCRIPTED, lines, run, session_of, started, write_rows
 from tests.running import command as command_of
 from tests.toolsets.test_sandbox import BOTH
 
@@ -75,7 +75,7 @@ def adopting(program: str, *argv: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     return done.stdout + done.stderr
@@ -142,7 +142,7 @@ while any(parent == 1 and pid != os.getpid() for pid, _, parent in states()):
 assert own.wait() == 9  # what is ours is left to us
 sys.exit(7)
 """
-    done = subprocess.run(as_first(code), cwd=ROOT, timeout=30, check=False)
+    done = subprocess.run(as_first(code), cwd=ROOT, timeout=PATIENCE_S, check=False)
     assert done.returncode == 7
 
 
@@ -158,13 +158,13 @@ signal.pause()
         process.stdout.readline()
         first = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         subprocess.run(["kill", "-TERM", first.strip()], check=True)
-        assert process.wait(30) == 5
+        assert process.wait(PATIENCE_S) == 5
 
 
 @needs_first_place
 def test_process_1_ends_by_the_signal_of_its_child() -> None:
     killed = subprocess.run(
-        as_first("os.kill(os.getpid(), signal.SIGKILL)"), cwd=ROOT, timeout=30, check=False
+        as_first("os.kill(os.getpid(), signal.SIGKILL)"), cwd=ROOT, timeout=PATIENCE_S, check=False
     )
     assert killed.returncode == 128 + signal.SIGKILL
 
@@ -222,5 +222,5 @@ def test_a_plan_that_fails_leaves_no_worker(tmp_path: Path) -> None:
     """Workers are forked before the plan is made; a tool that cannot be loaded refuses it."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "yes"}]}, {})
     with started(tmp_path, tools="own.py:missing", **{**SCRIPTED, "num_workers": 2}) as process:
-        assert process.wait(timeout=60) == 2
+        assert process.wait(timeout=PATIENCE_S) == 2
         assert session_of(process.pid) == []

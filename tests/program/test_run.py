@@ -22,6 +22,7 @@ from testing.fake_endpoint import FakeEndpoint
 from tests.answering import JSON, answering
 from tests.faults.oracle import judge_run_dir, resume_and_judge
 from tests.running import (
+    PATIENCE_S,
     ROOT,
     WRITE_A_NOTE,
     Process,
@@ -232,7 +233,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced(tmp_path: Path, how: signal.Sig
         with started(tmp_path, **given) as process:
             wait_until(lambda: endpoint.journal()["replies"] >= 20)
             os.kill(workers_of(process.pid)[0], how)
-            assert process.wait(timeout=60) == 0, (tmp_path / "output.txt").read_text()
+            assert process.wait(timeout=PATIENCE_S) == 0, (tmp_path / "output.txt").read_text()
         judge_run_dir(records(tmp_path).parent, tasks=40)
         resume_and_judge(tmp_path, given, tasks=40, endpoint=endpoint, wasted=5)
     deaths = lines(records(tmp_path).parent / "failures.jsonl")
@@ -294,7 +295,7 @@ def test_an_interrupt_during_start_up_has_its_exit_code(tmp_path: Path) -> None:
             # It now waits for somebody to write the messages.
             wait_until(lambda: "fifo" in stack_of(process.pid))
             process.send_signal(number)
-            assert process.wait(timeout=10) == 128 + number
+            assert process.wait(timeout=PATIENCE_S) == 128 + number
 
 
 def stack_of(pid: int) -> str:
@@ -313,7 +314,7 @@ def test_one_signal_stops_the_run_after_the_turns_in_flight(
         with started(tmp_path, **options(endpoint, batch_size=8)) as process:
             wait_until(lambda: endpoint.journal()["replies"] >= 20)
             os.killpg(process.pid, number)
-            assert process.wait(timeout=30) == 128 + number
+            assert process.wait(timeout=PATIENCE_S) == 128 + number
         output = (tmp_path / "output.txt").read_text()
         assert "Traceback" not in output
         assert (
@@ -336,7 +337,7 @@ def test_two_signals_stop_the_run_at_once(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGINT)
         wait_until(lambda: "stopping" in (tmp_path / "output.txt").read_text())
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(timeout=10) == 130
+        assert process.wait(timeout=PATIENCE_S) == 130
         wait_until(lambda: is_gone(process.pid), timeout_s=2.0)
     assert "Traceback" not in (tmp_path / "output.txt").read_text()
 
@@ -503,7 +504,7 @@ def test_deaths_over_several_starts_fail_no_task_that_was_not_alone(tmp_path: Pa
                 (worker,) = workers_of(process.pid)
                 os.kill(worker, signal.SIGKILL)
                 if start == 3:
-                    assert process.wait(timeout=60) in (0, 1)
+                    assert process.wait(timeout=PATIENCE_S) in (0, 1)
                 else:
                     wait_for_calls(endpoint, 1)
                     os.killpg(process.pid, signal.SIGKILL)
@@ -542,7 +543,7 @@ def test_a_closed_terminal_stops_the_run_after_the_turns_in_flight(tmp_path: Pat
         with started(tmp_path, **options(endpoint)) as process:
             wait_until(lambda: endpoint.journal()["in_flight"] >= 8)
             os.killpg(process.pid, signal.SIGHUP)
-            assert process.wait(timeout=30) == 128 + signal.SIGHUP
+            assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGHUP
         assert "8 in flight" in (tmp_path / "output.txt").read_text()
         assert run(tmp_path, **options(endpoint)).returncode == 0
         assert endpoint.journal()["requests"] == 24

@@ -16,6 +16,7 @@ from testing.fake_tokens import WEIGHTS, ids_of, logprob_of
 from tests.faults.oracle import assert_gone, resume_and_judge
 from tests.faults.test_process import asking
 from tests.running import (
+    PATIENCE_S,
     WRITE_A_NOTE,
     lines,
     run,
@@ -167,7 +168,7 @@ def test_a_kill_loses_no_ids(tmp_path: Path, whole: list[dict[str, Any]], who: s
             wait_until(lambda: endpoint.journal()["replies"] >= 3)
             if who == "worker":
                 os.kill(workers_of(process.pid)[0], signal.SIGKILL)
-                assert process.wait(timeout=60) == 0
+                assert process.wait(timeout=PATIENCE_S) == 0
             else:
                 os.killpg(process.pid, signal.SIGKILL)
                 assert_gone(process.pid)

@@ -20,7 +20,7 @@ from runs.dataset.scan import scan, tasks
 from runs.dataset.scan_cache import cached_keys, cached_scan, load_scan, save_scan
 from runs.shards import Shard
 from testing.fake_endpoint import FakeEndpoint
-from tests.running import SCRIPTED, ids, lines, run, started, wait_until, write_rows
+from tests.running import PATIENCE_S, SCRIPTED, ids, lines, run, started, wait_until, write_rows
 
 ASKED: dict[str, Any] = {"shard": None, "max_samples": None, "rules": RowRules(), "num_samples": 2}
 
@@ -267,7 +267,7 @@ def test_a_dataset_changed_during_a_run_stops_it_and_the_next_start_resumes(
         with started(tmp_path, **given) as process:
             wait_until(lambda: endpoint.journal()["replies"] >= 1)
             write_rows(path, *rows[:10], *rows[:9:-1])
-            assert process.wait(timeout=60) == 4
+            assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "has changed since this start began" in said
         assert "Traceback" not in said

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.running import ROOT
+from tests.running import PATIENCE_S, ROOT
 from tests.toolsets.test_sandbox import BOTH, needs_bwrap, run, workspace
 from toolsets.sandbox import served
 from toolsets.sandbox.base import Limits, SandboxError
@@ -275,7 +275,7 @@ def work(argv: list[str]) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     return done.stdout or done.stderr

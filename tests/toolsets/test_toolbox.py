@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.running import PATIENCE_S
 from toolsets.catalog.registry import TOOLSETS, tools_of
 from toolsets.context import ToolContext
 from toolsets.errors import HostError, ToolError
@@ -137,7 +138,7 @@ def test_slow_tools_are_given_up(context: ToolContext) -> None:
     @tool()
     def blocks(context: ToolContext) -> str:
         """Block a thread."""
-        release.wait(20)
+        release.wait(PATIENCE_S)
         return "late"
 
     @tool()
