@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
 
     _transport: asyncio.Transport
 
-    def __init__(self, options: Options, tally: Tally, held: set[Connection]) -> None:
+    def __init__(self, options: Options, tally: Tally, held: dict[Connection, int]) -> None:
         self._options, self._tally, self._held = options, tally, held
         self._received = bytearray()
         self._ask: Ask | None = None
@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer:
             self._timer.cancel()
-        self._held.discard(self)
+        self._held.pop(self, None)
         self._tally.in_flight -= self._ask is not None
         self._ask = None
         self._steps = iter(())
@@ -162,11 +162,11 @@ class Connection(asyncio.Protocol):
             case "POST", "/reset":
                 self._tally.clear()
                 self._send(frame(200, {}))
-            case "POST", "/answer_all":
-                self._options.answers = None
+            case "POST", "/answers":
+                self._options.answers = orjson.loads(body)
                 self._send(frame(200, {}))
-                while self._held:
-                    self._held.pop()._answer_later()
+                for connection in [*self._held]:
+                    connection._answer_in_turn(self._held.pop(connection))
             case _:
                 self._send(frame(404, openai_error(404, f"there is no {method} {path}")))
         return None
@@ -188,13 +188,14 @@ class Connection(asyncio.Protocol):
             self._tally.play(ask.key, ask.fault)
         if capacity is not None and ask.fault == "http429":
             return self._answer()
-        answers = self._options.answers
-        if answers is not None and self._tally.asked.total() > answers:
-            self._held.add(self)
-            return None
-        return self._answer_later()
+        counts = self._options.answers is not None
+        return self._answer_in_turn(self._tally.asked.total() if counts else 0)
 
-    def _answer_later(self) -> None:
+    def _answer_in_turn(self, number: int) -> None:
+        answers = self._options.answers
+        if answers is not None and number > answers:
+            self._held[self] = number
+            return None
         if not self._options.latency_s:
             return self._answer()
         loop = asyncio.get_running_loop()
@@ -285,9 +286,9 @@ class FakeEndpoint(Options, BaseUrls):
         """Reset the counters."""
         self._fetch("/reset", b"")
 
-    def answer_all(self) -> None:
-        """Answer the requests that wait, and all later ones."""
-        self._fetch("/answer_all", b"")
+    def answer(self, answers: int | None) -> None:
+        """Change how many requests get a reply, those before included; None: all."""
+        self._fetch("/answers", orjson.dumps(answers))
 
     def _fetch(self, path: str, body: bytes | None) -> JSON:
         # A proxy named in the environment must not be asked for a loopback address.
@@ -301,7 +302,7 @@ async def _serve(options: Options, parent_pid: int) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    tally, held = Tally(options.journal_path), set[Connection]()
+    tally, held = Tally(options.journal_path), dict[Connection, int]()
     server = await loop.create_server(
         lambda: Connection(options, tally, held), "127.0.0.1", options.port, backlog=4096
     )

@@ -275,7 +275,7 @@ def test_requests_wait_side_by_side() -> None:
     assert journal["last_reply_at"] - journal["first_request_at"] >= 0.2
 
 
-def test_requests_beyond_the_answers_wait_until_all_are_answered() -> None:
+def test_requests_beyond_the_answers_wait_for_their_turn() -> None:
     raw = json.dumps(ask()).encode()
     request = b"POST %b HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (OPENAI.encode(), len(raw)) + raw
     with FakeEndpoint(latency_s=0.0, answers=1) as endpoint:
@@ -285,8 +285,10 @@ def test_requests_beyond_the_answers_wait_until_all_are_answered() -> None:
             connection.sendall(request)
             wait_until(endpoint, lambda journal: journal["in_flight"] == 1)
             assert endpoint.journal()["replies"] == 1
-            endpoint.answer_all()
+            endpoint.answer(3)
             assert connection.recv(12) == b"HTTP/1.1 200"
+        leave(endpoint, ask())
+        endpoint.answer(None)
         assert post(endpoint, OPENAI, ask())[0] == 200
         assert endpoint.journal()["replies"] == 3
 
