@@ -103,7 +103,7 @@ def test_a_clock_that_jumps_during_a_run_changes_nothing(
     write_prompts(tmp_path / "p.jsonl", 8)
     clock = tmp_path / "clock"
     clock.write_text("+0")
-    with FakeEndpoint(turns=4, latency_s=0.2, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=4, latency_s=0.1, answers=8, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint)
         with monkeypatch.context() as moved:
             moved.setenv("LD_PRELOAD", library)
@@ -111,8 +111,9 @@ def test_a_clock_that_jumps_during_a_run_changes_nothing(
             moved.setenv("FAKETIME_NO_CACHE", "1")
             moved.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
             with started(tmp_path, **given) as process:
-                wait_until(lambda: endpoint.journal()["replies"] >= 8)
+                wait_until(lambda: endpoint.journal()["replies"] == 8)
                 clock.write_text(jump)
+                endpoint.answer(None)
                 assert process.wait(timeout=PATIENCE_S) == 0
         assert (tmp_path / "trajectories" / "r" / "failures.jsonl").read_bytes() == b""
         ends = {turn["started_at"] > time.time() - 86400 for turn in turns_of(tmp_path)}

@@ -105,12 +105,13 @@ def test_damage_by_a_power_loss_or_an_editor_costs_only_the_damaged_tasks(
     """F12, F13, F14: in the records and in the journals at the same time."""
     write_prompts(tmp_path / "p.jsonl", 16)
     run_dir = tmp_path / "trajectories" / "r"
-    with FakeEndpoint(turns=3, latency_s=0.02, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.02, answers=36, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint)
         with started(tmp_path, **given) as process:
             wait_until(lambda: len(finished_lines(run_dir / "records.jsonl")) >= 6)
             os.killpg(process.pid, signal.SIGKILL)
         assert_gone(process.pid)
+        endpoint.answer(None)
         before = finished_lines(run_dir / "records.jsonl")
         for file in (run_dir / "records.jsonl", *run_dir.glob("inflight/*.jsonl")):
             if len(file.read_bytes().splitlines()) > 3:
@@ -128,12 +129,13 @@ def test_a_flipped_bit_of_a_journal_is_named_and_costs_only_its_conversation(
     """F51: the line stays JSON, and would be replayed as what the model said."""
     write_prompts(tmp_path / "p.jsonl", 8)
     run_dir = tmp_path / "trajectories" / "r"
-    with FakeEndpoint(turns=4, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=4, latency_s=0.02, answers=10, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint, num_workers=1, batch_size=8)
         with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["replies"] >= 10)
+            wait_until(lambda: endpoint.journal()["replies"] == 10)
             os.killpg(process.pid, signal.SIGKILL)
         assert_gone(process.pid)
+        endpoint.answer(None)
         (segment,) = run_dir.glob("inflight/*.jsonl")
         lines = segment.read_bytes().splitlines(keepends=True)
         number = next(n for n, line in enumerate(lines) if b'"kind":"reply"' in line)
@@ -151,11 +153,12 @@ def test_records_that_are_cut_under_a_run_stop_it(tmp_path: Path) -> None:
     """F54: or it would go on, and end as if all was well."""
     write_prompts(tmp_path / "p.jsonl", 24)
     records = tmp_path / "trajectories" / "r" / "records.jsonl"
-    with FakeEndpoint(turns=2, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=2, latency_s=0.02, answers=12, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint, num_workers=1)
         with started(tmp_path, **given) as process:
             wait_until(lambda: len(finished_lines(records)) >= 4)
             os.truncate(records, 700)
+            endpoint.answer(None)
             assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "records.jsonl: it was cut or changed (it has" in said
@@ -180,11 +183,12 @@ def test_a_run_directory_that_vanishes_stops_the_run_and_nothing_is_written_else
 ) -> None:
     """F16."""
     write_prompts(tmp_path / "p.jsonl", 40)
-    with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.05, answers=8, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint)
         with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["replies"] >= 8)
+            wait_until(lambda: endpoint.journal()["replies"] == 8)
             (tmp_path / "trajectories" / "r").rename(tmp_path / "away")
+            endpoint.answer(None)
             assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "Traceback" not in said
@@ -242,11 +246,12 @@ def test_journals_or_workspaces_that_are_removed_under_a_run_stop_it(
     """F16: and no reply that was paid for is asked for again, those in flight included."""
     write_prompts(tmp_path / "p.jsonl", 8)
     gone = tmp_path / "trajectories" / "r" / removed
-    with FakeEndpoint(turns=4, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=4, latency_s=0.05, answers=10, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint, num_workers=1, batch_size=8)
         with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["replies"] >= 10)
+            wait_until(lambda: endpoint.journal()["replies"] == 10)
             remove(gone)
+            endpoint.answer(None)
             assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert removed in said, "by the worker that met it first, or by the parent"

@@ -34,7 +34,7 @@ def asking(endpoint: FakeEndpoint, **more: object) -> dict[str, Any]:
 def test_killing_the_parent_alone_loses_nothing(tmp_path: Path) -> None:
     """F7: its workers go with it, so that the next start has the directory to itself."""
     write_prompts(tmp_path / "p.jsonl", 12)
-    with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.02, answers=8, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint)
         with started(tmp_path, **given) as process:
             wait_until(lambda: endpoint.journal()["replies"] >= 6)
@@ -42,6 +42,7 @@ def test_killing_the_parent_alone_loses_nothing(tmp_path: Path) -> None:
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
             assert_gone(process.pid)
+            endpoint.answer(None)
             resume_and_judge(tmp_path, given, tasks=12, endpoint=endpoint, wasted=8)
 
 

@@ -162,16 +162,18 @@ def test_a_kill_loses_no_ids(tmp_path: Path, whole: list[dict[str, Any]], who: s
     """The conversations continue in another process, which has only their journals."""
     write_prompts(tmp_path / "p.jsonl", 2)
     write_rows(tmp_path / "c.yaml", {"token_ids": True})
-    with FakeEndpoint(tokens="vllm", **{**PLAYS, "latency_s": 0.3}) as endpoint:
+    with FakeEndpoint(tokens="vllm", answers=3, **PLAYS) as endpoint:
         given = asking(endpoint, num_workers=1, model="m", config="c.yaml")
         with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["replies"] >= 3)
+            wait_until(lambda: endpoint.journal()["replies"] == 3)
             if who == "worker":
                 os.kill(workers_of(process.pid)[0], signal.SIGKILL)
+                endpoint.answer(None)
                 assert process.wait(timeout=PATIENCE_S) == 0
             else:
                 os.killpg(process.pid, signal.SIGKILL)
                 assert_gone(process.pid)
+                endpoint.answer(None)
                 resume_and_judge(tmp_path, given, tasks=2, endpoint=endpoint, wasted=2)
     assert any(record["resumes"] for record in records(tmp_path))
     assert rl_rows(tmp_path) == whole

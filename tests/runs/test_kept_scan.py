@@ -261,12 +261,13 @@ def test_a_dataset_changed_during_a_run_stops_it_and_the_next_start_resumes(
     rows = [{"id": f"p{n:04}", "prompt": f"{n} {long}"} for n in range(40)]
     path = write_rows(tmp_path / "p.jsonl", *rows)
     run_dir = tmp_path / "trajectories" / "r"
-    with FakeEndpoint(turns=1, latency_s=0.1) as endpoint:
+    with FakeEndpoint(turns=1, latency_s=0.0, answers=1) as endpoint:
         given = {**SCRIPTED, "model": "openai:m", "key_env": "none", "enabled_toolsets": "none"}
         given |= {"base_url": endpoint.openai_url, "batch_size": 2}
         with started(tmp_path, **given) as process:
             wait_until(lambda: endpoint.journal()["replies"] >= 1)
             write_rows(path, *rows[:10], *rows[:9:-1])
+            endpoint.answer(None)
             assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "has changed since this start began" in said
