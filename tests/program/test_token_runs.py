@@ -185,7 +185,8 @@ def test_a_branch_trains_on_its_own_turns(tmp_path: Path, whole: list[dict[str, 
         run_for_tokens(tmp_path, endpoint)
         done = run(tmp_path, "fork", "r", "--at_turn=1", "--n=1", run_name="b")
         assert done.returncode == 0, done.stderr
-    found = rl_rows(tmp_path, "b")
+    # Branches are in the order in which their parents ended.
+    found = sorted(rl_rows(tmp_path, "b"), key=lambda row: str(row["id"]))
     assert [row["turns"] for row in found] == [[2, 3]] * 2
     for row, parent in zip(found, whole, strict=True):
         own = len(row["response_ids"])
