@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +98,14 @@ def said(endpoint: AgentEndpoint, task: str) -> list[Exchange]:
 
 def nothing_is_left(tmp_path: Path) -> None:
     assert not list((tmp_path / "trajectories" / "r" / "workspaces").iterdir())
-    for comm in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            text = comm.read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        assert str(tmp_path).encode() not in text
+    wait_until(lambda: not any(str(tmp_path).encode() in line for line in _command_lines()))
+
+
+def _command_lines() -> Iterator[bytes]:
+    """The command lines of all processes."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            yield path.read_bytes()
 
 
 @needs_bwrap

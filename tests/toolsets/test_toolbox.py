@@ -107,7 +107,7 @@ def test_any_exception_of_a_tool_is_an_error_result(
 
 def test_stop_iteration_from_a_thread_does_not_hang(context: ToolContext) -> None:
     """A future refuses this exception, so it must not be put into one."""
-    toolbox = Toolbox([raising(StopIteration("end"))], context, call_timeout_s=5)
+    toolbox = Toolbox([raising(StopIteration("end"))], context, call_timeout_s=60)
     assert call(toolbox, "fail").content == "Error executing fail: end"
 
 
