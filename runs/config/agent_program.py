@@ -38,7 +38,15 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
         return config
     agent = config.agent
     try:
-        find_program(agent.command[0], agent.programs)
+        installed = find_program(agent.command[0], agent.programs)
+        if installed.shims is not None and config.sandbox == "bwrap":
+            words = (
+                f"{agent.command[0]!r} or its interpreter is a script of a version manager in "
+                f"{installed.shims}, which does not work in the sandbox; install the agent in a "
+                "virtual environment, or give the path of the real program (as `pyenv which NAME` "
+                "prints it)"
+            )
+            raise NotInstalled(words)
         found = version_of(agent, config) if agent.version_command else None
     except (NotInstalled, SandboxError) as error:
         msg = f"agent {agent.name!r}: {error}"
