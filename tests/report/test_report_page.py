@@ -267,6 +267,10 @@ def test_rows_are_found_by_where_they_were_exported_to(page: Page) -> None:
 def test_a_run_without_checks_has_no_place_for_them(page: Page) -> None:
     names = page.locator("#tiles dt, #charts b, #heads button").all_text_contents()
     assert not {"Passed", "Checks", "Rewards", "Check"} & set(names)
+    page.goto(f"{page.url.partition('#')[0]}#plain")
+    facts = page.locator("#reader dl.facts dt").all_inner_texts()
+    assert "toolsets" in facts
+    assert "check" not in facts
 
 
 def test_checks_and_rewards_are_shown_and_can_be_filtered(
