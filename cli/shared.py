@@ -155,6 +155,10 @@ def show_run(path: Path, totals: RunTotals) -> None:
         if file["rows"] or file is manifest["files"][0]:
             place = os.path.normpath(path / file["path"])
             lines.append(f"{file['rows']:>9,} in {place}  ({file['holds']})")
+    lines += [
+        f"  rejected   {count:>9,}  {reason}"
+        for reason, count in manifest["rejected_by_reason"].items()
+    ]
     if manifest["exported"] and _has_empty_thoughts_only(path, statistics["reasoning"]):
         lines.append(
             "No reply has reasoning, so every gpt turn begins with an empty <think> block; "

@@ -300,13 +300,37 @@ def test_what_a_server_says_is_checked(lie: str, tmp_path: Path) -> None:
         channel = Channel(None, output_bytes=1000)
         channel.launch(launch)
         try:
-            await channel.begin({}, 10, "")
+            await channel.begin({}, "")
             await channel.ask({"id": 1}, 10)
         finally:
             await channel.close()
 
     with pytest.raises(Gone, match=complaint):
         asyncio.run(ask())
+
+
+def test_requests_that_wait_for_room_in_the_socket_are_all_sent(tmp_path: Path) -> None:
+    """As when hundreds of sandboxes start at the same moment."""
+    drain = "[*iter(lambda: os.read(0, 1 << 16), b'')]"
+
+    async def ask() -> None:
+        begin, go = os.pipe()
+        code = f"import os; os.read({begin}, 1); {drain}"
+        channel = Channel(None, output_bytes=1000)
+        channel.launch(Launch([sys.executable, "-c", code], {}, str(tmp_path), (begin,)))
+        os.close(begin)
+        try:
+            sent = [asyncio.create_task(channel.send({"n": n}, [])) for n in range(1000)]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert len([task for task in sent if not task.done()]) > 1
+            os.write(go, b"\n")
+            await asyncio.wait_for(asyncio.gather(*sent), 20)
+        finally:
+            os.close(go)
+            await channel.close()
+
+    asyncio.run(ask())
 
 
 @pytest.mark.long
