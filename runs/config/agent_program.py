@@ -39,7 +39,15 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
         return config
     agent = config.agent
     try:
-        program_of(agent, config)
+        installed = program_of(agent, config)
+        if installed.shims is not None and config.sandbox == "bwrap":
+            words = (
+                f"{agent.command[0]!r} or its interpreter is a script of a version manager in "
+                f"{installed.shims}, which does not work in the sandbox; install the agent in a "
+                "virtual environment, or give the path of the real program (as `pyenv which NAME` "
+                "prints it)"
+            )
+            raise NotInstalled(words)
         # Each image may have another one: its worker asks.
         asks = agent.version_command and not config.is_inside
         found = version_of(agent, config) if asks else None

@@ -203,6 +203,20 @@ def test_an_agent_that_is_not_installed_is_refused() -> None:
         with_checked_agent(config(agent={**AGENT, "command": ["no-such", "{prompt}"]}))
 
 
+def test_a_shim_is_refused_where_the_sandbox_does_not_show_what_it_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shims").mkdir()
+    program(tmp_path / "shims" / "python3", "1.2.3")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:/usr/bin:/bin")
+    (tmp_path / "agent").write_text("#!/usr/bin/env python3\n")
+    (tmp_path / "agent").chmod(0o755)
+    agent = {**AGENT, "command": [str(tmp_path / "agent"), "{prompt}"], "version": []}
+    with pytest.raises(ConfigError, match=f"version manager in {tmp_path}/shims, .* virtual env"):
+        with_checked_agent(config(agent=agent))
+    with_checked_agent(config(agent=agent, sandbox="local"))
+
+
 def test_no_more_agents_run_than_fit_into_memory() -> None:
     free = free_memory_mb()
     assert free is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolsets.images.image_error import ImageError
 from toolsets.sandbox.base import ExecResult, Extras, Limits, Sandbox, SandboxError
 from toolsets.sandbox.bwrap import BwrapSandbox, bwrap_problem
 from toolsets.sandbox.docker import (
@@ -111,7 +112,21 @@ class ImageSandboxes:
             return problem
         if self._store is not None:
             return self._store.problem()
-        return "--sandbox=bwrap takes images from --images=DIR" if self._name == "bwrap" else None
+        if self._name == "bwrap":
+            return (
+                "--workspace=image with --sandbox=bwrap needs --images=DIR, the images' directory"
+            )
+        return None
+
+    def problem_of_image(self, reference: str) -> str | None:
+        """Why the directory of images has none of this name; None if only the engine knows."""
+        if self._store is None:
+            return None
+        try:
+            self._store.find(reference)
+        except ImageError as error:
+            return str(error)
+        return None
 
     def warning(self) -> str | None:
         """What makes images slow here; None if nothing does."""
