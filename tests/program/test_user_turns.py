@@ -44,22 +44,21 @@ def disturbed(cwd: Path, given: dict[str, Any], endpoint: FakeEndpoint, *, calls
 
     Returns how many calls can have been in flight at the kills.
     """
-    draw, kills = random.Random(7), 0
+    draw = random.Random(7)
     for _ in range(KILLS):
         with started(cwd, **given) as process:
             enough = endpoint.journal()["requests"] + draw.randint(1, calls // (KILLS + 2))
+            endpoint.answer(enough)
             wait_until(
                 lambda enough=enough, process=process: (
                     process.poll() is not None or endpoint.journal()["requests"] >= enough
                 )
             )
-            if process.poll() is not None:  # it was faster than this loop
-                break
+            assert process.poll() is None, "it ended before it was killed"
             os.killpg(process.pid, signal.SIGKILL)
-            kills += 1
             wait_until(functools.partial(is_gone, process.pid))
-    assert kills
-    in_flight = kills * int(given["num_workers"]) * int(given["batch_size"])
+    endpoint.answer(None)
+    in_flight = KILLS * int(given["num_workers"]) * int(given["batch_size"])
     resume_and_judge(cwd, given, tasks=TASKS, endpoint=endpoint, wasted=in_flight)
     return in_flight
 
@@ -84,7 +83,7 @@ def test_turns_of_the_user_survive_kills(tmp_path: Path) -> None:
         {"id": f"p{n:02}", "prompt": f"Question {n}", "user_turns": turns} for n in range(TASKS)
     ]
     write_rows(tmp_path / "p.jsonl", *rows)
-    with FakeEndpoint(turns=2, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=2, latency_s=0.05, answers=0, **WRITE_A_NOTE) as endpoint:
         disturbed(tmp_path, options(endpoint), endpoint, calls=TASKS * 4)
     for record in records(tmp_path):
         roles = [message["role"] for message in record["messages"]]
@@ -120,7 +119,7 @@ def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", *rows)
     with (
         answering(answer) as (url, asked),
-        FakeEndpoint(turns=2, latency_s=0.05, **WRITE_A_NOTE) as endpoint,
+        FakeEndpoint(turns=2, latency_s=0.05, answers=0, **WRITE_A_NOTE) as endpoint,
     ):
         config = {
             "endpoints": {"user": {"base_url": f"{url}/v1", "key_env": "none"}},
