@@ -114,6 +114,19 @@ def test_a_shell_keeps_directory_variables_functions_and_options(task: Task) -> 
     assert task.out("echo $?") == "1\n"
 
 
+@needs_bwrap
+def test_a_command_after_one_that_failed_starts_no_process_of_ours(tmp_path: Path) -> None:
+    """Process numbers show it: they are counted in the sandbox's own namespace."""
+    task = small("bwrap", tmp_path / "ws")
+    start = "sleep 0 & wait; echo $!"
+    first = int(task.out(start))
+    assert int(task.out(start)) == first + 1
+    for exit_code in (1, 7):
+        assert task.sh(f"(exit {exit_code})")["exit_code"] == exit_code  # one process of its own
+    assert int(task.out(start)) == first + 4
+    task.close()
+
+
 def test_a_command_reaches_the_shell_as_it_is_in_any_locale(task: Task) -> None:
     odd = "\\n \\\\ \\c é日𝄞 %s %b 'x' " + "y" * 5000
     for locale in ("", "export LC_ALL=C", "export LC_ALL=POSIX; set -o posix"):
