@@ -132,6 +132,19 @@ def test_an_endpoint_that_refuses_all_stops_the_export(tmp_path: Path, fault: st
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+def test_calls_that_wait_for_the_same_endpoint_say_so_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = answers(tmp_path, *(f"Answer {n}" for n in range(8)))
+    with FakeEndpoint(latency_s=0.0, faults={"http500": 1.0}) as endpoint:
+        given = filters(endpoint, max_in_flight=8, call_attempts=2)
+        with pytest.raises(EnvironmentStop):
+            exported(source, formats="openai", filters=given)
+    said = [line for line in capfd.readouterr().err.splitlines() if "attempt 1" in line]
+    assert len(said) == 1
+    assert said[0].startswith(f"filters.judge at {endpoint.openai_url}: overloaded: ")
+
+
 def test_a_key_is_needed_where_something_is_to_be_asked(
     tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

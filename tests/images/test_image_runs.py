@@ -279,6 +279,15 @@ def test_what_cannot_work_is_refused_at_the_start(
     assert words in done.stderr
 
 
+def test_a_dry_run_names_images_that_are_missing(images: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", row("a", "python:1"), row("b", "no:1"), row("c", "no:1"))
+    done = run(tmp_path, "--dry_run", images=images, **OPTIONS)
+    assert done.returncode == 0, done.stderr
+    assert f"2 rows will fail; the first: image 'no:1' is not in {images}" in done.stdout
+    write_rows(tmp_path / "p.jsonl", row("a", "python:1"))
+    assert "will fail" not in run(tmp_path, "--dry_run", images=images, **OPTIONS).stdout
+
+
 def test_rows_need_an_image(images: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [{"content": "Done."}]})
     done = run(tmp_path, images=images, on_bad_row="fail", **OPTIONS)

@@ -285,6 +285,27 @@ def test_rejected_credentials_stop_the_recording(
     assert record["status"] == "completed"
 
 
+@pytest.mark.parametrize("at", ["/v1/chat/completions", "/v1/messages"])
+def test_a_session_continues_after_a_call_without_a_usable_reply(
+    tmp_path: Path, endpoint: FakeEndpoint, at: str
+) -> None:
+    """The program gets an error in the words of its API, and asks again or something else."""
+    with recording(tmp_path, endpoint, call_attempts=1) as world:
+        world.talk("Hello.", at="/sessions/other")
+        messages = [{"role": "user", "content": "fault:null"}]
+        body = {"model": "m", "messages": messages, "max_tokens": 50}
+        status, reply = world.ask("POST", f"/sessions/a{at}", body)
+        assert status == 502
+        assert "malformed" in json.dumps(reply["error"])
+        world.talk("Go.", at="/sessions/a")
+        assert stop(world.process) == 0
+    found = records(tmp_path)
+    assert {name: record["status"] for name, record in found.items()} == {
+        **{"a": "completed", "other": "completed"},
+    }
+    assert "a: a call failed: malformed: " in (tmp_path / "trajectories/r/run.log").read_text()
+
+
 @pytest.mark.slow
 def test_an_api_that_the_endpoint_lacks_fails_only_sessions_that_speak_it(
     tmp_path: Path, endpoint: FakeEndpoint
@@ -294,7 +315,7 @@ def test_an_api_that_the_endpoint_lacks_fails_only_sessions_that_speak_it(
         world.talk("Go.", at="/sessions/a")
         messages = [{"role": "user", "content": "fault:null"}]
         body = {"model": "m", "messages": messages, "max_tokens": 50}
-        assert world.ask("POST", "/sessions/b/v1/messages", body)[0] == 400
+        assert world.ask("POST", "/sessions/b/v1/messages", body)[0] == 502
         assert world.ask("DELETE", "/sessions/b")[1]["status"] == "failed"
         world.talk("Go on.", at="/sessions/c")
         assert stop(world.process) == 1

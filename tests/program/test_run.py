@@ -677,6 +677,7 @@ def test_endings_are_sorted_into_their_files(tmp_path: Path) -> None:
     assert ids(exports / "partial.jsonl") == ["endless", "cut"]
     (reject,) = lines(exports / "rejects.jsonl")
     assert (reject["id"], reject["reason"]) == ("invented", "unknown_tool")
+    assert "  rejected           1  unknown_tool\n" in done.stdout
     sums = summary(tmp_path)
     assert (sums["done"], sums["discarded"]) == (4, 1)
     assert_sums_agree(tmp_path)

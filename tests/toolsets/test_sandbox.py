@@ -21,6 +21,7 @@ from tests.running import PATIENCE_S, ROOT, wait_until
 from toolsets.sandbox.base import ExecResult, Limits
 from toolsets.sandbox.factory import SANDBOXES, SandboxError, make_sandbox, sandbox_problem
 from toolsets.sandbox.inside.outputs import HeadTail
+from toolsets.sandbox.inside.processes import descendants
 from toolsets.text import output_text
 from toolsets.workspace.workspace import Workspace
 
@@ -402,3 +403,24 @@ def test_commands_take_no_threads_of_the_worker(workspace: Workspace) -> None:
 
     before = threading.active_count()
     assert asyncio.run(threads()) == before
+
+
+def test_children_of_every_thread_are_found() -> None:
+    found: list[int] = []
+    done = threading.Event()
+
+    def start() -> None:
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+            found.append(child.pid)
+            started.set()
+            done.wait()
+
+    started = threading.Event()
+    thread = threading.Thread(target=start)
+    thread.start()
+    started.wait()
+    try:
+        assert found[0] in {pid for pid, _ in descendants()}
+    finally:
+        done.set()
+        thread.join()

@@ -114,6 +114,19 @@ def test_a_shell_keeps_directory_variables_functions_and_options(task: Task) -> 
     assert task.out("echo $?") == "1\n"
 
 
+@needs_bwrap
+def test_a_command_after_one_that_failed_starts_no_process_of_ours(tmp_path: Path) -> None:
+    """Process numbers show it: they are counted in the sandbox's own namespace."""
+    task = small("bwrap", tmp_path / "ws")
+    start = "sleep 0 & wait; echo $!"
+    first = int(task.out(start))
+    assert int(task.out(start)) == first + 1
+    for exit_code in (1, 7):
+        assert task.sh(f"(exit {exit_code})")["exit_code"] == exit_code  # one process of its own
+    assert int(task.out(start)) == first + 4
+    task.close()
+
+
 def test_a_command_reaches_the_shell_as_it_is_in_any_locale(task: Task) -> None:
     odd = "\\n \\\\ \\c é日𝄞 %s %b 'x' " + "y" * 5000
     for locale in ("", "export LC_ALL=C", "export LC_ALL=POSIX; set -o posix"):
@@ -311,13 +324,37 @@ def test_what_a_server_says_is_checked(lie: str, tmp_path: Path) -> None:
         channel = Channel(None, output_bytes=1000)
         channel.launch(launch)
         try:
-            await channel.begin({}, 10, "")
+            await channel.begin({}, "")
             await channel.ask({"id": 1}, 10)
         finally:
             await channel.close()
 
     with pytest.raises(Gone, match=complaint):
         asyncio.run(ask())
+
+
+def test_requests_that_wait_for_room_in_the_socket_are_all_sent(tmp_path: Path) -> None:
+    """As when hundreds of sandboxes start at the same moment."""
+    drain = "[*iter(lambda: os.read(0, 1 << 16), b'')]"
+
+    async def ask() -> None:
+        begin, go = os.pipe()
+        code = f"import os; os.read({begin}, 1); {drain}"
+        channel = Channel(None, output_bytes=1000)
+        channel.launch(Launch([sys.executable, "-c", code], {}, str(tmp_path), (begin,)))
+        os.close(begin)
+        try:
+            sent = [asyncio.create_task(channel.send({"n": n}, [])) for n in range(1000)]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert len([task for task in sent if not task.done()]) > 1
+            os.write(go, b"\n")
+            await asyncio.wait_for(asyncio.gather(*sent), 20)
+        finally:
+            os.close(go)
+            await channel.close()
+
+    asyncio.run(ask())
 
 
 @pytest.mark.long
