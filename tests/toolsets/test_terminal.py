@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -438,16 +438,15 @@ def test_an_exception_keeps_the_state_and_so_does_sys_exit(task: Task) -> None:
 
 def test_code_that_takes_too_long_is_interrupted_and_keeps_its_state(task: Task) -> None:
     task.py("x = 1\nimport os, time")
-    codes = ("time.sleep(1000)", "os.system('sleep 1000')", "while True: pass")
-    for number, code in enumerate(codes):
-        begun = task.workspace.root / f"begun{number}"
-        late = cut_off(
-            lambda timeout_s, code=code, begun=begun: task.py(
-                f"print('begun', flush=True)\nopen({begun.name!r}, 'w').close()\n{code}",
-                timeout_s=timeout_s,
-            ),
-            lambda _, begun=begun: begun.exists(),
-        )
+    begun = task.workspace.root / "begun"
+
+    def timed(code: str) -> Callable[[float], dict[str, Any]]:
+        start = "print('begun', flush=True)\nopen('begun', 'w').close()\n"
+        return lambda timeout_s: task.py(start + code, timeout_s=timeout_s)
+
+    for code in ("time.sleep(1000)", "os.system('sleep 1000')", "while True: pass"):
+        late = cut_off(timed(code), lambda _: begun.exists())
+        begun.unlink()
         assert (late["timed_out"], late["stdout"]) == (True, "begun\n")
         assert "note" not in late
     assert task.py("x")["value"] == "1"
@@ -619,7 +618,7 @@ def test_groups_of_dead_workers_are_removed_by_the_next(tmp_path: Path) -> None:
             path.rmdir()
 
 
-def of_our_own(root: Path) -> tuple[set[int], set[str], set[str]]:
+def of_our_own(root: Path) -> tuple[set[Any], set[Any], set[Any]]:
     """What could leak: children, descriptors, mounts beneath `root`, groups of this process."""
     children = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
