@@ -11,7 +11,12 @@ from dataclasses import dataclass, field, replace
 from agent.loop.loop import run_agent
 from agent.loop.resume import prepare_resume
 from agent.loop.rules import ConversationSpec
-from agent.loop.simulated_user import opening_of_user, options_of_user
+from agent.loop.simulated_user import (
+    UsersModel,
+    options_of_user,
+    seen_by_user,
+    stored_opening,
+)
 from agent.loop.steps import Finish
 from agent.loop.subagents import SubagentTool, options_of
 from agent.loop.tools import AgentTools
@@ -169,11 +174,13 @@ class ConversationRunner:
         user = self.spec.options.simulated_user
         assert user is not None
         key = user_key(self.trajectory.notes_of(USER_TURN) + 1)
-        opening = opening_of_user(user, self.trajectory)
+        seen = seen_by_user(user, self.trajectory)
+        opening = stored_opening(seen, self.trajectory)
         inner = self._inner(key, SIMULATED_USER, opening, options_of_user(self.spec.options))
+        model = self.host.user_model(user, self.trajectory) or self.model
         inner = replace(
             inner,
-            model=self.host.user_model(user, self.trajectory) or self.model,
+            model=UsersModel(model, seen),
             toolbox=self.host.toolbox(()),
             subagents=(),
         )

@@ -137,7 +137,8 @@ def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
         inner = record["inner"]
         assert [one["key"] for one in inner] == [f"simulated_user#{n}" for n in (1, 2, 3)]
         assert [one["messages"][-1]["content"] for one in inner] == [*users[1:], STOP]
-        assert all(one["messages"][0]["content"].startswith("#") for one in inner)
+        assert inner[0]["messages"][0]["content"].startswith(f"#{int(record['id'][1:])}\n")
+        assert [len(one["messages"]) for one in inner] == [2, 1, 1]
         assert all(one["cost_usd"] == 15 * 100 / 1e6 for one in inner)
         assert record["cost_usd"] > sum(one["cost_usd"] for one in inner)
         stored += [turn["response_id"] for one in inner for turn in one["turns"]]
