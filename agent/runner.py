@@ -189,8 +189,7 @@ class ConversationRunner:
             return None
         if end.status in ("budget", "time_limit"):
             return end
-        why = f": {end.reason}" if end.reason else ""
-        return Finish("errors", f"the simulated user ended as {end.status}{why}")
+        return Finish("errors", f"the simulated user ended as {end.describe()}")
 
     def _is_prepared(self) -> bool:
         return self.trajectory.is_reopened or bool(self.trajectory.replies)
@@ -217,8 +216,7 @@ class ConversationRunner:
                 return None
             if end.status in ("budget", "time_limit"):
                 return end
-        why = f": {end.reason}" if end.reason else ""
-        return Finish("errors", f"the preparation ended as {end.status}{why}")
+        return Finish("errors", f"the preparation ended as {end.describe()}")
 
 
 _OFF_IN_PREPARATION = {
