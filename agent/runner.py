@@ -189,6 +189,8 @@ class ConversationRunner:
             return None
         if end.status in ("budget", "time_limit"):
             return end
+        if end.status == "context_exceeded":
+            return Finish("user_context_exceeded", f"the simulated user ended as {end.describe()}")
         return Finish("errors", f"the simulated user ended as {end.describe()}")
 
     def _is_prepared(self) -> bool:

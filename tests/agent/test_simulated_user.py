@@ -166,12 +166,19 @@ def test_a_user_that_says_nothing_ends_the_conversation(tmp_path: Path) -> None:
     assert played.end.reason.startswith("the simulated user ended as errors")
 
 
-@pytest.mark.parametrize("finish", ["length", "refusal"])
-def test_a_cut_message_is_never_sent(tmp_path: Path, finish: str) -> None:
+@pytest.mark.parametrize(
+    ("finish", "status"),
+    [
+        ("length", "errors"),
+        ("refusal", "errors"),
+        ("context_exceeded", "user_context_exceeded"),
+    ],
+)
+def test_a_cut_message_is_never_sent(tmp_path: Path, finish: str, status: str) -> None:
     user = {**ANN, "script": [say("I wan", finish_reason=finish), say("STOP")]}
     script = [say("a"), say("b")]
     whole = play(tmp_path / "a", script, simulated_user=user)
-    assert whole.end == ("errors", f"the simulated user ended as {finish}")
+    assert whole.end == (status, f"the simulated user ended as {finish}")
     resumed = play(tmp_path / "b", script, past=whole.events, simulated_user=user)
     assert resumed.end == whole.end
     assert (resumed.messages, resumed.requests) == (whole.messages, [])

@@ -146,6 +146,36 @@ def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
     assert len(asked) - len(stored) <= in_flight
 
 
+def test_a_conversation_too_long_for_its_users_model_ends_with_a_reason_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """Its answers are kept: it ended at a limit, as others do."""
+
+    def refuse(path: str, body: JSON) -> tuple[int, JSON]:
+        return 400, {"error": {"message": "This model's maximum context length is 512 tokens."}}
+
+    row = {"id": "p1", "prompt": "Hello.", "script": [say("What can I do?")]}
+    write_rows(tmp_path / "p.jsonl", {**row, "simulated_user": {"system_prompt": "You are Ann."}})
+    with answering(refuse) as (url, asked):
+        config = {
+            "endpoints": {"user": {"base_url": f"{url}/v1", "key_env": "none"}},
+            "simulated_user": {"model": "user:u"},
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+        done = run(tmp_path, **SCRIPTED, config="run.yaml")
+    assert (done.returncode, len(asked)) == (0, 1), done.stderr
+    [record] = records(tmp_path)
+    assert record["status"] == "user_context_exceeded"
+    assert record["status_reason"].startswith("the simulated user ended as context_exceeded: ")
+    assert "maximum context length is 512" in record["status_reason"]
+    assert [m["content"] for m in record["messages"]] == ["Hello.", "What can I do?"]
+    [kept] = lines(tmp_path / "trajectories" / "r" / "exports" / "partial.jsonl")
+    assert kept["id"] == "p1"
+    stats = json.loads(run(tmp_path, "stats", "r", "--json").stdout)
+    tasks = next(step for step in stats["funnel"]["steps"] if step["name"] == "tasks")
+    assert tasks["lost"] == {"user_context_exceeded": 1}
+
+
 POLICY = "You book flights. Ask for a confirmation before you change bookings.json."
 BOOKING = json.dumps({"flight": "A1"})
 CHECK = {
