@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
 from runs.store.checksum import without_checksum
+from testing.fake_endpoint import FakeEndpoint
 from tests.prefork import Forked, can_fork
 
 ROOT = Path(__file__).parent.parent
@@ -135,6 +136,33 @@ def session_of(leader: int) -> list[int]:
         if int(session) == leader and state != "Z":
             found.append(int(stat.parent.name))
     return found
+
+
+def kill_repeatedly(
+    cwd: Path, given: Mapping[str, Any], endpoint: FakeEndpoint, calls: Iterable[int]
+) -> int:
+    """Kill the process group of a run after each of these numbers of further calls.
+
+    Stops at a run that ends before its kill. Returns how many were killed.
+    """
+    kills = 0
+    for more in calls:
+        with started(cwd, **given) as process:
+            if not _kill_after(process, endpoint, more):
+                break
+        kills += 1
+    return kills
+
+
+def _kill_after(process: Process, endpoint: FakeEndpoint, calls: int) -> bool:
+    """Kill the process group after so many further calls; False if the run ended before."""
+    enough = endpoint.journal()["requests"] + calls
+    wait_until(lambda: process.poll() is not None or endpoint.journal()["requests"] >= enough)
+    if process.poll() is not None:
+        return False
+    os.killpg(process.pid, signal.SIGKILL)
+    wait_until(lambda: not session_of(process.pid))
+    return True
 
 
 def workers_of(parent: int) -> list[int]:

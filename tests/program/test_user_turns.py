@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import os
 import random
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,11 +20,9 @@ from tests.playing import call, calls, say
 from tests.running import (
     SCRIPTED,
     WRITE_A_NOTE,
+    kill_repeatedly,
     lines,
     run,
-    session_of,
-    started,
-    wait_until,
     write_rows,
 )
 
@@ -44,28 +39,13 @@ def disturbed(cwd: Path, given: dict[str, Any], endpoint: FakeEndpoint, *, calls
 
     Returns how many calls can have been in flight at the kills.
     """
-    draw, kills = random.Random(7), 0
-    for _ in range(KILLS):
-        with started(cwd, **given) as process:
-            enough = endpoint.journal()["requests"] + draw.randint(1, calls // (KILLS + 2))
-            wait_until(
-                lambda enough=enough, process=process: (
-                    process.poll() is not None or endpoint.journal()["requests"] >= enough
-                )
-            )
-            if process.poll() is not None:  # it was faster than this loop
-                break
-            os.killpg(process.pid, signal.SIGKILL)
-            kills += 1
-            wait_until(functools.partial(is_gone, process.pid))
+    draw = random.Random(7)
+    more = [draw.randint(1, calls // (KILLS + 2)) for _ in range(KILLS)]
+    kills = kill_repeatedly(cwd, given, endpoint, more)
     assert kills
     in_flight = kills * int(given["num_workers"]) * int(given["batch_size"])
     resume_and_judge(cwd, given, tasks=TASKS, endpoint=endpoint, wasted=in_flight)
     return in_flight
-
-
-def is_gone(session: int) -> bool:
-    return not session_of(session)
 
 
 def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
