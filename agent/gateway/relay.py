@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from agent.gateway.answers import Answer, Answers, Refusal
 from agent.gateway.threads import Threads
-from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError, WireRequest
+from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
+from agent.gateway.wire_base import Wire
 from agent.loop.rules import unknown_use
 from agent.loop.steps import Finish
 from agent.messages import (
@@ -122,20 +123,11 @@ class Relay:
         """Why the last call has no reply, if the endpoint refused it."""
         self.ended = asyncio.Event()
         """Set with `ending` or `failure`: the agent gets no more replies."""
-        self.stripped: dict[str, None] = {}
-        """Tools that the provider would have run, and that were removed from requests."""
 
     @property
     def in_flight(self) -> int:
         """How many calls are being made."""
         return len(self._calls)
-
-    @property
-    def activity(self) -> str:
-        """What the agent is doing, in a few words."""
-        if self._calls:
-            return f"call {self._threads.calls + 1} in flight"
-        return "tools" if self._threads.calls else "starting"
 
     def answer(self, call: AgentCall) -> Answer:
         """The reply to a model call, perhaps still to come. Raises `WireError`."""
@@ -322,7 +314,6 @@ class Relay:
                 self._threads, asked, completion, body, clock, stripped=asked.server_tools
             )
         )
-        self.stripped |= dict.fromkeys(asked.server_tools)
         if self._kept is not None:
             await self._kept()
         if not asked.is_stream:

@@ -14,7 +14,8 @@ from aiohttp import web
 
 from agent.gateway.answers import Answer, Refusal
 from agent.gateway.relay import NO_LIMITS, AgentCall, CallLimits, Kept, Relay, Route
-from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError
+from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireError
+from agent.gateway.wire_base import Wire
 from agent.gateway.wires import WIRES
 from agent.loop.steps import Finish
 from agent.models.errors import ModelError
@@ -88,19 +89,9 @@ class Gateway:
         return self._relay.last_error
 
     @property
-    def activity(self) -> str:
-        """What the agent is doing, in a few words."""
-        return self._relay.activity
-
-    @property
     def in_flight(self) -> int:
         """How many model calls are being made."""
         return self._relay.in_flight
-
-    @property
-    def stripped_tools(self) -> list[str]:
-        """Tools that the provider would have run, and that were removed from requests."""
-        return list(self._relay.stripped)
 
     async def serve_unix(self, path: Path) -> None:
         """Listen on a socket at `path`: who reaches it is the agent."""
