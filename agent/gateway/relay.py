@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,14 +32,11 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion
 from agent.models.parsing import load_object
 from agent.state.events import Clock, exchange_event, reply_event
-from agent.state.trajectory import Journal, Trajectory
+from agent.state.trajectory import Journal, Kept, Trajectory
 from agent.stream_events import ignored
 from toolsets import exact_json
 
 log = logging.getLogger(__name__)
-
-Kept = Callable[[], Awaitable[None]] | None
-"""Waits until the events so far are on disk; None where they are at once."""
 
 _STOP = 400
 """The status that ends every agent: 402, 429 and 5xx have some of them ask again."""
@@ -309,11 +306,7 @@ class Relay:
         clock = Clock()
         completion = await model.complete(request)
         body = load_object(bodies[-1])
-        self._record(
-            exchange_event(
-                self._threads, asked, completion, body, clock, stripped=asked.server_tools
-            )
-        )
+        self._record(exchange_event(self._threads, asked, completion, body, clock))
         if self._kept is not None:
             await self._kept()
         if not asked.is_stream:

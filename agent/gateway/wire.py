@@ -13,11 +13,7 @@ Operation = Literal["call", "count_tokens", "other"]
 
 
 class WireError(Exception):
-    """A request that cannot be relayed; answered with `status` and these words."""
-
-    def __init__(self, words: str, *, status: int = 400) -> None:
-        super().__init__(words)
-        self.status = status
+    """A request that cannot be relayed; answered with status 400 and these words."""
 
 
 @dataclass(frozen=True, slots=True)

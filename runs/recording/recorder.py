@@ -17,7 +17,7 @@ from typing import Any, get_args
 from aiohttp import web
 
 from agent.gateway.lines import lines_of
-from agent.gateway.relay import CallLimits
+from agent.gateway.relay import CallLimits, Relay
 from agent.gateway.server import Gateway, server_of
 from agent.gateway.wire import WireError
 from agent.gateway.wires import WIRES
@@ -65,7 +65,7 @@ class Session:
     @property
     def silent_s(self) -> float:
         """For how long nothing was asked, and nothing is under way."""
-        return 0.0 if self.gateway.in_flight else time.monotonic() - self.heard_at
+        return 0.0 if self.gateway.relay.in_flight else time.monotonic() - self.heard_at
 
 
 class Recorder:
@@ -189,8 +189,7 @@ class Recorder:
 
     def _gateway(self, trajectory: Trajectory, journal: Callable[[Event], None]) -> Gateway:
         options = self._config.agent_options
-        return Gateway(
-            wires=tuple(WIRES),
+        relay = Relay(
             route=self._upstream.route,
             trajectory=trajectory,
             journal=journal,
@@ -202,11 +201,12 @@ class Recorder:
             ),
             is_stopping=lambda: self._is_stopping,
         )
+        return Gateway(relay, wires=tuple(WIRES))
 
     async def _watch(self, session: Session) -> None:
         """Stop the recording where a failure is not the session's own."""
-        await session.gateway.ended.wait()
-        failure = session.gateway.failure
+        await session.gateway.relay.ended.wait()
+        failure = session.gateway.relay.failure
         if isinstance(failure, ModelError) and self._upstream.has_failed(failure):
             self.halt(self._upstream.calls.describe(failure))
         elif isinstance(failure, StorageError | HostError):
@@ -275,7 +275,7 @@ class Recorder:
         except (StorageError, HostError) as error:
             self.halt(str(error))
             return None
-        end = session.gateway.ending or end or _ending(session)
+        end = session.gateway.relay.ending or end or _ending(session)
         if end.status == "failed" and failure is None:
             words = end.reason or "the program that held the session says that it failed"
             failure = self._failure(task, "session_failed", words)

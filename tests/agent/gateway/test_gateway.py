@@ -44,7 +44,7 @@ def test_a_limit_refuses_the_next_call(
         async with relayed(api, limits=limits, settings=PRICES) as world:
             for n in range(2):
                 assert (await world.read(ask(f"Go {n}.")))[0] == 200
-            assert not world.gateway.ended.is_set()
+            assert not world.gateway.relay.ended.is_set()
             for is_stream in (False, True):
                 async with world.post(ask(stream=is_stream)) as response:
                     assert response.status == 400
@@ -52,9 +52,9 @@ def test_a_limit_refuses_the_next_call(
                     error = _error(await response.read())
                     assert words in error["message"]
                     assert error["type"] == "invalid_request_error"
-            assert world.gateway.ending is not None
-            assert world.gateway.ending.status == status
-            assert world.gateway.ended.is_set()
+            assert world.gateway.relay.ending is not None
+            assert world.gateway.relay.ending.status == status
+            assert world.gateway.relay.ended.is_set()
             assert len(world.endpoint.asked) == 2
 
     asyncio.run(run())
@@ -122,7 +122,7 @@ def test_a_model_that_the_run_does_not_have_is_refused(api: str) -> None:
             status, said = await world.read()
             assert status == 400
             assert "m: give it under aliases" in _error(said)["message"]
-            assert not world.gateway.ended.is_set()
+            assert not world.gateway.relay.ended.is_set()
             assert not world.endpoint.asked
 
     asyncio.run(run())
@@ -370,7 +370,7 @@ def test_a_reply_of_several_choices_may_cost_several_times_as_much() -> None:
             for n in (1, 4):
                 body = orjson.dumps(ask(n=n))
                 await world.read(body)
-                world.gateway._relay.failure = None
+                world.gateway.relay.failure = None
         await model.close()
         assert claims[1].tokens - claims[0].tokens == 3 * 1000
         assert claims[0].tokens == len(body) + 1000 + 1000

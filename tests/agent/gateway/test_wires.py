@@ -274,9 +274,8 @@ def test_a_body_that_is_no_request_is_refused_with_the_place(api: str, damage: s
         path = path.replace("models/m:", "models/:")
     else:
         del body["model"]
-    with pytest.raises(WireError, match=field if damage == "messages" else "model") as caught:
+    with pytest.raises(WireError, match=field if damage == "messages" else "model"):
         wire.read(path, body)
-    assert caught.value.status == 400
 
 
 @pytest.mark.parametrize(
