@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +28,7 @@ from agent.messages import Event, Message
 from agent.models.errors import ModelError
 from agent.state.trajectory import Status, Trajectory
 from runs.config.run_config import RunConfig
-from runs.errors import Stopped
+from runs.errors import EnvironmentStop, Stopped
 from runs.record import Provenance, dump_record, make_record
 from runs.recording.sessions import BadName, SessionFile, session_of
 from runs.recording.upstream import Models, Upstream
@@ -117,7 +118,12 @@ class Recorder:
         """Serve until `stop` or `halt`; then end all sessions, or leave them for the next start."""
         loop = asyncio.get_running_loop()
         server = server_of(self._handle)
-        listener = await loop.create_server(server, host, port)
+        try:
+            listener = await loop.create_server(server, host, port)
+        except OSError as error:
+            why = os.strerror(error.errno) if (error.errno or 0) > 0 else error
+            msg = f"cannot listen at {host}:{port}: {why}; give another --port (0: any) or --host"
+            raise EnvironmentStop(msg) from error
         place, number = listener.sockets[0].getsockname()[:2]
         self._say(f"recording at http://{place}:{number}; Ctrl-C ends the recording")
         try:
