@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
 from runs.store.checksum import without_checksum
+from testing.fake_endpoint import FakeEndpoint
 from tests.prefork import Forked, can_fork
 
 ROOT = Path(__file__).parent.parent
@@ -151,6 +152,32 @@ def session_of(leader: int) -> list[int]:
         if session == leader and (state != "Z" or threads > 1):
             found.append(int(stat.parent.name))
     return found
+
+
+def kill_repeatedly(
+    cwd: Path, given: Mapping[str, Any], endpoint: FakeEndpoint, calls: Iterable[int]
+) -> None:
+    """Kill the process group of a run after each of these numbers of further calls.
+
+    The endpoint holds its other replies until then, so that no run ends before.
+    """
+    for more in calls:
+        with started(cwd, **given) as process:
+            enough = endpoint.journal()["requests"] + more
+            endpoint.answer(enough)
+            _wait_for_calls(process, endpoint, enough)
+            assert process.poll() is None, "it ended before it was killed"
+            os.killpg(process.pid, signal.SIGKILL)
+            _wait_for_end(process.pid)
+    endpoint.answer(None)
+
+
+def _wait_for_calls(process: Process, endpoint: FakeEndpoint, enough: int) -> None:
+    wait_until(lambda: process.poll() is not None or endpoint.journal()["requests"] >= enough)
+
+
+def _wait_for_end(session: int) -> None:
+    wait_until(lambda: not session_of(session))
 
 
 def workers_of(parent: int) -> list[int]:

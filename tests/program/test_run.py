@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -25,9 +24,9 @@ from tests.running import (
     PATIENCE_S,
     ROOT,
     WRITE_A_NOTE,
-    Process,
     command,
     ids,
+    kill_repeatedly,
     lines,
     run,
     session_of,
@@ -165,11 +164,8 @@ def crash_loop(cwd: Path, *, prompts: int, kills: int, seed: int) -> dict[str, i
     write_prompts(cwd / "p.jsonl", prompts)
     with FakeEndpoint(turns=5, latency_s=0.05, answers=0, **WRITE_A_NOTE) as endpoint:
         given = options(endpoint, batch_size=8)
-        for _ in range(kills):
-            with started(cwd, **given) as process:
-                kill_after(process, endpoint, calls=draw.randint(1, prompts * 5 // (kills + 2)))
-                wait_until(functools.partial(is_gone, process.pid))
-        endpoint.answer(None)
+        calls = [draw.randint(1, prompts * 5 // (kills + 2)) for _ in range(kills)]
+        kill_repeatedly(cwd, given, endpoint, calls)
         in_flight = kills * 2 * 8
         resume_and_judge(cwd, given, tasks=prompts, endpoint=endpoint, wasted=in_flight)
         repeated = endpoint.journal()["repeated"]
@@ -177,19 +173,6 @@ def crash_loop(cwd: Path, *, prompts: int, kills: int, seed: int) -> dict[str, i
     assert len(lines(cwd / "trajectories" / "r.jsonl")) == prompts
     assert_sums_agree(cwd)
     return {"records": len(done), "repeated": repeated, "in_flight_at_kills": in_flight}
-
-
-def kill_after(process: Process, endpoint: FakeEndpoint, *, calls: int) -> None:
-    """Kill the process group once `calls` more calls have been made; the rest gets no reply."""
-    enough = endpoint.journal()["requests"] + calls
-    endpoint.answer(enough)
-    wait_until(lambda: process.poll() is not None or endpoint.journal()["requests"] >= enough)
-    assert process.poll() is None, "it ended before it was killed"
-    os.killpg(process.pid, signal.SIGKILL)
-
-
-def is_gone(session: int) -> bool:
-    return not session_of(session)
 
 
 def test_killing_the_process_group_loses_and_repeats_nothing(tmp_path: Path) -> None:
@@ -346,7 +329,7 @@ def test_two_signals_stop_the_run_at_once(tmp_path: Path) -> None:
         wait_until(lambda: "stopping" in (tmp_path / "output.txt").read_text())
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(timeout=PATIENCE_S) == 130
-        wait_until(lambda: is_gone(process.pid))
+        wait_until(lambda: not session_of(process.pid))
     assert "Traceback" not in (tmp_path / "output.txt").read_text()
 
 

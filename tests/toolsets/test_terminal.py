@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -436,17 +436,20 @@ def test_an_exception_keeps_the_state_and_so_does_sys_exit(task: Task) -> None:
     assert task.py("x")["value"] == "2"
 
 
+def interrupted(task: Task, code: str, mark: str) -> dict[str, Any]:
+    """The result of code that is interrupted after it has made a file."""
+    first = f"print('begun', flush=True)\nopen({mark!r}, 'w').close()\n"
+    return cut_off(
+        lambda timeout_s: task.py(first + code, timeout_s=timeout_s),
+        lambda _: (task.workspace.root / mark).exists(),
+    )
+
+
 def test_code_that_takes_too_long_is_interrupted_and_keeps_its_state(task: Task) -> None:
     task.py("x = 1\nimport os, time")
-    begun = task.workspace.root / "begun"
-
-    def timed(code: str) -> Callable[[float], dict[str, Any]]:
-        start = "print('begun', flush=True)\nopen('begun', 'w').close()\n"
-        return lambda timeout_s: task.py(start + code, timeout_s=timeout_s)
-
-    for code in ("time.sleep(1000)", "os.system('sleep 1000')", "while True: pass"):
-        late = cut_off(timed(code), lambda _: begun.exists())
-        begun.unlink()
+    codes = ("time.sleep(1000)", "os.system('sleep 1000')", "while True: pass")
+    for number, code in enumerate(codes):
+        late = interrupted(task, code, f"begun{number}")
         assert (late["timed_out"], late["stdout"]) == (True, "begun\n")
         assert "note" not in late
     assert task.py("x")["value"] == "1"
@@ -618,21 +621,21 @@ def test_groups_of_dead_workers_are_removed_by_the_next(tmp_path: Path) -> None:
             path.rmdir()
 
 
-def of_our_own(root: Path) -> tuple[set[Any], set[Any], set[Any]]:
+def of_our_own(root: Path) -> set[str]:
     """What could leak: children, descriptors, mounts beneath `root`, groups of this process."""
-    children = set()
+    found = {f"descriptor {path.name}" for path in Path("/proc/self/fd").iterdir()}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(fields[1]) == os.getpid():
-            children.add(int(path.parent.name))
-    mounts = {m for m in Path("/proc/self/mounts").read_text().splitlines() if str(root) in m}
+            found.add(f"child {path.parent.name}")
+    found |= {m for m in Path("/proc/self/mounts").read_text().splitlines() if str(root) in m}
     # Path.glob would fail where another test removes a group meanwhile.
     groups = (path for path, _, _ in os.walk("/sys/fs/cgroup"))
-    mounts |= {path for path in groups if "/trajectories-" in path and f"-{os.getpid()}-" in path}
-    return children, {path.name for path in Path("/proc/self/fd").iterdir()}, mounts
+    found |= {path for path in groups if "/trajectories-" in path and f"-{os.getpid()}-" in path}
+    return found
 
 
 @pytest.mark.parametrize(
@@ -657,15 +660,11 @@ def test_many_tasks_at_once_leave_nothing_behind(kind: str, tmp_path: Path, task
 
     refusals_here()  # the counters of this process stay open
     before = of_our_own(tmp_path)
-
-    def left_behind() -> list[set[Any]]:
-        """What there was before may end meanwhile: earlier tests have started it."""
-        return [now - then for now, then in zip(of_our_own(tmp_path), before, strict=True)]
-
     marker = len(processes_with(str(tmp_path)))
     for number, seen in enumerate(asyncio.run(all_of_them())):
         assert seen == [f"{number}:{n * (n + 1) // 2}\n" for n in range(10)]
-    wait_until(lambda: not any(left_behind()))
+    # What there was before may end meanwhile: earlier tests have started it.
+    wait_until(lambda: of_our_own(tmp_path) <= before)
     assert len(processes_with(str(tmp_path))) == marker
     assert not list(tmp_path.iterdir())
 
