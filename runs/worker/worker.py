@@ -88,7 +88,8 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
     except Exception as error:
         if (words := machine_failure(error)) is None:
             raise
-        log.exception("the machine failed")
+        if log.hasHandlers():  # not where it is the log that cannot be opened
+            log.exception("the machine failed")
         connection.send_bytes(pack("halt", message=f"a worker cannot work: {words}"))
         sys.exit(1)
 
