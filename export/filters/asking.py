@@ -71,7 +71,7 @@ def stop_where_useless(
 class RetryMessages:
     """Prints failures that are waited out: one for all calls that wait at the same time."""
 
-    def __init__(self, asked_by: str, base_url: str) -> None:
+    def __init__(self, asked_by: str, base_url: str | None) -> None:
         self._beginning = f"{asked_by} at {base_url}"
         self._quiet_until = 0.0
 
