@@ -72,7 +72,7 @@ class RetryMessages:
     """Prints failures that are waited out: one for all calls that wait at the same time."""
 
     def __init__(self, asked_by: str, base_url: str | None) -> None:
-        self._beginning = f"{asked_by} at {base_url}"
+        self._beginning = f"{asked_by} at {base_url}" if base_url else asked_by
         self._quiet_until = 0.0
 
     def __call__(self, retry: Retry) -> None:

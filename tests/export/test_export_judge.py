@@ -193,11 +193,13 @@ def test_a_kill_between_verdicts_pays_no_question_twice(tmp_path: Path) -> None:
     source = answers(tmp_path, *(f"Answer {n}" for n in range(40)))
     path = source.run_dir / "verdicts.jsonl"
     recipe = tmp_path / "recipe.yaml"
-    with FakeEndpoint(latency_s=0.05, key="k-judge-secret") as endpoint:
+    with FakeEndpoint(latency_s=0.02, answers=0, key="k-judge-secret") as endpoint:
         given = filters(endpoint, max_in_flight=4)
         recipe.write_text(yaml.safe_dump({"formats": "openai", "filters": given}))
         argv = ("export", str(source.run_dir))
         for count in (6, 20):
+            stored = path.read_bytes().count(b"\n") if path.exists() else 0
+            endpoint.answer(endpoint.journal()["requests"] + count + 4 - stored)
             process = subprocess.Popen(command(*argv, recipe=recipe), cwd=tmp_path)
             try:
                 wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= count)  # noqa: B023
@@ -208,6 +210,7 @@ def test_a_kill_between_verdicts_pays_no_question_twice(tmp_path: Path) -> None:
                 os.kill(process.pid, signal.SIGKILL)
                 process.wait()
         assert not (source.run_dir / "exports" / "dataset" / "manifest.json").exists()
+        endpoint.answer(None)
         done = run(tmp_path, *argv, recipe=recipe)
         assert done.returncode == 0, done.stderr
         assert "asked, 0 failed" in done.stderr

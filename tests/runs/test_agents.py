@@ -95,8 +95,7 @@ def test_an_option_that_means_nothing_is_refused(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sandbox": "docker"}, "sandbox: agents of this machine cannot run in container"),
-        ({"workspace": "image", "images": "x"}, "workspace: agents of this machine cannot run"),
+        ({"sandbox": "docker"}, "sandbox: agents that are commands cannot run in containers"),
         ({"executor": "ray"}, "run on this machine only"),
         ({"agent": {**AGENT, "env": {"K": "sk-abcdefgh"}}}, "agent.env.K: seems to hold a secret"),
     ],
