@@ -121,8 +121,8 @@ class Recorder:
         try:
             listener = await loop.create_server(server, host, port)
         except OSError as error:
-            # A host that cannot be resolved has a negative code, and words of its own.
-            why = os.strerror(code) if (code := error.errno or 0) > 0 else error
+            number = error.errno or 0  # negative where a name has no address
+            why = os.strerror(number) if number > 0 else error
             msg = f"cannot listen at {host}:{port}: {why}; give another --port (0: any) or --host"
             raise EnvironmentStop(msg) from error
         place, number = listener.sockets[0].getsockname()[:2]
