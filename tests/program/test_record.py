@@ -210,7 +210,7 @@ def test_a_kill_in_the_middle_of_a_call_costs_at_most_that_call(
 ) -> None:
     """The program asks again; the record has the call once."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with FakeEndpoint(latency_s=1.0, turns=2, key=KEY) as endpoint:
+    with FakeEndpoint(latency_s=0.0, answers=1, turns=2, key=KEY) as endpoint:
         messages: list[Any] = [{"role": "user", "content": "Go."}]
         with recording(tmp_path, endpoint) as world:
             world.call(messages, at="/sessions/a")
@@ -220,6 +220,7 @@ def test_a_kill_in_the_middle_of_a_call_costs_at_most_that_call(
             os.kill(world.process.pid, signal.SIGKILL)
             world.process.wait(timeout=PATIENCE_S)
             asking.join()
+        endpoint.answer(None)
         with recording(tmp_path, endpoint) as world:
             world.call(messages, at="/sessions/a")
             assert stop(world.process) == 0
