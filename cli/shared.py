@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,14 +142,24 @@ def show_run(path: Path, totals: RunTotals) -> None:
     from runs.totals.run_totals import as_table
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
+    statistics = orjson.loads((path / "statistics.json").read_bytes())
     lines = [as_table(totals)]
+    if failed := statistics.get("failed_scores"):
+        lines.append(
+            f"{failed:,} scores of reward functions failed: `run.log` has the reasons, "
+            f"`score {path.name} --reward ...` calls the functions again"
+        )
     if (batches := compute_batch_totals(path)) is not None:
         lines.append(batches.describe())
     for file in manifest["files"]:
         if file["rows"] or file is manifest["files"][0]:
             place = os.path.normpath(path / file["path"])
             lines.append(f"{file['rows']:>9,} in {place}  ({file['holds']})")
-    if manifest["exported"] and _has_empty_thoughts_only(path):
+    lines += [
+        f"  rejected   {count:>9,}  {reason}"
+        for reason, count in manifest["rejected_by_reason"].items()
+    ]
+    if manifest["exported"] and _has_empty_thoughts_only(path, statistics["reasoning"]):
         lines.append(
             "No reply has reasoning, so every gpt turn begins with an empty <think> block; "
             "--empty_think=omit leaves these blocks out."
@@ -157,14 +167,11 @@ def show_run(path: Path, totals: RunTotals) -> None:
     show("\n".join(lines))
 
 
-def _has_empty_thoughts_only(path: Path) -> bool:
+def _has_empty_thoughts_only(path: Path, reasoning: Mapping[str, int]) -> bool:
     """Whether all turns of the training file have an empty <think> block."""
-    import orjson
-
     from export.conversation.style import style_of_run
     from runs.run_dir import read_run_json
 
-    reasoning = orjson.loads((path / "statistics.json").read_bytes())["reasoning"]
     style = style_of_run(read_run_json(path)["config"])
     return style.empty_think == "keep" and not (
         reasoning["with_reasoning"] or reasoning.get("hidden")

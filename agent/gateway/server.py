@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from agent.gateway.answers import Answer, Refusal
-from agent.gateway.relay import NO_LIMITS, AgentCall, CallLimits, Kept, Relay, Route
+from agent.gateway.relay import NO_LIMITS, AgentCall, CallLimits, Kept, Relay, Route, ends_agent
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError
 from agent.gateway.wires import WIRES
 from agent.loop.steps import Finish
@@ -50,6 +50,7 @@ class Gateway:
         limits: CallLimits = NO_LIMITS,
         volatile: Volatile = NOTHING_VOLATILE,
         is_stopping: Callable[[], bool] = lambda: False,
+        ends_with: Callable[[ModelError], bool] = ends_agent,
         keepalive_s: float = KEEPALIVE_S,
     ) -> None:
         """`wires` are the dialects that the agent may speak. For the rest see `Relay`."""
@@ -62,6 +63,7 @@ class Gateway:
             limits=limits,
             volatile=volatile,
             is_stopping=is_stopping,
+            ends_with=ends_with,
         )
         self._keepalive_s = keepalive_s
         self._key: str | None = None

@@ -129,6 +129,10 @@ class DockerImageSandbox(DockerSandbox):
         return self._spec.workdir or str(self._config.get("WorkingDir") or "/")
 
     @property
+    def user_home(self) -> None:
+        """See `ImageSandbox`."""
+
+    @property
     def has_own_python(self) -> bool:
         """Cells run in the image's Python, with the packages that the image has."""
         return True
