@@ -107,7 +107,7 @@ except OSError:
 try:
     run_worker(theirs, setup)
 except SystemExit as error:
-    print(error.code, unpack(ours.recv_bytes())["message"])
+    print(error.code, unpack(ours.recv_bytes())[0]["message"])
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
