@@ -36,22 +36,31 @@ class Layout(NamedTuple):
     """The field with the messages, for errors."""
 
 
+class Asked(NamedTuple):
+    """What a request asks for, as its API has it."""
+
+    model: Any
+    system: Any
+    """The system prompt that is not among the messages, if there is one."""
+    messages: list[Any]
+    tools: Any
+    is_stream: bool
+    max_tokens: Any
+
+
 def read_request(
     layout: Layout,
     body: Mapping[str, Any],
-    *,
-    model: Any,
-    pieces: list[Any],
-    first: int,
-    tools: Any,
-    is_stream: bool,
-    max_tokens: Any,
+    asked: Asked,
     volatile: Volatile,
     before: Sequence[WireRequest],
 ) -> WireRequest:
-    """The request with these pieces of messages; `first` of them are not in the messages' field."""
+    """The request with this body; a system prompt is the piece before its messages."""
+    model, tools, max_tokens = asked.model, asked.tools, asked.max_tokens
     if not isinstance(model, str) or not model:
         raise WireError("model: it must be the name of a model")
+    first = int(bool(asked.system))
+    pieces = [("system", asked.system), *asked.messages] if first else asked.messages
     before = [request for request in before if request.api == layout.api]
     parts = _read_parts(layout, pieces, first, volatile, before)
     offer = next((known.offer for known in before if known.offer.raw == tools), None)
@@ -66,7 +75,7 @@ def read_request(
         model=model,
         messages=[message for part in parts for message in part.messages],
         tools=offer.tools,
-        is_stream=is_stream,
+        is_stream=asked.is_stream,
         max_tokens=max_tokens if type(max_tokens) is int else None,
         key=digest_of_bytes(b"".join(decides)).hex(),
         server_tools=offer.server_tools,

@@ -6,14 +6,15 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from agent.gateway.answers import Answer, Answers, Refusal
 from agent.gateway.threads import Threads
-from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError, WireRequest
+from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
+from agent.gateway.wire_base import Wire
 from agent.loop.rules import unknown_use
 from agent.loop.steps import Finish
 from agent.messages import (
@@ -31,14 +32,11 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion
 from agent.models.parsing import load_object
 from agent.state.events import Clock, exchange_event, reply_event
-from agent.state.trajectory import Journal, Trajectory
+from agent.state.trajectory import Journal, Kept, Trajectory
 from agent.stream_events import ignored
 from toolsets import exact_json
 
 log = logging.getLogger(__name__)
-
-Kept = Callable[[], Awaitable[None]] | None
-"""Waits until the events so far are on disk; None where they are at once."""
 
 _STOP = 400
 """The status that ends every agent: 402, 429 and 5xx have some of them ask again."""
@@ -137,20 +135,11 @@ class Relay:
         """Why the last call has no reply, if the endpoint refused it."""
         self.ended = asyncio.Event()
         """Set with `ending` or `failure`: the agent gets no more replies."""
-        self.stripped: dict[str, None] = {}
-        """Tools that the provider would have run, and that were removed from requests."""
 
     @property
     def in_flight(self) -> int:
         """How many calls are being made."""
         return len(self._calls)
-
-    @property
-    def activity(self) -> str:
-        """What the agent is doing, in a few words."""
-        if self._calls:
-            return f"call {self._threads.calls + 1} in flight"
-        return "tools" if self._threads.calls else "starting"
 
     def answer(self, call: AgentCall) -> Answer:
         """The reply to a model call, perhaps still to come. Raises `WireError`."""
@@ -332,12 +321,7 @@ class Relay:
         clock = Clock()
         completion = await model.complete(request)
         body = load_object(bodies[-1])
-        self._record(
-            exchange_event(
-                self._threads, asked, completion, body, clock, stripped=asked.server_tools
-            )
-        )
-        self.stripped |= dict.fromkeys(asked.server_tools)
+        self._record(exchange_event(self._threads, asked, completion, body, clock))
         if self._kept is not None:
             await self._kept()
         if not asked.is_stream:

@@ -77,10 +77,6 @@ class Model(Protocol):
         """
         ...
 
-    async def close(self) -> None:
-        """Release connections; the model cannot be used afterwards."""
-        ...
-
 
 class Adapter(Model, Protocol):
     """A model in the words of one API."""
@@ -88,6 +84,10 @@ class Adapter(Model, Protocol):
     @property
     def settings(self) -> ModelSettings:
         """The user's settings without the options that the endpoint has refused so far."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections; the model cannot be used afterwards."""
         ...
 
 

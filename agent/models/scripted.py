@@ -100,9 +100,6 @@ class ScriptedModel:
             cost_usd=0.0,
         )
 
-    async def close(self) -> None:
-        """Nothing to release."""
-
 
 _NO_USAGE: Usage = {
     "input_tokens": 0,

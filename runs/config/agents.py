@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from agent.command_agent import CommandAgent
 from agent.models.model import ModelSettings
-from agent.options import LIMITS, AgentOptions
+from agent.options import LIMITS, AgentOptions, parse_json
 from runs.config.plain_secrets import is_secret
-from toolsets import exact_json
 from toolsets.validation import did_you_mean
 
 if TYPE_CHECKING:
@@ -42,11 +41,7 @@ def read_agent(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
-        try:
-            return exact_json.loads(value)
-        except exact_json.JSONDecodeError as error:
-            msg = f"not JSON: {error}"
-            raise ValueError(msg) from error
+        return parse_json(value)
     known = presets()
     path = known.get(value)
     if path is None and value.endswith((".yaml", ".yml")):

@@ -153,9 +153,6 @@ class _CapturingModel:
     async def complete(self, request: Request) -> Completion:
         raise _Captured(request)
 
-    async def close(self) -> None:
-        """Nothing is open."""
-
 
 def _unused_turns(plan: Plan) -> list[str]:
     """A line about rows with turns after their first user message, which are not sent."""

@@ -124,9 +124,6 @@ class BatchApiModel:
             raise
         return replace(completion, batch_item=id)
 
-    async def close(self) -> None:
-        """See `Model.close`: the live model is the pool's."""
-
     async def _by_batch(self, id: str, request: Request) -> Completion | None:
         """The reply from a batch, with its price; None if there is none."""
         most = Cost()

@@ -19,8 +19,8 @@ from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.runner import ConversationRunner
-from agent.setup import Setup, replies_played
-from agent.state.trajectory import Trajectory
+from agent.setup import Home, Setup, replies_played
+from agent.state.trajectory import Kept, Trajectory
 from agent.tokens import missing_in
 from runs.config.models import Setups
 from runs.config.run_config import RunConfig
@@ -37,7 +37,7 @@ from runs.store.index import index_fields
 from runs.store.journal_writer import Journal
 from runs.tasks import Task
 from runs.worker.calls import Calls
-from runs.worker.durable_calls import DurableHome, Kept, StoppableModel, Stops
+from runs.worker.durable_calls import StoppableModel, Stops
 from runs.worker.workspace_setup import SetupFailed
 from runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
@@ -233,7 +233,7 @@ class TaskRunner:
         def gated(model: Model) -> StoppableModel:
             return StoppableModel(self._stops, by_batch(model), until_kept)
 
-        home = DurableHome(
+        home = Home(
             setup,
             context,
             self._calls.pool,
@@ -323,7 +323,7 @@ class TaskRunner:
         return journal
 
     async def _replay(
-        self, setup: Setup, home: DurableHome, trajectory: Trajectory, fork: Fork
+        self, setup: Setup, home: Home, trajectory: Trajectory, fork: Fork
     ) -> dict[str, Any]:
         from runs.worker.replay import replay, replayable  # only forks replay
 

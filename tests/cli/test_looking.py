@@ -314,7 +314,8 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
     options = {**SCRIPTED, "enabled_toolsets": "file,mine", "tools": "mine:hold"}
     with started(tmp_path, **options) as process:
         wait_until(lambda: in_flight(tmp_path) == [("held", 2, "hold", "tools", ["hold"])])
-        wait_until(lambda: status(tmp_path)["progress"] is not None)
+        # The run writes its progress now and then.
+        wait_until(lambda: (status(tmp_path)["progress"] or {}).get("done") == 1)
         found = status(tmp_path)
         assert found["progress"]["running"] == 1
         assert found["tasks"] == 2

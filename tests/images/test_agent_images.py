@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 from testing.agent_endpoint import AgentEndpoint
 from tests.images.test_image_runs import assert_nothing_is_left, records
 from tests.program.test_agent_runs import SCRIPT, options, prompt, scripted
-from tests.running import run, session_of, started, wait_until, write_rows
+from tests.running import kill_session, run, started, wait_until, write_rows
 
 FIXED = "python3 -c 'from pkg.calc import add; assert add(5, 2) == 7'"
 OUTSIDE = "ls -d /shown /images /workspace 2> /dev/null"
@@ -129,8 +127,7 @@ def test_a_killed_agent_begins_again_in_a_new_copy_of_its_image(
     with started(tmp_path, "--row_setup", **given) as process:
         wait_until(lambda: len(endpoint.exchanges) == 3 and endpoint.waiting == 1)
         paid = [one.reply["id"] for one in endpoint.exchanges]
-        for pid in session_of(process.pid):
-            os.kill(pid, signal.SIGKILL)
+        kill_session(process.pid)
         process.wait()
     endpoint.answer_all()
     assert run(tmp_path, "--row_setup", **given).returncode == 0

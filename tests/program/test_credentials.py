@@ -110,8 +110,8 @@ def test_a_kill_during_batches_with_changing_credentials(tmp_path: Path, way: st
         **{"model": "own:gpt-5-mini", "enabled_toolsets": "terminal", "sandbox": "local"},
     }
     run_dir = tmp_path / "trajectories" / "r"
-    # Two requests at a time: with fewer calls per token, one could be refused twice in a row.
-    fake: dict[str, Any] = {"token_file": tmp_path / "token", "calls_per_token": 4}
+    # With fewer calls per token, requests side by side could be refused again and again.
+    fake: dict[str, Any] = {"token_file": tmp_path / "token", "calls_per_token": 8}
     with FakeBatches(options=OPTIONS, create_s=0.5, **fake) as api:
         config = {"endpoints": {"own": endpoint_of(way, api)}}
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
@@ -126,7 +126,7 @@ def test_a_kill_during_batches_with_changing_credentials(tmp_path: Path, way: st
         assert done.returncode == 0, done.stderr
         assert api.paid.total() == 6 * TURNS
         assert not api.live
-        assert api.refused >= TURNS
+        assert api.refused >= 2
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert files
     assert [path for path in files if SECRET in path.read_bytes()] == []

@@ -210,7 +210,7 @@ def test_a_kill_in_the_middle_of_a_call_costs_at_most_that_call(
 ) -> None:
     """The program asks again; the record has the call once."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with FakeEndpoint(latency_s=1.0, turns=2, key=KEY) as endpoint:
+    with FakeEndpoint(latency_s=0.0, answers=1, turns=2, key=KEY) as endpoint:
         messages: list[Any] = [{"role": "user", "content": "Go."}]
         with recording(tmp_path, endpoint) as world:
             world.call(messages, at="/sessions/a")
@@ -220,6 +220,7 @@ def test_a_kill_in_the_middle_of_a_call_costs_at_most_that_call(
             os.kill(world.process.pid, signal.SIGKILL)
             world.process.wait(timeout=PATIENCE_S)
             asking.join()
+        endpoint.answer(None)
         with recording(tmp_path, endpoint) as world:
             world.call(messages, at="/sessions/a")
             assert stop(world.process) == 0
@@ -333,3 +334,10 @@ def test_a_recording_is_a_run_of_its_own(tmp_path: Path, endpoint: FakeEndpoint)
     assert ended.returncode == 2
     assert "openai" in ended.stderr
     assert not (tmp_path / "trajectories/r").exists()
+
+
+def test_a_port_that_is_in_use_is_named(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    ended = run(tmp_path, "record", **options(endpoint, port=endpoint.port))
+    assert ended.returncode == 4
+    words = f"127.0.0.1:{endpoint.port}: Address already in use; give another --port"
+    assert words in ended.stderr

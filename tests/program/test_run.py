@@ -535,10 +535,12 @@ def test_tasks_of_a_dead_worker_survive_the_next_crash_too(tmp_path: Path) -> No
 def test_a_closed_terminal_stops_the_run_after_the_turns_in_flight(tmp_path: Path) -> None:
     """SIGHUP goes to the whole group; running turns are finished and journaled all the same."""
     write_prompts(tmp_path / "p.jsonl", 8)
-    with FakeEndpoint(turns=3, latency_s=0.3, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.1, answers=0, **WRITE_A_NOTE) as endpoint:
         with started(tmp_path, **options(endpoint)) as process:
             wait_until(lambda: endpoint.journal()["in_flight"] >= 8)
             os.killpg(process.pid, signal.SIGHUP)
+            wait_until(lambda: "stopping" in (tmp_path / "output.txt").read_text())
+            endpoint.answer(None)
             assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGHUP
         assert "8 in flight" in (tmp_path / "output.txt").read_text()
         assert run(tmp_path, **options(endpoint)).returncode == 0

@@ -61,11 +61,7 @@ class BwrapSandbox(ServedSandbox):
     """
 
     name = "bwrap"
-
-    @property
-    def home(self) -> str:
-        """The workspace is in the same place for every task."""
-        return HOME
+    home = HOME
 
     @property
     def max_processes(self) -> int | None:

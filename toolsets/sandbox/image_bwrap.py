@@ -52,6 +52,10 @@ class BwrapImageSandbox(BwrapSandbox):
     capabilities that package managers need, over its own files only.
     """
 
+    has_own_python = True
+    """Cells run in the image's Python, with the packages that the image has."""
+    is_continued = False
+
     def __init__(
         self,
         workspace: Workspace,
@@ -67,10 +71,10 @@ class BwrapImageSandbox(BwrapSandbox):
         """
         super().__init__(workspace, limits, extras)
         self._image = image
-        self._is_continued = (workspace.root / "upper").exists()
+        self.is_continued = (workspace.root / "upper").exists()
         self._network = spec.network or limits.network
         self._user = user_of(image, spec.user)
-        self._workdir = _workdir(image, spec.workdir)
+        self.home = _workdir(image, spec.workdir)
         self._env = {
             "PATH": _PATH,
             "HOME": self._user.home,
@@ -81,31 +85,12 @@ class BwrapImageSandbox(BwrapSandbox):
             **image.env,
             **spec.env,
         }
-
-    @property
-    def home(self) -> str:
-        """The directory of the image that is the workspace."""
-        return self._workdir
-
-    @property
-    def user_home(self) -> str:
-        """See `ImageSandbox`."""
-        return self._env["HOME"]
-
-    @property
-    def is_continued(self) -> bool:
-        """See `ServedSandbox`."""
-        return self._is_continued
+        self.user_home = self._env["HOME"]
 
     @property
     def measured(self) -> str:
         """What the conversation has changed: the image itself does not count."""
         return f"/proc/self/fd/{MEASURED}"
-
-    @property
-    def has_own_python(self) -> bool:
-        """Cells run in the image's Python, with the packages that the image has."""
-        return True
 
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """Images only run in sandboxes that are forked."""
@@ -147,7 +132,7 @@ class BwrapImageSandbox(BwrapSandbox):
                 "image": {
                     "tree": str(self._image.rootfs.relative_to(images)),
                     "is_copied": layering == "copy",
-                    "workdir": self._workdir,
+                    "workdir": self.home,
                     "uid": self._user.uid,
                     "gid": self._user.gid,
                     "shown": {

@@ -98,7 +98,7 @@ class RetryingModel:
             return await self._ask_again(request, patience, error)
 
     async def close(self) -> None:
-        """See `Model.close`."""
+        """See `Adapter.close`."""
         await self._adapter.close()
 
     async def _ask_again(

@@ -19,7 +19,7 @@ from typing import Any
 
 from agent.command_agent import CommandAgent, fill
 from agent.gateway.lines import lines_of
-from agent.gateway.relay import CallLimits, RefusedModel, Route
+from agent.gateway.relay import CallLimits, RefusedModel, Relay, Route
 from agent.gateway.server import Gateway
 from agent.loop.steps import Finish
 from agent.messages import AgentExitEvent, AgentRestartedEvent, Event, ReplyEvent
@@ -112,7 +112,7 @@ class AgentRunner:
             result, agent = await self._run_command(task, gateway)
         except (SandboxError, NotInstalled) as error:
             raise AgentFailed(f"agent {task.agent.name!r}: {error}") from error
-        return _ending(task, gateway, result), agent
+        return _ending(task, gateway.relay, result), agent
 
     def _gateway(self, task: AgentTask) -> Gateway:
         options = task.row.spec.options
@@ -131,8 +131,7 @@ class AgentRunner:
                 name=None if asked == settings.name else settings.name,
             )
 
-        return Gateway(
-            wires=task.agent.speaks,
+        relay = Relay(
             route=route,
             trajectory=task.trajectory,
             journal=task.journal,
@@ -145,6 +144,7 @@ class AgentRunner:
             volatile=task.agent.what_varies,
             is_stopping=lambda: self._stops.is_stopping,
         )
+        return Gateway(relay, wires=task.agent.speaks)
 
     async def _run_command(
         self, task: AgentTask, gateway: Gateway
@@ -218,7 +218,7 @@ class AgentRunner:
     ) -> ExecResult:
         """Wait until a command has ended, or end it once it can get no more replies."""
         self._commands.add(command)
-        over = asyncio.create_task(_end_after(gateway.ended, command))
+        over = asyncio.create_task(_end_after(gateway.relay.ended, command))
         try:
             result = await command
         except asyncio.CancelledError:
@@ -300,10 +300,10 @@ def _exit_event(result: ExecResult) -> AgentExitEvent:
     )
 
 
-def _ending(task: AgentTask, gateway: Gateway, result: ExecResult) -> Finish:
-    """How the conversation ended, as the gateway saw it. Raises `AgentFailed`."""
-    if gateway.ending is not None:
-        return gateway.ending
+def _ending(task: AgentTask, relay: Relay, result: ExecResult) -> Finish:
+    """How the conversation ended, as the relay saw it. Raises `AgentFailed`."""
+    if relay.ending is not None:
+        return relay.ending
     if result.timed_out:
         return Finish("time_limit", f"{result.duration_s:.1f} s are over the limit")
     last = _last_reply(task)
@@ -318,10 +318,10 @@ def _ending(task: AgentTask, gateway: Gateway, result: ExecResult) -> Finish:
             return Finish("completed")
         if pattern and any(re.search(pattern, call["function"]["arguments"]) for call in made):
             return Finish("completed")
-    if gateway.last_error is not None:
-        if gateway.last_error.kind == "context_exceeded":
-            return Finish("context_exceeded", str(gateway.last_error))
-        raise gateway.last_error
+    if relay.last_error is not None:
+        if relay.last_error.kind == "context_exceeded":
+            return Finish("context_exceeded", str(relay.last_error))
+        raise relay.last_error
     how = "was ended" if result.exit_code is None else f"ended with exit code {result.exit_code}"
     when = "before its first model call" if last is None else "before a final answer"
     if result.was_filling:

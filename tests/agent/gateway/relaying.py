@@ -14,8 +14,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from agent.gateway.relay import Route
-from agent.gateway.server import Gateway
+from agent.gateway.relay import Relay, Route
+from agent.gateway.server import KEEPALIVE_S, Gateway
 from agent.messages import Event, ExchangeEvent
 from agent.models.client.open_model import open_model
 from agent.models.model import ModelSettings
@@ -132,7 +132,7 @@ class Relayed:
     @property
     def readers(self) -> int:
         """How many connections wait for replies."""
-        unread = self.gateway._relay.answers._unread.values()
+        unread = self.gateway.relay.answers._unread.values()
         return sum(answer.readers for answers in unread for answer in answers)
 
     @property
@@ -162,10 +162,11 @@ async def relayed(
     route: Callable[[str, str], Route] | None = None,
     name: str | None = None,
     settings: dict[str, Any] | None = None,
+    keepalive_s: float = KEEPALIVE_S,
     **given: Any,
 ) -> AsyncIterator[Relayed]:
     """A gateway for an agent with these events so far, at an endpoint where the model is called
-    `name`; `given` goes to the `Gateway`."""
+    `name`; `given` goes to the `Relay`."""
     endpoint = Endpoint(play or whole(api))
     upstream = web.Server(endpoint.handle, access_log=None)
     loop = asyncio.get_running_loop()
@@ -179,13 +180,13 @@ async def relayed(
         on_retry=lambda retry: None,
     )
     happened: list[Event] = list(events)
-    gateway = Gateway(
-        wires=[api],
+    relay = Relay(
         route=route or (lambda api, asked: Route(model, name)),
         trajectory=Trajectory((), happened),
         journal=happened.append,
         **given,
     )
+    gateway = Gateway(relay, wires=[api], keepalive_s=keepalive_s)
     world = Relayed(api, endpoint, gateway)
     world.events = happened
     try:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agent.gateway.threads import Threads
-from agent.gateway.wire import Volatile, Wire, WireRequest
+from agent.gateway.wire import Volatile, WireRequest
+from agent.gateway.wire_base import Wire
 from agent.gateway.wires import WIRES
 from agent.messages import Event
 from agent.models.dialects.registry import read_reply

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from agent.gateway.wire import Wire
+from agent.gateway.wire_base import Wire
 from agent.gateway.wires import WIRES
 from agent.models.dialects.registry import read_reply
 from tests.agent.gateway.talking import TALKS, Said
