@@ -150,7 +150,7 @@ def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
     class Refusing(Handler):
         def do_POST(self) -> None:
             self.body()
-            self.send(503, **{"retry-after": "60"})
+            self.send(503, b"", **{"retry-after": "60"})
 
     def seconds() -> int:
         found = re.search(r"\(giving up in (\d+) s\)", limit_told(tmp_path / "trajectories/r"))
