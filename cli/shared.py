@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -140,7 +140,13 @@ def show_run(path: Path, totals: RunTotals) -> None:
     from runs.totals.run_totals import as_table
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
+    statistics = orjson.loads((path / "statistics.json").read_bytes())
     lines = [as_table(totals)]
+    if failed := statistics.get("failed_scores"):
+        lines.append(
+            f"{failed:,} scores of reward functions failed: `run.log` has the reasons, "
+            f"`score {path.name} --reward ...` calls the functions again"
+        )
     if (batches := compute_batch_totals(path)) is not None:
         lines.append(batches.describe())
     for file in manifest["files"]:
@@ -151,7 +157,7 @@ def show_run(path: Path, totals: RunTotals) -> None:
         f"  rejected   {count:>9,}  {reason}"
         for reason, count in manifest["rejected_by_reason"].items()
     ]
-    if manifest["exported"] and _has_empty_thoughts_only(path):
+    if manifest["exported"] and _has_empty_thoughts_only(path, statistics["reasoning"]):
         lines.append(
             "No reply has reasoning, so every gpt turn begins with an empty <think> block; "
             "--empty_think=omit leaves these blocks out."
@@ -159,14 +165,11 @@ def show_run(path: Path, totals: RunTotals) -> None:
     show("\n".join(lines))
 
 
-def _has_empty_thoughts_only(path: Path) -> bool:
+def _has_empty_thoughts_only(path: Path, reasoning: Mapping[str, int]) -> bool:
     """Whether all turns of the training file have an empty <think> block."""
-    import orjson
-
     from export.conversation.style import style_of_run
     from runs.run_dir import read_run_json
 
-    reasoning = orjson.loads((path / "statistics.json").read_bytes())["reasoning"]
     style = style_of_run(read_run_json(path)["config"])
     return style.empty_think == "keep" and not (
         reasoning["with_reasoning"] or reasoning.get("hidden")

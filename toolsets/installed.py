@@ -29,6 +29,15 @@ class Installed:
     directories: Sequence[str]
     """For its PATH: where it and its interpreter are."""
 
+    @property
+    def shims(self) -> str | None:
+        """A directory of pyenv, asdf or the like that it or its interpreter is in.
+
+        Scripts in it look for the real program with all that the version manager has installed,
+        which a sandbox does not show.
+        """
+        return next((place for place in self.directories if Path(place).name == "shims"), None)
+
 
 def find_program(name: str, more: Sequence[Path] = ()) -> Installed:
     """Find a program by its path or on the PATH. `more` are further paths to show.

@@ -42,6 +42,10 @@ _STOP = 400
 """The status that ends every agent: 402, 429 and 5xx have some of them ask again."""
 
 
+_FAILED_UPSTREAM = 502
+"""The status of a call without a usable reply, which the agent may repeat."""
+
+
 _MODEL_IN_PATH = re.compile(r"/models/([^/:?]+)")
 
 
@@ -67,6 +71,13 @@ class CallLimits:
 
 
 NO_LIMITS = CallLimits()
+
+
+def ends_agent(error: ModelError) -> bool:
+    """Whether an agent gets no more replies after a failed call: its attempt is repeated later."""
+    if error.kind in ("not_found", "forbidden"):
+        return True
+    return not error.was_passed_on and error.action in ("retry", "stop_run")
 
 
 class AgentCall(NamedTuple):
@@ -95,9 +106,12 @@ class Relay:
         limits: CallLimits = NO_LIMITS,
         volatile: Volatile = NOTHING_VOLATILE,
         is_stopping: Callable[[], bool] = lambda: False,
+        ends_with: Callable[[ModelError], bool] = ends_agent,
     ) -> None:
         """`route` gives the model for a dialect and the name that the agent asked for; it raises
-        `RefusedModel`."""
+        `RefusedModel`. `ends_with` says whether a failed call is the last one; after others the
+        agent gets the error and can make further calls.
+        """
         self._route = route
         self._trajectory = trajectory
         self._journal = journal
@@ -105,6 +119,7 @@ class Relay:
         self._limits = limits
         self._volatile = volatile
         self._is_stopping = is_stopping
+        self._ends_with = ends_with
         self._calls: dict[asyncio.Task[None], int] = {}
         if trajectory.agent_calls is None:
             trajectory.agent_calls = Threads()
@@ -320,9 +335,7 @@ class Relay:
 
     def _refuse(self, error: ModelError) -> Refusal:
         """The reply to an agent whose call has failed for the last time."""
-        if not error.was_passed_on and (error.action in ("retry", "stop_run")):
-            return self._fail(error)
-        if error.kind in ("not_found", "forbidden"):
+        if self._ends_with(error):
             return self._fail(error)
         self.last_error = error
         return _refusal_of(error)
@@ -397,4 +410,5 @@ def _refusal_of(error: ModelError) -> Refusal:
     if error.reply is not None:
         status, body = error.reply
         return Refusal(status, error.kind, str(error), body)
-    return Refusal(_STOP, error.kind, str(error))
+    status = _FAILED_UPSTREAM if error.action == "retry" else _STOP
+    return Refusal(status, error.kind, str(error))

@@ -61,8 +61,7 @@ class SubagentTool:
         if end.status == "completed":
             answer = clip(conversation.final_text(), max_chars=MAX_RESULT_CHARS)
             return ToolResult(answer, details=details)
-        why = f": {end.reason}" if end.reason else ""
-        text = f"Error: the subagent gave no answer; it ended as {end.status}{why}"
+        text = f"Error: the subagent gave no answer; it ended as {end.describe()}"
         return ToolResult(text, True, details)
 
 

@@ -48,6 +48,7 @@ Status = Literal[
     "budget",
     "time_limit",
     "context_exceeded",
+    "user_context_exceeded",
     "awaiting_input",
     "cannot_complete",
     "cancelled",

@@ -44,6 +44,7 @@ from toolsets.context import ToolContext
 from toolsets.errors import HostError, machine_failure
 
 if TYPE_CHECKING:
+    from agent.command_agent import CommandAgent
     from runs.scoring.functions import RewardFunctions
     from runs.worker.agents.agent_runner import AgentRunner
 
@@ -71,7 +72,9 @@ class TaskRunner:
         self._journal = journal
         self._calls = calls
         self._stops = stops
-        self._agents = None if setup.config.agent is None else _agent_runner(setup, calls, stops)
+        self._agents = (
+            None if setup.config.agent is None else _agent_runner(setup, spaces, calls, stops)
+        )
         self._rewards = _reward_functions(setup.config) if setup.config.reward else None
         self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, ToolContext] = {}
@@ -156,7 +159,9 @@ class TaskRunner:
             context, kept = await self._spaces.prepare(context, row, place=assignment["place"])
             if row.agent is not None and self._agents is not None:
                 row = row._replace(agent=await self._agents.with_version(row.agent))
-                end = await self._run_agent(task, assignment, trajectory, row, context)
+                end, agent = await self._run_agent(task, assignment, trajectory, row, context)
+                row = row._replace(agent=agent)
+                context = await self._spaces.reopened(context, row)
             else:
                 end = await self._converse(task, assignment, trajectory, row, context, kept=kept)
             diff = await self._spaces.diff(context)
@@ -275,8 +280,8 @@ class TaskRunner:
         trajectory: Trajectory,
         row: RowTask,
         context: ToolContext,
-    ) -> Finish:
-        """Run an agent that is a command."""
+    ) -> tuple[Finish, CommandAgent]:
+        """Run an agent that is a command; return its end, and it with its version."""
         from runs.worker.agents.agent_runner import AgentTask
 
         assert self._agents is not None
@@ -384,10 +389,12 @@ def _reward_functions(config: RunConfig) -> RewardFunctions:
     return RewardFunctions(config.reward, timeout_s=config.reward_timeout_s)
 
 
-def _agent_runner(setup: WorkerSetup, calls: Calls, stops: Stops) -> AgentRunner:
+def _agent_runner(
+    setup: WorkerSetup, spaces: Workspaces, calls: Calls, stops: Stops
+) -> AgentRunner:
     from runs.worker.agents.agent_runner import AgentRunner  # an HTTP server, which few runs need
 
-    return AgentRunner(setup.config, calls, stops)
+    return AgentRunner(setup.config, spaces, calls, stops)
 
 
 def _own_turns(trajectory: Trajectory, row: RowTask) -> int | None:

@@ -563,6 +563,6 @@ def test_a_reply_that_is_sent_back_reads_as_the_same_step(text: str) -> None:
 def test_a_reply_that_repeats_itself_is_read_in_time(piece: str) -> None:
     """A model that is caught in a loop must not catch its reader."""
     for text in (piece * (60_000 // len(piece)), f"{STEP}\n" + piece * (60_000 // len(piece))):
-        started = time.perf_counter()
+        started = time.process_time()
         read(text)
-        assert time.perf_counter() - started < 2
+        assert time.process_time() - started < 20, "of CPU time; what grows faster takes hours"

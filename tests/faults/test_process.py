@@ -13,6 +13,7 @@ import pytest
 from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
 from tests.running import (
+    PATIENCE_S,
     SCRIPTED,
     WRITE_A_NOTE,
     command,
@@ -33,7 +34,7 @@ def asking(endpoint: FakeEndpoint, **more: object) -> dict[str, Any]:
 def test_killing_the_parent_alone_loses_nothing(tmp_path: Path) -> None:
     """F7: its workers go with it, so that the next start has the directory to itself."""
     write_prompts(tmp_path / "p.jsonl", 12)
-    with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.02, answers=8, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint)
         with started(tmp_path, **given) as process:
             wait_until(lambda: endpoint.journal()["replies"] >= 6)
@@ -41,6 +42,7 @@ def test_killing_the_parent_alone_loses_nothing(tmp_path: Path) -> None:
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
             assert_gone(process.pid)
+            endpoint.answer(None)
             resume_and_judge(tmp_path, given, tasks=12, endpoint=endpoint, wasted=8)
 
 
@@ -57,7 +59,7 @@ def test_a_sigterm_of_a_scheduler_stops_the_run_in_time(tmp_path: Path, asked: s
             wait_until(lambda: endpoint.journal()["in_flight"] == 4)
             kill = os.kill if asked == "the parent alone" else os.killpg
             kill(process.pid, signal.SIGTERM)
-            assert process.wait(timeout=60) == 128 + signal.SIGTERM
+            assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM
             assert_gone(process.pid)
     said = (tmp_path / "output.txt").read_text()
     assert "stopping: running turns get 0.5 s to finish" in said

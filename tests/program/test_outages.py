@@ -24,7 +24,7 @@ from agent.models.resolve import UnknownModel, resolve_model
 from run_agent import AIAgent
 from runs.supervisor.outages import Outages
 from tests.answering import Handler, listening
-from tests.running import run, started, wait_until, write_prompts
+from tests.running import PATIENCE_S, run, started, wait_until, write_prompts
 
 NOBODY = "http://a-name-that-is-none.invalid/v1"
 URL = "http://127.0.0.1:1/v1"
@@ -169,7 +169,7 @@ def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
             )
             wait_until(lambda: seconds() < first)
             os.kill(process.pid, signal.SIGTERM)
-            process.wait(timeout=45)
+            process.wait(timeout=PATIENCE_S)
     output = (tmp_path / "output.txt").read_text()
     assert "no call has succeeded yet" in output
     assert "no call has succeeded yet" in output

@@ -21,6 +21,7 @@ from testing.fake_endpoint import FakeEndpoint
 from testing.ray_cluster import TwoNodes, actors, two_nodes
 from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
 from tests.running import (
+    PATIENCE_S,
     ROOT,
     SCRIPTED,
     WRITE_A_NOTE,
@@ -116,7 +117,7 @@ def test_actors_are_killed(tmp_path: Path, cluster: TwoNodes, storage: str) -> N
             wait_for(endpoint, 20)
             for pid in actors():  # on a loaded machine the other may hold nothing yet
                 kill_actor(pid)
-            assert process.wait(90) == 0, (tmp_path / "output.txt").read_text()
+            assert process.wait(PATIENCE_S) == 0, (tmp_path / "output.txt").read_text()
         assert endpoint.journal()["repeated"] <= IN_FLIGHT
     judge_run_dir(tmp_path / "trajectories/r", tasks=30)
     assert "died; its" in (tmp_path / "output.txt").read_text()
@@ -130,7 +131,7 @@ def test_a_silent_actor_is_replaced(tmp_path: Path, cluster: TwoNodes) -> None:
             wait_for(endpoint, 20)
             stopped = actors()[0]
             os.kill(stopped, signal.SIGSTOP)
-            assert process.wait(90) == 0, (tmp_path / "output.txt").read_text()
+            assert process.wait(PATIENCE_S) == 0, (tmp_path / "output.txt").read_text()
             with suppress(ProcessLookupError):
                 os.kill(stopped, signal.SIGCONT)
         assert endpoint.journal()["repeated"] <= IN_FLIGHT // 2
@@ -164,7 +165,7 @@ def test_ctrl_c_ends_running_turns(tmp_path: Path, cluster: TwoNodes, where: str
         with started(tmp_path, **given) as process:
             wait_for(endpoint, 10)
             os.killpg(process.pid, signal.SIGINT)
-            assert process.wait(60) == 130, (tmp_path / "output.txt").read_text()
+            assert process.wait(PATIENCE_S) == 130, (tmp_path / "output.txt").read_text()
             assert_gone(process.pid)
         output = (tmp_path / "output.txt").read_text()
         assert "run the same command again" in output
@@ -181,7 +182,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, cluster: TwoNodes) -> Non
             os.kill(process.pid, signal.SIGTERM)
             wait_until(lambda: "stopping" in (tmp_path / "output.txt").read_text())
             os.kill(process.pid, signal.SIGTERM)
-            assert process.wait(30) == 143
+            assert process.wait(PATIENCE_S) == 143
         wait_until(lambda: not actors())
 
 
@@ -302,7 +303,7 @@ def test_other_code_on_a_node(tmp_path: Path, cluster: TwoNodes) -> None:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
         assert endpoint.journal()["requests"] == 0
     assert done.returncode == 4, done.stderr

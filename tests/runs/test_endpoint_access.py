@@ -215,6 +215,8 @@ def test_a_key_that_is_rejected_again_stops_the_run(tmp_path: Path) -> None:
         ("true", "printed nothing"),
         ("echo 'two words'", "printed something that is not one key on one line"),
         ("printf 'a\\nb'", "printed something that is not one key on one line"),
+        ("exec yes", "printed more than 64 KiB"),
+        ("yes | head -c 300000 >&2; echo last >&2; exit 3", "exit code 3: last"),
     ],
 )
 def test_output_that_is_not_a_key_is_refused(tmp_path: Path, body: str, words: str) -> None:
@@ -376,6 +378,12 @@ def test_values_that_are_not_secrets_are_accepted(endpoint: dict[str, Any]) -> N
         ({**URL, "headers_env": {"a": "NOT A NAME"}}, "a.headers_env.a"),
         ({**URL, "proxy": "socks5://127.0.0.1:1080"}, "SOCKS is not supported"),
         ({**URL, "proxy": "127.0.0.1"}, None),
+        ({**URL, "proxy": "http://proxy host:3128"}, "'proxy host:3128' is not the name of a host"),
+        ({**URL, "proxy": "http://-proxy-.corp:3128"}, "is not the name of a host"),
+        ({**URL, "proxy": "http://a..b:3128"}, "is not the name of a host"),
+        ({**URL, "proxy": "http://proxy:99999"}, "'proxy:99999' is not the name of a host"),
+        ({**URL, "proxy": "http://[::1]:3128"}, None),
+        ({**URL, "proxy": "http://my_proxy.corp.:3128"}, None),
         ({**URL, "key_command": ["x"], "key_env": "KEY"}, "give one"),
         ({**URL, "client_options": {"a": 1}}, "client_options: only with `client`"),
         ({"client": "azzure"}, "did you mean 'azure'?"),

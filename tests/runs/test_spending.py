@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections import Counter
 from pathlib import Path
 from threading import Event
@@ -20,7 +18,7 @@ from runs.store.files import set_aside
 from runs.store.settled import NO_LIMIT
 from runs.totals.spending import Spent, spent_by
 from tests.answering import JSON, answering
-from tests.running import lines, run, session_of, started, wait_until, write_rows
+from tests.running import PATIENCE_S, kill_session, lines, run, started, wait_until, write_rows
 
 IN, OUT = 70, 30
 PRICE = orjson.dumps({"m": {"input": 1_000_000, "output": 1_000_000}}).decode()
@@ -59,7 +57,7 @@ class Charging:
             choices[0]["finish_reason"] = "tool_calls"
         elif prompt == "held" and time == 1:
             self.is_held.set()
-            self.let_go.wait(60)
+            self.let_go.wait(PATIENCE_S)
             return 500, {"error": {"message": "whoever asked is gone"}}
         elif (prompt == "fails once" and time == 1) or (prompt == "fails twice" and time <= 2):
             return 400, {"error": {"message": "no"}}
@@ -95,12 +93,11 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
 
         # A kill while all but one have ended, and two have failed.
         with started(tmp_path, **asked, max_attempts=2) as process:
-            endpoint.is_held.wait(60)
+            endpoint.is_held.wait(PATIENCE_S)
             failures = run_dir / "failures.jsonl"
             wait_until(lambda: records.exists() and records.read_bytes().count(b"\n") == 5)
             wait_until(lambda: failures.exists() and failures.read_bytes().count(b"\n") == 2)
-            for pid in session_of(process.pid):
-                os.kill(pid, signal.SIGKILL)
+            kill_session(process.pid)
         endpoint.let_go.set()
         assert spent() == endpoint.charged == 1000.0
 

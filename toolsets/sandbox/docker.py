@@ -103,6 +103,7 @@ class DockerImageSandbox(DockerSandbox):
     is_continued = False
     keeps_its_size = True
     """What the image has in the workspace does not count."""
+    user_home = None
 
     def __init__(
         self,

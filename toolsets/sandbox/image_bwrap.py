@@ -23,8 +23,8 @@ from toolsets.images.image_error import ImageError
 from toolsets.images.layers import resolve
 from toolsets.images.store import UnpackedImage
 from toolsets.images.users import user_of
-from toolsets.sandbox.base import Limits, SandboxError
-from toolsets.sandbox.bwrap import FORK_SERVER, BwrapSandbox, launch
+from toolsets.sandbox.base import Extras, Limits, SandboxError
+from toolsets.sandbox.bwrap import FORK_SERVER, HOME, BwrapSandbox, launch
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.fork_servers import SandboxTemplate
 from toolsets.sandbox.image import ImageSpec
@@ -37,6 +37,8 @@ from toolsets.workspace.workspace import TEMPORARY, Workspace
 Layering = Literal["overlay", "copy"]
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_SHOWN = "/shown"
+"""Where a fork server has what of the machine its sandboxes show."""
 _PROBE = ".probe"
 _PROBE_TIMEOUT_S = 30
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
@@ -55,10 +57,19 @@ class BwrapImageSandbox(BwrapSandbox):
     is_continued = False
 
     def __init__(
-        self, workspace: Workspace, limits: Limits, *, image: UnpackedImage, spec: ImageSpec
+        self,
+        workspace: Workspace,
+        limits: Limits,
+        *,
+        image: UnpackedImage,
+        spec: ImageSpec,
+        extras: Extras | None = None,
     ) -> None:
-        """`workspace` keeps what the conversation changes. Raises `ImageError`."""
-        super().__init__(workspace, limits)
+        """`workspace` keeps what the conversation changes. Raises `ImageError`.
+
+        HOME is that of the image's user, whatever `extras` say.
+        """
+        super().__init__(workspace, limits, extras)
         self._image = image
         self.is_continued = (workspace.root / "upper").exists()
         self._network = spec.network or limits.network
@@ -74,6 +85,7 @@ class BwrapImageSandbox(BwrapSandbox):
             **image.env,
             **spec.env,
         }
+        self.user_home = self._env["HOME"]
 
     @property
     def measured(self) -> str:
@@ -103,11 +115,15 @@ class BwrapImageSandbox(BwrapSandbox):
         layers, network = self._workspace.root.parent, self._network
         images = self._image.path.parent
         layering = layering_of(layers, images)
+        binds = {} if self._extras is None else self._extras.binds
+        # What lies beside a layer is its conversation's own, and every fork server has all layers.
+        own = {at for at, path in binds.items() if Path(path).parent == layers}
+        shown = tuple((at, path) for at, path in binds.items() if at not in own)
         return SandboxTemplate(
-            key=("bwrap-image", layers, images, network),
+            key=("bwrap-image", layers, images, network, shown),
             is_confined=True,
             is_tried=False,  # `overlay_problem` has tried it
-            launch=lambda argv, stack: _launch(argv, stack, network, layers, images),
+            launch=lambda argv, stack: _launch(argv, stack, network, layers, images, shown),
             request={
                 "env": self._env,
                 "workspace": self._workspace.root.name,
@@ -119,6 +135,10 @@ class BwrapImageSandbox(BwrapSandbox):
                     "workdir": self.home,
                     "uid": self._user.uid,
                     "gid": self._user.gid,
+                    "shown": {
+                        at: f"{HOME}/{Path(path).name}" if at in own else f"{_SHOWN}{at}"
+                        for at, path in binds.items()
+                    },
                 },
             },
         )
@@ -162,9 +182,16 @@ def overlay_problem(layers: Path, images: Path) -> str | None:
 
 
 def _launch(
-    argv: Sequence[str], stack: ExitStack, network: bool, layers: Path, images: Path
+    argv: Sequence[str],
+    stack: ExitStack,
+    network: bool,
+    layers: Path,
+    images: Path,
+    shown: Sequence[tuple[str, str]] = (),
 ) -> Launch:
     options = [*FORK_SERVER, "--dir", "/tmp", "--ro-bind", str(images), "/images"]
+    for at, path in shown:
+        options += ["--ro-bind", path, f"{_SHOWN}{at}"]
     for name in _CAPABILITIES:
         options += ["--cap-add", f"CAP_{name}"]
     return launch(argv, stack, network, options, str(layers))

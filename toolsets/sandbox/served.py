@@ -295,7 +295,7 @@ class ServedSandbox(ABC):
         self, terms: Mapping[str, Any], group: Group | None
     ) -> tuple[Channel, Reply] | None:
         """A sandbox from a fork server; None where there is none for this kind."""
-        if self._extras is not None or (template := self.template()) is None:
+        if (template := self.template()) is None:
             return None
         if not self._uses_fork_servers:
             self._uses_fork_servers = True

@@ -23,6 +23,7 @@ from agent.state.trajectory import Trajectory
 from testing.fake_dialects import CHAT, MESSAGES
 from testing.fake_responses import RESPONSES
 from testing.fake_script import JSON, Dialect, Reply
+from tests.running import PATIENCE_S
 
 KEY = "sk-real-key-of-the-endpoint"
 PATHS = {
@@ -172,7 +173,7 @@ async def relayed(
     listener = await loop.create_server(upstream, "127.0.0.1", 0)
     root = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     base_url = root if api in ("anthropic_messages", "gemini") else root + "/v1"
-    fields: dict[str, Any] = {"call_attempts": 2, "attempt_timeout_s": 5.0, **(settings or {})}
+    fields: dict[str, Any] = {"call_attempts": 2, "attempt_timeout_s": 60.0, **(settings or {})}
     model = open_model(
         ModelSettings(name="m", api=api, base_url=base_url, key_env=None, **fields),
         api_key=KEY,
@@ -202,7 +203,7 @@ async def relayed(
         await upstream.shutdown(0)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     """Let other tasks run until something is true; the time is for a broken test."""
     async with asyncio.timeout(timeout_s):
         while not condition():
