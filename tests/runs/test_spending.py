@@ -138,7 +138,13 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
     stats = orjson.loads(run(tmp_path, "stats", "r", "--json").stdout)
     assert stats["cost_usd"]["spent_in_all"] == endpoint.charged
     assert f"spent in total ${endpoint.charged:.4f}" in run(tmp_path, "stats", "r").stdout
-    verdict = {"key": "k", "id": "r0", "judge": "j", "reply": "yes", "error": None}
+    verdict: dict[str, object] = {
+        "key": "k",
+        "id": "r0",
+        "judge": "j",
+        "reply": "yes",
+        "error": None,
+    }
     verdict |= {"model": "j", "usage": None, "cost_usd": 2500.0, "at": 1.5}
     (run_dir / "verdicts.jsonl").write_bytes(with_checksum(orjson.dumps(verdict)))
     compared = run(tmp_path, "compare", "r", "r")
