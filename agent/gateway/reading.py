@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -132,6 +132,33 @@ def message_of(
     if others:
         message["provider_blocks"] = {"api": api, "blocks": others}
     return message
+
+
+def results_and_said(
+    api: str,
+    parts: Iterable[dict[str, Any]],
+    read_result: Callable[[dict[str, Any], int], Message | None],
+) -> list[Message]:
+    """The results among the parts of a user's message, and what is said between and after them.
+
+    `read_result` gets a part and how many results precede it; it returns None for other parts.
+    """
+    messages: list[Message] = []
+    said: list[dict[str, Any]] = []
+    results = 0
+    for part in parts:
+        result = read_result(part, results)
+        if result is None:
+            said.append(part)
+            continue
+        if said:
+            messages.append(message_of(api, "user", said))
+            said = []
+        messages.append(result)
+        results += 1
+    if said or not messages:
+        messages.append(message_of(api, "user", said))
+    return messages
 
 
 def path_of(path: str) -> str:

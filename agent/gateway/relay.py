@@ -334,7 +334,7 @@ class Relay:
         self._trajectory.apply(event)
 
     def _refuse(self, error: ModelError) -> Refusal:
-        """What the agent is answered where its call failed for good."""
+        """The reply to an agent whose call has failed for the last time."""
         if self._ends_with(error):
             return self._fail(error)
         self.last_error = error
@@ -349,7 +349,7 @@ class Relay:
 
 
 def _request(call: AgentCall, route: Route, asked: WireRequest | None) -> RelayRequest:
-    """The request as it is sent: as it came, unless something in it has to be another.
+    """The request to send: the agent's own, unless a part of it has to change.
 
     `asked` is None for a request that costs nothing. Raises `WireError`.
     """
@@ -394,7 +394,7 @@ def _keep(bodies: list[bytes], read: Callable[[bytes], Completion], body: bytes)
 
 
 def _free(body: bytes) -> Completion:
-    """What a reply says that is no model's."""
+    """The completion of a reply that no model wrote."""
     usage = Usage(
         input_tokens=0,
         output_tokens=0,

@@ -207,7 +207,7 @@ def _refused(wire: Wire | None, refusal: Refusal) -> web.Response:
 
 
 def _probed(request: web.BaseRequest, path: str) -> web.Response:
-    """Answer what is no call: clients look whether somebody is there, and which models."""
+    """Answer other requests: clients check whether a server responds and which models it has."""
     plain = path.partition("?")[0].rstrip("/")
     if request.method in ("GET", "HEAD"):
         if not plain:

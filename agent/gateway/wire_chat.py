@@ -25,7 +25,7 @@ from toolsets import exact_json
 _READ_ELSEWHERE = frozenset(
     {
         *("model", "messages", "tools", "stream", "stream_options"),
-        # What follows says who asks, and where prompts are kept.
+        # The following identify the caller and control where prompts are cached or stored.
         *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
         *("store", "user"),
     }
@@ -55,7 +55,7 @@ class ChatWire(Wire):
         return [*tools, {"type": "web_search_options"}] if self.server_field in body else tools
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
-        """See `Wire.whole`. A stream's parts do not say all that clients want of a whole reply."""
+        """See `Wire.whole`. Clients expect fields of a whole reply that a stream does not have."""
         return exact_json.dumps({"object": "chat.completion", "created": 0, **body})
 
     def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:

@@ -15,6 +15,7 @@ from agent.gateway.reading import (
     message_of,
     objects_in,
     path_of,
+    results_and_said,
 )
 from agent.gateway.wire import Operation, WireError
 from agent.gateway.wire_base import Wire, lower_of, sse
@@ -186,24 +187,17 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _read_user(parts: Sequence[dict[str, Any]], calls: CallsInOrder) -> list[Message]:
-    """Results, and what is said between and after them. Results without ids are in call order."""
-    messages: list[Message] = []
-    said: list[dict[str, Any]] = []
+    """Results without ids are in call order."""
     awaited = [call["id"] for call in calls.latest()]
-    for part in parts:
+
+    def read_result(part: Mapping[str, Any], before: int) -> Message | None:
         result = part.get("functionResponse")
         if not isinstance(result, dict):
-            said.append(part)
-            continue
-        if said:
-            messages.append(message_of(API, "user", said))
-            said = []
-        answered = sum(message["role"] == "tool" for message in messages)
-        id = str(result.get("id") or (awaited[answered] if answered < len(awaited) else ""))
-        messages.append(_read_result(id, result))
-    if said or not messages:
-        messages.append(message_of(API, "user", said))
-    return messages
+            return None
+        id = str(result.get("id") or (awaited[before] if before < len(awaited) else ""))
+        return _read_result(id, result)
+
+    return results_and_said(API, parts, read_result)
 
 
 def _read_result(id: str, result: Mapping[str, Any]) -> Message:

@@ -12,6 +12,7 @@ from agent.gateway.reading import (
     function_tool,
     message_of,
     objects_in,
+    results_and_said,
 )
 from agent.gateway.wire import WireError
 from agent.gateway.wire_base import Wire, sse, type_of
@@ -130,37 +131,18 @@ def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
 
 
 def _read_user(content: Any, calls: CallsInOrder) -> list[Message]:
-    """Results, and what is said between and after them."""
     if isinstance(content, str):
         return [Message(role="user", content=content)]
-    messages: list[Message] = []
-    said: list[dict[str, Any]] = []
-    for block in objects_in(content, "content"):
+
+    def read_result(block: Mapping[str, Any], _: int) -> Message | None:
         if block.get("type") != "tool_result":
-            said.append(block)
-            continue
-        if said:
-            messages.append(message_of(API, "user", said))
-            said = []
-        messages.append(_read_result(block, calls))
-    if said or not messages:
-        messages.append(message_of(API, "user", said))
-    return messages
+            return None
+        id, is_error = str(block.get("tool_use_id") or ""), bool(block.get("is_error"))
+        said = message_of(API, "tool", block.get("content") or "")
+        result = Message(role="tool", tool_call_id=id, name=calls.name(id), content="")
+        return {**result, "is_error": is_error, **said}
 
-
-def _read_result(block: Mapping[str, Any], calls: CallsInOrder) -> Message:
-    id = str(block.get("tool_use_id") or "")
-    said = message_of(API, "tool", block.get("content") or "")
-    result = Message(
-        role="tool",
-        tool_call_id=id,
-        name=calls.name(id),
-        content=said["content"],
-        is_error=bool(block.get("is_error")),
-    )
-    if "provider_blocks" in said:
-        result["provider_blocks"] = said["provider_blocks"]
-    return result
+    return results_and_said(API, objects_in(content, "content"), read_result)
 
 
 def _read_tool(tool: Mapping[str, Any]) -> Schemas:

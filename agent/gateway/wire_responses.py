@@ -24,7 +24,7 @@ from agent.models.errors import ModelError
 _READ_ELSEWHERE = frozenset(
     {
         *("model", "input", "instructions", "tools", "stream", "stream_options"),
-        # What follows says who asks, and where prompts and replies are kept.
+        # The following identify the caller and control where prompts and replies are stored.
         *("client_metadata", "metadata", "prompt_cache_key", "prompt_cache_retention"),
         *("safety_identifier", "store", "user"),
     }

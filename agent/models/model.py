@@ -79,7 +79,7 @@ class Model(Protocol):
 
 
 class Adapter(Model, Protocol):
-    """A model in the words of one API."""
+    """A model that is called by one API."""
 
     @property
     def settings(self) -> ModelSettings:

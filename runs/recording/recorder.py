@@ -71,7 +71,7 @@ class Session:
 
 
 class Recorder:
-    """Records sessions until it is told to stop. Needs a running event loop."""
+    """Records sessions until it is stopped. Needs a running event loop."""
 
     def __init__(
         self,

@@ -110,10 +110,10 @@ class _Me(WorkerHandle):
         return True
 
     def kill(self) -> None:
-        """Nobody does."""
+        """Never called."""
 
     def reap(self) -> None:
-        """Nobody does."""
+        """Never called."""
 
     def send(self, message: bytes) -> None:
         self.take(message)

@@ -89,7 +89,7 @@ class BatchApiModel:
         used: set[str],
         held: dict[str, Cost],
     ) -> None:
-        """`limiter` limits live calls, and hears when the endpoint answers.
+        """`limiter` limits live calls, and is notified when the endpoint answers.
 
         `used` are the ids of the task's calls with replies, `held` the amounts that earlier starts
         have reserved for others; this class updates both.

@@ -186,8 +186,9 @@ class TaskRunner:
         self._not_durable[task.key] = context
         record = self._record(task, assignment, trajectory, row, end, failure, check, diff)
         if self._rewards is not None and end.status != "failed":
-            directory = None if self._config.is_inside else context.workspace.root
-            record = with_scores(record, await self._rewards.scores(record, directory))
+            async with self._spaces.inside(context, row) as inside:
+                scores = await self._rewards.scores(record, inside or context.workspace.root)
+            record = with_scores(record, scores)
         return _finished(task, record, failure)
 
     def _record(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from runs.config.sandboxes import image_sandboxes
 from runs.dataset.row import RowTask
 from runs.dataset.row_check import Check
 from runs.protocol.worker_setup import WorkerSetup
+from runs.scoring.image_requests import Inside
 from runs.worker.workspace_setup import SetupFailed, half_set_up, set_up_workspace
 from toolsets.browser.process import Browsers
 from toolsets.builtin.command_result import sandbox_of
@@ -183,6 +186,31 @@ class Workspaces:
                 sandbox = await self._sandbox_in_image(judged, row, self._spec_of(row))
                 await asyncio.to_thread(sandbox.discard)
                 await asyncio.to_thread(remove_tree, judged)
+
+    @asynccontextmanager
+    async def inside(self, context: ToolContext, row: RowTask) -> AsyncIterator[Inside | None]:
+        """The workspace inside its image, to be read after the conversation; None elsewhere."""
+        if self._in_images is None:
+            yield None
+            return
+        opened: list[ToolContext] = []
+
+        async def open_again() -> ToolContext:
+            if not opened:
+                root = context.workspace.root
+                try:
+                    sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
+                    await self._made(sandbox)
+                except SetupFailed as error:
+                    raise ToolError(str(error)) from error
+                opened.append(self._inside(context, sandbox, root))
+            return opened[0]
+
+        try:
+            yield Inside(context.workspace.home, open_again)
+        finally:
+            for found in opened:
+                await sandbox_of(found).stop()
 
     async def _judging(
         self, context: ToolContext, row: RowTask, check: Check, root: Path, user: str | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
 from tests.running import (
     PATIENCE_S,
+    ROOT,
     SCRIPTED,
     WRITE_A_NOTE,
     command,
@@ -82,3 +84,34 @@ def test_a_closed_output_pipe_does_not_stop_the_run(tmp_path: Path) -> None:
     )
     assert "Traceback" not in piped.stdout + piped.stderr
     judge_run_dir(tmp_path / "trajectories" / "r", tasks=1)
+
+
+def test_a_worker_that_cannot_open_its_log_says_so_and_nothing_else(tmp_path: Path) -> None:
+    code = f"""
+import os, resource
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from runs.protocol.messages import unpack
+from runs.worker.worker import run_worker
+ours, theirs = Pipe()
+setup = SimpleNamespace(
+    is_remote=False, run_dir=Path({str(tmp_path)!r}), config=SimpleNamespace(log_level="info")
+)
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+try:
+    while True:
+        os.open(os.devnull, os.O_RDONLY)
+except OSError:
+    pass
+try:
+    run_worker(theirs, setup)
+except SystemExit as error:
+    print(error.code, unpack(ours.recv_bytes())[0]["message"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.startswith("1 a worker cannot work:")
+    assert "run.log: Too many open files" in done.stdout

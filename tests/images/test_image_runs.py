@@ -119,6 +119,57 @@ def test_rows_are_worked_on_in_their_images(images: Path, tmp_path: Path) -> Non
     assert_nothing_is_left(tmp_path)
 
 
+GRADERS = """
+def read(conversation, workspace, row):
+    calc = workspace / "pkg" / "calc.py"
+    assert str(calc) == "/testbed/pkg/calc.py"
+    assert calc.exists() and calc.is_file() and not calc.is_dir()
+    assert workspace.is_dir() and not (workspace / "none").exists()
+    names = [path.name for path in workspace.iterdir()]
+    assert names == sorted(names) and "pkg" in names, names
+    found = [str(path.relative_to(workspace)) for path in workspace.rglob("*.py")]
+    assert "pkg/calc.py" in found, found
+    assert (workspace / "/tmp/outside").read_bytes() == b"\\xff\\n"
+    return {"fixed": float("a + b" in calc.read_text()), "check": conversation["check"]["reward"]}
+
+def missing(conversation, workspace, row):
+    try:
+        (workspace / "none").read_text()
+    except FileNotFoundError:
+        return 1
+
+def opened(conversation, workspace, row):
+    with open(workspace / "pkg" / "calc.py") as file:
+        return 1
+
+def idle(conversation, workspace, row):
+    return len(conversation["messages"])
+"""
+
+
+def test_reward_functions_read_the_files_in_the_image(images: Path, tmp_path: Path) -> None:
+    rewarded(tmp_path, images=images, **OPTIONS)
+    assert_nothing_is_left(tmp_path)
+
+
+def rewarded(tmp_path: Path, **options: Any) -> None:
+    """A run whose reward functions find what its conversation left in the image."""
+    (tmp_path / "graders.py").write_text(GRADERS)
+    command = terminal("sed -i s/-/+/ pkg/calc.py; printf '\\377\\n' > /tmp/outside")
+    check = {"command": f"python3 -c '{FIXED}'", "in": "fresh"}
+    write_rows(tmp_path / "p.jsonl", row("a", "python:1", command, check=check))
+    reward = ",".join(f"graders:{name}" for name in ("read", "missing", "opened", "idle"))
+    done = run(tmp_path, *FLAGS, reward=reward, **options)
+    assert done.returncode == 0, done.stderr
+    read, missing, opened, idle = records(tmp_path)["a"]["scores"]
+    assert (read["error"], read["rewards"]) == (None, {"fixed": 1, "check": 1})
+    assert missing["rewards"] == {"missing": 1}
+    assert (
+        "TypeError: /testbed/pkg/calc.py is inside an image: use its read_text" in opened["error"]
+    )
+    assert idle["rewards"] == {"idle": 4}
+
+
 def kill(process: Any) -> None:
     kill_session(process.pid)
     process.wait()

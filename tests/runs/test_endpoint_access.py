@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from runs.config.loading import load_config
 from runs.config.models import called_models, limits_of, set_up_models
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
-from tests.answering import listening
+from tests.answering import Handler, listening
 from tests.running import run, write_prompts
 
 REPLY = {
@@ -68,26 +67,18 @@ class Door:
 
 @contextmanager
 def opened(door: Door) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
+    class Guarded(Handler):
         protocol_version = "HTTP/1.1"
         wbufsize = -1
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
+            self.body()
             headers = {name.lower(): value for name, value in self.headers.items()}
             is_taken = door.take(self.path, headers)
             reply = REPLY if is_taken else {"error": {"message": f"no: {headers}"}}
-            content = json.dumps(reply).encode()
-            self.send_response(200 if is_taken else 401)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.send(200 if is_taken else 401, json.dumps(reply).encode())
 
-        def log_message(self, *_: Any) -> None:
-            """Nobody reads it."""
-
-    with listening(Handler) as root:
+    with listening(Guarded) as root:
         yield root
 
 

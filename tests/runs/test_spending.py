@@ -14,9 +14,10 @@ import pytest
 from agent.messages import UNREADABLE
 from agent.models.dialects.registry import DIALECTS, read_reply
 from agent.models.errors import ModelError
+from runs.store.checksum import with_checksum
 from runs.store.files import set_aside
 from runs.store.settled import NO_LIMIT
-from runs.totals.spending import Spent, spent_by
+from runs.totals.spending import Spent, spent_by, spent_by_judges
 from tests.answering import JSON, answering
 from tests.running import PATIENCE_S, kill_session, lines, run, started, wait_until, write_rows
 
@@ -137,10 +138,21 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
     stats = orjson.loads(run(tmp_path, "stats", "r", "--json").stdout)
     assert stats["cost_usd"]["spent_in_all"] == endpoint.charged
     assert f"spent in total ${endpoint.charged:.4f}" in run(tmp_path, "stats", "r").stdout
+    verdict: dict[str, object] = {
+        "key": "k",
+        "id": "r0",
+        "judge": "j",
+        "reply": "yes",
+        "error": None,
+    }
+    verdict |= {"model": "j", "usage": None, "cost_usd": 2500.0, "at": 1.5}
+    (run_dir / "verdicts.jsonl").write_bytes(with_checksum(orjson.dumps(verdict)))
     compared = run(tmp_path, "compare", "r", "r")
     assert re.search(r"total spent +\$1,?500", compared.stdout), compared.stdout
+    assert re.search(r"judges +\$2,?500", compared.stdout), compared.stdout
     run(tmp_path, "report", "r")
-    assert b'"spent":{"usd":1500.0,"unknown":0}' in (run_dir / "report.html").read_bytes()
+    page = (run_dir / "report.html").read_bytes()
+    assert b'"spent":{"usd":1500.0,"unknown":0},"judges":{"usd":2500.0,"unknown":0}' in page
     assert run(tmp_path, "verify", "r", "--read_data").returncode == 0
 
     # The record holds what was charged for nothing, and no rule took it for a bad reply.
@@ -190,3 +202,25 @@ def test_damaged_lines_count_as_far_as_their_price_can_be_read(tmp_path: Path) -
     set_aside(quarantine, "records.jsonl.line3", b"\0" * 20)
     set_aside(quarantine, "records.jsonl.900.torn", record + b'"cost_usd":8.0,"model_returned"')
     assert spent_by(tmp_path, NO_LIMIT) == Spent(8.25, 2)
+
+
+def test_what_judges_were_paid_counts_where_its_price_can_be_read(tmp_path: Path) -> None:
+    """Functions cost nothing, a failed call has no cost, and texts of replies are no prices."""
+    assert spent_by_judges(tmp_path) == Spent(0.0, 0)
+    text = '"cost_usd":64,"at":'
+    paid = [
+        {"source": "judge:j", "reply": text, "usage": None, "cost_usd": 0.25, "at": 1.5},
+        {"source": "judge:j", "reply": "", "usage": None, "cost_usd": None, "at": 1.5},
+        {"source": "judge:j", "reply": None, "error": "timeout", "at": 1.5},
+        {"source": "m:f", "rewards": {"cost_usd": 32.0}, "error": None, "at": 1.5},
+    ]
+    scores, verdicts = (tmp_path / name for name in ("scores.jsonl", "verdicts.jsonl"))
+    whole = b"".join(with_checksum(orjson.dumps(line)) for line in paid)
+    scores.write_bytes(whole + whole[:-20])
+    verdicts.write_bytes(
+        with_checksum(orjson.dumps({"key": "k", "reply": "yes", "cost_usd": 1.0, "at": 1.5}))
+    )
+    assert spent_by_judges(tmp_path) == Spent(1.5, 2)
+    set_aside(tmp_path / "quarantine", "scores.jsonl.line2", b'{"source" "j","cost_usd":8.0,"at":')
+    set_aside(tmp_path / "quarantine", "failures.jsonl.line2", b'{"cost_usd":16.0,"at":1}')
+    assert spent_by_judges(tmp_path) == Spent(9.5, 2)

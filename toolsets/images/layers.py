@@ -181,7 +181,7 @@ class Unpacking:
             return None
 
     def _remove(self, path: str) -> None:
-        """Remove what is at `path`, whatever it is."""
+        """Remove the file or directory at `path`."""
         mode = self._status(path)
         if mode is None:
             return

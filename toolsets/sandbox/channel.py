@@ -71,8 +71,9 @@ class Reply(BaseModel):
     """That of the workspace at the start, where it is asked for."""
     error: Number | None = None
     """The error number of a request about files."""
-    entries: list[tuple[FilePath, Literal["file", "dir", "link", "other"], Number]] = []
-    contents: list[tuple[Number, bytes | None]] = []
+    # Tuples, since pydantic copies a default that is a list for each reply.
+    entries: tuple[tuple[FilePath, Literal["file", "dir", "link", "other"], Number], ...] = ()
+    contents: tuple[tuple[Number, bytes | None], ...] = ()
     more: bool = False
     seen: Number = 0
     left_bytes: Number = 0

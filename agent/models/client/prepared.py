@@ -230,7 +230,7 @@ class ClientPreparer:
     async def _send(self, path: str, body: Mapping[str, Any], *, is_rejected: bool = False) -> Any:
         """What the client would send. Raises `ModelError` where it has no credentials.
 
-        With `is_rejected` it first hears a 401, after which some clients drop what they have
+        With `is_rejected` it first gets a 401, after which some clients drop what they have
         cached and try again.
         """
         self._capture.rejects = is_rejected

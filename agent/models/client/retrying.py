@@ -104,7 +104,7 @@ class RetryingModel:
     async def _ask_again(
         self, request: Request, patience: _Patience, error: ModelError
     ) -> Completion:
-        """Go on after the first failure. Most calls have none, and tenacity costs 0.1 ms a call."""
+        """Retry after the first failure. Most calls have none, and tenacity costs 0.1 ms a call."""
         failed: list[ModelError] = [error]
 
         async def attempt() -> Completion:

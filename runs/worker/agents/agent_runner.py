@@ -283,7 +283,7 @@ def _open_directory(path: Path) -> Any:
 
 
 async def _end_after(ended: asyncio.Event, command: asyncio.Task[ExecResult]) -> None:
-    """End a command that goes on although it gets no more replies."""
+    """End a command that continues although it gets no more replies."""
     await ended.wait()
     await asyncio.wait([command], timeout=_LAST_WORDS_S)
     command.cancel()
@@ -307,7 +307,7 @@ def _ending(task: AgentTask, relay: Relay, result: ExecResult) -> Finish:
     if result.timed_out:
         return Finish("time_limit", f"{result.duration_s:.1f} s are over the limit")
     last = _last_reply(task)
-    # Whatever its last reply was: it was not done when it was ended.
+    # A command that was ended was not done, even after a final reply.
     if last is not None and not result.was_filling:
         match last["finish_reason"]:
             case "length" | "refusal" | "context_exceeded" as cut:

@@ -112,9 +112,9 @@ def test_keys_cover_what_decides_the_reply(api: str, change: str) -> None:
         case "model":
             changed.model = "m-2"
         case "system":
-            changed.system = "You rest."  # type: ignore[attr-defined]
+            changed.system = "You rest."
         case "tools":
-            changed.has_tools = False  # type: ignore[attr-defined]
+            changed.has_tools = False
         case "text":
             changed.say("And more.")
         case "result":
