@@ -214,17 +214,17 @@ def test_after_a_crash_a_conversation_resumes_at_its_turn(tmp_path: Path) -> Non
 )
 def test_a_worker_that_dies_or_hangs_is_replaced(tmp_path: Path, how: signal.Signals) -> None:
     """The run finishes by itself, and every record is there once."""
-    write_prompts(tmp_path / "p.jsonl", 40)
-    with FakeEndpoint(turns=4, latency_s=0.05, answers=20, **WRITE_A_NOTE) as endpoint:
+    write_prompts(tmp_path / "p.jsonl", 20)
+    with FakeEndpoint(turns=4, latency_s=0.05, answers=16, **WRITE_A_NOTE) as endpoint:
         # Where a worker hangs, the test waits for as long.
         given = options(endpoint, batch_size=5, heartbeat_timeout_s=60 if how == 9 else 10)
         with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["replies"] == 20)
+            wait_until(lambda: endpoint.journal()["replies"] == 16)
             os.kill(workers_of(process.pid)[0], how)
             endpoint.answer(None)
             assert process.wait(timeout=PATIENCE_S) == 0, (tmp_path / "output.txt").read_text()
-        judge_run_dir(records(tmp_path).parent, tasks=40)
-        resume_and_judge(tmp_path, given, tasks=40, endpoint=endpoint, wasted=5)
+        judge_run_dir(records(tmp_path).parent, tasks=20)
+        resume_and_judge(tmp_path, given, tasks=20, endpoint=endpoint, wasted=5)
     deaths = lines(records(tmp_path).parent / "failures.jsonl")
     assert {line["class"] for line in deaths} == {"worker_died"}
     assert_sums_agree(tmp_path)

@@ -27,7 +27,7 @@ from tests.running import (
 )
 
 STOP = "###STOP###"
-TASKS, KILLS = 30, 5
+TASKS, KILLS = 20, 3
 
 
 def records(cwd: Path) -> list[dict[str, Any]]:
