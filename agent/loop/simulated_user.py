@@ -46,10 +46,6 @@ class UsersModel:
             return completion
         return replace(completion, tokens=completion.tokens._replace(prompt=None))
 
-    async def close(self) -> None:
-        """See `Model.close`."""
-        await self._model.close()
-
 
 def stored_opening(seen: Sequence[Message], t: Trajectory) -> list[Message]:
     """What of `seen` conversation `t` does not have yet: the instructions."""

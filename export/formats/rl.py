@@ -161,7 +161,7 @@ def _segments(record: Mapping[str, Any]) -> list[_Segment]:
 
 
 def _rounded(logprobs: list[float] | None) -> list[float] | None:
-    """With the nine digits that tell 32-bit floats apart."""
+    """With nine digits, which distinguish all 32-bit floats."""
     return None if logprobs is None else [float(f"{value:.9g}") for value in logprobs]
 
 

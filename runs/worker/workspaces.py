@@ -21,6 +21,7 @@ from toolsets.browser.process import Browsers
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
 from toolsets.errors import ToolError
+from toolsets.sandbox.base import Extras
 from toolsets.sandbox.docker import docker_problem
 from toolsets.sandbox.factory import ImageSandboxes, Limits, Sandbox, make_sandbox
 from toolsets.sandbox.image import ImageSpec
@@ -110,6 +111,38 @@ class Workspaces:
             await context.close(remove=False)
             raise
         return context, kept
+
+    async def for_agent(
+        self, context: ToolContext, row: RowTask, limits: Limits, extras: Extras
+    ) -> tuple[Sandbox, str | None]:
+        """A sandbox for an agent that is a command, and its HOME where an image decides that.
+
+        No other sandbox of the conversation may run. Raises `SetupFailed`.
+        """
+        root = context.workspace.root
+        if self._in_images is None:
+            sandbox = make_sandbox(
+                self._setup.config.sandbox, Workspace(root), limits, extras=extras
+            )
+            return sandbox, None
+        inside = await self._sandbox_in_image(root, row, self._spec_of(row), limits, extras)
+        await self._made(inside)
+        return inside, inside.user_home
+
+    async def reopened(self, context: ToolContext, row: RowTask) -> ToolContext:
+        """The context with a new sandbox, where its own was stopped for an agent."""
+        if self._in_images is None:
+            return context
+        root = context.workspace.root
+        sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
+        await self._made(sandbox)
+        return self._inside(context, sandbox, root)
+
+    def has_network(self, row: RowTask) -> bool:
+        """Whether commands of a row may reach the network."""
+        if self._in_images is None:
+            return self._setup.config.network
+        return self._spec_of(row).network
 
     async def diff(self, context: ToolContext) -> dict[str, Any] | None:
         """What the conversation changed in its image's repository; None where there is none."""
@@ -225,7 +258,12 @@ class Workspaces:
         return replace(context, workspace=ImageFiles(kept, sandbox), sandbox=sandbox)
 
     async def _sandbox_in_image(
-        self, root: Path, row: RowTask, spec: ImageSpec, limits: Limits | None = None
+        self,
+        root: Path,
+        row: RowTask,
+        spec: ImageSpec,
+        limits: Limits | None = None,
+        extras: Extras | None = None,
     ) -> ImageSandbox:
         """Raises `SetupFailed` where the image cannot be used."""
         assert self._in_images is not None
@@ -233,7 +271,7 @@ class Workspaces:
         async with self._waiting[spec.reference]:
             try:
                 return await asyncio.to_thread(
-                    self._in_images.make, Workspace(root), limits or self._limits(row), spec
+                    self._in_images.make, Workspace(root), limits or self._limits(row), spec, extras
                 )
             except ToolError as error:
                 raise SetupFailed(f"{self._node()}{error}") from error

@@ -135,10 +135,7 @@ def test_the_ids_of_what_the_user_saw_are_not_stored() -> None:
 
     async def ask() -> Completion:
         model = UsersModel(Sampling(parse_script([say("Green.")])), OPENING)
-        try:
-            return await model.complete(Request([]))
-        finally:
-            await model.close()
+        return await model.complete(Request([]))
 
     completion = asyncio.run(ask())
     assert completion.tokens == Sampled(completion=b"1234", logprobs=b"5678")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.running import lines, run, session_of, started, wait_until, write_rows
+from tests.running import kill_session, lines, run, started, wait_until, write_rows
 
 FIXED = "from pkg.calc import add; assert add(5, 2) == 7"
 INTERRUPTED = "touch /testbed/begun; sleep 1000"
@@ -173,8 +171,7 @@ def rewarded(tmp_path: Path, **options: Any) -> None:
 
 
 def kill(process: Any) -> None:
-    for pid in session_of(process.pid):
-        os.kill(pid, signal.SIGKILL)
+    kill_session(process.pid)
     process.wait()
 
 
@@ -219,7 +216,7 @@ def test_a_conversation_whose_layer_is_gone_begins_again(images: Path, tmp_path:
     workspace = interrupted(tmp_path, images)
     workspace.rename(tmp_path / "gone")
     # The second turn is cut off soon this time.
-    options = {**OPTIONS, "command_timeout_s": 1, "accept_config_change": "command_timeout_s"}
+    options = {**OPTIONS, "command_timeout_s": 4, "accept_config_change": "command_timeout_s"}
     done = run(tmp_path, *FLAGS, images=images, **options)
     assert done.returncode == 0, done.stderr
     record = records(tmp_path)["a"]
@@ -266,7 +263,7 @@ def test_a_setup_that_was_killed_is_done_again(images: Path, tmp_path: Path) -> 
     (layer,) = workspaces.glob("*/upper")
     assert (layer / "once").exists()
     assert list(workspaces.glob("*.half"))
-    options = {**OPTIONS, "command_timeout_s": 1, "accept_config_change": "command_timeout_s"}
+    options = {**OPTIONS, "command_timeout_s": 4, "accept_config_change": "command_timeout_s"}
     done = run(tmp_path, *FLAGS, images=images, max_attempts=1, **options)
     assert done.returncode in (0, 1), done.stderr
     # It timed out waiting, so `test ! -e /once` held again.
@@ -331,6 +328,15 @@ def test_what_cannot_work_is_refused_at_the_start(
     done = run(tmp_path, "--dry_run", **{**OPTIONS, **options})
     assert done.returncode != 0
     assert words in done.stderr
+
+
+def test_a_dry_run_names_images_that_are_missing(images: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", row("a", "python:1"), row("b", "no:1"), row("c", "no:1"))
+    done = run(tmp_path, "--dry_run", images=images, **OPTIONS)
+    assert done.returncode == 0, done.stderr
+    assert f"2 rows will fail; the first: image 'no:1' is not in {images}" in done.stdout
+    write_rows(tmp_path / "p.jsonl", row("a", "python:1"))
+    assert "will fail" not in run(tmp_path, "--dry_run", images=images, **OPTIONS).stdout
 
 
 def test_rows_need_an_image(images: Path, tmp_path: Path) -> None:

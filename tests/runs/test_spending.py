@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections import Counter
 from pathlib import Path
 from threading import Event
@@ -21,7 +19,7 @@ from runs.store.files import set_aside
 from runs.store.settled import NO_LIMIT
 from runs.totals.spending import Spent, spent_by, spent_by_judges
 from tests.answering import JSON, answering
-from tests.running import lines, run, session_of, started, wait_until, write_rows
+from tests.running import PATIENCE_S, kill_session, lines, run, started, wait_until, write_rows
 
 IN, OUT = 70, 30
 PRICE = orjson.dumps({"m": {"input": 1_000_000, "output": 1_000_000}}).decode()
@@ -60,7 +58,7 @@ class Charging:
             choices[0]["finish_reason"] = "tool_calls"
         elif prompt == "held" and time == 1:
             self.is_held.set()
-            self.let_go.wait(60)
+            self.let_go.wait(PATIENCE_S)
             return 500, {"error": {"message": "whoever asked is gone"}}
         elif (prompt == "fails once" and time == 1) or (prompt == "fails twice" and time <= 2):
             return 400, {"error": {"message": "no"}}
@@ -96,12 +94,11 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
 
         # A kill while all but one have ended, and two have failed.
         with started(tmp_path, **asked, max_attempts=2) as process:
-            endpoint.is_held.wait(60)
+            endpoint.is_held.wait(PATIENCE_S)
             failures = run_dir / "failures.jsonl"
             wait_until(lambda: records.exists() and records.read_bytes().count(b"\n") == 5)
             wait_until(lambda: failures.exists() and failures.read_bytes().count(b"\n") == 2)
-            for pid in session_of(process.pid):
-                os.kill(pid, signal.SIGKILL)
+            kill_session(process.pid)
         endpoint.let_go.set()
         assert spent() == endpoint.charged == 1000.0
 
@@ -141,7 +138,13 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
     stats = orjson.loads(run(tmp_path, "stats", "r", "--json").stdout)
     assert stats["cost_usd"]["spent_in_all"] == endpoint.charged
     assert f"spent in total ${endpoint.charged:.4f}" in run(tmp_path, "stats", "r").stdout
-    verdict = {"key": "k", "id": "r0", "judge": "j", "reply": "yes", "error": None}
+    verdict: dict[str, object] = {
+        "key": "k",
+        "id": "r0",
+        "judge": "j",
+        "reply": "yes",
+        "error": None,
+    }
     verdict |= {"model": "j", "usage": None, "cost_usd": 2500.0, "at": 1.5}
     (run_dir / "verdicts.jsonl").write_bytes(with_checksum(orjson.dumps(verdict)))
     compared = run(tmp_path, "compare", "r", "r")

@@ -29,6 +29,10 @@ _FORBIDDEN = "the sandbox said what it may not"
 class ImageSandbox(Sandbox, Protocol):
     """A sandbox in an image: the files are inside, and what changes lasts until it is discarded."""
 
+    @property
+    def user_home(self) -> str | None:
+        """HOME of the user that commands run as; None where only the engine knows it."""
+
     def is_kept(self) -> bool:
         """Whether what an earlier sandbox of this conversation changed is still there."""
 
