@@ -24,7 +24,7 @@ class InlineReasoning(NamedTuple):
 def split_inline_reasoning(text: str) -> InlineReasoning:
     """Take the leading think blocks out of `text`; several are joined by a blank line.
 
-    A block that is never closed stays in the text: nobody knows where the reasoning ends.
+    A block that is never closed stays in the text: the end of the reasoning is unknown.
     """
     thoughts = []
     end = 0

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field, replace
 from agent.loop.loop import run_agent
 from agent.loop.resume import prepare_resume
 from agent.loop.rules import ConversationSpec
-from agent.loop.simulated_user import opening_of_user, options_of_user
+from agent.loop.simulated_user import (
+    UsersModel,
+    options_of_user,
+    seen_by_user,
+    stored_opening,
+)
 from agent.loop.steps import Finish
 from agent.loop.subagents import SubagentTool, options_of
 from agent.loop.tools import AgentTools
@@ -169,11 +174,13 @@ class ConversationRunner:
         user = self.spec.options.simulated_user
         assert user is not None
         key = user_key(self.trajectory.notes_of(USER_TURN) + 1)
-        opening = opening_of_user(user, self.trajectory)
+        seen = seen_by_user(user, self.trajectory)
+        opening = stored_opening(seen, self.trajectory)
         inner = self._inner(key, SIMULATED_USER, opening, options_of_user(self.spec.options))
+        model = self.host.user_model(user, self.trajectory) or self.model
         inner = replace(
             inner,
-            model=self.host.user_model(user, self.trajectory) or self.model,
+            model=UsersModel(model, seen),
             toolbox=self.host.toolbox(()),
             subagents=(),
         )
@@ -182,8 +189,9 @@ class ConversationRunner:
             return None
         if end.status in ("budget", "time_limit"):
             return end
-        why = f": {end.reason}" if end.reason else ""
-        return Finish("errors", f"the simulated user ended as {end.status}{why}")
+        if end.status == "context_exceeded":
+            return Finish("user_context_exceeded", f"the simulated user ended as {end.describe()}")
+        return Finish("errors", f"the simulated user ended as {end.describe()}")
 
     def _is_prepared(self) -> bool:
         return self.trajectory.is_reopened or bool(self.trajectory.replies)
@@ -210,8 +218,7 @@ class ConversationRunner:
                 return None
             if end.status in ("budget", "time_limit"):
                 return end
-        why = f": {end.reason}" if end.reason else ""
-        return Finish("errors", f"the preparation ended as {end.status}{why}")
+        return Finish("errors", f"the preparation ended as {end.describe()}")
 
 
 _OFF_IN_PREPARATION = {

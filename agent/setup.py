@@ -17,7 +17,7 @@ from agent.models.prices import is_known
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_sibling
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.options import AgentOptions, SimulatedUser, Subagent
-from agent.state.trajectory import Trajectory
+from agent.state.trajectory import Kept, Trajectory
 from toolsets.catalog.places import import_place
 from toolsets.catalog.registry import TOOLSETS, Toolset, resolve_toolsets, tools_of
 from toolsets.context import ToolContext
@@ -197,6 +197,8 @@ class Home:
     call_timeout_s: float
     gate: Callable[[Model], Model] = lambda model: model
     """Wraps each model."""
+    kept: Kept = None
+    """Awaited before each call of a tool."""
 
     def model(self, script: Sequence[ScriptedTurn], *, start: int) -> Model:
         """The model of the conversation; "scripted" plays `script` from turn `start` on."""
@@ -213,7 +215,9 @@ class Home:
         return self._box(self.setup.subagents[agent.name].tools)
 
     def _box(self, tools: Sequence[Tool]) -> Toolbox:
-        return Toolbox(tools, self.context, call_timeout_s=self.call_timeout_s)
+        return Toolbox(
+            tools, self.context, call_timeout_s=self.call_timeout_s, before_call=self.kept
+        )
 
     def subagent_model(self, agent: Subagent, conversation: Trajectory) -> Model | None:
         """The model of a subagent in its conversation; None: its caller's."""

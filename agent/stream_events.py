@@ -66,4 +66,4 @@ def guarded(handler: StreamHandler) -> StreamHandler:
 
 
 def ignored(event: StreamEvent) -> None:
-    """A handler for streams that nobody watches."""
+    """A handler that ignores all events."""

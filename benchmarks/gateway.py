@@ -29,7 +29,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from agent.gateway.relay import Route
+from agent.gateway.relay import Relay, Route
 from agent.gateway.server import Gateway
 from agent.messages import Event, Message
 from agent.models.client.open_model import open_model
@@ -192,12 +192,10 @@ class Bench:
             task = f"g{self._count}"
             trajectory = Trajectory(())
             journal = partial(self._journal.append, task, "d", assignment=1, position=0)
-            gateway = Gateway(
-                wires=[self._api],
-                route=lambda api, asked: Route(model),
-                trajectory=trajectory,
-                journal=journal,
+            relay = Relay(
+                route=lambda api, asked: Route(model), trajectory=trajectory, journal=journal
             )
+            gateway = Gateway(relay, wires=[self._api])
             path = self._folder / f"{task}.sock"
             await gateway.serve_unix(path)
             gateways.append(gateway)

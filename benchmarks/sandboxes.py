@@ -4,7 +4,8 @@
     python -m benchmarks.sandboxes --sandboxes bwrap,image,podman --venvs DIR
 
 Each round measures everything once, so that ratios hold on a busy machine. The yardstick is
-`bwrap true` and a bare `python3 -I -S -c pass` together. `image` is bwrap in a container image
+`bwrap true` and a bare `python3 -I -S -c pass` together, and for a further command one of a `bash`
+that reads from a pipe and answers into another. `image` is bwrap in a container image
 that all share; `podman` is the docker environment of mini-swe-agent in the same image, for
 comparison. It needs a podman that manages its control groups itself (`cgroup_manager="cgroupfs"`),
 and installs mini-swe-agent into DIR the first time. CPU is that of a control group, so it counts
@@ -88,6 +89,30 @@ def run_alone(argv: Sequence[str]) -> None:
     pid = os.posix_spawnp(argv[0], list(argv), {})
     if os.waitpid(pid, 0)[1]:
         raise RuntimeError(f"{argv[0]} failed")
+
+
+def run_in_bare_shells(number: int, meter: Meter) -> float:
+    """CPU of a further command in shells with nothing around them."""
+    argv = ["bash", "--norc", "--noprofile"]
+    pipe = subprocess.PIPE
+    shells = [subprocess.Popen(argv, stdin=pipe, stdout=pipe, bufsize=0) for _ in range(number)]
+
+    def all_run() -> None:
+        for shell in shells:
+            assert shell.stdin is not None
+            assert shell.stdout is not None
+            shell.stdin.write(b"echo hi\n")
+            if shell.stdout.read(100) != b"hi\n":
+                raise RuntimeError("a bare shell failed")
+
+    all_run()
+    begun = meter.ms()
+    for _ in range(FURTHER):
+        all_run()
+    taken = (meter.ms() - begun) / (FURTHER * number)
+    for shell in shells:
+        shell.communicate()
+    return taken
 
 
 def private_mb(sandboxes: int, servers: set[int]) -> float:
@@ -199,6 +224,7 @@ def main(sandboxes: str, number: int, rounds: int, venvs: Path | None) -> None:
                 taken = (meter.ms() - begun) / number
                 sum_ms += taken
                 table.add(title, taken)
+            table.add("bare bash: further command", run_in_bare_shells(number, meter))
             for name in sandboxes.split(","):
                 directory = Path(place, f"{name}-{round_number}")
                 directory.mkdir()

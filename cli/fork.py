@@ -10,7 +10,7 @@ import click
 
 from cli.command_line import RunCommand
 from cli.exit_codes import end, errors_as_exit_codes
-from cli.shared import live_option, start, starting_options
+from cli.shared import Starting, live_option, start, starting_options
 from runs.process.console import show
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ _FILTERS = ("status", "min_reward", "max_reward", "passed")
 @click.option(
     "--limit", metavar="N", type=click.IntRange(min=1), help="Maximum conversations to branch from."
 )
-@live_option
 @starting_options
+@live_option
 def fork(
     parent: str,
     at_turn: int,
@@ -51,10 +51,7 @@ def fork(
     recipe: Path | None,
     ids: Path | None,
     limit: int | None,
-    config_file: Path | None,
-    fresh: bool,
-    accept_config_change: tuple[str, ...],
-    live: bool,
+    starting: Starting,
     **flags: Any,
 ) -> None:
     """Continue conversations of RUN from a turn, several times each, as a new run.
@@ -72,7 +69,9 @@ def fork(
         stored = open_run(parent, given.get("output_dir", "trajectories"))
         identity = stored.identity
         refuse_held(stored.path)
-        config = forked_config(identity, config_file, given, branches=branches, fresh=fresh)
+        config = forked_config(
+            identity, starting.config_file, given, branches=branches, fresh=starting.fresh
+        )
         refuse_held(config.run_dir)  # before writing a dataset beside it
         forked = write_forks(
             config.dataset_file,
@@ -80,13 +79,11 @@ def fork(
             run=identity["run_name"],
             turn=at_turn,
             rules=stored.config.row_rules(identity["api"]),
-            fresh=fresh,
+            fresh=starting.fresh,
         )
         config = config.model_copy(update={"dataset_file": forked.path})
         show(forked.describe())
-        ended = start(
-            make_plan(config), fresh=fresh, accept_config_change=accept_config_change, live=live
-        )
+        ended = start(make_plan(config), starting)
     end(ended)
 
 

@@ -36,11 +36,10 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
     from runs.errors import ConfigError
 
     with errors_as_exit_codes():
-        given = {name: value for name, value in flags.items() if value is not None}
         # Required by a config, but not used here.
         unused = {"dataset_file": "-", "run_name": "tools"}
         try:
-            found = tool_list(load_config(config_file, {**unused, **given}))
+            found = tool_list(load_config(config_file, {**unused, **flags}))
         except ValueError as error:
             raise ConfigError(str(error)) from error
     show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() if as_json else as_text(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -55,7 +56,7 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
         rows = islice(rows_of_source(found, left_out), _EXAMINED)
         lines = [line for line in map(renaming.line, rows) if line.strip()]
         renaming.check(str(source))
-        words = _described(source, lines, shown=shown, has_columns=bool(names), kind=kind)
+        words = _described(source, lines, shown=shown, columns=columns, kind=kind)
         show("\n".join([words, *([describe_left_out(str(source), left_out)] if left_out else [])]))
 
 
@@ -69,7 +70,7 @@ def _shown_and_kind(given: tuple[str, ...]) -> tuple[int, str | None]:
 
 
 def _described(
-    source: Path, lines: list[bytes], *, shown: int, has_columns: bool, kind: str | None
+    source: Path, lines: list[bytes], *, shown: int, columns: str | None, kind: str | None
 ) -> str:
     from runs.dataset.row import RowRules, kind_of, usual_prompt
     from toolsets import exact_json
@@ -85,24 +86,24 @@ def _described(
     printed = []
     for number, line in enumerate(lines, start=1):
         try:
-            columns = exact_json.loads(line)
-            if not isinstance(columns, dict):
-                raise ValueError(f"the row is {kind_of(columns)}; it must be a JSON object")
+            row = exact_json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"the row is {kind_of(row)}; it must be a JSON object")
         except ValueError as error:
             reasons[f"row {number}: {error}"] += 1
             continue
-        for name, value in columns.items():
+        for name, value in row.items():
             kinds.setdefault(name, Counter())[kind_of(value)] += 1
         try:
-            rules.read(columns)
+            rules.read(row)
         except ValueError as error:
             place, why = _place_of(str(error))
             reasons[why] += 1
             first_places.setdefault(why, place)
-        if "prompt" not in columns and (usual := usual_prompt(columns)):
+        if "prompt" not in row and (usual := usual_prompt(row)):
             proposed[usual] += 1
         if number <= shown:
-            text = exact_json.dumps(columns).decode()
+            text = exact_json.dumps(row).decode()
             printed.append(f"row {number}: {clip(text, max_chars=_ROW_CHARS)}")
     usable = len(lines) - reasons.total()
     first = "the first " if len(lines) == _EXAMINED else ""
@@ -116,12 +117,13 @@ def _described(
         place = first_places.get(reason, "")
         words.append(f"{count:,} rows: {reason}{place and f' (the first: {place})'}")
     words += printed
-    if proposed and not has_columns:
-        usual = proposed.most_common(1)[0][0]
-        words.append(f"To run it: --dataset_file={source} --columns prompt={usual}")
-    elif usable:
-        with_kind = "" if kind is None else f" --rows={kind}"
-        words.append(f"To run it: --dataset_file={source}{with_kind}")
+    if proposed and not columns:
+        columns = f"prompt={proposed.most_common(1)[0][0]}"
+    elif not usable:
+        return "\n".join(words)
+    options = {"--dataset_file": str(source), "--rows": kind, "--columns": columns}
+    given = (f"{name}={shlex.quote(value)}" for name, value in options.items() if value)
+    words.append(f"To run it: {' '.join(given)}")
     return "\n".join(words)
 
 

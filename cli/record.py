@@ -9,7 +9,7 @@ import click
 
 from cli.command_line import RunCommand
 from cli.exit_codes import end, errors_as_exit_codes
-from cli.shared import show_run, starting_options
+from cli.shared import Starting, show_run, starting_options
 from runs.errors import ConfigError
 from runs.process.console import say
 
@@ -45,9 +45,7 @@ _NOT_GIVEN = {
     help="A session without a call for so long has ended.  [default: 600]",
 )
 def record(
-    config_file: Path | None,
-    fresh: bool,
-    accept_config_change: tuple[str, ...],
+    starting: Starting,
     upstream: str,
     host: str,
     port: int,
@@ -65,19 +63,18 @@ def record(
     from runs.recording.upstream import ANY
 
     with errors_as_exit_codes():
-        given = {name: value for name, value in flags.items() if value is not None}
-        if wrong := [name for name in _NOT_GIVEN if name in given]:
+        if wrong := [name for name in _NOT_GIVEN if flags.get(name) is not None]:
             msg = f"{wrong[0]}: means nothing for `record`: {_NOT_GIVEN[wrong[0]]}"
             raise ConfigError(msg)
-        given |= {"dataset_file": Path("sessions.jsonl"), "model": f"{upstream}:{ANY}"}
-        config = load_config(config_file, given)
+        flags |= {"dataset_file": Path("sessions.jsonl"), "model": f"{upstream}:{ANY}"}
+        config = load_config(starting.config_file, flags)
         config = config.model_copy(update={"dataset_file": sessions_of(config.run_dir)})
         ended = record(
             config,
             upstream,
             Listening(host, port, silence_s),
-            fresh=fresh,
-            accept_config_change=accept_config_change,
+            fresh=starting.fresh,
+            accept_config_change=starting.accept_config_change,
             say=say,
         )
     show_run(ended.path, ended.totals)

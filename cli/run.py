@@ -9,7 +9,7 @@ import click
 
 from cli.command_line import EXAMPLES, RunCommand
 from cli.exit_codes import end, errors_as_exit_codes, fail
-from cli.shared import live_option, make_plan_of, show_run, start, starting_options
+from cli.shared import Starting, live_option, make_plan_of, show_run, start, starting_options
 from runs.process.console import say, show
 
 
@@ -19,10 +19,7 @@ from runs.process.console import say, show
 @click.option("--dry_run", is_flag=True, help="Check everything and show what would run.")
 @click.option("--resume", is_flag=True, help="No effect: the same command always resumes.")
 def run(
-    config_file: Path | None,
-    fresh: bool,
-    accept_config_change: tuple[str, ...],
-    live: bool,
+    starting: Starting,
     dry_run: bool,
     resume: bool,
     **flags: Any,
@@ -32,14 +29,15 @@ def run(
     from runs.planning.preview import preview
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags, will_start=not dry_run, fresh=fresh)
+        plan = make_plan_of(starting, flags, will_start=not dry_run)
         if dry_run:
             warn(plan, say)
             name_bad_rows(plan, say)
             show(describe(plan))
-            show(preview(plan, fresh=fresh, accept_changes=accept_config_change))
+            accepted = starting.accept_config_change
+            show(preview(plan, fresh=starting.fresh, accept_changes=accepted))
             return
-        ended = start(plan, fresh=fresh, accept_config_change=accept_config_change, live=live)
+        ended = start(plan, starting)
     end(ended)
 
 
@@ -54,10 +52,7 @@ def run(
     help="Tasks to run, chosen at random.  [default: 30]",
 )
 def estimate(
-    config_file: Path | None,
-    fresh: bool,
-    accept_config_change: tuple[str, ...],
-    live: bool,
+    starting: Starting,
     pilot: int,
     **flags: Any,
 ) -> None:
@@ -72,12 +67,10 @@ def estimate(
     from runs.totals.forecast import as_table, forecast, sample_tasks
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags, fresh=fresh)
+        plan = make_plan_of(starting, flags)
         config = plan.config
         sample = sample_tasks(plan.scan, count=pilot, seed=config.seed)
-        ended = start(
-            plan, fresh=fresh, accept_config_change=accept_config_change, live=live, only=sample
-        )
+        ended = start(plan, starting, only=sample)
         if ended.stopped_by is not None or ended.signal is not None:
             # The tasks that have ended are the quick ones: not a random sample.
             end(ended)
@@ -104,9 +97,7 @@ def estimate(
 @starting_options
 def import_hermes(
     directory: Path,
-    config_file: Path | None,
-    fresh: bool,
-    accept_config_change: tuple[str, ...],
+    starting: Starting,
     **flags: Any,
 ) -> None:
     """Import a batch run of hermes-agent from DIRECTORY.
@@ -118,8 +109,9 @@ def import_hermes(
     from runs.maintenance.hermes.importer import import_hermes
 
     with errors_as_exit_codes():
-        plan = make_plan_of(config_file, flags, will_start=False)
-        with open_planned(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
+        plan = make_plan_of(starting, flags, will_start=False)
+        accepted = starting.accept_config_change
+        with open_planned(plan, fresh=starting.fresh, accept_config_change=accepted) as run_dir:
             imported = import_hermes(directory, plan.scan, run_dir)
             totals = write_results(run_dir.path, plan.scan, plan.config)
     show(imported.describe())

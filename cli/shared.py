@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -23,8 +24,23 @@ def _split(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -
     return tuple(part for part in ",".join(value).split(",") if part)
 
 
+class Starting(NamedTuple):
+    """What the options of the commands that start a run say."""
+
+    config_file: Path | None
+    fresh: bool
+    accept_config_change: tuple[str, ...]
+    live: bool = False
+
+
 def starting_options(function: Any) -> Any:
-    """The options of the commands that start a run."""
+    """The options of the commands that start a run, which get them as `starting`."""
+
+    @wraps(function)
+    def command(**given: Any) -> Any:
+        names = given.keys() & set(Starting._fields)
+        return function(starting=Starting(**{name: given.pop(name) for name in names}), **given)
+
     for option in reversed(
         [
             click.option(
@@ -47,8 +63,8 @@ def starting_options(function: Any) -> Any:
             ),
         ]
     ):
-        function = option(function)
-    return function
+        command = option(command)
+    return command
 
 
 live_option = click.option(
@@ -82,13 +98,7 @@ def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
     return [name for name in runs_in(output_dir) if name.startswith(incomplete)]
 
 
-def make_plan_of(
-    config_file: Path | None,
-    flags: dict[str, Any],
-    *,
-    will_start: bool = True,
-    fresh: bool = False,
-) -> Plan:
+def make_plan_of(starting: Starting, flags: dict[str, Any], *, will_start: bool = True) -> Plan:
     """The plan of a config file and flags; `will_start` says that `start` comes next."""
     from runs.process.startup import no_garbage_collection
 
@@ -96,39 +106,27 @@ def make_plan_of(
         from runs.config.loading import load_config
         from runs.planning.plan import make_plan
 
-        config = load_config(
-            config_file, {name: value for name, value in flags.items() if value is not None}
-        )
+        config = load_config(starting.config_file, flags)
         if will_start:
             import api.start  # noqa: F401 - what is imported by now, workers need not import
             from runs.executor_choice import fork_ahead
 
             fork_ahead(config)
-    return make_plan(config, writes=will_start, fresh=fresh)
+    return make_plan(config, writes=will_start, fresh=starting.fresh)
 
 
-def start(
-    plan: Plan,
-    *,
-    fresh: bool,
-    accept_config_change: tuple[str, ...],
-    live: bool,
-    only: Collection[bytes] | None = None,
-) -> RunEnd:
-    """Run the tasks of a plan (`only` those with these keys); print the totals.
-
-    `live` shows the full-screen view.
-    """
+def start(plan: Plan, starting: Starting, *, only: Collection[bytes] | None = None) -> RunEnd:
+    """Run the tasks of a plan (`only` those with these keys); print the totals."""
     from api.start import start
 
-    if live:
+    if starting.live:
         check_live()
     ended = start(
         plan,
-        fresh=fresh,
-        accept_config_change=accept_config_change,
+        fresh=starting.fresh,
+        accept_config_change=starting.accept_config_change,
         only=only,
-        live_view=live_view if live else None,
+        live_view=live_view if starting.live else None,
     )
     show_run(ended.path, ended.totals)
     return ended
@@ -142,14 +140,24 @@ def show_run(path: Path, totals: RunTotals) -> None:
     from runs.totals.run_totals import as_table
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
+    statistics = orjson.loads((path / "statistics.json").read_bytes())
     lines = [as_table(totals)]
+    if failed := statistics.get("failed_scores"):
+        lines.append(
+            f"{failed:,} scores of reward functions failed: `run.log` has the reasons, "
+            f"`score {path.name} --reward ...` calls the functions again"
+        )
     if (batches := compute_batch_totals(path)) is not None:
         lines.append(batches.describe())
     for file in manifest["files"]:
         if file["rows"] or file is manifest["files"][0]:
             place = os.path.normpath(path / file["path"])
             lines.append(f"{file['rows']:>9,} in {place}  ({file['holds']})")
-    if manifest["exported"] and _has_empty_thoughts_only(path):
+    lines += [
+        f"  rejected   {count:>9,}  {reason}"
+        for reason, count in manifest["rejected_by_reason"].items()
+    ]
+    if manifest["exported"] and _has_empty_thoughts_only(path, statistics["reasoning"]):
         lines.append(
             "No reply has reasoning, so every gpt turn begins with an empty <think> block; "
             "--empty_think=omit leaves these blocks out."
@@ -157,14 +165,11 @@ def show_run(path: Path, totals: RunTotals) -> None:
     show("\n".join(lines))
 
 
-def _has_empty_thoughts_only(path: Path) -> bool:
+def _has_empty_thoughts_only(path: Path, reasoning: Mapping[str, int]) -> bool:
     """Whether all turns of the training file have an empty <think> block."""
-    import orjson
-
     from export.conversation.style import style_of_run
     from runs.run_dir import read_run_json
 
-    reasoning = orjson.loads((path / "statistics.json").read_bytes())["reasoning"]
     style = style_of_run(read_run_json(path)["config"])
     return style.empty_think == "keep" and not (
         reasoning["with_reasoning"] or reasoning.get("hidden")

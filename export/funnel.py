@@ -67,7 +67,7 @@ def funnel_as_text(found: Mapping[str, Any]) -> Iterator[str]:
         if step["name"] == "tasks" and samples > 1:
             note = f"  {samples:,} samples per row"
         elif step["name"] == "passed" and unchecked:
-            note = f"  of these {unchecked:,} not checked"
+            note = f"  of these, {unchecked:,} were not checked"
         yield f"{step['name']:<12}{step['count']:>12,}{note}"
         yield from _lost(step["lost"])
     for export in found["exports"]:

@@ -205,7 +205,7 @@ class SplitFiles:
         shard_bytes: int | None,
         name: str | None = None,
     ) -> None:
-        """Files of a split lie in a folder of its own if it has shards, or a `name` for them."""
+        """Files of a split are in a folder of its own if it has shards, or a `name` for them."""
         self._place = place
         self._folder = folder
         self._suffix = suffix

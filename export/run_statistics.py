@@ -24,7 +24,7 @@ from runs.store.checks import Checks, describe, judgement_of
 from runs.store.index import own_work
 from runs.store.reader import stored_records
 from runs.store.settled import NO_LIMIT
-from runs.totals.spending import spent_by
+from runs.totals.spending import spent_by, spent_by_judges
 
 _SHARES = (0.5, 0.9, 0.99)
 
@@ -150,9 +150,12 @@ def statistics_of(
     )
     for stored in stored_records(run_dir):
         statistics.add(stored.record)
-    spent = spent_by(run_dir, max_attempts)
+    spent, judges = spent_by(run_dir, max_attempts), spent_by_judges(run_dir)
     found = statistics.to_json()
-    found["cost_usd"] |= {"spent_in_all": spent.usd, "spent_unknown": spent.unknown}
+    found["cost_usd"] |= {
+        **{"spent_in_all": spent.usd, "spent_unknown": spent.unknown},
+        **{"judges": judges.usd, "judges_unknown": judges.unknown},
+    }
     return found
 
 
@@ -176,6 +179,10 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
         if unknown := cost["records_of_unknown_cost"]:
             text += f"; unknown for {unknown:,} records"
         yield f"{text}; spent in total ${cost['spent_in_all']:.4f}"
+    if cost["judges"] or cost["judges_unknown"]:
+        unknown = cost["judges_unknown"]
+        text = f"; unknown for {unknown:,} replies" if unknown else ""
+        yield f"judges ${cost['judges']:.4f}{text}"
     if lines := list(reward_statistics.as_text(found["rewards"])):
         yield ""
         yield from lines

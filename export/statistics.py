@@ -38,6 +38,7 @@ class Statistics:
         self._statuses: Counter[str] = Counter()
         self._toolsets: Counter[str] = Counter()
         self._checks = CheckSums()
+        self._failed_scores = 0
         self._turns = 0
         self._turns_with_token_ids = 0
         self._most_turns = 0
@@ -52,6 +53,8 @@ class Statistics:
         judgement = judgement_of(record)
         if judgement.reward is not None:
             self._checks.add(judgement.passed, judgement.reward)
+        if scores := record.get("scores"):
+            self._failed_scores += sum(score.get("error") is not None for score in scores)
         for toolset in record["toolsets"]:
             self._toolsets[toolset] += 1
         self._turns += turns
@@ -72,6 +75,8 @@ class Statistics:
         `hidden` counts turns whose reasoning the API hides; it is absent without such turns.
 
         `checks` are sums of `runs.store.checks.Checks`.
+
+        `failed_scores` counts reward functions that failed; it is absent if none did.
 
         `token_ids` counts turns with and without the ids of their tokens; it is absent if no turn
         has them.
@@ -94,6 +99,7 @@ class Statistics:
             },
             "rows": dict(sorted(self._statuses.items())),
             "checks": asdict(self._checks.sums()),
+            **({"failed_scores": self._failed_scores} if self._failed_scores else {}),
             "toolsets": [
                 {"toolset": name, "rows": count, "percent": _percent(count, rows)}
                 for name, count in sorted(self._toolsets.items())

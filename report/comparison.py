@@ -12,7 +12,7 @@ from report.formatting import count, dollars, one_line
 from runs.store.checks import CheckSums
 from runs.store.index import IndexEntry
 from runs.store.settled import NO_LIMIT
-from runs.totals.spending import spent_by
+from runs.totals.spending import spent_by, spent_by_judges
 
 _SHOWN = 10
 _VALUE_CHARS = 60
@@ -87,9 +87,13 @@ def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
 
 
 def _spent(stored: StoredRun) -> dict[str, Any]:
-    """All that a run has spent, including replaced records."""
+    """All that a run has spent, including replaced records, and what judges were paid."""
     spent = spent_by(stored.path, stored.identity["config"].get("max_attempts", NO_LIMIT))
-    return {"spent_usd": spent.usd, "spent_unknown": spent.unknown}
+    judges = spent_by_judges(stored.path)
+    return {
+        **{"spent_usd": spent.usd, "spent_unknown": spent.unknown},
+        **{"judges_usd": judges.usd, "judges_unknown": judges.unknown},
+    }
 
 
 def _paired(pairs: list[tuple[IndexEntry, IndexEntry]]) -> dict[str, float | None]:
@@ -120,6 +124,8 @@ def as_text(found: dict[str, Any]) -> str:
         ("cost", *map(_cost, found["runs"]), "" if mean is None else f"{mean:+,.6f} dollars")
     )
     rows.append(("total spent", *map(_all_spent, found["runs"]), ""))
+    if any(run["judges_usd"] or run["judges_unknown"] for run in found["runs"]):
+        rows.append(("judges", *map(_paid_to_judges, found["runs"]), ""))
     rows += _checks(found)
     widths = [max(len(row[n]) for row in rows) for n in range(3)]
     lines = [
@@ -195,6 +201,10 @@ def _cost(run: dict[str, Any]) -> str:
 
 def _all_spent(run: dict[str, Any]) -> str:
     return _dollars(run["spent_usd"], run["spent_unknown"])
+
+
+def _paid_to_judges(run: dict[str, Any]) -> str:
+    return _dollars(run["judges_usd"], run["judges_unknown"])
 
 
 def _dollars(known: float, unknown: int) -> str:

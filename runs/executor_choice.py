@@ -43,7 +43,7 @@ def fork_ahead(config: RunConfig) -> None:
 
 
 def _most_tasks(config: RunConfig) -> int:
-    """How many tasks there can be, as far as a look at the first lines of the dataset tells."""
+    """The most tasks that there can be, as far as the first lines of the dataset show."""
     if config.dataset_file.suffix == ".jsonl" and config.dataset_file.is_file():
         with suppress(OSError), config.dataset_file.open("rb") as file:  # the plan will say why
             return sum(1 for _ in islice(file, config.num_workers)) * config.num_samples

@@ -211,7 +211,7 @@ class RunState(NamedTuple):
     """The numbers of the tasks that need work, in dataset order."""
     done: int
     failed: int
-    """Tasks that failed for good."""
+    """Tasks that failed and are not retried."""
     passed: int
     not_passed: int
     """Tasks that passed their check, or did not."""

@@ -30,6 +30,7 @@ _SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _COMMANDS = {
     None: "echo {name}-{step} >> notes.txt && cat notes.txt",
     "clock": "date +%s%N",
+    "fix": "sed -i s/-/+/ pkg/calc.py && cat pkg/calc.py",
 }
 """What a step runs, by the name in its prompt; the clock's output is never the same."""
 _FILLERS = {"string": "step", "boolean": False, "integer": 1, "number": 1, "array": []}

@@ -56,6 +56,10 @@ class FakeBatches(BaseUrls):
     """From creation to the end of a batch."""
     create_s: float = 0.0
     """How long a creation takes before it is done, and again until it is answered."""
+    answer_s: float | None = None
+    """How long the second takes, where that differs."""
+    answers: int | None = None
+    """How many live calls get a reply; the rest waits."""
     errored: float = 0.0
     expired: float = 0.0
     """Shares of items that end so; the same ones each time."""
@@ -91,7 +95,7 @@ class FakeBatches(BaseUrls):
         ready = threading.Event()
         self._thread = threading.Thread(target=asyncio.run, args=(self._serve(ready),))
         self._thread.start()
-        if not ready.wait(10):
+        if not ready.wait(60):
             raise RuntimeError("the batch APIs did not start")
         return self
 
@@ -161,6 +165,10 @@ class FakeBatches(BaseUrls):
         except Refused as refused:
             error = DIALECTS[request.path].error(refused.status, str(refused))
             return web.json_response(error, status=refused.status)
+        while self.answers is not None and self.live.total() >= self.answers:
+            if request.transport is None or request.transport.is_closing():
+                return web.Response()  # nobody waits for it any more
+            await asyncio.sleep(0.005)
         self.live[ask.key] += 1
         return web.json_response(self._reply(ask))
 
@@ -192,7 +200,7 @@ class FakeBatches(BaseUrls):
         # Neither API promises an order.
         random.Random(id).shuffle(items)
         batch = self.batches[id] = _Batch(id, now, now + self.delay_s, items, fields)
-        await asyncio.sleep(self.create_s)
+        await asyncio.sleep(self.create_s if self.answer_s is None else self.answer_s)
         return batch
 
     def _cut(self, request: web.Request) -> bool:

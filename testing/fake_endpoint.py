@@ -102,8 +102,8 @@ class Connection(asyncio.Protocol):
 
     _transport: asyncio.Transport
 
-    def __init__(self, options: Options, tally: Tally) -> None:
-        self._options, self._tally = options, tally
+    def __init__(self, options: Options, tally: Tally, held: dict[Connection, int]) -> None:
+        self._options, self._tally, self._held = options, tally, held
         self._received = bytearray()
         self._ask: Ask | None = None
         self._reply: Reply | None = None
@@ -119,6 +119,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer:
             self._timer.cancel()
+        self._held.pop(self, None)
         self._tally.in_flight -= self._ask is not None
         self._ask = None
         self._steps = iter(())
@@ -161,6 +162,12 @@ class Connection(asyncio.Protocol):
             case "POST", "/reset":
                 self._tally.clear()
                 self._send(frame(200, {}))
+            case "POST", "/options":
+                for name, value in orjson.loads(body).items():
+                    setattr(self._options, name, value)
+                self._send(frame(200, {}))
+                for connection in [*self._held]:
+                    connection._answer_in_turn(self._held.pop(connection))
             case _:
                 self._send(frame(404, openai_error(404, f"there is no {method} {path}")))
         return None
@@ -180,14 +187,25 @@ class Connection(asyncio.Protocol):
         self._ask = ask
         if ask.fault:
             self._tally.play(ask.key, ask.fault)
-        if not self._options.latency_s or (capacity is not None and ask.fault == "http429"):
-            return self._answer(ask)
+        if capacity is not None and ask.fault == "http429":
+            return self._answer()
+        counts = self._options.answers is not None
+        return self._answer_in_turn(self._tally.asked.total() if counts else 0)
+
+    def _answer_in_turn(self, number: int) -> None:
+        answers = self._options.answers
+        if answers is not None and number > answers:
+            self._held[self] = number
+            return None
+        if not self._options.latency_s:
+            return self._answer()
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._options.latency_s, self._answer, ask)
+        self._timer = loop.call_later(self._options.latency_s, self._answer)
         return None
 
-    def _answer(self, ask: Ask) -> None:
-        self._steps, self._reply = respond(ask, self._options)
+    def _answer(self) -> None:
+        assert self._ask is not None
+        self._steps, self._reply = respond(self._ask, self._options)
         self._go_on()
 
     def _send(self, frame: bytes) -> None:
@@ -269,10 +287,18 @@ class FakeEndpoint(Options, BaseUrls):
         """Reset the counters."""
         self._fetch("/reset", b"")
 
+    def answer(self, answers: int | None) -> None:
+        """Change how many requests get a reply, those before included; None: all."""
+        self.change(answers=answers)
+
+    def change(self, **options: Any) -> None:
+        """Play with other options from now on; the counters begin again with `reset`."""
+        self._fetch("/options", orjson.dumps(options))
+
     def _fetch(self, path: str, body: bytes | None) -> JSON:
         # A proxy named in the environment must not be asked for a loopback address.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self.anthropic_url + path, body, timeout=10) as response:
+        with opener.open(self.anthropic_url + path, body, timeout=60) as response:
             return cast(JSON, orjson.loads(response.read()))
 
 
@@ -281,9 +307,9 @@ async def _serve(options: Options, parent_pid: int) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    tally = Tally(options.journal_path)
+    tally, held = Tally(options.journal_path), dict[Connection, int]()
     server = await loop.create_server(
-        lambda: Connection(options, tally), "127.0.0.1", options.port, backlog=4096
+        lambda: Connection(options, tally, held), "127.0.0.1", options.port, backlog=4096
     )
     port = server.sockets[0].getsockname()[1]
     print(orjson.dumps({"port": port, "pid": os.getpid()}).decode(), flush=True)

@@ -55,6 +55,7 @@ class Options:
     reasoning_chars: int = _option(int, 0, "length of the reasoning in each reply")
     text_chars: int = _option(int, 200, "length of the final text")
     capacity: int | None = _option(int, None, "requests in flight beyond which it answers 429")
+    answers: int | None = _option(int, None, "requests that get a reply; the rest waits")
     journal_path: str | None = _option(str, None, "file that events are appended to")
     key: str | None = _option(str, None, "API key that requests must carry")
     tokens: str | None = _option(str, None, "give token ids as this does: vllm, sglang, openai")

@@ -14,27 +14,41 @@ Answer = Callable[[str, JSON], tuple[int, JSON]]
 """From the path and body of a request to the status and body of its reply."""
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Handles the requests of one connection; prints nothing."""
+
+    def body(self) -> bytes:
+        """The body of the request."""
+        return self.rfile.read(int(self.headers.get("content-length") or 0))
+
+    def send(
+        self, status: int, content: bytes = b"", type: str = "application/json", **headers: str
+    ) -> None:
+        """Send a whole reply."""
+        self.send_response(status)
+        for name, value in {"content-type": type, **headers}.items():
+            self.send_header(name, value)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
 @contextmanager
 def answering(answer: Answer) -> Iterator[tuple[str, list[JSON]]]:
     """The root of the running endpoint, and the bodies that it was sent so far."""
     asked: list[JSON] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Answering(Handler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = json.loads(self.body())
             asked.append(body)
             status, reply = answer(self.path, body)
-            content = json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.send(status, json.dumps(reply).encode())
 
-        def log_message(self, *_: Any) -> None:
-            """Nobody reads it."""
-
-    with listening(Handler) as url:
+    with listening(Answering) as url:
         yield url, asked
 
 

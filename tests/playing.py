@@ -85,9 +85,6 @@ class Watched:
         usage: Usage = {**completion.usage, "input_tokens": self._price.tokens}
         return replace(completion, cost_usd=self._price.usd, usage=usage)
 
-    async def close(self) -> None:
-        await self._model.close()
-
 
 @tool(idempotent=True)
 def echo(context: ToolContext, text: Annotated[str, Field(description="What to say.")] = "") -> str:

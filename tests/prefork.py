@@ -162,6 +162,8 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
             requests.close()
             status, *outputs = descriptors
             if (pid := os.fork()) == 0:
+                os.setsid()
+                os.write(status, os.getpid().to_bytes(4, "big"))  # tests may kill its group now
                 os.close(status)
                 for number, descriptor in enumerate(outputs, 1):
                     os.dup2(descriptor, number)
@@ -175,8 +177,7 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
 
 
 def _report(pid: int, status: socket.socket) -> NoReturn:
-    """Send the id of a process and how it ended; the id stays its own until the test knows."""
-    status.sendall(pid.to_bytes(4, "big"))
+    """Send how a process ended; its id stays its own until the test knows."""
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert ended is not None
     code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -196,7 +197,6 @@ def _take_ended() -> None:
 
 def _become(request: dict[str, Any]) -> None:
     """Make this process what a new one would be, and run the program."""
-    os.setsid()
     os.umask(request["umask"])
     for number, limits in request["limits"].items():
         resource.setrlimit(int(number), limits)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
 from runs.store.checksum import without_checksum
+from testing.fake_endpoint import FakeEndpoint
 from tests.prefork import Forked, can_fork
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +50,9 @@ def command(*args: object, **options: object) -> list[str]:
     flags = [f"--{name}={value}" for name, value in options.items()]
     return [sys.executable, str(ROOT / "batch_runner.py"), *map(str, args), *flags]
 
+
+PATIENCE_S = 120.0
+"""The longest wait for anything; only what is broken takes as long, however loaded the machine."""
 
 Process = subprocess.Popen[bytes] | Forked
 """A command that was started."""
@@ -95,7 +99,7 @@ def run(
     with TemporaryFile() as output, TemporaryFile() as errors:
         process = start(cwd, given, {**os.environ, **(env or {})}, output, errors)
         try:
-            code = process.wait(timeout=120)
+            code = process.wait(timeout=PATIENCE_S)
         except BaseException:
             process.kill()
             raise
@@ -108,7 +112,7 @@ def _text_of(file: IO[bytes]) -> str:
     return file.read().decode().replace("\r\n", "\n").replace("\r", "\n")
 
 
-@contextmanager
+@contextlib.contextmanager
 def started(cwd: Path, *args: object, forks: bool = True, **options: object) -> Iterator[Process]:
     """A run in a process group of its own; what is left of it is killed at the end."""
     given = command(*args, **options)
@@ -118,10 +122,21 @@ def started(cwd: Path, *args: object, forks: bool = True, **options: object) -> 
     try:
         yield process
     finally:
-        for pid in session_of(process.pid):
-            os.kill(pid, signal.SIGKILL)
-        process.kill()
+        kill_session(process.pid)
         process.wait()
+
+
+def kill_session(leader: int) -> None:
+    """Kill all processes of the session that `leader` leads, and wait until none lives."""
+
+    def is_over() -> bool:
+        living = session_of(leader)  # again and again: a process may just have started another
+        for pid in living:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not living
+
+    wait_until(is_over)
 
 
 def session_of(leader: int) -> list[int]:
@@ -129,12 +144,40 @@ def session_of(leader: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+            fields = stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(session) == leader and state != "Z":
+        state, session, threads = fields[0], int(fields[3]), int(fields[17])
+        # A dead process whose other threads still end holds its files and locks.
+        if session == leader and (state != "Z" or threads > 1):
             found.append(int(stat.parent.name))
     return found
+
+
+def kill_repeatedly(
+    cwd: Path, given: Mapping[str, Any], endpoint: FakeEndpoint, calls: Iterable[int]
+) -> None:
+    """Kill the process group of a run after each of these numbers of further calls.
+
+    The endpoint holds its other replies until then, so that no run ends before.
+    """
+    for more in calls:
+        with started(cwd, **given) as process:
+            enough = endpoint.journal()["requests"] + more
+            endpoint.answer(enough)
+            _wait_for_calls(process, endpoint, enough)
+            assert process.poll() is None, "it ended before it was killed"
+            os.killpg(process.pid, signal.SIGKILL)
+            _wait_for_end(process.pid)
+    endpoint.answer(None)
+
+
+def _wait_for_calls(process: Process, endpoint: FakeEndpoint, enough: int) -> None:
+    wait_until(lambda: process.poll() is not None or endpoint.journal()["requests"] >= enough)
+
+
+def _wait_for_end(session: int) -> None:
+    wait_until(lambda: not session_of(session))
 
 
 def workers_of(parent: int) -> list[int]:
@@ -156,8 +199,8 @@ def workers_of(parent: int) -> list[int]:
     return found
 
 
-def wait_until(condition: Any, *, timeout_s: float = 30.0) -> None:
-    """Poll until `condition()` holds; the time is a bound for a broken test, not a measure."""
+def wait_until(condition: Any, *, timeout_s: float = PATIENCE_S) -> None:
+    """Poll until `condition()` holds; the time is a limit for a broken test, not a measure."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

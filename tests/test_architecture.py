@@ -31,7 +31,7 @@ toolsets/builtin toolsets/web toolsets/browser toolsets/catalog toolsets/mcp
 
 agent/deadline agent/messages agent/reasoning agent/stream_events agent/tokens agent/models
 agent/models/dialects agent/models/client agent/models/batches agent/gateway/wire
-agent/gateway/canonical agent/gateway/reading agent/gateway/writing agent/gateway/wire_chat
+agent/gateway/canonical agent/gateway/reading agent/gateway/wire_base agent/gateway/wire_chat
 agent/gateway/wire_messages agent/gateway/wire_responses agent/gateway/wire_gemini
 agent/gateway/wires agent/gateway/threads agent/gateway/lines agent/state agent/options
 agent/command_agent agent/loop agent/gateway agent/views agent/setup agent/runner agent/session

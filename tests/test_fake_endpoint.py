@@ -19,6 +19,7 @@ import pytest
 
 from testing.fake_endpoint import FakeEndpoint
 from testing.fake_faults import FAULTS, REPLY_FAULTS, RETRY_AFTER, STATUSES, STREAM_FAULTS
+from tests.running import PATIENCE_S
 
 OPENAI, ANTHROPIC, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 pytestmark = pytest.mark.slow
@@ -66,7 +67,7 @@ def post(
     body: Any,
     *,
     headers: dict[str, str] | None = None,
-    timeout_s: float = 5.0,
+    timeout_s: float = PATIENCE_S,
 ) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of one request on a connection of its own."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -80,7 +81,7 @@ def post(
 def leave(endpoint: FakeEndpoint, body: dict[str, Any]) -> None:
     """Send a request and reset the connection at once."""
     raw = json.dumps(body).encode()
-    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=PATIENCE_S) as connection:
         connection.sendall(b"POST %b HTTP/1.1\r\n" % OPENAI.encode())
         connection.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(raw), raw))
         wait_until(endpoint, lambda journal: journal["in_flight"] == 1)
@@ -264,7 +265,7 @@ def test_requests_wait_side_by_side() -> None:
     request = b"POST %b HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (OPENAI.encode(), len(raw)) + raw
     with FakeEndpoint(latency_s=0.2) as endpoint:
         address = ("127.0.0.1", endpoint.port)
-        connections = [socket.create_connection(address, timeout=5) for _ in range(8)]
+        connections = [socket.create_connection(address, timeout=PATIENCE_S) for _ in range(8)]
         for connection in connections:
             connection.sendall(request)
         for connection in connections:
@@ -273,6 +274,24 @@ def test_requests_wait_side_by_side() -> None:
         journal = endpoint.journal()
     assert journal["max_in_flight"] == 8
     assert journal["last_reply_at"] - journal["first_request_at"] >= 0.2
+
+
+def test_requests_beyond_the_answers_wait_for_their_turn() -> None:
+    raw = json.dumps(ask()).encode()
+    request = b"POST %b HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (OPENAI.encode(), len(raw)) + raw
+    with FakeEndpoint(latency_s=0.0, answers=1) as endpoint:
+        assert post(endpoint, OPENAI, ask())[0] == 200
+        leave(endpoint, ask())
+        with socket.create_connection(("127.0.0.1", endpoint.port)) as connection:
+            connection.sendall(request)
+            wait_until(endpoint, lambda journal: journal["in_flight"] == 1)
+            assert endpoint.journal()["replies"] == 1
+            endpoint.answer(3)
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        leave(endpoint, ask())
+        endpoint.answer(None)
+        assert post(endpoint, OPENAI, ask())[0] == 200
+        assert endpoint.journal()["replies"] == 3
 
 
 def test_events_outlive_the_process(tmp_path: Path) -> None:
@@ -413,8 +432,9 @@ def test_fault(endpoint: FakeEndpoint, path: str, kind: str) -> None:
         assert endpoint.journal()["faults"] == {}
         return
     if kind in NO_ANSWER:
+        timeout_s = 0.2 if NO_ANSWER[kind] is TimeoutError else PATIENCE_S
         with pytest.raises(NO_ANSWER[kind]):
-            post(endpoint, path, body, timeout_s=0.2)
+            post(endpoint, path, body, timeout_s=timeout_s)
     else:
         status, _, reply = post(endpoint, path, body)
         assert status == 200
@@ -447,11 +467,12 @@ def test_refusals(endpoint: FakeEndpoint, path: str) -> None:
 
 def test_slow_and_huge_replies(endpoint: FakeEndpoint) -> None:
     raw = json.dumps(ask(prompt="fault:drip")).encode()
-    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=PATIENCE_S) as connection:
         connection.sendall(b"POST %b HTTP/1.1\r\n" % OPENAI.encode())
         connection.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(raw), raw))
         connection.recv(1000)
-        assert [len(connection.recv(1000)) for _ in range(3)] == [1, 1, 1]
+        assert all(connection.recv(1) for _ in range(3))
+        assert endpoint.journal()["in_flight"] == 1
     for stream in (False, True):
         body = post(endpoint, OPENAI, ask(prompt="fault:huge", stream=stream))[2]
         assert len(body) > 200 * 2**20
@@ -560,7 +581,7 @@ def test_ends_with_its_parent() -> None:
     ) as parent:
         assert parent.stdout is not None
         port = int(parent.stdout.readline())
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
             parent.send_signal(signal.SIGKILL)
             with suppress(ConnectionResetError):  # where it had not been accepted yet
                 assert connection.recv(1) == b""

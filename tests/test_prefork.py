@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.prefork import Forked, can_fork
-from tests.running import SCRIPTED, command, run, started, wait_until, write_rows
+from tests.running import PATIENCE_S, SCRIPTED, command, run, started, write_rows
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,10 @@ def test_it_leads_a_session_and_a_signal_ends_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.jsonl")
     with started(tmp_path, **SCRIPTED) as process:
         assert isinstance(process, Forked)
-        wait_until(lambda: os.getsid(process.pid) == process.pid)
+        assert os.getsid(process.pid) == process.pid, "from the start: tests kill its group"
         assert process.poll() is None
         process.send_signal(signal.SIGKILL)
-        assert process.wait(timeout=30) == -signal.SIGKILL
+        assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("name", ["PYTHONPATH", "LD_PRELOAD", "LC_ALL", "TZ"])

@@ -29,6 +29,15 @@ class Installed:
     directories: Sequence[str]
     """For its PATH: where it and its interpreter are."""
 
+    @property
+    def shims(self) -> str | None:
+        """A directory of pyenv, asdf or the like that it or its interpreter is in.
+
+        Scripts in it look for the real program with all that the version manager has installed,
+        which a sandbox does not show.
+        """
+        return next((place for place in self.directories if Path(place).name == "shims"), None)
+
 
 def find_program(name: str, more: Sequence[Path] = ()) -> Installed:
     """Find a program by its path or on the PATH. `more` are further paths to show.
@@ -53,7 +62,7 @@ def find_program(name: str, more: Sequence[Path] = ()) -> Installed:
 
 def _add(path: Path, binds: list[Path], directories: list[str]) -> Path:
     """Note what the program at `path` needs; return where it is once its links are followed."""
-    if environment := _above(path, "pyvenv.cfg"):
+    if environment := _environment_of(path):
         # A link to the interpreter is followed only for what it needs: by its own place the
         # interpreter finds the packages.
         binds.append(environment)
@@ -63,7 +72,7 @@ def _add(path: Path, binds: list[Path], directories: list[str]) -> Path:
         return path
     real = path.resolve()
     directories.append(str(real.parent))
-    if environment := _above(real, "pyvenv.cfg"):
+    if environment := _environment_of(real):
         return _add(real, binds, directories)
     if packages := _npm_root(real):
         binds.append(packages)
@@ -76,9 +85,9 @@ def _add(path: Path, binds: list[Path], directories: list[str]) -> Path:
     return real
 
 
-def _above(path: Path, name: str) -> Path | None:
-    """The nearest directory above a file that holds `name`."""
-    return next((above for above in path.parents if (above / name).is_file()), None)
+def _environment_of(path: Path) -> Path | None:
+    """The virtual environment that holds a file."""
+    return next((above for above in path.parents if (above / "pyvenv.cfg").is_file()), None)
 
 
 def _npm_root(path: Path) -> Path | None:

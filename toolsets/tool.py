@@ -53,7 +53,7 @@ class ToolResult:
     content: str
     """The text that the model reads."""
     is_error: bool = False
-    """Set by whatever failed; never inferred from the content."""
+    """Set where the call failed; never inferred from the content."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Facts for the record, never shown to the model."""
 

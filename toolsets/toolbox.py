@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import types
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,20 @@ class Toolbox:
     """The enabled tools of one task, and their context."""
 
     def __init__(
-        self, tools: Sequence[Tool], context: ToolContext, *, call_timeout_s: float = 300
+        self,
+        tools: Sequence[Tool],
+        context: ToolContext,
+        *,
+        call_timeout_s: float = 300,
+        before_call: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`before_call` is awaited before each call."""
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda tool: tool.name)}
         if len(self._tools) != len(tools):
             raise ValueError("two tools have the same name")
         self._context = context
         self._call_timeout_s = call_timeout_s
+        self._before_call = before_call
 
     @property
     def names(self) -> list[str]:
@@ -71,6 +78,8 @@ class Toolbox:
         `MemoryError` is a result while memory is left: one value was too large. A sync tool that
         exceeds its time limit keeps its thread until it returns.
         """
+        if self._before_call is not None:
+            await self._before_call()
         tool = self._tools.get(name)
         if tool is None:
             available = ", ".join(sorted({*self._tools, *others})) or "none"

@@ -116,9 +116,6 @@ class _Invoked:
             # A future cannot pass on a StopIteration: the caller would wait forever.
             raise RuntimeError("the model function raised StopIteration") from error
 
-    async def close(self) -> None:
-        """Nothing to release."""
-
 
 def _as_tool(schema: Mapping[str, Any], handlers: Mapping[str, Callable[..., Any]]) -> Tool:
     name = schema["name"]

@@ -1,14 +1,14 @@
 """Model calls of agents that run as commands: relayed to the run's endpoint, and recorded.
 
-wire            requests and replies as agents send and expect them; the protocol of a dialect
+wire            requests of agents, as they were read
 canonical       digests of messages and requests without what changes from start to start
 reading         reads the bodies of requests
-writing         events, errors and headers
+wire_base       a dialect as agents speak it: what the four have in common
 wire_chat       OpenAI chat completions
 wire_messages   Anthropic messages
 wire_responses  OpenAI Responses
 wire_gemini     Gemini's generateContent
-wires           the dialects by name and by path
+wires           the dialects by name
 threads         the fold of an agent's calls into conversations
 lines           the conversations that the threads make up
 answers         replies on their way to agents, and who asked for them again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -36,22 +36,31 @@ class Layout(NamedTuple):
     """The field with the messages, for errors."""
 
 
+class Asked(NamedTuple):
+    """What a request asks for, as its API has it."""
+
+    model: Any
+    system: Any
+    """The system prompt that is not among the messages, if there is one."""
+    messages: list[Any]
+    tools: Any
+    is_stream: bool
+    max_tokens: Any
+
+
 def read_request(
     layout: Layout,
     body: Mapping[str, Any],
-    *,
-    model: Any,
-    pieces: list[Any],
-    first: int,
-    tools: Any,
-    is_stream: bool,
-    max_tokens: Any,
+    asked: Asked,
     volatile: Volatile,
     before: Sequence[WireRequest],
 ) -> WireRequest:
-    """The request with these pieces of messages; `first` of them are not in the messages' field."""
+    """The request with this body; a system prompt is the piece before its messages."""
+    model, tools, max_tokens = asked.model, asked.tools, asked.max_tokens
     if not isinstance(model, str) or not model:
         raise WireError("model: it must be the name of a model")
+    first = int(bool(asked.system))
+    pieces = [("system", asked.system), *asked.messages] if first else asked.messages
     before = [request for request in before if request.api == layout.api]
     parts = _read_parts(layout, pieces, first, volatile, before)
     offer = next((known.offer for known in before if known.offer.raw == tools), None)
@@ -66,7 +75,7 @@ def read_request(
         model=model,
         messages=[message for part in parts for message in part.messages],
         tools=offer.tools,
-        is_stream=is_stream,
+        is_stream=asked.is_stream,
         max_tokens=max_tokens if type(max_tokens) is int else None,
         key=digest_of_bytes(b"".join(decides)).hex(),
         server_tools=offer.server_tools,
@@ -123,6 +132,33 @@ def message_of(
     if others:
         message["provider_blocks"] = {"api": api, "blocks": others}
     return message
+
+
+def results_and_said(
+    api: str,
+    parts: Iterable[dict[str, Any]],
+    read_result: Callable[[dict[str, Any], int], Message | None],
+) -> list[Message]:
+    """The results among the parts of a user's message, and what is said between and after them.
+
+    `read_result` gets a part and how many results precede it; it returns None for other parts.
+    """
+    messages: list[Message] = []
+    said: list[dict[str, Any]] = []
+    results = 0
+    for part in parts:
+        result = read_result(part, results)
+        if result is None:
+            said.append(part)
+            continue
+        if said:
+            messages.append(message_of(api, "user", said))
+            said = []
+        messages.append(result)
+        results += 1
+    if said or not messages:
+        messages.append(message_of(api, "user", said))
+    return messages
 
 
 def path_of(path: str) -> str:

@@ -6,14 +6,15 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from agent.gateway.answers import Answer, Answers, Refusal
 from agent.gateway.threads import Threads
-from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError, WireRequest
+from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
+from agent.gateway.wire_base import Wire
 from agent.loop.rules import unknown_use
 from agent.loop.steps import Finish
 from agent.messages import (
@@ -31,17 +32,18 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion
 from agent.models.parsing import load_object
 from agent.state.events import Clock, exchange_event, reply_event
-from agent.state.trajectory import Journal, Trajectory
+from agent.state.trajectory import Journal, Kept, Trajectory
 from agent.stream_events import ignored
 from toolsets import exact_json
 
 log = logging.getLogger(__name__)
 
-Kept = Callable[[], Awaitable[None]] | None
-"""Waits until the events so far are on disk; None where they are at once."""
-
 _STOP = 400
 """The status that ends every agent: 402, 429 and 5xx have some of them ask again."""
+
+
+_FAILED_UPSTREAM = 502
+"""The status of a call without a usable reply, which the agent may repeat."""
 
 
 _MODEL_IN_PATH = re.compile(r"/models/([^/:?]+)")
@@ -71,6 +73,13 @@ class CallLimits:
 NO_LIMITS = CallLimits()
 
 
+def ends_agent(error: ModelError) -> bool:
+    """Whether an agent gets no more replies after a failed call: its attempt is repeated later."""
+    if error.kind in ("not_found", "forbidden"):
+        return True
+    return not error.was_passed_on and error.action in ("retry", "stop_run")
+
+
 class AgentCall(NamedTuple):
     """A request of an agent."""
 
@@ -97,9 +106,12 @@ class Relay:
         limits: CallLimits = NO_LIMITS,
         volatile: Volatile = NOTHING_VOLATILE,
         is_stopping: Callable[[], bool] = lambda: False,
+        ends_with: Callable[[ModelError], bool] = ends_agent,
     ) -> None:
         """`route` gives the model for a dialect and the name that the agent asked for; it raises
-        `RefusedModel`."""
+        `RefusedModel`. `ends_with` says whether a failed call is the last one; after others the
+        agent gets the error and can make further calls.
+        """
         self._route = route
         self._trajectory = trajectory
         self._journal = journal
@@ -107,6 +119,7 @@ class Relay:
         self._limits = limits
         self._volatile = volatile
         self._is_stopping = is_stopping
+        self._ends_with = ends_with
         self._calls: dict[asyncio.Task[None], int] = {}
         if trajectory.agent_calls is None:
             trajectory.agent_calls = Threads()
@@ -122,20 +135,11 @@ class Relay:
         """Why the last call has no reply, if the endpoint refused it."""
         self.ended = asyncio.Event()
         """Set with `ending` or `failure`: the agent gets no more replies."""
-        self.stripped: dict[str, None] = {}
-        """Tools that the provider would have run, and that were removed from requests."""
 
     @property
     def in_flight(self) -> int:
         """How many calls are being made."""
         return len(self._calls)
-
-    @property
-    def activity(self) -> str:
-        """What the agent is doing, in a few words."""
-        if self._calls:
-            return f"call {self._threads.calls + 1} in flight"
-        return "tools" if self._threads.calls else "starting"
 
     def answer(self, call: AgentCall) -> Answer:
         """The reply to a model call, perhaps still to come. Raises `WireError`."""
@@ -317,12 +321,7 @@ class Relay:
         clock = Clock()
         completion = await model.complete(request)
         body = load_object(bodies[-1])
-        self._record(
-            exchange_event(
-                self._threads, asked, completion, body, clock, stripped=asked.server_tools
-            )
-        )
-        self.stripped |= dict.fromkeys(asked.server_tools)
+        self._record(exchange_event(self._threads, asked, completion, body, clock))
         if self._kept is not None:
             await self._kept()
         if not asked.is_stream:
@@ -335,10 +334,8 @@ class Relay:
         self._trajectory.apply(event)
 
     def _refuse(self, error: ModelError) -> Refusal:
-        """What the agent is answered where its call failed for good."""
-        if not error.was_passed_on and (error.action in ("retry", "stop_run")):
-            return self._fail(error)
-        if error.kind in ("not_found", "forbidden"):
+        """The reply to an agent whose call has failed for the last time."""
+        if self._ends_with(error):
             return self._fail(error)
         self.last_error = error
         return _refusal_of(error)
@@ -352,7 +349,7 @@ class Relay:
 
 
 def _request(call: AgentCall, route: Route, asked: WireRequest | None) -> RelayRequest:
-    """The request as it is sent: as it came, unless something in it has to be another.
+    """The request to send: the agent's own, unless a part of it has to change.
 
     `asked` is None for a request that costs nothing. Raises `WireError`.
     """
@@ -397,7 +394,7 @@ def _keep(bodies: list[bytes], read: Callable[[bytes], Completion], body: bytes)
 
 
 def _free(body: bytes) -> Completion:
-    """What a reply says that is no model's."""
+    """The completion of a reply that no model wrote."""
     usage = Usage(
         input_tokens=0,
         output_tokens=0,
@@ -413,4 +410,5 @@ def _refusal_of(error: ModelError) -> Refusal:
     if error.reply is not None:
         status, body = error.reply
         return Refusal(status, error.kind, str(error), body)
-    return Refusal(_STOP, error.kind, str(error))
+    status = _FAILED_UPSTREAM if error.action == "retry" else _STOP
+    return Refusal(status, error.kind, str(error))

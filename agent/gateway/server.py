@@ -13,12 +13,10 @@ from typing import Any
 from aiohttp import web
 
 from agent.gateway.answers import Answer, Refusal
-from agent.gateway.relay import NO_LIMITS, AgentCall, CallLimits, Kept, Relay, Route
-from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError
+from agent.gateway.relay import AgentCall, Relay
+from agent.gateway.wire import WireError
+from agent.gateway.wire_base import Wire
 from agent.gateway.wires import WIRES
-from agent.loop.steps import Finish
-from agent.models.errors import ModelError
-from agent.state.trajectory import Journal, Trajectory
 from toolsets import exact_json
 
 log = logging.getLogger(__name__)
@@ -40,67 +38,14 @@ class Gateway:
     """Relays the model calls of one agent and records them; see `Relay`."""
 
     def __init__(
-        self,
-        *,
-        wires: Collection[str],
-        route: Callable[[str, str], Route],
-        trajectory: Trajectory,
-        journal: Journal,
-        kept: Kept = None,
-        limits: CallLimits = NO_LIMITS,
-        volatile: Volatile = NOTHING_VOLATILE,
-        is_stopping: Callable[[], bool] = lambda: False,
-        keepalive_s: float = KEEPALIVE_S,
+        self, relay: Relay, *, wires: Collection[str], keepalive_s: float = KEEPALIVE_S
     ) -> None:
-        """`wires` are the dialects that the agent may speak. For the rest see `Relay`."""
+        """`wires` are the dialects that the agent may speak."""
+        self.relay = relay
         self._wires = [WIRES[api] for api in wires]
-        self._relay = Relay(
-            route=route,
-            trajectory=trajectory,
-            journal=journal,
-            kept=kept,
-            limits=limits,
-            volatile=volatile,
-            is_stopping=is_stopping,
-        )
         self._keepalive_s = keepalive_s
         self._key: str | None = None
         self._servers: list[tuple[asyncio.Server, web.Server]] = []
-
-    @property
-    def ending(self) -> Finish | None:
-        """Why the gateway refused calls; None if it did not."""
-        return self._relay.ending
-
-    @property
-    def ended(self) -> asyncio.Event:
-        """Set once the agent gets no more replies."""
-        return self._relay.ended
-
-    @property
-    def failure(self) -> Exception | None:
-        """What made further calls impossible; raised by `close`."""
-        return self._relay.failure
-
-    @property
-    def last_error(self) -> ModelError | None:
-        """Why the last call has no reply, if the endpoint refused it."""
-        return self._relay.last_error
-
-    @property
-    def activity(self) -> str:
-        """What the agent is doing, in a few words."""
-        return self._relay.activity
-
-    @property
-    def in_flight(self) -> int:
-        """How many model calls are being made."""
-        return self._relay.in_flight
-
-    @property
-    def stripped_tools(self) -> list[str]:
-        """Tools that the provider would have run, and that were removed from requests."""
-        return list(self._relay.stripped)
 
     async def serve_unix(self, path: Path) -> None:
         """Listen on a socket at `path`: who reaches it is the agent."""
@@ -125,7 +70,7 @@ class Gateway:
         for listener, _ in self._servers:
             listener.close()
         try:
-            await self._relay.close()
+            await self.relay.close()
         finally:
             for _, server in self._servers:
                 server.pre_shutdown()
@@ -148,15 +93,15 @@ class Gateway:
         try:
             call = await _read(request, wire, path)
             if operation == "count_tokens":
-                reply = await self._relay.count_tokens(call)
+                reply = await self.relay.count_tokens(call)
             else:
-                reply = self._relay.answer(call)
+                reply = self.relay.answer(call)
         except WireError as error:
-            return _refused(wire, Refusal(error.status, "bad_request", str(error)))
+            return _refused(wire, Refusal(400, "bad_request", str(error)))
         except web.HTTPRequestEntityTooLarge:
             words = f"the request is larger than {MAX_REQUEST_BYTES // 2**20} MiB"
             return _refused(wire, Refusal(413, "bad_request", words))
-        with self._relay.answers.reading(reply):
+        with self.relay.answers.reading(reply):
             if reply.is_stream:
                 return await self._send_events(request, reply, wire)
             await reply.done()
@@ -262,7 +207,7 @@ def _refused(wire: Wire | None, refusal: Refusal) -> web.Response:
 
 
 def _probed(request: web.BaseRequest, path: str) -> web.Response:
-    """Answer what is no call: clients look whether somebody is there, and which models."""
+    """Answer other requests: clients check whether a server responds and which models it has."""
     plain = path.partition("?")[0].rstrip("/")
     if request.method in ("GET", "HEAD"):
         if not plain:

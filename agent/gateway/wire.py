@@ -1,14 +1,10 @@
-"""Requests of agents, and replies to them, in the words of one API.
-
-`agent.models.dialects` writes requests and reads replies; a `Wire` is the opposite side: it reads
-requests and writes replies. Bodies pass through unchanged; a wire says what they mean.
-"""
+"""Requests of agents, as they were read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from agent.messages import Message, ToolCall
 
@@ -17,11 +13,7 @@ Operation = Literal["call", "count_tokens", "other"]
 
 
 class WireError(Exception):
-    """A request that cannot be relayed; answered with `status` and these words."""
-
-    def __init__(self, words: str, *, status: int = 400) -> None:
-        super().__init__(words)
-        self.status = status
+    """A request that cannot be relayed; answered with status 400 and these words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,85 +88,3 @@ class WireRequest:
     """The `raw` of all parts."""
     offer: Offer = field(default=_NO_OFFER, repr=False)
     """What its tools were read from."""
-
-
-class Wire(Protocol):
-    """One API, as agents speak it. Paths may have a query; they begin with a slash."""
-
-    @property
-    def api(self) -> str:
-        """The dialect's name, as in `ModelSettings.api`."""
-        ...
-
-    @property
-    def keepalive(self) -> bytes:
-        """What can be sent in a stream at any time to show that it is alive."""
-        ...
-
-    def operation(self, method: str, path: str) -> Operation | None:
-        """What a request to `path` asks for; None if it is not a request of this API."""
-        ...
-
-    def read(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        volatile: Volatile = NOTHING_VOLATILE,
-        before: Sequence[WireRequest] = (),
-    ) -> WireRequest:
-        """Read the body of a model call.
-
-        `before` are earlier requests of the same agent (see `Threads.recent`): what the body
-        repeats of them is not read again. Raises `WireError`.
-        """
-        ...
-
-    def rewritten(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        *,
-        model: str | None = None,
-        max_tokens: int | None = None,
-        without_server_tools: bool = False,
-    ) -> tuple[str, dict[str, Any]]:
-        """Path and body with another model name, a limit on the reply of at most `max_tokens`, or
-        without the tools that the provider would run. `body` is not altered.
-        """
-        ...
-
-    def upstream_path(self, path: str) -> str:
-        """Where the request goes, below the root of an endpoint."""
-        ...
-
-    def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Those of an agent's headers (names in any case) that are passed on, names lower-case.
-
-        Never keys, cookies, or headers of the connection.
-        """
-        ...
-
-    def whole(self, body: Mapping[str, Any]) -> bytes:
-        """A recorded reply as the body that answers a request without streaming."""
-        ...
-
-    def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
-        """A recorded reply as the events that answer a request with streaming.
-
-        Their assembly is `body` again.
-        """
-        ...
-
-    def last_event(self, data: str) -> bool:
-        """Whether a stream's event with this data ends the reply: it and all later events have to
-        wait until the reply is durable.
-        """
-        ...
-
-    def error(self, status: int, kind: str, words: str) -> bytes:
-        """The body of an error reply. `kind` is a word such as "budget" or "stopped"."""
-        ...
-
-    def stream_error(self, kind: str, words: str) -> bytes:
-        """An event that ends a stream whose headers are sent, as an error not worth repeating."""
-        ...

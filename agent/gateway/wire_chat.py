@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import orjson
 
 from agent.gateway.canonical import CallsInOrder
 from agent.gateway.reading import (
@@ -14,112 +12,50 @@ from agent.gateway.reading import (
     custom_tool,
     function_tool,
     objects_in,
-    path_of,
     placeholder,
-    read_request,
 )
-from agent.gateway.wire import (
-    NOTHING_VOLATILE,
-    Operation,
-    Volatile,
-    WireError,
-    WireRequest,
-)
-from agent.gateway.writing import (
-    COMMENT,
-    error_object,
-    lower_of,
-    passed_on,
-    remove_server_tools,
-    sse,
-)
+from agent.gateway.wire import WireError
+from agent.gateway.wire_base import Wire, sse
 from agent.messages import Message
 from agent.models.dialects.openai_chat import API, flat_text, read_message
-from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.parsing import object_of
 from toolsets import exact_json
 
-_LIMITS = ("max_completion_tokens", "max_tokens")
-
-_HEADERS = frozenset({"openai-beta"})
-
 _READ_ELSEWHERE = frozenset(
     {
         *("model", "messages", "tools", "stream", "stream_options"),
-        # What follows says who asks, and where prompts are kept.
+        # The following identify the caller and control where prompts are cached or stored.
         *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
         *("store", "user"),
     }
 )
 
 
-class ChatWire:
+class ChatWire(Wire):
     """See `Wire`."""
 
     api = API
-    keepalive = COMMENT
+    call_path = "/chat/completions"
+    headers = frozenset({"openai-beta"})
+    limits = ("max_completion_tokens", "max_tokens")
+    server_field = "web_search_options"
+    ends = ("finish_reason",)
 
-    def operation(self, method: str, path: str) -> Operation | None:
-        """See `Wire.operation`."""
-        if not path_of(path).endswith("/chat/completions"):
-            return None
-        return "call" if method == "POST" else "other"
+    def __init__(self) -> None:
+        self.layout = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "messages")
 
-    def read(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        volatile: Volatile = NOTHING_VOLATILE,
-        before: Sequence[WireRequest] = (),
-    ) -> WireRequest:
-        """See `Wire.read`."""
-        del path
-        return read_request(
-            _LAYOUT,
-            body,
-            model=body.get("model"),
-            pieces=objects_in(body.get("messages"), "messages"),
-            first=0,
-            tools=_tools_of(body),
-            is_stream=body.get("stream") is True,
-            max_tokens=next((body[name] for name in _LIMITS if body.get(name) is not None), None),
-            volatile=volatile,
-            before=before,
-        )
+    def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        """See `Wire.messages_of`."""
+        return None, objects_in(body.get("messages"), "messages")
 
-    def rewritten(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        *,
-        model: str | None = None,
-        max_tokens: int | None = None,
-        without_server_tools: bool = False,
-    ) -> tuple[str, dict[str, Any]]:
-        """See `Wire.rewritten`."""
-        new = dict(body)
-        if model is not None:
-            new["model"] = model
-        if max_tokens is not None:
-            names = [name for name in _LIMITS if new.get(name) is not None] or [_LIMITS[0]]
-            new |= {name: lower_of(max_tokens, new.get(name)) for name in names}
-        if without_server_tools:
-            new.pop("web_search_options", None)
-            remove_server_tools(new, _read_tool, automatic="auto")
-        return path, new
-
-    def upstream_path(self, path: str) -> str:
-        """See `Wire.upstream_path`."""
-        del path
-        return DIALECTS[API].path
-
-    def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """See `Wire.request_headers`."""
-        return passed_on(headers, _HEADERS)
+    def tools_of(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """See `Wire.tools_of`."""
+        tools = objects_in(body.get("tools") or [], "tools")
+        return [*tools, {"type": "web_search_options"}] if self.server_field in body else tools
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
-        """See `Wire.whole`. A stream's parts do not say all that clients want of a whole reply."""
+        """See `Wire.whole`. Clients expect fields of a whole reply that a stream does not have."""
         return exact_json.dumps({"object": "chat.completion", "created": 0, **body})
 
     def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
@@ -136,28 +72,15 @@ class ChatWire:
 
     def last_event(self, data: str) -> bool:
         """See `Wire.last_event`. Clients can act on the finish reason already."""
-        if data.strip() == "[DONE]":
-            return True
-        if '"finish_reason"' not in data:
-            return False
-        try:
-            choices = orjson.loads(data).get("choices") or []
-            return any(choice.get("finish_reason") for choice in choices)
-        except (orjson.JSONDecodeError, AttributeError):
-            return False
+        return data.strip() == "[DONE]" or super().last_event(data)
 
-    def error(self, status: int, kind: str, words: str) -> bytes:
-        """See `Wire.error`."""
-        return exact_json.dumps({"error": error_object(status, kind, words)})
+    def is_end(self, event: Any) -> bool:
+        """See `Wire.is_end`."""
+        return any(choice.get("finish_reason") for choice in event.get("choices") or [])
 
     def stream_error(self, kind: str, words: str) -> bytes:
         """See `Wire.stream_error`."""
-        return sse({"error": error_object(400, kind, words)})
-
-
-def _tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tools = objects_in(body.get("tools") or [], "tools")
-    return [*tools, {"type": "web_search_options"}] if "web_search_options" in body else tools
+        return b"data: " + self.error(400, kind, words) + b"\n\n"
 
 
 def _delta_of(choice: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,6 +138,3 @@ def _read_tool(tool: Mapping[str, Any]) -> Schemas:
             return [custom_tool(object_of(tool, "custom"))]
         case kind:
             return str(kind)
-
-
-_LAYOUT = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "messages")

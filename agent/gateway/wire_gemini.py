@@ -6,20 +6,19 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from agent.gateway.canonical import CallsInOrder
 from agent.gateway.reading import (
+    Asked,
     Layout,
     Schemas,
     function_tool,
     message_of,
     objects_in,
     path_of,
-    read_request,
+    results_and_said,
 )
-from agent.gateway.wire import NOTHING_VOLATILE, Operation, Volatile, WireError, WireRequest
-from agent.gateway.writing import lower_of, sse
+from agent.gateway.wire import Operation, WireError
+from agent.gateway.wire_base import Wire, lower_of, sse
 from agent.messages import Message
 from agent.models.dialects.gemini import API, read_parts
 from agent.models.errors import ModelError
@@ -44,11 +43,15 @@ _STATUSES: Mapping[int, str] = {
 }
 
 
-class GeminiWire:
+class GeminiWire(Wire):
     """See `Wire`."""
 
     api = API
     keepalive = b"\n"  # Google's own client takes no comments
+    ends = ("finishReason", "blockReason")
+
+    def __init__(self) -> None:
+        self.layout = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "contents")
 
     def operation(self, method: str, path: str) -> Operation | None:
         """See `Wire.operation`."""
@@ -57,32 +60,20 @@ class GeminiWire:
             return None
         return _OPERATIONS.get(found["method"], "other") if method == "POST" else "other"
 
-    def read(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        volatile: Volatile = NOTHING_VOLATILE,
-        before: Sequence[WireRequest] = (),
-    ) -> WireRequest:
-        """See `Wire.read`."""
+    def asked(self, path: str, body: Mapping[str, Any]) -> Asked:
+        """See `Wire.asked`."""
         found = _PATH.search(path_of(path))
         is_stream = found is not None and found["method"] == "streamGenerateContent"
         if is_stream and "alt=sse" not in path:
             raise WireError("streams are sent as events only: add ?alt=sse to the path")
-        given = body.get("systemInstruction") or body.get("system_instruction")
-        system = [("system", given)] if given else []
-        return read_request(
-            _LAYOUT,
-            body,
-            model=found and found["model"],
-            pieces=[*system, *objects_in(body.get("contents"), "contents")],
-            first=len(system),
-            tools=_tools_of(body),
-            is_stream=is_stream,
-            max_tokens=_config_of(body).get("maxOutputTokens"),
-            volatile=volatile,
-            before=before,
-        )
+        system, messages = self.messages_of(body)
+        limit = _config_of(body).get("maxOutputTokens")
+        return Asked(found and found["model"], system, messages, _tools_of(body), is_stream, limit)
+
+    def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        """See `Wire.messages_of`."""
+        system = body.get("systemInstruction") or body.get("system_instruction")
+        return system, objects_in(body.get("contents"), "contents")
 
     def rewritten(
         self,
@@ -120,15 +111,6 @@ class GeminiWire:
         form = "?alt=sse" if "alt=sse" in query else ""
         return f"{version}/models/{found['model']}:{found['method']}{form}"
 
-    def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """See `Wire.request_headers`."""
-        del headers
-        return {}
-
-    def whole(self, body: Mapping[str, Any]) -> bytes:
-        """See `Wire.whole`."""
-        return exact_json.dumps(body)
-
     def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.stream_of`: the reply without its end, then its end."""
         candidates = body.get("candidates") or []
@@ -142,19 +124,12 @@ class GeminiWire:
             return [sse(body)]
         return [sse({**head, "candidates": begun}), sse({**body, "candidates": ended})]
 
-    def last_event(self, data: str) -> bool:
-        """See `Wire.last_event`."""
-        if '"finishReason"' not in data and '"blockReason"' not in data:
-            return False
-        try:
-            part = orjson.loads(data)
-            feedback = part.get("promptFeedback") or {}
-            candidates = part.get("candidates") or []
-            return bool(feedback.get("blockReason")) or any(
-                candidate.get("finishReason") for candidate in candidates
-            )
-        except (orjson.JSONDecodeError, AttributeError):
-            return False
+    def is_end(self, event: Any) -> bool:
+        """See `Wire.is_end`."""
+        feedback, candidates = event.get("promptFeedback") or {}, event.get("candidates") or []
+        return bool(feedback.get("blockReason")) or any(
+            candidate.get("finishReason") for candidate in candidates
+        )
 
     def error(self, status: int, kind: str, words: str) -> bytes:
         """See `Wire.error`."""
@@ -212,24 +187,17 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _read_user(parts: Sequence[dict[str, Any]], calls: CallsInOrder) -> list[Message]:
-    """Results, and what is said between and after them. Results without ids are in call order."""
-    messages: list[Message] = []
-    said: list[dict[str, Any]] = []
+    """Results without ids are in call order."""
     awaited = [call["id"] for call in calls.latest()]
-    for part in parts:
+
+    def read_result(part: Mapping[str, Any], before: int) -> Message | None:
         result = part.get("functionResponse")
         if not isinstance(result, dict):
-            said.append(part)
-            continue
-        if said:
-            messages.append(message_of(API, "user", said))
-            said = []
-        answered = sum(message["role"] == "tool" for message in messages)
-        id = str(result.get("id") or (awaited[answered] if answered < len(awaited) else ""))
-        messages.append(_read_result(id, result))
-    if said or not messages:
-        messages.append(message_of(API, "user", said))
-    return messages
+            return None
+        id = str(result.get("id") or (awaited[before] if before < len(awaited) else ""))
+        return _read_result(id, result)
+
+    return results_and_said(API, parts, read_result)
 
 
 def _read_result(id: str, result: Mapping[str, Any]) -> Message:
@@ -242,6 +210,3 @@ def _read_result(id: str, result: Mapping[str, Any]) -> Message:
         text = exact_json.dumps(given).decode()
     name = str(result.get("name") or "")
     return Message(role="tool", tool_call_id=id, name=name, content=text, is_error=is_error)
-
-
-_LAYOUT = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "contents")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-import orjson
 
 from agent.gateway.canonical import CallsInOrder
 from agent.gateway.reading import (
@@ -14,14 +12,12 @@ from agent.gateway.reading import (
     function_tool,
     message_of,
     objects_in,
-    path_of,
-    read_request,
+    results_and_said,
 )
-from agent.gateway.wire import NOTHING_VOLATILE, Operation, Volatile, WireError, WireRequest
-from agent.gateway.writing import lower_of, passed_on, remove_server_tools, sse, type_of
+from agent.gateway.wire import WireError
+from agent.gateway.wire_base import Wire, sse, type_of
 from agent.messages import Message
 from agent.models.dialects.anthropic_messages import API, read_blocks
-from agent.models.dialects.registry import DIALECTS
 from toolsets import exact_json
 
 _READ_ELSEWHERE = frozenset({"model", "messages", "system", "tools", "stream", "metadata"})
@@ -29,76 +25,36 @@ _READ_ELSEWHERE = frozenset({"model", "messages", "system", "tools", "stream", "
 _RUN_BY_AGENTS = ("bash_", "text_editor_", "computer_", "memory_", "tool_search_tool_")
 """Beginnings of the types of tools that Anthropic defines and that do not reach out of its API."""
 
-_HEADERS = frozenset({"anthropic-beta", "anthropic-version"})
 
-
-class MessagesWire:
+class MessagesWire(Wire):
     """See `Wire`."""
 
     api = API
     keepalive = sse({"type": "ping"}, event="ping")
+    call_path = "/messages"
+    count_path = "/count_tokens"
+    headers = frozenset({"anthropic-beta", "anthropic-version"})
+    limits = ("max_tokens",)
+    server_field = "mcp_servers"
+    automatic: Mapping[str, Any] = {"type": "auto"}
+    ends = ("message_delta", "message_stop")  # the former has the stop reason
 
-    def operation(self, method: str, path: str) -> Operation | None:
-        """See `Wire.operation`."""
-        plain = path_of(path)
-        if plain.endswith("/messages/count_tokens"):
-            return "count_tokens" if method == "POST" else "other"
-        if plain.endswith("/messages"):
-            return "call" if method == "POST" else "other"
-        return "other" if "/messages/" in plain else None
+    def __init__(self) -> None:
+        self.layout = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "messages")
 
-    def read(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        volatile: Volatile = NOTHING_VOLATILE,
-        before: Sequence[WireRequest] = (),
-    ) -> WireRequest:
-        """See `Wire.read`."""
-        del path
-        system = [("system", body["system"])] if body.get("system") else []
-        return read_request(
-            _LAYOUT,
-            body,
-            model=body.get("model"),
-            pieces=[*system, *objects_in(body.get("messages"), "messages")],
-            first=len(system),
-            tools=_tools_of(body),
-            is_stream=body.get("stream") is True,
-            max_tokens=body.get("max_tokens"),
-            volatile=volatile,
-            before=before,
-        )
+    def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        """See `Wire.messages_of`."""
+        return body.get("system"), objects_in(body.get("messages"), "messages")
 
-    def rewritten(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        *,
-        model: str | None = None,
-        max_tokens: int | None = None,
-        without_server_tools: bool = False,
-    ) -> tuple[str, dict[str, Any]]:
-        """See `Wire.rewritten`."""
-        new = dict(body)
-        if model is not None:
-            new["model"] = model
-        if max_tokens is not None:
-            new["max_tokens"] = lower_of(max_tokens, new.get("max_tokens"))
-        if without_server_tools:
-            new.pop("mcp_servers", None)
-            remove_server_tools(new, _read_tool, automatic={"type": "auto"})
-        return path, new
+    def tools_of(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """See `Wire.tools_of`."""
+        tools = objects_in(body.get("tools") or [], "tools")
+        return [*tools, *objects_in(body.get("mcp_servers") or [], "mcp_servers")]
 
     def upstream_path(self, path: str) -> str:
-        """See `Wire.upstream_path`."""
-        plain, mark, query = path.partition("?")
-        counts = "/count_tokens" if plain.rstrip("/").endswith("/count_tokens") else ""
-        return DIALECTS[API].path + counts + mark + query
-
-    def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """See `Wire.request_headers`."""
-        return passed_on(headers, _HEADERS)
+        """See `Wire.upstream_path`. A query is passed on."""
+        _, mark, query = path.partition("?")
+        return super().upstream_path(path) + mark + query
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
         """See `Wire.whole`."""
@@ -108,31 +64,17 @@ class MessagesWire:
         """See `Wire.stream_of`."""
         return [sse(event, event=event["type"]) for event in _events_of(body)]
 
-    def last_event(self, data: str) -> bool:
-        """See `Wire.last_event`. The event before the last has the stop reason."""
-        if '"message_stop"' not in data and '"message_delta"' not in data:
-            return False
-        try:
-            event = orjson.loads(data)
-        except orjson.JSONDecodeError:
-            return False
-        return isinstance(event, dict) and event.get("type") in ("message_delta", "message_stop")
-
     def error(self, status: int, kind: str, words: str) -> bytes:
         """See `Wire.error`."""
-        error = {"type": type_of(status), "message": f"{words} ({kind})"}
-        return exact_json.dumps({"type": "error", "error": error})
+        return exact_json.dumps(_error(status, kind, words))
 
     def stream_error(self, kind: str, words: str) -> bytes:
         """See `Wire.stream_error`."""
-        error = {"type": type_of(400), "message": f"{words} ({kind})"}
-        return sse({"type": "error", "error": error}, event="error")
+        return sse(_error(400, kind, words), event="error")
 
 
-def _tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tools = objects_in(body.get("tools") or [], "tools")
-    servers = objects_in(body.get("mcp_servers") or [], "mcp_servers")
-    return [*tools, *servers]
+def _error(status: int, kind: str, words: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": type_of(status), "message": f"{words} ({kind})"}}
 
 
 def _events_of(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -189,37 +131,18 @@ def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
 
 
 def _read_user(content: Any, calls: CallsInOrder) -> list[Message]:
-    """Results, and what is said between and after them."""
     if isinstance(content, str):
         return [Message(role="user", content=content)]
-    messages: list[Message] = []
-    said: list[dict[str, Any]] = []
-    for block in objects_in(content, "content"):
+
+    def read_result(block: Mapping[str, Any], _: int) -> Message | None:
         if block.get("type") != "tool_result":
-            said.append(block)
-            continue
-        if said:
-            messages.append(message_of(API, "user", said))
-            said = []
-        messages.append(_read_result(block, calls))
-    if said or not messages:
-        messages.append(message_of(API, "user", said))
-    return messages
+            return None
+        id, is_error = str(block.get("tool_use_id") or ""), bool(block.get("is_error"))
+        said = message_of(API, "tool", block.get("content") or "")
+        result = Message(role="tool", tool_call_id=id, name=calls.name(id), content="")
+        return {**result, "is_error": is_error, **said}
 
-
-def _read_result(block: Mapping[str, Any], calls: CallsInOrder) -> Message:
-    id = str(block.get("tool_use_id") or "")
-    said = message_of(API, "tool", block.get("content") or "")
-    result = Message(
-        role="tool",
-        tool_call_id=id,
-        name=calls.name(id),
-        content=said["content"],
-        is_error=bool(block.get("is_error")),
-    )
-    if "provider_blocks" in said:
-        result["provider_blocks"] = said["provider_blocks"]
-    return result
+    return results_and_said(API, objects_in(content, "content"), read_result)
 
 
 def _read_tool(tool: Mapping[str, Any]) -> Schemas:
@@ -227,6 +150,3 @@ def _read_tool(tool: Mapping[str, Any]) -> Schemas:
     if kind != "custom" and not kind.startswith(_RUN_BY_AGENTS):
         return name or kind
     return [function_tool(name, tool.get("description"), tool.get("input_schema"))]
-
-
-_LAYOUT = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "messages")

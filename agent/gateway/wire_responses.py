@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from agent.gateway.canonical import CallsInOrder
 from agent.gateway.reading import (
     Layout,
@@ -15,29 +13,18 @@ from agent.gateway.reading import (
     function_tool,
     message_of,
     objects_in,
-    path_of,
     placeholder,
-    read_request,
 )
-from agent.gateway.wire import NOTHING_VOLATILE, Operation, Volatile, WireError, WireRequest
-from agent.gateway.writing import (
-    COMMENT,
-    error_object,
-    lower_of,
-    passed_on,
-    remove_server_tools,
-    sse,
-)
+from agent.gateway.wire import WireError
+from agent.gateway.wire_base import Wire, sse
 from agent.messages import Message, Role
 from agent.models.dialects.openai_responses import API, read_output
-from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
-from toolsets import exact_json
 
 _READ_ELSEWHERE = frozenset(
     {
         *("model", "input", "instructions", "tools", "stream", "stream_options"),
-        # What follows says who asks, and where prompts and replies are kept.
+        # The following identify the caller and control where prompts and replies are stored.
         *("client_metadata", "metadata", "prompt_cache_key", "prompt_cache_retention"),
         *("safety_identifier", "store", "user"),
     }
@@ -48,83 +35,26 @@ _RUN_BY_PROVIDER = (
 )
 """Beginnings of the types of tools that the agent does not run."""
 
-_HEADERS = frozenset({"openai-beta"})
 
-_ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
-
-
-class ResponsesWire:
-    """See `Wire`."""
+class ResponsesWire(Wire):
+    """See `Wire`. The last event of a stream has all of the reply."""
 
     api = API
-    keepalive = COMMENT
+    call_path = "/responses"
+    count_path = "/input_tokens"
+    headers = frozenset({"openai-beta"})
+    limits = ("max_output_tokens",)
+    ends = ("response.completed", "response.incomplete", "response.failed", "error")
 
-    def operation(self, method: str, path: str) -> Operation | None:
-        """See `Wire.operation`."""
-        plain = path_of(path)
-        if plain.endswith("/responses/input_tokens"):
-            return "count_tokens" if method == "POST" else "other"
-        if plain.endswith("/responses"):
-            return "call" if method == "POST" else "other"
-        return "other" if "/responses/" in plain else None
+    def __init__(self) -> None:
+        self.layout = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "input")
 
-    def read(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        volatile: Volatile = NOTHING_VOLATILE,
-        before: Sequence[WireRequest] = (),
-    ) -> WireRequest:
-        """See `Wire.read`."""
-        del path
+    def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        """See `Wire.messages_of`."""
         given = body.get("input") or []
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
-        system = [("system", body["instructions"])] if body.get("instructions") else []
-        return read_request(
-            _LAYOUT,
-            body,
-            model=body.get("model"),
-            pieces=[*system, *_grouped(objects_in(given, "input"))],
-            first=len(system),
-            tools=body.get("tools"),
-            is_stream=body.get("stream") is True,
-            max_tokens=body.get("max_output_tokens"),
-            volatile=volatile,
-            before=before,
-        )
-
-    def rewritten(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        *,
-        model: str | None = None,
-        max_tokens: int | None = None,
-        without_server_tools: bool = False,
-    ) -> tuple[str, dict[str, Any]]:
-        """See `Wire.rewritten`."""
-        new = dict(body)
-        if model is not None:
-            new["model"] = model
-        if max_tokens is not None:
-            new["max_output_tokens"] = lower_of(max_tokens, new.get("max_output_tokens"))
-        if without_server_tools:
-            remove_server_tools(new, _read_tool, automatic="auto")
-        return path, new
-
-    def upstream_path(self, path: str) -> str:
-        """See `Wire.upstream_path`."""
-        plain = path_of(path)
-        return DIALECTS[API].path + ("/input_tokens" if plain.endswith("/input_tokens") else "")
-
-    def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """See `Wire.request_headers`."""
-        return passed_on(headers, _HEADERS)
-
-    def whole(self, body: Mapping[str, Any]) -> bytes:
-        """See `Wire.whole`. The last event of a stream has all of it."""
-        return exact_json.dumps(body)
+        return body.get("instructions"), _grouped(objects_in(given, "input"))
 
     def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.stream_of`."""
@@ -132,20 +62,6 @@ class ResponsesWire:
             sse({**event, "sequence_number": n}, event=event["type"])
             for n, event in enumerate(_events_of(body))
         ]
-
-    def last_event(self, data: str) -> bool:
-        """See `Wire.last_event`."""
-        if not any(f'"{kind}"' in data for kind in _ENDS):
-            return False
-        try:
-            event = orjson.loads(data)
-        except orjson.JSONDecodeError:
-            return False
-        return isinstance(event, dict) and event.get("type") in _ENDS
-
-    def error(self, status: int, kind: str, words: str) -> bytes:
-        """See `Wire.error`."""
-        return exact_json.dumps({"error": error_object(status, kind, words)})
 
     def stream_error(self, kind: str, words: str) -> bytes:
         """See `Wire.stream_error`. Codex repeats calls that fail with most other codes."""
@@ -284,6 +200,3 @@ def _read_tool(tool: Mapping[str, Any]) -> Schemas:
     if kind.startswith(_RUN_BY_PROVIDER):
         return str(tool.get("server_label") or kind)
     return [function_tool(name or kind, tool.get("description"), tool.get("parameters"))]
-
-
-_LAYOUT = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "input")

@@ -2,13 +2,18 @@
 
 It sees what a user sees: messages and answers, no tool calls and no reasoning. Each of its messages
 is an inner conversation "simulated_user#N" of one reply: paid, journaled and resumed like others.
+Journal and record hold only that reply, and once its instructions: what it saw follows from the
+messages of the conversation, and stored with each message it would grow with their square.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 
-from agent.messages import USER_TURN, Message, Role, user_key
+from agent.messages import SIMULATED_USER, USER_TURN, Message, Role, user_key
+from agent.models.model import Completion, Model, Request
 from agent.options import AgentOptions, SimulatedUser
 from agent.reasoning import split_inline_reasoning
 from agent.state.trajectory import CONTINUE_CUT, Trajectory
@@ -27,9 +32,30 @@ def users_message(t: Trajectory, number: int) -> str:
     return inner.trajectory.final_text().strip()
 
 
-def opening_of_user(user: SimulatedUser, t: Trajectory) -> list[Message]:
+class UsersModel:
+    """The model of a simulated user: it sees `seen`, whatever the inner conversation stores."""
+
+    def __init__(self, model: Model, seen: Sequence[Message]) -> None:
+        self._model = model
+        self._seen = seen
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Model.complete`. The ids of the prompt are left out, as its messages are."""
+        completion = await self._model.complete(replace(request, messages=self._seen))
+        if completion.tokens is None:
+            return completion
+        return replace(completion, tokens=completion.tokens._replace(prompt=None))
+
+
+def stored_opening(seen: Sequence[Message], t: Trajectory) -> list[Message]:
+    """What of `seen` conversation `t` does not have yet: the instructions."""
+    users = (inner for inner in t.inner.values() if inner.name == SIMULATED_USER)
+    return [] if any(inner.trajectory.messages for inner in users) else list(seen[:1])
+
+
+def seen_by_user(user: SimulatedUser, t: Trajectory) -> list[Message]:
     """The conversation as the simulated user sees it, with the roles exchanged."""
-    opening = [
+    seen = [
         Message(role="system", content=user.instructions()),
         Message(role="user", content=_GREETING),
     ]
@@ -38,9 +64,9 @@ def opening_of_user(user: SimulatedUser, t: Trajectory) -> list[Message]:
     """What separates an answer from the one before; nothing from the beginning that was cut."""
 
     def say(role: Role, text: str) -> None:
-        if opening[-1]["role"] == role:
-            text = opening.pop()["content"] + between + text
-        opening.append(Message(role=role, content=text))
+        if seen[-1]["role"] == role:
+            text = seen.pop()["content"] + between + text
+        seen.append(Message(role=role, content=text))
 
     texts = deque(note["text"] for note in t.notes if note["reason"] == USER_TURN)
     for n, message in enumerate(t.messages):
@@ -52,7 +78,7 @@ def opening_of_user(user: SimulatedUser, t: Trajectory) -> list[Message]:
             say("assistant", texts.popleft())  # without a note that the runtime may have added
         elif message["role"] == "user":  # a note as a whole
             between = "" if CONTINUE_CUT in message.get("notes", ()) else "\n\n"
-    return opening
+    return seen
 
 
 def options_of_user(caller: AgentOptions) -> AgentOptions:

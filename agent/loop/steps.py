@@ -48,5 +48,9 @@ class Finish(NamedTuple):
     status: Status
     reason: str | None = None
 
+    def describe(self) -> str:
+        """The status, with the reason if there is one."""
+        return f"{self.status}: {self.reason}" if self.reason else self.status
+
 
 NextStep = CallModel | RunTools | ResumeTool | AddNote | AskUser | Finish

@@ -38,12 +38,9 @@ class SubagentTool:
     def __init__(self, subagent: Subagent, start: Start) -> None:
         self._subagent = subagent
         self._tool = _as_tool(subagent)
-        self._start = start
-
-    @property
-    def schema(self) -> Mapping[str, Any]:
+        self.schema = self._tool.schema
         """The subagent as a tool, in OpenAI form."""
-        return self._tool.schema
+        self._start = start
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Have the subagent work on the task of the call.
@@ -61,8 +58,7 @@ class SubagentTool:
         if end.status == "completed":
             answer = clip(conversation.final_text(), max_chars=MAX_RESULT_CHARS)
             return ToolResult(answer, details=details)
-        why = f": {end.reason}" if end.reason else ""
-        text = f"Error: the subagent gave no answer; it ended as {end.status}{why}"
+        text = f"Error: the subagent gave no answer; it ended as {end.describe()}"
         return ToolResult(text, True, details)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -33,6 +34,13 @@ class Connection:
     MODULE:FUNCTION, which returns a client of either SDK."""
     client_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Arguments for that client."""
+
+    def secret_headers(self) -> dict[str, str]:
+        """The headers of `headers_env`, with their values."""
+        return {
+            header: os.environ.get(variable, "").strip()
+            for header, variable in self.headers_env.items()
+        }
 
     @property
     def command_id(self) -> str:

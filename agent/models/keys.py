@@ -16,7 +16,7 @@ MARK = "[API key]"
 _SHORTEST = 8
 
 _PLACEHOLDERS = frozenset({"dummy-key", "fake-key", "lm-studio", "no-key-required", "not-needed"})
-"""What people give to servers that want no key, and what replies may well hold."""
+"""What people give to servers that need no key, and what replies may well hold."""
 
 
 _WIDE = ("utf-16-le", "utf-16-be")

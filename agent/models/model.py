@@ -77,17 +77,17 @@ class Model(Protocol):
         """
         ...
 
-    async def close(self) -> None:
-        """Release connections; the model cannot be used afterwards."""
-        ...
-
 
 class Adapter(Model, Protocol):
-    """A model in the words of one API."""
+    """A model that is called by one API."""
 
     @property
     def settings(self) -> ModelSettings:
         """The user's settings without the options that the endpoint has refused so far."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections; the model cannot be used afterwards."""
         ...
 
 

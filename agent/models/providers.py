@@ -14,7 +14,7 @@ Api = Literal["openai_chat", "openai_responses", "anthropic_messages", "gemini"]
 """The last one only for agents that run as commands: this program writes no requests in it."""
 
 NO_KEY = "none"
-"""What `key_env` says of an endpoint that wants no key."""
+"""What `key_env` says of an endpoint that needs no key."""
 
 
 class Provider(NamedTuple):

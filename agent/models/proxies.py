@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import urllib.request
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from agent.models.connection import DIRECT
 
@@ -42,10 +43,29 @@ def proxy_for(base_url: str, own: str | None = None) -> EndpointProxy | None:
     return _usable(given, variable, instead, base_url)
 
 
+_HOST = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*\.?")
+
+
+def _is_address(proxy: SplitResult) -> bool:
+    """Whether there can be such a host and port at all."""
+    try:
+        port = proxy.port
+        host = (proxy.hostname or "").encode("idna").decode()
+    except ValueError:  # a port beyond 65535; a label that is empty or too long
+        return False
+    return port != 0 and (":" in host or _HOST.fullmatch(host) is not None)
+
+
 def _usable(given: str, source: str, instead: str, base_url: str) -> EndpointProxy:
     proxy = urlsplit(given if "://" in given else f"http://{given}")
     place = f"{proxy.scheme}://{proxy.netloc.rpartition('@')[2]}"
     words = f"the proxy {place} ({source})"
+    if not _is_address(proxy):
+        msg = (
+            f"{words} cannot be used for {base_url}: {proxy.netloc.rpartition('@')[2]!r} is not "
+            f"the name of a host with a port. Correct it, {instead}"
+        )
+        raise UnusableProxy(msg)
     if proxy.scheme not in ("http", "https") or not proxy.hostname:
         msg = (
             f"{words} cannot be used for {base_url}: it must be an HTTP proxy (http:// or "

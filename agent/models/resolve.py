@@ -251,14 +251,6 @@ def read_key(settings: ModelSettings) -> str:
     return key
 
 
-def read_headers(connection: Connection) -> dict[str, str]:
-    """The headers whose values are in the environment."""
-    return {
-        header: os.environ.get(variable, "").strip()
-        for header, variable in connection.headers_env.items()
-    }
-
-
 def check_secret(value: str, what: str, variable: str, settings: ModelSettings) -> None:
     """Raise `MissingKey` where a variable holds nothing that can be sent."""
     if not value.strip():

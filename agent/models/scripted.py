@@ -100,9 +100,6 @@ class ScriptedModel:
             cost_usd=0.0,
         )
 
-    async def close(self) -> None:
-        """Nothing to release."""
-
 
 _NO_USAGE: Usage = {
     "input_tokens": 0,
@@ -111,7 +108,7 @@ _NO_USAGE: Usage = {
     "cache_write_tokens": 0,
     "reasoning_tokens": 0,
 }
-"""No model ran: here zero is the truth, not a stand-in for unknown."""
+"""No model ran, so the counts are really zero, not unknown."""
 
 
 def _to_call(call: ScriptedCall, id: str) -> ToolCall:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from agent.models.connection import Connection
 from agent.models.providers import NO_KEY, Api
-from agent.models.resolve import read_headers
 
 Sdk = Literal["openai", "anthropic"]
 
@@ -110,7 +109,7 @@ def connect(client: Any, connection: Connection, transport: Any) -> Any:
     return client.with_options(
         # A redirect would take the key along to wherever it points.
         http_client=make(transport=transport, follow_redirects=False),
-        default_headers={**connection.headers, **read_headers(connection)},
+        default_headers={**connection.headers, **connection.secret_headers()},
         default_query=dict(connection.query),
     )
 

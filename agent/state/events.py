@@ -143,16 +143,10 @@ def exchange_event(
     completion: Completion,
     body: dict[str, Any],
     clock: Clock,
-    *,
-    stripped: Sequence[str] = (),
-    waited_s: float = 0.0,
 ) -> ExchangeEvent:
-    """The call of an agent, once its whole reply is there: `body`, and what it says.
-
-    `stripped` are the server tools that were removed from the request.
-    """
+    """The call of an agent, once its whole reply is there: `body`, and what it says."""
     placed = threads.place(request)
-    reply = reply_event(placed.turn, completion, clock, discarded=None, waited_s=waited_s)
+    reply = reply_event(placed.turn, completion, clock, discarded=None)
     make_ids_unique(reply["message"], placed.call_ids, turn=placed.turn)
     event = ExchangeEvent(
         kind="exchange",
@@ -172,6 +166,6 @@ def exchange_event(
         event["echoes"] = placed.echoes
     if placed.tools is not None:
         event["tools"] = placed.tools
-    if stripped:
-        event["stripped"] = list(stripped)
+    if request.server_tools:  # they were removed from it
+        event["stripped"] = list(request.server_tools)
     return event

@@ -7,7 +7,7 @@ from its journal has the same state as before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from agent.deadline import TimeAtWork
@@ -48,6 +48,7 @@ Status = Literal[
     "budget",
     "time_limit",
     "context_exceeded",
+    "user_context_exceeded",
     "awaiting_input",
     "cannot_complete",
     "cancelled",
@@ -410,3 +411,6 @@ def _without_kind(event: Event) -> dict[str, Any]:
 
 Journal = Callable[[Event], None]
 """Makes an event durable before it is used: once it returns, a killed process does not lose it."""
+
+Kept = Callable[[], Awaitable[None]] | None
+"""Waits until the events so far are on disk; None where they are at once."""

@@ -71,10 +71,6 @@ class ReActModel:
         )
         return read_completion(reply, request)
 
-    async def close(self) -> None:
-        """See `Model.close`."""
-        await self._inner.close()
-
 
 def to_view(request: Request, *, max_turns: int | None = None) -> list[Message]:
     """The messages that the wrapped model is shown; the recorded ones do not change."""

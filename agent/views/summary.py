@@ -74,10 +74,6 @@ class SummarizingModel:
             return completion
         raise ConversationChanged
 
-    async def close(self) -> None:
-        """See `Model.close`."""
-        await self._model.close()
-
     def _shown(self, messages: Sequence[Message]) -> Sequence[Message]:
         upto, summary = latest_summary(self._trajectory)
         if not upto:

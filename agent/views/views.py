@@ -33,10 +33,6 @@ class ViewingModel:
         shown = self._view(request.messages)
         return await self._model.complete(replace(request, messages=shown))
 
-    async def close(self) -> None:
-        """See `Model.close`."""
-        await self._model.close()
-
 
 def with_views(model: Model, options: AgentOptions) -> Model:
     """`model` with the views around it that `options` ask for."""

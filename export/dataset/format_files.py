@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from export.conversation.own_work import Own, own_of
 from export.conversation.row_json import dumps_row
@@ -16,7 +17,7 @@ from export.dataset.per_turn import content_of, cut_by_turn
 from export.formats.arrow import datasets_writer, parquet_writer
 from export.formats.preference import Sample, dpo_row, kto_row, pair_of, sample_of
 from export.formats.registry import COPIED, GROUP_FORMATS, ROW_FORMATS, Format
-from export.formats.rl import rows_of
+from export.formats.rl import rows_of, threads_of
 from export.recipe import Recipe
 from export.row_files import FileTarget, LineWriter, MakeWriter, SplitFiles
 from runs.store.checksum import without_checksum
@@ -44,23 +45,6 @@ class Candidate(NamedTuple):
         """The conversation, which some format needs."""
         assert self.conversation is not None
         return self.conversation
-
-
-class FormatFiles(Protocol):
-    """Writes one format of a dataset."""
-
-    name: str
-
-    def add(
-        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
-    ) -> Iterator[tuple[Candidate, Why]]:
-        """Write the rows of the candidates of one prompt; yields those that are not used, and why.
-
-        `left_out` names candidates, by id, that only preferences may use.
-        """
-
-    def finish(self) -> dict[str, Any]:
-        """Close the files; returns the format's part of the manifest."""
 
 
 class _Lengths:
@@ -91,8 +75,8 @@ class _Lengths:
         return None
 
 
-class _Files:
-    """JSON lines and the copies asked for, by split and with their counts."""
+class FormatFiles(ABC):
+    """Writes one format of a dataset: JSON lines and the copies asked for, by split."""
 
     def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
         """Raises `ConfigError` where a package is missing."""
@@ -128,7 +112,33 @@ class _Files:
         self._reasons[why[0]] += 1
         return candidate, why
 
+    def add(
+        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
+    ) -> Iterator[tuple[Candidate, Why]]:
+        """Write the rows of the candidates of one prompt; yields those that are not used, and why.
+
+        `left_out` names candidates, by id, that only preferences may use.
+        """
+        seen: set[Hashable] = set()
+        for candidate in candidates:
+            why = left_out.get(candidate.record["id"])
+            if why is None:
+                try:
+                    why = self.add_one(split, candidate, seen)
+                except Rejected as rejected:
+                    why = rejected.reason.value, rejected.detail
+            if why is not None:
+                yield self.unused(candidate, why)
+
+    @abstractmethod
+    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Why | None:
+        """Write the rows of a candidate; returns why it is not used, or raises `Rejected`.
+
+        `seen` is for the candidates of one prompt.
+        """
+
     def finish(self) -> dict[str, Any]:
+        """Close the files; returns the format's part of the manifest."""
         files = []
         for output in self._outputs:
             written = output.finish()
@@ -145,7 +155,7 @@ class _Files:
         }
 
 
-class _RowFiles(_Files):
+class _RowFiles(FormatFiles):
     """A format with one row per record, or per turn of the model."""
 
     def __init__(self, format: Format, place: FileTarget, recipe: Recipe) -> None:
@@ -158,30 +168,16 @@ class _RowFiles(_Files):
         style = recipe.style.of(format.name)
         self._style = style if format.splits_calls else style.with_calls("keep")
 
-    def add(
-        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
-    ) -> Iterator[tuple[Candidate, Why]]:
-        seen: set[Hashable] = set()
-        for candidate in candidates:
-            if (why := left_out.get(candidate.record["id"])) is not None:
-                yield self.unused(candidate, why)
-                continue
-            if self._per_turn:
-                yield from self._add_turns(split, candidate, seen)
-                continue
-            try:
-                conversation = styled(candidate.parsed, self._style)
-                row = self._format.row_of(conversation, self._style)
-            except Rejected as rejected:
-                yield self.unused(candidate, (rejected.reason.value, rejected.detail))
-            else:
-                self.write(split, dumps_row(row))
-                if conversation.has_others:
-                    self._others += conversation.others
+    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Why | None:
+        if self._per_turn:
+            return self._add_turns(split, candidate, seen)
+        conversation = styled(candidate.parsed, self._style)
+        self.write(split, dumps_row(self._format.row_of(conversation, self._style)))
+        if conversation.has_others:
+            self._others += conversation.others
+        return None
 
-    def _add_turns(
-        self, split: str, candidate: Candidate, seen: set[Hashable]
-    ) -> Iterator[tuple[Candidate, Why]]:
+    def _add_turns(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Why | None:
         """Write a row per turn, but for those that other samples of the prompt have as well."""
         new: list[Conversation] = []
         copies = 0
@@ -195,17 +191,15 @@ class _RowFiles(_Files):
         try:
             # All turns or none: a flaw anywhere rejects the conversation.
             rows = [self._format.row_of(cut, self._style) for cut in new]
-        except Rejected as rejected:
+        except Rejected:
             seen.difference_update(map(content_of, new))
-            yield self.unused(candidate, (rejected.reason.value, rejected.detail))
-            return
+            raise
         if not rows:
-            detail = "other samples of the prompt have all its turns"
-            yield self.unused(candidate, ("exact_duplicates", detail))
-            return
+            return "exact_duplicates", "other samples of the prompt have all its turns"
         self._copies += copies
         for number, row in enumerate(rows):
             self.write(split, dumps_row(row), uses=number == 0)
+        return None
 
     def finish(self) -> dict[str, Any]:
         return {
@@ -216,69 +210,64 @@ class _RowFiles(_Files):
         }
 
 
-class _TokenFiles(_Files):
+class _TokenFiles(FormatFiles):
     """Rows of token ids; a record can have several."""
 
     def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
         super().__init__(name, place, recipe)
         self._reward_name = recipe.reward_name
+        self._subagents = recipe.subagents
         self._splits_made = 0
         self._turns_without_ids = 0
+        self._subagents_left_out = 0
 
     def finish(self) -> dict[str, Any]:
         counts = {"split": self._splits_made, "turns_without_ids": self._turns_without_ids}
+        if self._subagents:
+            counts["subagents_left_out"] = self._subagents_left_out
         return {**super().finish(), **counts}
 
-    def add(
-        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
-    ) -> Iterator[tuple[Candidate, Why]]:
-        for candidate in candidates:
-            if (why := left_out.get(candidate.record["id"])) is not None:
-                yield self.unused(candidate, why)
-                continue
-            try:
-                rows = rows_of(candidate.record, self._reward_name)
-            except Rejected as rejected:
-                yield self.unused(candidate, (rejected.reason.value, rejected.detail))
-                continue
-            self._splits_made += len(rows) - 1
-            self._turns_without_ids += len(rows[0]["turns_without_ids"])
-            for number, row in enumerate(rows):
-                self.write(split, dumps_row(row), uses=int(number == 0))
+    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Why | None:
+        rows = rows_of(candidate.record, self._reward_name, subagents=self._subagents)
+        firsts = [row for row in rows if row["segment"] == 0]
+        self._splits_made += len(rows) - len(firsts)
+        self._turns_without_ids += sum(len(row["turns_without_ids"]) for row in firsts)
+        if self._subagents:
+            threads = sum(1 for _ in threads_of(candidate.record))
+            self._subagents_left_out += 1 + threads - len(firsts)
+        for number, row in enumerate(rows):
+            self.write(split, dumps_row(row), uses=int(number == 0))
+        return None
 
 
-class _RawFiles(_Files):
+class _RawFiles(FormatFiles):
     """The records, unchanged."""
 
-    def add(
-        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
-    ) -> Iterator[tuple[Candidate, Why]]:
-        for candidate in candidates:
-            if (why := left_out.get(candidate.record["id"])) is not None:
-                yield self.unused(candidate, why)
-            else:
-                self.write(split, without_checksum(candidate.line))
+    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Why | None:
+        self.write(split, without_checksum(candidate.line))
+        return None
 
 
-class _PreferenceFiles(_Files):
+class _PreferenceFiles(FormatFiles):
     """Rows that compare the samples of one prompt."""
 
     def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
         super().__init__(name, place, recipe)
         self._style = recipe.style.of(name)
         self._preference = recipe.preference
+        self._samples: list[tuple[Candidate, Sample]] = []
+
+    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Why | None:
+        sample = sample_of(styled(candidate.parsed, self._style), self._style)
+        self._samples.append((candidate, sample))
+        return None
 
     def add(
         self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
     ) -> Iterator[tuple[Candidate, Why]]:
-        samples: list[tuple[Candidate, Sample]] = []
-        for candidate in candidates:
-            try:
-                sample = sample_of(styled(candidate.parsed, self._style), self._style)
-            except Rejected as rejected:
-                yield self.unused(candidate, (rejected.reason.value, rejected.detail))
-            else:
-                samples.append((candidate, sample))
+        self._samples.clear()
+        yield from super().add(split, candidates, {})
+        samples = self._samples
         if self.name == "kto":
             for _, sample in samples:
                 row = kto_row(

@@ -1,13 +1,16 @@
-"""Keeps a limited number of calls in flight, and passes on what they return."""
+"""Keeps a limited number of calls in flight, passes on what they return, and reports retries."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from agent.models.client.retrying import Retry
 from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from runs.errors import EnvironmentStop
+from runs.process.console import say
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,3 +66,18 @@ def stop_where_useless(
         is_silent = not has_answered and failure.kind in SAYS_MORE_OF_THE_ENDPOINT
         if failure.action == "stop_run" or is_silent:
             raise EnvironmentStop(f"{asked_by}: {failure.kind}: {failure}. {advice}")
+
+
+class RetryMessages:
+    """Prints failures that are waited out: one for all calls that wait at the same time."""
+
+    def __init__(self, asked_by: str, base_url: str | None) -> None:
+        self._beginning = f"{asked_by} at {base_url}" if base_url else asked_by
+        self._quiet_until = 0.0
+
+    def __call__(self, retry: Retry) -> None:
+        """Print `retry`, unless the pause of one that was printed has not ended."""
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + retry.wait_s
+            say(f"{self._beginning}: {retry}")

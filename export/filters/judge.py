@@ -21,7 +21,7 @@ from agent.models.errors import ModelError
 from agent.models.model import Model, ModelSettings, Request
 from agent.models.resolve import read_key
 from agent.session import run_here
-from export.filters.asking import ask_all, stop_where_useless
+from export.filters.asking import RetryMessages, ask_all, stop_where_useless
 from export.filters.verdicts import NAME, JudgeQuestions, Question, read_verdicts
 from export.recipe import Judge
 from runs.errors import ConfigError
@@ -104,7 +104,9 @@ class _Asking:
     async def ask_all(self, questions: Iterable[tuple[str, Question]]) -> None:
         """Keep `max_in_flight` questions at the endpoint until all are answered."""
         model = open_model(
-            self._settings, api_key=self._api_key, on_retry=lambda retry: say(str(retry))
+            self._settings,
+            api_key=self._api_key,
+            on_retry=RetryMessages("filters.judge", self._settings.base_url),
         )
         try:
             await ask_all(

@@ -18,7 +18,7 @@ from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.prices import is_known
 from agent.models.resolve import SCRIPTED, read_key
 from agent.session import run_here
-from export.filters.asking import ask_all, stop_where_useless
+from export.filters.asking import RetryMessages, ask_all, stop_where_useless
 from export.scoring.judge_budget import JudgeBudget
 from export.scoring.judge_prompt import JudgePrompt, rewards_in_reply
 from export.scoring.score_file import ScoreFile, open_scores, unscored
@@ -121,7 +121,7 @@ class _Asking:
         model = open_model(
             self._settings,
             api_key=read_key(self._settings),
-            on_retry=lambda retry: say(str(retry)),
+            on_retry=RetryMessages("--judge", self._settings.base_url),
             gate=budget,
         )
 

@@ -209,6 +209,10 @@ function rewardTiles(tile) {
   return [...named, last && tile(`pass@${last[0]}`, `${last[1]}%`, ks.map(([k, value]) => `pass@${k} ${value}%`).join(", "))];
 }
 
+function spentTile(tile, name, { usd, unknown }, words) {
+  return tile(name, usd || !unknown ? dollars(usd) : "?", unknown ? `${words}, unknown for ${count(unknown)}` : words);
+}
+
 function drawTiles(list) {
   const known = (key) => list.filter((row) => row[key] != null).length;
   const completed = list.filter((row) => row.status === "completed").length;
@@ -227,7 +231,7 @@ function drawTiles(list) {
     tile("Tokens in", short(tokens), `${percent(sum(list, "cached_tokens"), tokens)} cached${unknown("input_tokens")}`),
     tile("Tokens out", short(sum(list, "output_tokens")), unknown("output_tokens").slice(2)),
     tile("Cost", known("cost_usd") || !list.length ? dollars(sum(list, "cost_usd")) : "?", unknown("cost_usd").slice(2)),
-    tile("Spent", meta.spent.usd || !meta.spent.unknown ? dollars(meta.spent.usd) : "?",
-      meta.spent.unknown ? `by the run in all, unknown for ${count(meta.spent.unknown)}` : "by the run in all"),
+    spentTile(tile, "Spent", meta.spent, "by the run in all"),
+    ...(meta.judges.usd || meta.judges.unknown ? [spentTile(tile, "Judges", meta.judges, "for scores and verdicts")] : []),
   );
 }

@@ -215,7 +215,7 @@ function conversation({ record, form }, row, { before, after, place }) {
       ["ended", moment(record.finished_at)], ["attempt", count(record.attempt)],
       ["sample", record.sample ? count(record.sample) : ""],
       ["toolsets", record.toolsets.join(", ")], ["sandbox", record.sandbox],
-      ["check", row.reward != null && checkWords(row)],
+      ["check", row.reward == null ? "" : checkWords(row)],
       ["rewards", row.rewards && Object.entries(row.rewards).map(([name, reward]) => `${name} ${digits(reward)}`).join(", ")],
       ["unusual", row.flags.join(", ")],
     ]),

@@ -135,7 +135,7 @@ function funnelRows({ steps, samples, unchecked, exports }) {
   const line = (name, amount, words) => h("tr", {},
     h("th", { scope: "row" }, name), h("td", { class: "number" }, amount === null ? "" : count(amount)), h("td", {}, words));
   const lost = (part) => Object.entries(part.lost).map(([reason, n]) => line("", n, `left out: ${visible(reason)}`));
-  const notes = { tasks: samples > 1 ? `${count(samples)} samples per row` : "", passed: unchecked ? `of these ${count(unchecked)} not checked` : "" };
+  const notes = { tasks: samples > 1 ? `${count(samples)} samples per row` : "", passed: unchecked ? `of these, ${count(unchecked)} were not checked` : "" };
   return [
     ...steps.flatMap((step) => [line(step.name, step.count, notes[step.name] ?? ""), ...lost(step)]),
     ...exports.flatMap((part) => [
@@ -147,7 +147,7 @@ function funnelRows({ steps, samples, unchecked, exports }) {
 }
 
 function describeRun() {
-  const state = meta.is_running ? ", while the run was going on" : "";
+  const state = meta.is_running ? ", while the run was in progress" : "";
   const bad = meta.bad_rows ? `, ${plural(meta.bad_rows, "bad row")}` : "";
   $("about").textContent =
     `${visible(meta.dataset)}${bad} · begun ${moment(meta.created)} · written ${moment(meta.written_at)}${state}`;

@@ -19,7 +19,7 @@ from runs.errors import RunDirError
 from runs.store.failures import failures_by_class
 from runs.store.files import StorageError, replace_file
 from runs.store.settled import NO_LIMIT
-from runs.totals.spending import spent_by
+from runs.totals.spending import spent_by, spent_by_judges
 from toolsets import exact_json
 
 _BEGINNING = b"<!doctype html>"
@@ -115,6 +115,7 @@ def _about(stored: StoredRun) -> dict[str, Any]:
         "funnel": funnel,
         "errors": failures_by_class(stored.path),
         "spent": spent_by(stored.path, run["config"].get("max_attempts", NO_LIMIT))._asdict(),
+        "judges": spent_by_judges(stored.path)._asdict(),
     }
 
 

@@ -11,8 +11,9 @@ from agent.command_agent import CommandAgent
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
 from toolsets.installed import Installed, NotInstalled, find_program
-from toolsets.sandbox.base import Extras, Limits, SandboxError
+from toolsets.sandbox.base import ExecResult, Extras, Limits, SandboxError
 from toolsets.sandbox.factory import make_sandbox
+from toolsets.sandbox.programs import inside_python
 from toolsets.text import clip
 from toolsets.workspace.workspace import Workspace
 
@@ -24,7 +25,7 @@ SOCKET_DIR = "/run/gateway"
 
 _SHARE = 0.8
 """Of the free memory, for agents."""
-_VERSION_TIMEOUT_S = 60.0
+VERSION_TIMEOUT_S = 60.0
 _SHOWN = 300
 
 
@@ -38,8 +39,18 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
         return config
     agent = config.agent
     try:
-        find_program(agent.command[0], agent.programs)
-        found = version_of(agent, config) if agent.version_command else None
+        installed = program_of(agent, config)
+        if installed.shims is not None and config.sandbox == "bwrap":
+            words = (
+                f"{agent.command[0]!r} or its interpreter is a script of a version manager in "
+                f"{installed.shims}, which does not work in the sandbox; install the agent in a "
+                "virtual environment, or give the path of the real program (as `pyenv which NAME` "
+                "prints it)"
+            )
+            raise NotInstalled(words)
+        # Each image may have another one: its worker asks.
+        asks = agent.version_command and not config.is_inside
+        found = version_of(agent, config) if asks else None
     except (NotInstalled, SandboxError) as error:
         msg = f"agent {agent.name!r}: {error}"
         raise ConfigError(msg) from error
@@ -61,7 +72,7 @@ def version_of(agent: CommandAgent, config: RunConfig) -> str:
     async def ask() -> str:
         with tempfile.TemporaryDirectory() as directory:
             limits = Limits(
-                timeout_s=_VERSION_TIMEOUT_S,
+                timeout_s=VERSION_TIMEOUT_S,
                 memory_mb=config.command_memory_mb,
                 processes=config.max_processes,
             )
@@ -74,27 +85,52 @@ def version_of(agent: CommandAgent, config: RunConfig) -> str:
             try:
                 path = f"PATH={path_of(installed)}"
                 argv = ["env", f"HOME={HOME}", path, installed.path, *arguments]
-                result = await sandbox.exec(argv)
+                return printed_version(agent, await sandbox.exec(argv))
             finally:
                 await sandbox.stop()
-        text = f"{result.stdout}\n{result.stderr}"
-        version = re.search(r"\d+\.\d+[\w.+-]*", result.stdout)
-        if version is None:
-            how = "timed out" if result.timed_out else f"exit code {result.exit_code}"
-            words = clip(text.strip(), max_chars=_SHOWN)
-            msg = f"`{' '.join(agent.version_command)}` printed no version ({how}): {words}"
-            raise SandboxError(msg)
-        return version[0].rstrip(".")
 
     return run_here(ask())
 
 
-def extras_of(installed: Installed, socket: Path | None = None) -> Extras:
-    """What the sandbox of an agent shows: its program, and the directory of its socket."""
+def printed_version(agent: CommandAgent, result: ExecResult) -> str:
+    """The version in what the version command printed; raises `SandboxError`."""
+    version = re.search(r"\d+\.\d+[\w.+-]*", result.stdout)
+    if version is None:
+        how = "timed out" if result.timed_out else f"exit code {result.exit_code}"
+        words = clip(f"{result.stdout}\n{result.stderr}".strip(), max_chars=_SHOWN)
+        msg = f"`{' '.join(agent.version_command)}` printed no version ({how}): {words}"
+        raise SandboxError(msg)
+    return version[0].rstrip(".")
+
+
+def program_of(agent: CommandAgent, config: RunConfig) -> Installed:
+    """Where the program of an agent is. Raises `NotInstalled`.
+
+    An image has it itself; what of this machine is shown there beside it is in `programs`.
+    """
+    if not config.is_inside:
+        return find_program(agent.command[0], agent.programs)
+    for path in agent.programs:
+        if not path.exists():
+            msg = f"{path} does not exist"
+            raise NotInstalled(msg)
+    shown = [str(path.absolute()) for path in agent.programs]
+    return Installed(agent.command[0], dict(zip(shown, shown, strict=True)), ())
+
+
+def extras_of(
+    installed: Installed, socket: Path | None = None, *, in_image: bool = False
+) -> Extras:
+    """What the sandbox of an agent shows: its program, and the directory of its socket.
+
+    In an image also the Python that forwards its calls.
+    """
     binds = dict(installed.binds)
     if socket is not None:
         binds[SOCKET_DIR] = str(socket.parent)
-    return Extras(binds, HOME)
+    if not in_image:
+        return Extras(binds, HOME)
+    return Extras(binds | {at: path for path, at in inside_python().mounts})
 
 
 def path_of(installed: Installed) -> str:

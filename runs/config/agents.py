@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from agent.command_agent import CommandAgent
 from agent.models.model import ModelSettings
-from agent.options import LIMITS, AgentOptions
+from agent.options import LIMITS, AgentOptions, parse_json
 from runs.config.plain_secrets import is_secret
-from toolsets import exact_json
 from toolsets.validation import did_you_mean
 
 if TYPE_CHECKING:
@@ -42,11 +41,7 @@ def read_agent(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
-        try:
-            return exact_json.loads(value)
-        except exact_json.JSONDecodeError as error:
-            msg = f"not JSON: {error}"
-            raise ValueError(msg) from error
+        return parse_json(value)
     known = presets()
     path = known.get(value)
     if path is None and value.endswith((".yaml", ".yml")):
@@ -71,6 +66,8 @@ def check_options(config: RunConfig) -> None:
     assert agent is not None
     own = [name for name in AgentOptions.model_fields if name not in LIMITS]
     for name in (*own, *_NOT_OF_AGENTS):
+        if name == "docker_image" and config.is_inside:
+            continue
         field = type(config).model_fields[name]
         if getattr(config, name) != field.get_default(call_default_factory=True):
             msg = (
@@ -79,9 +76,11 @@ def check_options(config: RunConfig) -> None:
                 "configuration (`command`, `env`, `files`)"
             )
             raise ValueError(msg)
-    if config.sandbox == "docker" or config.is_inside:
-        name = "workspace" if config.is_inside else "sandbox"
-        msg = f"{name}: agents of this machine cannot run in container images; use bwrap alone"
+    if config.sandbox == "docker":
+        msg = (
+            "sandbox: agents that are commands cannot run in containers of an engine; use bwrap "
+            "(with --workspace=image and --images=DIR for container images)"
+        )
         raise ValueError(msg)
     if config.executor == "ray":
         msg = "executor: agents run on this machine only; leave --executor=ray out"

@@ -23,11 +23,12 @@ _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
 
 
 def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
-    """Read `config_file` (YAML), override it by the flags that were given, and check the result.
+    """Read `config_file` (YAML), override it by the flags that are not None, and check the result.
 
     Input paths in the file are relative to the file; those in flags to the current directory.
     Raises `ConfigError` that names the file, the key and what is allowed.
     """
+    flags = {name: value for name, value in flags.items() if value is not None}
     for key, value in flags.items():
         # Python decodes arguments that are not UTF-8 to lone surrogates.
         if not is_text(value):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BeforeValidator, Field
 
-from agent.options import split_commas
+from agent.options import parse_json, split_commas
 from toolsets.text import valid_utf8
 
 Resource = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
@@ -76,11 +75,7 @@ def _assignments(value: Any, form: str) -> Any:
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
-        try:
-            return orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            msg = f"not JSON: {error}"
-            raise ValueError(msg) from error
+        return parse_json(value)
     found: dict[str, str] = {}
     for part in filter(None, map(str.strip, value.split(","))):
         name, sign, given = map(str.strip, part.partition("="))

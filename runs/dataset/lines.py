@@ -1,6 +1,6 @@
 """Read a dataset file line by line: usable rows, and bad rows with a reason.
 
-Holds one line in memory, whatever the size of the file.
+Holds one line in memory, for files of any size.
 """
 
 from __future__ import annotations

@@ -198,7 +198,8 @@ def describe(plan: Plan) -> str:
     ]
     tools = f"toolsets   {_shares(plan) or 'none'} ({', '.join(names) or 'no tools'})"
     if (agent := config.agent) is not None:
-        tools = f"agent      {agent.name} {agent.found or '(version unknown)'}"
+        unknown = "of each image" if config.is_inside else "(version unknown)"
+        tools = f"agent      {agent.name} {agent.found or unknown}"
     return "\n".join(
         [
             f"run        {config.run_dir}",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import islice
 
 from agent.command_agent import fill
@@ -12,6 +13,7 @@ from agent.models.model import Completion, Request
 from agent.runner import ConversationRunner
 from agent.setup import Home
 from runs.config.sampling import setup_of_task
+from runs.config.sandboxes import image_sandboxes
 from runs.dataset.row import unused_turns
 from runs.dataset.scan import tasks
 from runs.dataset.scan_cache import NAME, cached_keys
@@ -41,7 +43,7 @@ def preview(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> str:
     elif check_reopening(plan.config, plan.scan, accept_changes):
         refuse_held(path)
         lines += _standing(plan)
-    return "\n".join([*lines, *_first_prompt(plan), *_unused_turns(plan)])
+    return "\n".join([*lines, *_first_prompt(plan), *_unused_turns(plan), *_no_images(plan)])
 
 
 def _standing(plan: Plan) -> list[str]:
@@ -151,16 +153,12 @@ class _CapturingModel:
     async def complete(self, request: Request) -> Completion:
         raise _Captured(request)
 
-    async def close(self) -> None:
-        """Nothing is open."""
-
 
 def _unused_turns(plan: Plan) -> list[str]:
     """A line about rows with turns after their first user message, which are not sent."""
-    numbers = range(0, plan.scan.tasks, plan.scan.num_samples)
     found: dict[str, int] = {}
     read = 0
-    for task in islice(tasks(plan.scan, numbers), _ROWS_READ):
+    for task in _first_tasks(plan):
         read += 1
         if (turns := unused_turns(task.columns)) is not None:
             found[task.prompt_id] = turns
@@ -173,6 +171,29 @@ def _unused_turns(plan: Plan) -> list[str]:
         f"sent: {sum(found.values()):,} user turns ({_plain(first)}: {turns:,}). The model answers "
         "only the first message; to send a history, give `prompt` as a list"
     ]
+
+
+def _no_images(plan: Plan) -> list[str]:
+    """A line about rows whose images are not in the directory of images."""
+    config, rules = plan.config, plan.config.row_rules(plan.api)
+    if not config.is_inside or plan.scan.rows == 0:
+        return []
+    problem_of = cache(image_sandboxes(config).problem_of_image)
+    images = (rules.read(task.columns).image for task in _first_tasks(plan))
+    found = [
+        problem_of(image.reference if image else config.docker_image or "") for image in images
+    ]
+    problems = [problem for problem in found if problem is not None]
+    if not problems:
+        return []
+    of = f"of the first {len(found):,} rows" if len(found) < plan.scan.rows else "rows"
+    return [f"images     {len(problems):,} {of} will fail; the first: {_plain(problems[0])}"]
+
+
+def _first_tasks(plan: Plan) -> Iterator[Task]:
+    """The first sample of each of the first rows."""
+    numbers = range(0, plan.scan.tasks, plan.scan.num_samples)
+    return islice(tasks(plan.scan, numbers), _ROWS_READ)
 
 
 def _plain(text: str) -> str:

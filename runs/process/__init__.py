@@ -1,7 +1,7 @@
 """Settings of a process: environment, limits, log, console.
 
 startup        limits, logging, life and privacy
-child_watcher  how asyncio hears of ended children
+child_watcher  how asyncio watches child processes
 first_process  reaping orphans as process 1 of a container
 console        messages and results for the user
 requirements   what to do where the program is started without its dependencies

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, get_args
 
 from aiohttp import web
 
 from agent.gateway.lines import lines_of
-from agent.gateway.relay import CallLimits
+from agent.gateway.relay import CallLimits, Relay
 from agent.gateway.server import Gateway, server_of
 from agent.gateway.wire import WireError
 from agent.gateway.wires import WIRES
@@ -26,7 +28,7 @@ from agent.messages import Event, Message
 from agent.models.errors import ModelError
 from agent.state.trajectory import Status, Trajectory
 from runs.config.run_config import RunConfig
-from runs.errors import Stopped
+from runs.errors import EnvironmentStop, Stopped
 from runs.record import Provenance, dump_record, make_record
 from runs.recording.sessions import BadName, SessionFile, session_of
 from runs.recording.upstream import Models, Upstream
@@ -65,11 +67,11 @@ class Session:
     @property
     def silent_s(self) -> float:
         """For how long nothing was asked, and nothing is under way."""
-        return 0.0 if self.gateway.in_flight else time.monotonic() - self.heard_at
+        return 0.0 if self.gateway.relay.in_flight else time.monotonic() - self.heard_at
 
 
 class Recorder:
-    """Records sessions until it is told to stop. Needs a running event loop."""
+    """Records sessions until it is stopped. Needs a running event loop."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class Recorder:
         self._silence_s = silence_s
         self._say = say
         self._sessions: dict[str, Session] = {}
-        self._lobby = self._gateway(Trajectory(()), _refuse)
+        self._lobby = self._gateway("(no session)", Trajectory(()), _refuse)
         """Answers what belongs to no session: probes, and requests that are no calls."""
         self._is_stopping = False
         self.stopped = asyncio.Event()
@@ -116,7 +118,13 @@ class Recorder:
         """Serve until `stop` or `halt`; then end all sessions, or leave them for the next start."""
         loop = asyncio.get_running_loop()
         server = server_of(self._handle)
-        listener = await loop.create_server(server, host, port)
+        try:
+            listener = await loop.create_server(server, host, port)
+        except OSError as error:
+            number = error.errno or 0  # negative where a name has no address
+            why = os.strerror(number) if number > 0 else error
+            msg = f"cannot listen at {host}:{port}: {why}; give another --port (0: any) or --host"
+            raise EnvironmentStop(msg) from error
         place, number = listener.sockets[0].getsockname()[:2]
         self._say(f"recording at http://{place}:{number}; Ctrl-C ends the recording")
         try:
@@ -182,15 +190,16 @@ class Recorder:
                 position=next(positions),
             )
 
-        session = Session(name, task, self._gateway(trajectory, journal), trajectory)
+        session = Session(name, task, self._gateway(task.id, trajectory, journal), trajectory)
         session.watcher = asyncio.create_task(self._watch(session))
         self._sessions[name] = session
         return session
 
-    def _gateway(self, trajectory: Trajectory, journal: Callable[[Event], None]) -> Gateway:
+    def _gateway(
+        self, name: str, trajectory: Trajectory, journal: Callable[[Event], None]
+    ) -> Gateway:
         options = self._config.agent_options
-        return Gateway(
-            wires=tuple(WIRES),
+        relay = Relay(
             route=self._upstream.route,
             trajectory=trajectory,
             journal=journal,
@@ -201,12 +210,18 @@ class Recorder:
                 max_cost_usd=options.max_cost_usd,
             ),
             is_stopping=lambda: self._is_stopping,
+            ends_with=partial(self._stops_recording, name),
         )
+        return Gateway(relay, wires=tuple(WIRES))
+
+    def _stops_recording(self, name: str, error: ModelError) -> bool:
+        log.warning("%s: a call failed: %s: %s", name, error.kind, error)
+        return not error.was_passed_on and self._upstream.has_failed(error)
 
     async def _watch(self, session: Session) -> None:
         """Stop the recording where a failure is not the session's own."""
-        await session.gateway.ended.wait()
-        failure = session.gateway.failure
+        await session.gateway.relay.ended.wait()
+        failure = session.gateway.relay.failure
         if isinstance(failure, ModelError) and self._upstream.has_failed(failure):
             self.halt(self._upstream.calls.describe(failure))
         elif isinstance(failure, StorageError | HostError):
@@ -275,7 +290,12 @@ class Recorder:
         except (StorageError, HostError) as error:
             self.halt(str(error))
             return None
-        end = session.gateway.ending or end or _ending(session)
+        relay = session.gateway.relay
+        end = relay.ending or end or _ending(session)
+        unanswered = relay.last_error
+        if unanswered is not None and not _has_replies(session):
+            failure = self._failure(task, unanswered.kind, str(unanswered))
+            end = Finish("failed")
         if end.status == "failed" and failure is None:
             words = end.reason or "the program that held the session says that it failed"
             failure = self._failure(task, "session_failed", words)
@@ -330,6 +350,11 @@ def _first_text(messages: Sequence[Message]) -> str:
     return next((one["content"] for one in messages if one["role"] == "user"), "").strip()
 
 
+def _has_replies(session: Session) -> bool:
+    calls = session.trajectory.agent_calls
+    return calls is not None and bool(calls.exchanges)
+
+
 def _ending(session: Session) -> Finish:
     """How a session ended whose program did not say so."""
     calls = session.trajectory.agent_calls
@@ -342,5 +367,7 @@ def _ending(session: Session) -> Finish:
         case "length" | "refusal" | "context_exceeded" as cut:
             return Finish(cut)
     if reply["message"].get("tool_calls") or reply["finish_reason"] != "stop":
-        return Finish("cancelled", "it ended before a final answer")
+        error = session.gateway.relay.last_error
+        why = "" if error is None else f"; its last call failed: {error.kind}: {error}"
+        return Finish("cancelled", f"it ended before a final answer{why}")
     return Finish("completed")

@@ -110,10 +110,10 @@ class _Me(WorkerHandle):
         return True
 
     def kill(self) -> None:
-        """Nobody does."""
+        """Never called."""
 
     def reap(self) -> None:
-        """Nobody does."""
+        """Never called."""
 
     def send(self, message: bytes) -> None:
         self.take(message)
@@ -202,14 +202,7 @@ class Upstream:
                 asyncio.get_running_loop().call_soon(self._share)
 
     def _from_parent(self, message: bytes) -> None:
-        header, _ = unpack(message)
-        match header["type"]:
-            case "limits":
-                self.calls.on_limits(**header["limits"])
-            case "grant":
-                self.calls.on_grant(header["amount"])
-            case "reclaim":
-                self.calls.on_reclaim()
+        self.calls.receive(*unpack(message))
 
 
 def _log_retry(asked: ModelSettings, retry: Retry) -> None:

@@ -1,10 +1,12 @@
 """The program of a process that calls one reward function.
 
 Arguments: process id of the parent, MODULE:FUNCTION or FILE.py:FUNCTION. Each line of standard
-input is a request, {"record", "workspace"}; each line of standard output answers one: the keys
-`rewards`, `turn_rewards` and `error` of a score, or `machine` if the machine failed. The first line
-of output is {"version"} or {"error"}: whether the function could be imported. What the function
-itself prints goes to standard error. The process ends with its input, or with its parent.
+input is a request, {"record", "workspace"}, or with "home" if the workspace is inside an image;
+each line of standard output answers one: the keys `rewards`, `turn_rewards` and `error` of a score,
+or `machine` if the machine failed. Before that, lines with "files" ask about files inside the
+image, and the next line of input answers. The first line of output is {"version"} or {"error"}:
+whether the function could be imported. What the function itself prints goes to standard error. The
+process ends with its input, or with its parent.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any
 
 import orjson
@@ -47,12 +49,24 @@ def main() -> None:
         return
     _send(replies, {"version": version_of(function)})
     name = place.rpartition(":")[2].rpartition(".")[2]
-    for line in sys.stdin.buffer:
+
+    def ask(request: dict[str, Any]) -> dict[str, Any]:
+        _send(replies, {"files": request})
+        answered: dict[str, Any] = orjson.loads(sys.stdin.buffer.readline())
+        return answered
+
+    while line := sys.stdin.buffer.readline():
         sys.stdout.flush()
         os.ftruncate(2, 0)  # only the output of this call is of interest
         os.lseek(2, 0, os.SEEK_SET)
         request = exact_json.loads(line)
-        _send(replies, _call(function, name, request["record"], request["workspace"]))
+        workspace = request["workspace"] and Path(request["workspace"])
+        if (home := request.get("home")) is not None:
+            from runs.scoring.image_path import ImagePath  # few runs are inside images
+
+            ImagePath.ask = staticmethod(ask)
+            workspace = ImagePath(home)
+        _send(replies, _call(function, name, request["record"], workspace))
 
 
 def version_of(function: Callable[..., Any]) -> str:
@@ -65,12 +79,12 @@ def version_of(function: Callable[..., Any]) -> str:
 
 
 def _call(
-    function: Callable[..., Any], name: str, record: dict[str, Any], workspace: str | None
+    function: Callable[..., Any], name: str, record: dict[str, Any], workspace: PurePath | None
 ) -> dict[str, Any]:
     row = record.pop("row")
     turns = len(own_turns(record))
     try:
-        found = function(record, None if workspace is None else Path(workspace), row)
+        found = function(record, workspace, row)
         if inspect.isawaitable(found):
             import asyncio  # takes longer than most functions
 

@@ -23,8 +23,9 @@ from typing import Any
 import orjson
 
 from runs.errors import ConfigError
+from runs.scoring.image_requests import Inside, answer
 from toolsets import exact_json
-from toolsets.errors import HostError
+from toolsets.errors import HostError, ToolError
 from toolsets.text import clip
 
 log = logging.getLogger(__name__)
@@ -80,17 +81,20 @@ class RewardFunctions:
         self._functions = [_Function(place, timeout_s) for place in places]
 
     async def scores(
-        self, record: Mapping[str, Any], workspace: Path | None
+        self, record: Mapping[str, Any], workspace: Path | Inside | None
     ) -> list[dict[str, Any]]:
         """The scores of a record, in the order of the functions; see `runs.store.checks`.
 
-        `workspace` is its directory, None if it is gone or inside an image. Raises `HostError`.
+        `workspace` is its directory, or None if it is gone. Raises `HostError`.
         """
-        place = workspace if workspace is not None and workspace.is_dir() else None
-        request = exact_json.dumps(
-            {"record": record, "workspace": None if place is None else str(place.absolute())}
-        )
-        found = [await function.score(request) for function in self._functions]
+        inside = workspace if isinstance(workspace, Inside) else None
+        found_in: dict[str, str | None] = {"workspace": None}
+        if inside is not None:
+            found_in["home"] = inside.home
+        elif isinstance(workspace, Path) and workspace.is_dir():
+            found_in["workspace"] = str(workspace.absolute())
+        request = exact_json.dumps({"record": record, **found_in})
+        found = [await function.score(request, inside) for function in self._functions]
         for score in found:
             if score["error"] is not None:
                 log.warning("%s: --reward=%s: %s", record["id"], score["source"], score["error"])
@@ -111,12 +115,12 @@ class _Function:
         self._idle: list[_Process] = []
         self._turn = asyncio.Semaphore(min(_MOST_PROCESSES, os.cpu_count() or 1))
 
-    async def score(self, request: bytes) -> dict[str, Any]:
+    async def score(self, request: bytes, inside: Inside | None) -> dict[str, Any]:
         async with self._turn:
             process = self._idle.pop() if self._idle else await _Process.start(self._place)
             began = time.monotonic()
             try:
-                reply = await asyncio.wait_for(process.ask(request), self._timeout_s)
+                reply = await asyncio.wait_for(process.ask(request, inside), self._timeout_s)
             except TimeoutError:
                 await process.kill()
                 words = f"it took more than {self._timeout_s:g} s (--reward_timeout_s)"
@@ -182,12 +186,27 @@ class _Process:
         found.version = first["version"]
         return found
 
-    async def ask(self, request: bytes) -> dict[str, Any]:
-        """The reply to a request. Raises `ConnectionError` if the process has ended."""
+    async def ask(self, request: bytes, inside: Inside | None) -> dict[str, Any]:
+        """The reply to a request; before it, answers what the function asks about files inside.
+
+        Raises `ConnectionError` if the process has ended, and `HostError`.
+        """
+        await self._send(request)
+        while "files" in (reply := await self._read()):
+            assert inside is not None, "without it the function has no such path"
+            try:
+                context = await inside.open()
+            except ToolError as error:
+                answered = {"error": str(error)}
+            else:
+                answered = await asyncio.to_thread(answer, context, reply["files"])
+            await self._send(orjson.dumps(answered))
+        return reply
+
+    async def _send(self, line: bytes) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(request + b"\n")
+        self._process.stdin.write(line + b"\n")
         await self._process.stdin.drain()
-        return await self._read()
 
     async def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

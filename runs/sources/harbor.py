@@ -45,7 +45,7 @@ _UNSUPPORTED: dict[tuple[str, ...], str] = {
     ("verifier", "environment"): "separate verifiers",
     ("steps",): "tasks of several steps",
 }
-"""What a task may name in task.toml, if it is empty, and what it stands for."""
+"""What a task may name in task.toml, if it is empty, and what it means."""
 
 _NETWORK_MODES = {"public": True, "no-network": False}
 

@@ -22,7 +22,7 @@ from runs.store.journal import Inflight
 log = logging.getLogger(__name__)
 
 _GRANTS_PER_SHARE = 2
-"""A grant is about a worker's share of what is left, divided by this."""
+"""A grant is about a worker's share of the remaining budget, divided by this."""
 
 
 @dataclass(slots=True)

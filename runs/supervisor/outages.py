@@ -1,4 +1,4 @@
-"""Endpoints that do not answer: tells the user why, and how long they are retried."""
+"""Reports endpoints that do not answer: why, and how long they are retried."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Outages:
         self._has_said = False
 
     def note(self, url: str, words: str, left_s: float) -> None:
-        """A call failed and is retried for `left_s`; the user hears of the first at once."""
+        """A call failed and is retried for `left_s`; the first is reported at once."""
         now = time.monotonic()
         known = self._outages.get(url)
         ends_at = now + left_s

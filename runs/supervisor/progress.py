@@ -32,7 +32,7 @@ _RATE_OVER_S = 30.0
 _WIDTH = 120
 _MESSAGES_KEPT = 8
 _EARLIER = "in earlier starts"
-"""Counted as a class: tasks that failed for good before this start."""
+"""Counted as a class: tasks that failed in earlier starts and are not retried."""
 
 
 class _Work(NamedTuple):

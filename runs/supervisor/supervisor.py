@@ -91,8 +91,8 @@ class Supervisor:
         self._finished: list[tuple[WorkerHandle, bytes]] = []
         """Tasks whose records are not durable yet, with their workers."""
         self._failed_now: set[bytes] = set()
-        self._said: set[str] = set()
         """Tasks that failed in this start; their journals stay for the next start."""
+        self._said: set[str] = set()
         self.limits = RunLimits(limits_of(start.config, start.setups))
         self.budget = RunBudget(start.setup.budget, spent=start.spent, budget_log=start.budget_log)
         first_number = next_worker_number(start.run_dir.inflight)
@@ -434,11 +434,9 @@ class Supervisor:
         """Shut the workers down; handle their last messages about limits and budget."""
         is_done = self._stop_reason is None and not self._failed_now
         for worker, message in self._pool.shut_down(is_done=is_done):
-            header = unpack(message)[0]
-            if header["type"] == "load":
-                self.limits.on_load(worker, header["endpoint"], header["load"])
-            elif header["type"] == "budget":
-                self.budget.on_worker_budget(worker, header["report"])
+            header, payload = unpack(message)
+            if header["type"] in ("load", "budget"):
+                self._on_message(worker, header, payload)
 
 
 def _answer(worker: WorkerHandle, id: str, how: str, reply: bytes) -> None:

@@ -20,7 +20,7 @@ from runs.store.index import Index, IndexEntry
 from runs.store.journal import read_journaled_replies
 from runs.store.records import load_index
 from runs.store.settled import WORKER_DIED, Settled, is_settled
-from runs.totals.spending import sum_up_spending
+from runs.totals.spending import spent_by_judges, sum_up_spending
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +69,10 @@ class RunTotals:
     """All that the run has spent; see `runs.totals.spending`."""
     spent_unknown: int
     """Records and replies of unknown cost; `spent_usd` leaves them out."""
+    judges_usd: float
+    """What judges were paid for after the run; `spent_usd` leaves it out."""
+    judges_unknown: int
+    """Replies of judges of unknown cost; `judges_usd` leaves them out."""
     checks: Checks
     """Results of checks over the records that count; see `runs.store.checks`."""
     prompts_checked: int = 0
@@ -86,8 +90,9 @@ class RunTotals:
         return self.prompts * self.samples
 
     def to_json(self) -> dict[str, Any]:
-        """For summary.json and `--json`."""
+        """For summary.json: without what judges are paid, which changes after the run."""
         found = {"tasks": self.total, **asdict(self)}
+        del found["judges_usd"], found["judges_unknown"]
         if self.token_ids is None:
             del found["token_ids"]
         return found
@@ -105,6 +110,7 @@ def compute_totals(
     if index is None:
         index = load_index(run_dir)
     spent = sum_up_spending(run_dir, index, journaled, Settled(index, config.max_attempts))
+    judges = spent_by_judges(run_dir)
     failed_attempts = load_failed_attempts(run_dir)
     statuses: Counter[str] = Counter()
     failures: Counter[str] = Counter()
@@ -117,6 +123,8 @@ def compute_totals(
         discarded=len(scan.bad_rows) * scan.num_samples,
         spent_usd=spent.usd,
         spent_unknown=spent.unknown,
+        judges_usd=judges.usd,
+        judges_unknown=judges.unknown,
         checks=checks.sums(),
         gone=gone,
         shard=None if scan.shard is None else str(scan.shard),
@@ -223,7 +231,10 @@ def _checked(totals: RunTotals) -> list[str]:
 def _cost(totals: RunTotals) -> str:
     rows = _dollars(totals.cost_usd, totals.cost_unknown, "tasks")
     spent = _dollars(totals.spent_usd, totals.spent_unknown, "records and replies")
-    return f"cost of these tasks {rows}, spent in total {spent}"
+    line = f"cost of these tasks {rows}, spent in total {spent}"
+    if totals.judges_usd or totals.judges_unknown:
+        line += f", judges {_dollars(totals.judges_usd, totals.judges_unknown, 'replies')}"
+    return line
 
 
 def _dollars(known: float, unknown: int, what: str) -> str:

@@ -3,7 +3,8 @@
 Computed from the run directory, never accumulated: from all records of the index, including those
 that later attempts replaced and those of rows that are gone; from the journals of conversations
 that have not ended; and from unreadable lines that were set aside, if their cost can still be
-read. Charges for calls without a reply are unknown.
+read. Charges for calls without a reply are unknown. What judges were paid for after the run, by
+`score` and by the filter `judge` of an export, is computed from their replies in the same way.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ from runs.store.journal import (
     damaged_replies,
     read_journaled_replies,
 )
-from runs.store.records import load_index
+from runs.store.records import lines_from, load_index
 from runs.store.settled import Settled
 
 _RECORD_COST = re.compile(rb'"cost_usd":(null|[0-9.eE+-]+),"model_returned"')
 """The cost of a record and of its inner conversations; that of the record is last."""
+
+_JUDGE_COST = re.compile(rb'"cost_usd":(null|[0-9.eE+-]+),"at":')
+"""The cost of a judge's reply, in a line of one of its files; failed calls and functions have none.
+It is read without parsing, so that damaged lines count, too."""
+
+_JUDGE_FILES = ("scores.jsonl", "verdicts.jsonl")
+_JUDGE_FILE = re.compile(r"(scores|verdicts)\.jsonl\..*")
 
 _RECORD = re.compile(r"records\.jsonl\.line\d+(\.\d+)?")
 _SEGMENT = re.compile(r"worker-\d+-\d+\.jsonl(\.line\d+)?(\.\d+)?")
@@ -60,6 +68,23 @@ def sum_up_spending(
     for cost in chain(chain.from_iterable(unended), set_aside):
         usd += cost or 0.0
         unknown += cost is None
+    return Spent(usd, unknown)
+
+
+def spent_by_judges(run_dir: Path) -> Spent:
+    """What the judges of the run in `run_dir` were paid; writes nothing."""
+    set_aside = {
+        file.read_bytes()
+        for file in listed(run_dir / "quarantine")
+        if _JUDGE_FILE.fullmatch(file.name)
+    }
+    lines = chain.from_iterable(lines_from(run_dir / name, 0) for name in _JUDGE_FILES)
+    usd, unknown = 0.0, 0
+    for line in chain((line for _, line in lines), sorted(set_aside)):
+        if costs := _JUDGE_COST.findall(line):
+            cost = _last(costs)
+            usd += cost or 0.0
+            unknown += cost is None
     return Spent(usd, unknown)
 
 

@@ -2,7 +2,7 @@
 
 worker           the process: one event loop, many conversations
 task_runner      runs one task, up to its record
-durable_calls    waits until replies are on disk before they are used
+durable_calls    no model call before earlier replies are on disk
 calls            the open models and their limiters
 parent_keys      keys that the parent sends
 call_limiter     limits the worker's calls to one endpoint

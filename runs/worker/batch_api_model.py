@@ -89,7 +89,7 @@ class BatchApiModel:
         used: set[str],
         held: dict[str, Cost],
     ) -> None:
-        """`limiter` limits live calls, and hears when the endpoint answers.
+        """`limiter` limits live calls, and is notified when the endpoint answers.
 
         `used` are the ids of the task's calls with replies, `held` the amounts that earlier starts
         have reserved for others; this class updates both.
@@ -123,9 +123,6 @@ class BatchApiModel:
             self._used.discard(id)
             raise
         return replace(completion, batch_item=id)
-
-    async def close(self) -> None:
-        """See `Model.close`: the live model is the pool's."""
 
     async def _by_batch(self, id: str, request: Request) -> Completion | None:
         """The reply from a batch, with its price; None if there is none."""

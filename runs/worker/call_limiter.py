@@ -1,7 +1,7 @@
 """Limits a worker's calls to one endpoint.
 
 The parent decides how many calls this worker may have in flight; each attempt of a call waits here
-for its turn. The parent hears of refusals at once, and of other results in sums.
+for its turn. Refusals are reported to the parent at once, other results as sums.
 """
 
 from __future__ import annotations

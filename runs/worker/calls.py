@@ -91,28 +91,22 @@ class Calls:
             words += f". {error.key_source}"
         return words
 
-    def on_limits(
-        self,
-        endpoint: str,
-        permits: int,
-        number: int,
-        cool_down_s: float,
-        rpm: float | None,
-        tpm: float | None,
-    ) -> None:
-        """The parent sets this worker's limits at an endpoint, in its message `number`."""
-        limiter = self._limiters[endpoint]
-        limiter.allow(permits, cool_down_s=cool_down_s, number=number, rpm=rpm, tpm=tpm)
-
-    def on_key(self, command: str, number: int, problem: str, key: bytes) -> None:
-        """The parent has a new key of a key command."""
-        if self._keys is not None:
-            self._keys.on_key(command, number, problem, key.decode())
-
-    def on_answer(self, id: str, how: str, reply: bytes) -> None:
-        """The parent answers a call that was to be made in a batch."""
-        assert self._batch_client is not None
-        self._batch_client.on_answer(id, how, reply)
+    def receive(self, header: dict[str, Any], payload: bytes) -> None:
+        """A message of the parent that is about calls; see `runs.protocol.messages`."""
+        match header["type"]:
+            case "limits":
+                limits = dict(header["limits"])
+                self._limiters[limits.pop("endpoint")].allow(**limits)
+            case "grant":
+                self._budget.take_grant(Cost(*header["amount"]))
+            case "reclaim":
+                self._budget.reclaim()
+            case "answer":
+                assert self._batch_client is not None
+                self._batch_client.on_answer(header["id"], header["how"], payload)
+            case "key" if self._keys is not None:
+                command, number, problem = header["command"], header["number"], header["problem"]
+                self._keys.on_key(command, number, problem, payload.decode())
 
     def by_batch(self, task: bytes, assignment: Assignment) -> Callable[[Model], Model]:
         """Wraps the models of a task in a `BatchApiModel`, except scripted ones."""
@@ -135,14 +129,6 @@ class Calls:
             )
 
         return wrapped
-
-    def on_grant(self, amount: list[Any]) -> None:
-        """The parent grants a part of the budget."""
-        self._budget.take_grant(Cost(*amount))
-
-    def on_reclaim(self) -> None:
-        """The budget is nearly used up."""
-        self._budget.reclaim()
 
     def stop(self) -> None:
         """Stop all attempts that wait or come: they raise `Stopped`."""

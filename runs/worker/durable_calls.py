@@ -1,21 +1,13 @@
-"""Model and tools of a conversation in a worker: they wait until earlier replies are on disk, and
-make no model call once the worker is stopping."""
+"""The models of a conversation in a worker: they wait until earlier replies are on disk, and make
+no call once the worker is stopping."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from agent.models.model import Completion, Model, Request
-from agent.setup import Home
+from agent.state.trajectory import Kept
 from runs.errors import Stopped
-from toolsets.context import ToolContext
-from toolsets.tool import Tool, ToolResult
-from toolsets.toolbox import Toolbox
-
-Kept = Callable[[], Awaitable[None]] | None
-"""Waits until the replies so far are on disk; None where they are at once."""
 
 
 class Stops(Protocol):
@@ -47,45 +39,3 @@ class StoppableModel:
         if self._stops.is_stopping:
             raise Stopped
         return await self._model.complete(request)
-
-    async def close(self) -> None:
-        """See `Model.close`."""
-        await self._model.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DurableHome(Home):
-    """A home whose tools wait until the reply that calls them is on disk."""
-
-    kept: Kept
-
-    def _box(self, tools: Sequence[Tool]) -> Toolbox:
-        if self.kept is None:
-            return Toolbox(tools, self.context, call_timeout_s=self.call_timeout_s)
-        return _Toolbox(tools, self.context, self.call_timeout_s, self.kept)
-
-
-class _Toolbox(Toolbox):
-    def __init__(
-        self,
-        tools: Sequence[Tool],
-        context: ToolContext,
-        call_timeout_s: float,
-        kept: Callable[[], Awaitable[None]],
-    ) -> None:
-        super().__init__(tools, context, call_timeout_s=call_timeout_s)
-        self._kept = kept
-
-    async def call(
-        self,
-        name: str,
-        arguments: str,
-        *,
-        conversation: Sequence[Mapping[str, Any]] = (),
-        user_reply: str | None = None,
-        others: Sequence[str] = (),
-    ) -> ToolResult:
-        await self._kept()
-        return await super().call(
-            name, arguments, conversation=conversation, user_reply=user_reply, others=others
-        )

@@ -19,8 +19,8 @@ from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.runner import ConversationRunner
-from agent.setup import Setup, replies_played
-from agent.state.trajectory import Trajectory
+from agent.setup import Home, Setup, replies_played
+from agent.state.trajectory import Kept, Trajectory
 from agent.tokens import missing_in
 from runs.config.models import Setups
 from runs.config.run_config import RunConfig
@@ -37,13 +37,14 @@ from runs.store.index import index_fields
 from runs.store.journal_writer import Journal
 from runs.tasks import Task
 from runs.worker.calls import Calls
-from runs.worker.durable_calls import DurableHome, Kept, StoppableModel, Stops
+from runs.worker.durable_calls import StoppableModel, Stops
 from runs.worker.workspace_setup import SetupFailed
 from runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
 from toolsets.errors import HostError, machine_failure
 
 if TYPE_CHECKING:
+    from agent.command_agent import CommandAgent
     from runs.scoring.functions import RewardFunctions
     from runs.worker.agents.agent_runner import AgentRunner
 
@@ -71,7 +72,9 @@ class TaskRunner:
         self._journal = journal
         self._calls = calls
         self._stops = stops
-        self._agents = None if setup.config.agent is None else _agent_runner(setup, calls, stops)
+        self._agents = (
+            None if setup.config.agent is None else _agent_runner(setup, spaces, calls, stops)
+        )
         self._rewards = _reward_functions(setup.config) if setup.config.reward else None
         self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, ToolContext] = {}
@@ -156,7 +159,9 @@ class TaskRunner:
             context, kept = await self._spaces.prepare(context, row, place=assignment["place"])
             if row.agent is not None and self._agents is not None:
                 row = row._replace(agent=await self._agents.with_version(row.agent))
-                end = await self._run_agent(task, assignment, trajectory, row, context)
+                end, agent = await self._run_agent(task, assignment, trajectory, row, context)
+                row = row._replace(agent=agent)
+                context = await self._spaces.reopened(context, row)
             else:
                 end = await self._converse(task, assignment, trajectory, row, context, kept=kept)
             diff = await self._spaces.diff(context)
@@ -181,8 +186,9 @@ class TaskRunner:
         self._not_durable[task.key] = context
         record = self._record(task, assignment, trajectory, row, end, failure, check, diff)
         if self._rewards is not None and end.status != "failed":
-            directory = None if self._config.is_inside else context.workspace.root
-            record = with_scores(record, await self._rewards.scores(record, directory))
+            async with self._spaces.inside(context, row) as inside:
+                scores = await self._rewards.scores(record, inside or context.workspace.root)
+            record = with_scores(record, scores)
         return _finished(task, record, failure)
 
     def _record(
@@ -228,7 +234,7 @@ class TaskRunner:
         def gated(model: Model) -> StoppableModel:
             return StoppableModel(self._stops, by_batch(model), until_kept)
 
-        home = DurableHome(
+        home = Home(
             setup,
             context,
             self._calls.pool,
@@ -275,8 +281,8 @@ class TaskRunner:
         trajectory: Trajectory,
         row: RowTask,
         context: ToolContext,
-    ) -> Finish:
-        """Run an agent that is a command."""
+    ) -> tuple[Finish, CommandAgent]:
+        """Run an agent that is a command; return its end, and it with its version."""
         from runs.worker.agents.agent_runner import AgentTask
 
         assert self._agents is not None
@@ -318,7 +324,7 @@ class TaskRunner:
         return journal
 
     async def _replay(
-        self, setup: Setup, home: DurableHome, trajectory: Trajectory, fork: Fork
+        self, setup: Setup, home: Home, trajectory: Trajectory, fork: Fork
     ) -> dict[str, Any]:
         from runs.worker.replay import replay, replayable  # only forks replay
 
@@ -384,10 +390,12 @@ def _reward_functions(config: RunConfig) -> RewardFunctions:
     return RewardFunctions(config.reward, timeout_s=config.reward_timeout_s)
 
 
-def _agent_runner(setup: WorkerSetup, calls: Calls, stops: Stops) -> AgentRunner:
+def _agent_runner(
+    setup: WorkerSetup, spaces: Workspaces, calls: Calls, stops: Stops
+) -> AgentRunner:
     from runs.worker.agents.agent_runner import AgentRunner  # an HTTP server, which few runs need
 
-    return AgentRunner(setup.config, calls, stops)
+    return AgentRunner(setup.config, spaces, calls, stops)
 
 
 def _own_turns(trajectory: Trajectory, row: RowTask) -> int | None:

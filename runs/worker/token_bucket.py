@@ -10,16 +10,13 @@ class TokenBucket:
     """Tokens that refill at a steady rate. Taking more than there are leaves a debt, and the next
     call waits until it is paid off."""
 
-    def __init__(
-        self, per_minute: float | None, *, now: float, initial: float = 1.0, least: float = 1.0
-    ) -> None:
+    def __init__(self, per_minute: float | None, *, now: float, initial: float = 1.0) -> None:
         """`per_minute` None means no limit. Times are seconds of one monotonic clock.
 
-        It starts with `initial` tokens; calls may go while it has at least `least`.
+        It starts with `initial` tokens; calls may go while it has at least one.
         """
         self._per_s = None if per_minute is None else per_minute / 60
         self._tokens = initial
-        self._least = least
         self._filled_at = now
 
     def change(self, per_minute: float | None, *, now: float) -> None:
@@ -32,9 +29,9 @@ class TokenBucket:
         if self._per_s is None:
             return 0.0
         self._fill(now)
-        if self._tokens >= self._least:
+        if self._tokens >= 1.0:
             return 0.0
-        return 60.0 if self._per_s == 0 else (self._least - self._tokens) / self._per_s + 1e-3
+        return 60.0 if self._per_s == 0 else (1.0 - self._tokens) / self._per_s + 1e-3
 
     def take(self, amount: float) -> None:
         """Take tokens; a negative amount returns them."""

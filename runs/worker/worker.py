@@ -64,7 +64,7 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
 def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
     """Work in this process until the parent sends exit; see `Worker.serve`.
 
-    If the machine fails, tells the parent and exits.
+    If the machine fails, reports it to the parent and exits.
     """
     # The parent handles Ctrl-C, a scheduler's SIGTERM and a closed terminal. Not SIG_IGN: commands
     # would inherit it, and `kill` would have no effect in them.
@@ -88,7 +88,8 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
     except Exception as error:
         if (words := machine_failure(error)) is None:
             raise
-        log.exception("the machine failed")
+        if log.hasHandlers():  # not where it is the log that cannot be opened
+            log.exception("the machine failed")
         connection.send_bytes(pack("halt", message=f"a worker cannot work: {words}"))
         sys.exit(1)
 
@@ -205,17 +206,8 @@ class Worker:
             case "durable":
                 for key in header["keys"]:
                     self._release(bytes.fromhex(key))
-            case "answer":
-                self._calls.on_answer(header["id"], header["how"], payload)
-            case "key":
-                fields = {name: header[name] for name in ("command", "number", "problem")}
-                self._calls.on_key(**fields, key=payload)
-            case "limits":
-                self._calls.on_limits(**header["limits"])
-            case "grant":
-                self._calls.on_grant(header["amount"])
-            case "reclaim":
-                self._calls.on_reclaim()
+            case "limits" | "grant" | "reclaim" | "answer" | "key":
+                self._calls.receive(header, payload)
             case "stop":
                 self._stop()
                 asyncio.get_running_loop().call_later(header["grace_s"], self._abandon)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,13 @@ from runs.config.sandboxes import image_sandboxes
 from runs.dataset.row import RowTask
 from runs.dataset.row_check import Check
 from runs.protocol.worker_setup import WorkerSetup
+from runs.scoring.image_requests import Inside
 from runs.worker.workspace_setup import SetupFailed, half_set_up, set_up_workspace
 from toolsets.browser.process import Browsers
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
 from toolsets.errors import ToolError
+from toolsets.sandbox.base import Extras
 from toolsets.sandbox.docker import docker_problem
 from toolsets.sandbox.factory import ImageSandboxes, Limits, Sandbox, make_sandbox
 from toolsets.sandbox.image import ImageSpec
@@ -108,6 +112,38 @@ class Workspaces:
             raise
         return context, kept
 
+    async def for_agent(
+        self, context: ToolContext, row: RowTask, limits: Limits, extras: Extras
+    ) -> tuple[Sandbox, str | None]:
+        """A sandbox for an agent that is a command, and its HOME where an image decides that.
+
+        No other sandbox of the conversation may run. Raises `SetupFailed`.
+        """
+        root = context.workspace.root
+        if self._in_images is None:
+            sandbox = make_sandbox(
+                self._setup.config.sandbox, Workspace(root), limits, extras=extras
+            )
+            return sandbox, None
+        inside = await self._sandbox_in_image(root, row, self._spec_of(row), limits, extras)
+        await self._made(inside)
+        return inside, inside.user_home
+
+    async def reopened(self, context: ToolContext, row: RowTask) -> ToolContext:
+        """The context with a new sandbox, where its own was stopped for an agent."""
+        if self._in_images is None:
+            return context
+        root = context.workspace.root
+        sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
+        await self._made(sandbox)
+        return self._inside(context, sandbox, root)
+
+    def has_network(self, row: RowTask) -> bool:
+        """Whether commands of a row may reach the network."""
+        if self._in_images is None:
+            return self._setup.config.network
+        return self._spec_of(row).network
+
     async def diff(self, context: ToolContext) -> dict[str, Any] | None:
         """What the conversation changed in its image's repository; None where there is none."""
         if self._in_images is None:
@@ -150,6 +186,31 @@ class Workspaces:
                 sandbox = await self._sandbox_in_image(judged, row, self._spec_of(row))
                 await asyncio.to_thread(sandbox.discard)
                 await asyncio.to_thread(remove_tree, judged)
+
+    @asynccontextmanager
+    async def inside(self, context: ToolContext, row: RowTask) -> AsyncIterator[Inside | None]:
+        """The workspace inside its image, to be read after the conversation; None elsewhere."""
+        if self._in_images is None:
+            yield None
+            return
+        opened: list[ToolContext] = []
+
+        async def open_again() -> ToolContext:
+            if not opened:
+                root = context.workspace.root
+                try:
+                    sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
+                    await self._made(sandbox)
+                except SetupFailed as error:
+                    raise ToolError(str(error)) from error
+                opened.append(self._inside(context, sandbox, root))
+            return opened[0]
+
+        try:
+            yield Inside(context.workspace.home, open_again)
+        finally:
+            for found in opened:
+                await sandbox_of(found).stop()
 
     async def _judging(
         self, context: ToolContext, row: RowTask, check: Check, root: Path, user: str | None
@@ -197,7 +258,12 @@ class Workspaces:
         return replace(context, workspace=ImageFiles(kept, sandbox), sandbox=sandbox)
 
     async def _sandbox_in_image(
-        self, root: Path, row: RowTask, spec: ImageSpec, limits: Limits | None = None
+        self,
+        root: Path,
+        row: RowTask,
+        spec: ImageSpec,
+        limits: Limits | None = None,
+        extras: Extras | None = None,
     ) -> ImageSandbox:
         """Raises `SetupFailed` where the image cannot be used."""
         assert self._in_images is not None
@@ -205,7 +271,7 @@ class Workspaces:
         async with self._waiting[spec.reference]:
             try:
                 return await asyncio.to_thread(
-                    self._in_images.make, Workspace(root), limits or self._limits(row), spec
+                    self._in_images.make, Workspace(root), limits or self._limits(row), spec, extras
                 )
             except ToolError as error:
                 raise SetupFailed(f"{self._node()}{error}") from error

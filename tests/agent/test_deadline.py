@@ -46,8 +46,14 @@ HELPER = {"name": "helper", "description": "Helps."}
 
 
 def longer(events: list[Event], *, kind: str, by_s: float, **more: Any) -> list[Event]:
-    """The events, the first one of this kind as if it had begun so much earlier."""
+    """The events, the first one of this kind as if it had begun so much earlier.
+
+    They have taken no other time, however slow the machine was.
+    """
     changed: list[Any] = copy.deepcopy(events)
+    for event in changed:
+        if "duration_s" in event:
+            event["duration_s"] = 0.0
     event = next(event for event in changed if event["kind"] == kind)
     event["duration_s"] += by_s
     event["started_at"] -= by_s

@@ -78,14 +78,10 @@ class Inner(ScriptedModel):
     def __init__(self, *turns: dict[str, Any]) -> None:
         super().__init__(parse_script(list(turns)))
         self.requests: list[Request] = []
-        self.is_closed = False
 
     async def complete(self, request: Request) -> Completion:
         self.requests.append(request)
         return await super().complete(request)
-
-    async def close(self) -> None:
-        self.is_closed = True
 
 
 def ask(inner: Inner, request: Request) -> Completion:
@@ -216,12 +212,6 @@ def test_only_text_is_streamed_as_it_arrives() -> None:
     silent = Inner({"content": "Final Answer: 1"})
     ask(silent, Request([USER], TOOLS))
     assert silent.requests[0].on_delta is None
-
-
-def test_closing_closes_the_inner_model() -> None:
-    inner = Inner({"content": "x"})
-    asyncio.run(ReActModel(inner).close())
-    assert inner.is_closed
 
 
 def test_calls_that_came_natively_are_taken_as_they_are() -> None:
@@ -573,6 +563,6 @@ def test_a_reply_that_is_sent_back_reads_as_the_same_step(text: str) -> None:
 def test_a_reply_that_repeats_itself_is_read_in_time(piece: str) -> None:
     """A model that is caught in a loop must not catch its reader."""
     for text in (piece * (60_000 // len(piece)), f"{STEP}\n" + piece * (60_000 // len(piece))):
-        started = time.perf_counter()
+        started = time.process_time()
         read(text)
-        assert time.perf_counter() - started < 2
+        assert time.process_time() - started < 20, "of CPU time; what grows faster takes hours"

@@ -242,9 +242,6 @@ class Unwilling:
             raise ModelError("overloaded", "busy")
         return Completion(Message(role="assistant", content="hi"), "stop", None, None, None)
 
-    async def close(self) -> None:
-        """Nothing to release."""
-
 
 def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
     """S4.38: the conversation continues uncompressed."""

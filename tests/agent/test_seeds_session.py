@@ -19,7 +19,7 @@ import pytest
 from agent.session import AgentSession
 from run_agent import COMPLETED_FILE, AIAgent
 from tests.playing import call, calls, say
-from tests.running import ROOT, lines
+from tests.running import PATIENCE_S, ROOT, lines
 from toolsets.context import ToolContext
 from toolsets.errors import HostError
 from toolsets.tool import Tool, tool
@@ -108,7 +108,7 @@ def test_conversations_of_several_processes_are_saved_line_by_line(tmp_path: Pat
         )
         for _ in range(3)
     ]
-    assert [process.wait(timeout=60) for process in started] == [0, 0, 0]
+    assert [process.wait(timeout=PATIENCE_S) for process in started] == [0, 0, 0]
     assert len(lines(tmp_path / "t" / COMPLETED_FILE)) == 60
 
 
@@ -130,9 +130,9 @@ def test_a_call_in_flight_is_cancelled_and_the_next_prompt_works() -> None:
     with with_tools(made, waits) as session:
         thread = threading.Thread(target=session.new_prompt, args=("x",))
         thread.start()
-        assert begun.wait(20)
+        assert begun.wait(PATIENCE_S)
         session.cancel("enough")
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
         assert session.get_variables()["status"] == "interrupted"
         assert session.messages[-1]["is_error"]

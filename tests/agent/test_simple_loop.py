@@ -11,6 +11,7 @@ import pytest
 
 from agent.flat.format import FlatSession, init_session, response
 from agent.flat.simple_loop import agent_loop
+from tests.running import PATIENCE_S
 
 TOOLS = [
     {
@@ -130,7 +131,7 @@ def test_calls_run_in_threads_at_the_same_time_and_results_keep_their_order() ->
 
     def wait(n: int) -> str:
         if n == 1:
-            assert second_ran.wait(timeout=20)
+            assert second_ran.wait(timeout=PATIENCE_S)
         second_ran.set()
         return f"{n}"
 

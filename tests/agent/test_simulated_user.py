@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent.command_agent import CommandAgent
+from agent.loop.simulated_user import UsersModel
+from agent.messages import Event, Message
+from agent.models.model import Completion, Request
+from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions, SimulatedUser
+from agent.tokens import Sampled
 from runs.dataset.row import RowRules
-from tests.playing import call, calls, play, say
+from tests.playing import OPENING, Played, call, calls, play, say
 
 ANN = {"system_prompt": "You are Ann. You want tea.", "stop": "STOP"}
 
@@ -18,6 +26,15 @@ ANN = {"system_prompt": "You are Ann. You want tea.", "stop": "STOP"}
 def texts(played: Any) -> list[tuple[str, str]]:
     return [
         (m["role"], m["content"]) for m in played.messages if m["role"] in ("user", "assistant")
+    ]
+
+
+def seen_by_users(played: Played) -> list[list[Message]]:
+    """What the user's model was shown, once for each message that it wrote."""
+    return [
+        list(request.messages)
+        for request in played.requests
+        if str(request.messages[0]["content"]).startswith(ANN["system_prompt"])
     ]
 
 
@@ -67,18 +84,69 @@ def test_a_model_plays_the_user_until_it_writes_its_word(tmp_path: Path) -> None
     record = played.trajectory.to_record()
     assert [inner["name"] for inner in record["inner"]] == ["simulated_user"] * 2
     assert record["api_calls"] == 5
-    seen = record["inner"][1]["messages"]
-    assert [m["role"] for m in seen] == ["system", *["user", "assistant"] * 3]
+    seen = seen_by_users(played)[1]
+    assert [m["role"] for m in seen] == ["system", *["user", "assistant"] * 2, "user"]
     assert "x" not in {m["content"] for m in seen}, "users see no results of tools"
-    assert [m["content"] for m in seen[3:-1]] == ["Which tea?", "Green.", "Here it is."]
+    assert [m["content"] for m in seen[3:]] == ["Which tea?", "Green.", "Here it is."]
+
+
+def test_only_what_the_user_writes_is_stored_and_its_instructions_once(tmp_path: Path) -> None:
+    user = {**ANN, "script": [say("Green."), say("Hot."), say("STOP")]}
+    script = [say("Which tea?"), say("How?"), say("Here it is.")]
+    played = play(tmp_path, script, simulated_user=user)
+    inner = played.trajectory.to_record()["inner"]
+    assert [[m["role"] for m in one["messages"]] for one in inner] == [
+        ["system", "assistant"],
+        *[["assistant"]] * 2,
+    ]
+    assert [one["messages"][-1]["content"] for one in inner] == ["Green.", "Hot.", "STOP"]
+    system = seen_by_users(played)[0][0]
+    assert inner[0]["messages"][0] == system
+    stored = str(played.events)
+    assert stored.count(ANN["system_prompt"]) == 1
+    assert stored.count("Which tea?") == 1, "the user's calls do not repeat the conversation"
+
+
+def test_a_conversation_whose_user_stored_all_that_it_saw_continues(tmp_path: Path) -> None:
+    """Journals of earlier versions hold the whole conversation with each message of the user."""
+    user = {**ANN, "script": [say("Green."), say("Hot."), say("STOP")]}
+    script = [say("Which tea?"), say("How?"), say("Here it is.")]
+    whole = play(tmp_path / "a", script, simulated_user=user)
+    seen = iter(seen_by_users(whole))
+    old: list[Event] = []
+    for event in copy.deepcopy(whole.events):
+        if event["kind"] == "sub" and event["event"]["kind"] == "opening":
+            event["event"]["messages"] = next(seen)
+        old.append(event)
+    for length in range(1, len(old)):
+        past = old[:length]
+        resumed = play(tmp_path / str(length), script, past=past, simulated_user=user)
+        assert (resumed.end, resumed.messages) == (whole.end, whole.messages)
+        asked = [request.messages for request in resumed.requests]
+        assert asked == [request.messages for request in whole.requests][play_events(past) :]
+
+
+def test_the_ids_of_what_the_user_saw_are_not_stored() -> None:
+    sampled = Sampled(prompt=b"1234" * 9, completion=b"1234", logprobs=b"5678")
+
+    class Sampling(ScriptedModel):
+        async def complete(self, request: Request) -> Completion:
+            return replace(await super().complete(request), tokens=sampled)
+
+    async def ask() -> Completion:
+        model = UsersModel(Sampling(parse_script([say("Green.")])), OPENING)
+        return await model.complete(Request([]))
+
+    completion = asyncio.run(ask())
+    assert completion.tokens == Sampled(completion=b"1234", logprobs=b"5678")
 
 
 def test_an_answer_that_was_cut_and_continued_is_one(tmp_path: Path) -> None:
     user = {**ANN, "script": [say("STOP")]}
     script = [say("Half an ", finish_reason="length"), say("answer.")]
     played = play(tmp_path, script, simulated_user=user, continue_cut=1)
-    seen = played.trajectory.to_record()["inner"][0]["messages"]
-    assert seen[-2] == {"role": "user", "content": "Half an answer."}
+    seen = seen_by_users(played)[0]
+    assert seen[-1] == {"role": "user", "content": "Half an answer."}
 
 
 def test_it_writes_so_many_messages_at_most(tmp_path: Path) -> None:
@@ -95,12 +163,19 @@ def test_a_user_that_says_nothing_ends_the_conversation(tmp_path: Path) -> None:
     assert played.end.reason.startswith("the simulated user ended as errors")
 
 
-@pytest.mark.parametrize("finish", ["length", "refusal"])
-def test_a_cut_message_is_never_sent(tmp_path: Path, finish: str) -> None:
+@pytest.mark.parametrize(
+    ("finish", "status"),
+    [
+        ("length", "errors"),
+        ("refusal", "errors"),
+        ("context_exceeded", "user_context_exceeded"),
+    ],
+)
+def test_a_cut_message_is_never_sent(tmp_path: Path, finish: str, status: str) -> None:
     user = {**ANN, "script": [say("I wan", finish_reason=finish), say("STOP")]}
     script = [say("a"), say("b")]
     whole = play(tmp_path / "a", script, simulated_user=user)
-    assert whole.end == ("errors", f"the simulated user ended as {finish}")
+    assert whole.end == (status, f"the simulated user ended as {finish}")
     resumed = play(tmp_path / "b", script, past=whole.events, simulated_user=user)
     assert resumed.end == whole.end
     assert (resumed.messages, resumed.requests) == (whole.messages, [])

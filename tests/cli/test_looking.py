@@ -26,7 +26,7 @@ from runs.store.journal_writer import JournalWriter
 from runs.store.settled import WORKER_DIED
 from runs.tasks import task_key
 from tests.report.test_report import HOSTILE_ID, ROWS
-from tests.running import SCRIPTED, command, lines, run, started, wait_until, write_rows
+from tests.running import PATIENCE_S, SCRIPTED, command, lines, run, started, wait_until, write_rows
 
 HOLD = '''
 import time
@@ -254,7 +254,7 @@ def on_terminal(cwd: Path, env: dict[str, str], *args: object, **options: object
         output = b""
         while chunk := read_terminal(ours):
             output += chunk
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
     os.close(ours)
     return output.decode()
 
@@ -314,7 +314,8 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
     options = {**SCRIPTED, "enabled_toolsets": "file,mine", "tools": "mine:hold"}
     with started(tmp_path, **options) as process:
         wait_until(lambda: in_flight(tmp_path) == [("held", 2, "hold", "tools", ["hold"])])
-        wait_until(lambda: status(tmp_path)["progress"] is not None)
+        # The run writes its progress now and then.
+        wait_until(lambda: (status(tmp_path)["progress"] or {}).get("done") == 1)
         found = status(tmp_path)
         assert found["progress"]["running"] == 1
         assert found["tasks"] == 2
@@ -333,9 +334,9 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
         assert first["holder"]["pid"] == process.pid
         (tmp_path / "go").touch()
         rest = [json.loads(line) for line in watching.stdout]
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
     watching.stdout.close()
-    assert watching.wait(timeout=30) == 0
+    assert watching.wait(timeout=PATIENCE_S) == 0
     assert [one["holder"] is None for one in rest] == [*[False] * (len(rest) - 1), True]
     assert rest[-1]["in_flight"] == []
     assert {task["id"] for task in rest[-1]["slowest"]} == {"held", "quick"}

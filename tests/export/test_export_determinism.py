@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from testing.fake_endpoint import FakeEndpoint
-from tests.program.test_run import is_gone, options
-from tests.running import WRITE_A_NOTE, lines, run, started, wait_until, write_rows
+from tests.program.test_run import options
+from tests.running import WRITE_A_NOTE, kill_repeatedly, lines, run, write_rows
 
 FORMATS = "hermes,llamafactory,openai,atif,dpo,kto,parquet"
 
@@ -29,13 +26,7 @@ def test_workers_kills_and_resumes_leave_no_trace(tmp_path: Path) -> None:
             found.append(exported(finished(tmp_path / name, endpoint, workers)))
         for attempt in range(3):
             folder = prepared(tmp_path / f"killed{attempt}")
-            for calls in (9, 9):
-                before = endpoint.journal()["requests"]
-                with started(folder, **given(endpoint, 2)) as process:
-                    enough = before + calls
-                    wait_until(lambda: endpoint.journal()["requests"] >= enough)  # noqa: B023
-                    os.killpg(process.pid, signal.SIGKILL)
-                    wait_until(functools.partial(is_gone, process.pid))
+            kill_repeatedly(folder, given(endpoint, 2), endpoint, [9, 9])
             run(folder, **given(endpoint, 2))
             records = lines(folder / "trajectories" / "r" / "records.jsonl")
             resumes = [resume for record in records for resume in record["resumes"]]

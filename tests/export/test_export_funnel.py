@@ -138,7 +138,7 @@ def test_stats_shows_the_funnel(tmp_path: Path) -> None:
     for line in (
         *("left out 2 bad row: no `prompt` field (fields: id)", "tasks 9"),
         *("left out 1 failed: Timeout", "left out 1 pending", "left out 1 max_turns"),
-        *("completed 5", "left out 1 check_failed", "passed 4 of these 3 not checked"),
+        *("completed 5", "left out 1 check_failed", "passed 4 of these, 3 were not checked"),
         "exported 4 rows of hermes in r.jsonl, from 4 of 13 tasks",
         "left out 1 marker_in_text",
     ):

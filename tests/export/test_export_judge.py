@@ -132,6 +132,19 @@ def test_an_endpoint_that_refuses_all_stops_the_export(tmp_path: Path, fault: st
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+def test_calls_that_wait_for_the_same_endpoint_say_so_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = answers(tmp_path, *(f"Answer {n}" for n in range(8)))
+    with FakeEndpoint(latency_s=0.0, faults={"http500": 1.0}) as endpoint:
+        given = filters(endpoint, max_in_flight=8, call_attempts=2)
+        with pytest.raises(EnvironmentStop):
+            exported(source, formats="openai", filters=given)
+    said = [line for line in capfd.readouterr().err.splitlines() if "attempt 1" in line]
+    assert len(said) == 1
+    assert said[0].startswith(f"filters.judge at {endpoint.openai_url}: overloaded: ")
+
+
 def test_a_key_is_needed_where_something_is_to_be_asked(
     tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,11 +193,13 @@ def test_a_kill_between_verdicts_pays_no_question_twice(tmp_path: Path) -> None:
     source = answers(tmp_path, *(f"Answer {n}" for n in range(40)))
     path = source.run_dir / "verdicts.jsonl"
     recipe = tmp_path / "recipe.yaml"
-    with FakeEndpoint(latency_s=0.05, key="k-judge-secret") as endpoint:
+    with FakeEndpoint(latency_s=0.02, answers=0, key="k-judge-secret") as endpoint:
         given = filters(endpoint, max_in_flight=4)
         recipe.write_text(yaml.safe_dump({"formats": "openai", "filters": given}))
         argv = ("export", str(source.run_dir))
         for count in (6, 20):
+            stored = path.read_bytes().count(b"\n") if path.exists() else 0
+            endpoint.answer(endpoint.journal()["requests"] + count + 4 - stored)
             process = subprocess.Popen(command(*argv, recipe=recipe), cwd=tmp_path)
             try:
                 wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= count)  # noqa: B023
@@ -195,6 +210,7 @@ def test_a_kill_between_verdicts_pays_no_question_twice(tmp_path: Path) -> None:
                 os.kill(process.pid, signal.SIGKILL)
                 process.wait()
         assert not (source.run_dir / "exports" / "dataset" / "manifest.json").exists()
+        endpoint.answer(None)
         done = run(tmp_path, *argv, recipe=recipe)
         assert done.returncode == 0, done.stderr
         assert "asked, 0 failed" in done.stderr

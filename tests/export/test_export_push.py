@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.answering import Handler, listening
 from tests.export.test_export_dataset import EARLY
 from tests.exporting import make_run, worked
 from tests.running import run
@@ -25,16 +24,11 @@ def hub(*, status: int = 200) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
     """The address of a hub, and what it was sent: paths and bodies."""
     received: list[tuple[str, bytes]] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Hub(Handler):
         def do_GET(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            body = self.body()
             received.append((self.path, body))
-            content = json.dumps(self._answer(body)).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.send(status, json.dumps(self._answer(body)).encode())
 
         do_POST = do_GET
 
@@ -46,18 +40,8 @@ def hub(*, status: int = 200) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
             commit = {"commitUrl": f"{url}/commit/1", "commitOid": "1" * 40, "success": True}
             return {"url": url, "errors": [], "warnings": [], **commit}
 
-        def log_message(self, *args: Any) -> None:
-            """Nothing is printed."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", received
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with listening(Hub) as url:
+        yield url, received
 
 
 def push(folder: Path, address: str) -> Any:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 from collections import Counter
@@ -206,6 +207,12 @@ def good(word: str) -> tuple[int, JSON]:
     return 200, said(f"I think.\n0.{word.rstrip('.')}")
 
 
+def said_by(folder: Path, *command: str) -> str:
+    done = run(folder, *command, output_dir=".")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 class TestAJudge:
     def test_is_asked_once_about_each_record(self, tmp_path: Path) -> None:
         source = make(tmp_path, 8)
@@ -226,6 +233,16 @@ class TestAJudge:
         assert (line["reply"], line["model"]) == ("I think.\n0.5", "j-1")
         assert line["cost_usd"] == pytest.approx(0.025)
         assert line["source"] == "judge:j"
+
+        # What it was paid is shown under its own name, apart from what the run has spent.
+        assert "judges $0.4000" in said_by(tmp_path, "stats", "r")
+        status = said_by(tmp_path, "status", "r")
+        assert re.search(r"spent in total .*, judges \$0\.4000$", status, re.MULTILINE), status
+        totals = json.loads(said_by(tmp_path, "status", "r", "--json"))
+        assert (totals["judges_usd"], totals["judges_unknown"]) == (pytest.approx(0.4), 0)
+        assert totals["spent_usd"] == 0, "the price of the model is unknown"
+        cost = json.loads(said_by(tmp_path, "stats", "r", "--json"))["cost_usd"]
+        assert cost["judges"] == pytest.approx(0.4)
 
     def test_sees_what_its_prompt_asks_for(self, tmp_path: Path) -> None:
         """A text that looks like a place of the prompt stays as it is."""

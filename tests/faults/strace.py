@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tests.running import command, spawning
+from tests.running import PATIENCE_S, command, spawning
 
 CALLS = (
     *("openat", "write", "pwrite64", "ftruncate", "fsync", "fdatasync"),
@@ -112,5 +112,5 @@ def run_traced(
         code = f"import multiprocessing; multiprocessing.set_executable({str(wrapper)!r})\n{code}"
         line = [python, option, code, *flags]
     return subprocess.run(
-        line, cwd=cwd, capture_output=True, text=True, timeout=120, start_new_session=True
+        line, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S, start_new_session=True
     )

@@ -17,6 +17,7 @@ from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, finished_lines, judge_run_dir, resume_and_judge
 from tests.faults.test_process import asking
 from tests.running import (
+    PATIENCE_S,
     SCRIPTED,
     WRITE_A_NOTE,
     run,
@@ -104,12 +105,13 @@ def test_damage_by_a_power_loss_or_an_editor_costs_only_the_damaged_tasks(
     """F12, F13, F14: in the records and in the journals at the same time."""
     write_prompts(tmp_path / "p.jsonl", 16)
     run_dir = tmp_path / "trajectories" / "r"
-    with FakeEndpoint(turns=3, latency_s=0.02, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.02, answers=36, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint)
         with started(tmp_path, **given) as process:
             wait_until(lambda: len(finished_lines(run_dir / "records.jsonl")) >= 6)
             os.killpg(process.pid, signal.SIGKILL)
         assert_gone(process.pid)
+        endpoint.answer(None)
         before = finished_lines(run_dir / "records.jsonl")
         for file in (run_dir / "records.jsonl", *run_dir.glob("inflight/*.jsonl")):
             if len(file.read_bytes().splitlines()) > 3:
@@ -127,12 +129,13 @@ def test_a_flipped_bit_of_a_journal_is_named_and_costs_only_its_conversation(
     """F51: the line stays JSON, and would be replayed as what the model said."""
     write_prompts(tmp_path / "p.jsonl", 8)
     run_dir = tmp_path / "trajectories" / "r"
-    with FakeEndpoint(turns=4, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=4, latency_s=0.02, answers=10, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint, num_workers=1, batch_size=8)
         with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["replies"] >= 10)
+            wait_until(lambda: endpoint.journal()["replies"] == 10)
             os.killpg(process.pid, signal.SIGKILL)
         assert_gone(process.pid)
+        endpoint.answer(None)
         (segment,) = run_dir.glob("inflight/*.jsonl")
         lines = segment.read_bytes().splitlines(keepends=True)
         number = next(n for n, line in enumerate(lines) if b'"kind":"reply"' in line)
@@ -150,12 +153,13 @@ def test_records_that_are_cut_under_a_run_stop_it(tmp_path: Path) -> None:
     """F54: or it would go on, and end as if all was well."""
     write_prompts(tmp_path / "p.jsonl", 24)
     records = tmp_path / "trajectories" / "r" / "records.jsonl"
-    with FakeEndpoint(turns=2, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=2, latency_s=0.02, answers=12, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint, num_workers=1)
         with started(tmp_path, **given) as process:
             wait_until(lambda: len(finished_lines(records)) >= 4)
             os.truncate(records, 700)
-            assert process.wait(timeout=60) == 4
+            endpoint.answer(None)
+            assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "records.jsonl: it was cut or changed (it has" in said
         assert "Traceback" not in said
@@ -179,12 +183,13 @@ def test_a_run_directory_that_vanishes_stops_the_run_and_nothing_is_written_else
 ) -> None:
     """F16."""
     write_prompts(tmp_path / "p.jsonl", 40)
-    with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.05, answers=8, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint)
         with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["replies"] >= 8)
+            wait_until(lambda: endpoint.journal()["replies"] == 8)
             (tmp_path / "trajectories" / "r").rename(tmp_path / "away")
-            assert process.wait(timeout=60) == 4
+            endpoint.answer(None)
+            assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "Traceback" not in said
         assert "the run directory has vanished: it was moved or removed" in said
@@ -204,7 +209,7 @@ def test_records_that_are_removed_under_a_run_stop_it(tmp_path: Path) -> None:
         with started(tmp_path, **given) as process:
             wait_until(lambda: len(finished_lines(records)) >= 4)
             records.unlink()
-            assert process.wait(timeout=60) == 4
+            assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "records.jsonl: it was removed or replaced while the run wrote to it" in said
         assert "Traceback" not in said
@@ -241,12 +246,13 @@ def test_journals_or_workspaces_that_are_removed_under_a_run_stop_it(
     """F16: and no reply that was paid for is asked for again, those in flight included."""
     write_prompts(tmp_path / "p.jsonl", 8)
     gone = tmp_path / "trajectories" / "r" / removed
-    with FakeEndpoint(turns=4, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=4, latency_s=0.05, answers=10, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint, num_workers=1, batch_size=8)
         with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["replies"] >= 10)
+            wait_until(lambda: endpoint.journal()["replies"] == 10)
             remove(gone)
-            assert process.wait(timeout=60) == 4
+            endpoint.answer(None)
+            assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert removed in said, "by the worker that met it first, or by the parent"
         assert "run the same command again" in said
@@ -264,7 +270,7 @@ def test_journals_that_are_moved_under_a_run_are_to_be_put_back(tmp_path: Path) 
         with started(tmp_path, **given) as process:
             wait_until(lambda: endpoint.journal()["replies"] >= 8)
             inflight.rename(tmp_path / "away")
-            assert process.wait(timeout=60) == 4
+            assert process.wait(timeout=PATIENCE_S) == 4
         assert "inflight: it was moved during" in (tmp_path / "output.txt").read_text()
         (tmp_path / "away").rename(inflight)
         resume_and_judge(tmp_path, given, tasks=8, endpoint=endpoint, wasted=0)

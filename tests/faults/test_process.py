@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
 from tests.running import (
+    PATIENCE_S,
+    ROOT,
     SCRIPTED,
     WRITE_A_NOTE,
     command,
@@ -33,7 +36,7 @@ def asking(endpoint: FakeEndpoint, **more: object) -> dict[str, Any]:
 def test_killing_the_parent_alone_loses_nothing(tmp_path: Path) -> None:
     """F7: its workers go with it, so that the next start has the directory to itself."""
     write_prompts(tmp_path / "p.jsonl", 12)
-    with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.02, answers=8, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint)
         with started(tmp_path, **given) as process:
             wait_until(lambda: endpoint.journal()["replies"] >= 6)
@@ -41,6 +44,7 @@ def test_killing_the_parent_alone_loses_nothing(tmp_path: Path) -> None:
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
             assert_gone(process.pid)
+            endpoint.answer(None)
             resume_and_judge(tmp_path, given, tasks=12, endpoint=endpoint, wasted=8)
 
 
@@ -57,16 +61,17 @@ def test_a_sigterm_of_a_scheduler_stops_the_run_in_time(tmp_path: Path, asked: s
             wait_until(lambda: endpoint.journal()["in_flight"] == 4)
             kill = os.kill if asked == "the parent alone" else os.killpg
             kill(process.pid, signal.SIGTERM)
-            assert process.wait(timeout=60) == 128 + signal.SIGTERM
+            assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM
             assert_gone(process.pid)
-    said = (tmp_path / "output.txt").read_text()
-    assert "stopping: running turns get 0.5 s to finish" in said
-    assert (
-        "interrupted by SIGTERM; finished work is safe: run the same command again to continue"
-        in said
-    )
-    assert "Traceback" not in said
-    with FakeEndpoint(turns=2, latency_s=0.0, port=endpoint.port, **WRITE_A_NOTE) as endpoint:
+        said = (tmp_path / "output.txt").read_text()
+        assert "stopping: running turns get 0.5 s to finish" in said
+        assert (
+            "interrupted by SIGTERM; finished work is safe: run the same command again to continue"
+            in said
+        )
+        assert "Traceback" not in said
+        endpoint.change(latency_s=0.0)
+        endpoint.reset()
         resume_and_judge(tmp_path, given, tasks=4, endpoint=endpoint)
         assert endpoint.journal()["requests"] == 8
 
@@ -80,3 +85,34 @@ def test_a_closed_output_pipe_does_not_stop_the_run(tmp_path: Path) -> None:
     )
     assert "Traceback" not in piped.stdout + piped.stderr
     judge_run_dir(tmp_path / "trajectories" / "r", tasks=1)
+
+
+def test_a_worker_that_cannot_open_its_log_says_so_and_nothing_else(tmp_path: Path) -> None:
+    code = f"""
+import os, resource
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from runs.protocol.messages import unpack
+from runs.worker.worker import run_worker
+ours, theirs = Pipe()
+setup = SimpleNamespace(
+    is_remote=False, run_dir=Path({str(tmp_path)!r}), config=SimpleNamespace(log_level="info")
+)
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+try:
+    while True:
+        os.open(os.devnull, os.O_RDONLY)
+except OSError:
+    pass
+try:
+    run_worker(theirs, setup)
+except SystemExit as error:
+    print(error.code, unpack(ours.recv_bytes())[0]["message"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.startswith("1 a worker cannot work:")
+    assert "run.log: Too many open files" in done.stdout

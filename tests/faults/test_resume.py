@@ -26,6 +26,7 @@ from tests.faults import strace
 from tests.faults.oracle import asked_of, assert_gone, resume_and_judge
 from tests.faults.test_process import asking
 from tests.running import (
+    PATIENCE_S,
     SCRIPTED,
     WRITE_A_NOTE,
     lines,
@@ -126,7 +127,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
         user = user_of(body)
         turn = sum(message["role"] == "assistant" for message in body["messages"])
         if user == "last":
-            parent_is_stopped.wait(60)
+            parent_is_stopped.wait(PATIENCE_S)
         message: JSON = {"role": "assistant", "content": f"the answer of {user}"}
         if turn < len(SCRIPTS[user]):
             message = {"role": "assistant", "content": None, "tool_calls": SCRIPTS[user][turn]}
@@ -242,13 +243,16 @@ def test_with_a_subagent_in_the_middle(scene: Scene) -> None:
 def test_with_signed_thoughts(tmp_path: Path) -> None:
     """The endpoint refuses thoughts that do not come back as it signed them."""
     write_prompts(tmp_path / "p.jsonl", 4)
-    with FakeEndpoint(turns=4, latency_s=0.1, reasoning_chars=80, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(
+        turns=4, latency_s=0.02, answers=8, reasoning_chars=80, **WRITE_A_NOTE
+    ) as endpoint:
         given = asking(endpoint, num_workers=1, base_url=endpoint.anthropic_url)
         given["model"] = "anthropic:m"
         with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["replies"] >= 8)
+            wait_until(lambda: endpoint.journal()["replies"] == 8)
             os.killpg(process.pid, signal.SIGKILL)
             assert_gone(process.pid)
+        endpoint.answer(None)
         resume_and_judge(tmp_path, given, tasks=4, endpoint=endpoint, wasted=4)
         assert endpoint.journal()["refused"] == 0
     records = lines(tmp_path / "trajectories" / "r" / "records.jsonl")

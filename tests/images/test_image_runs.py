@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.running import lines, run, session_of, started, wait_until, write_rows
+from tests.running import kill_session, lines, run, started, wait_until, write_rows
 
 FIXED = "from pkg.calc import add; assert add(5, 2) == 7"
 INTERRUPTED = "touch /testbed/begun; sleep 1000"
@@ -121,9 +119,59 @@ def test_rows_are_worked_on_in_their_images(images: Path, tmp_path: Path) -> Non
     assert_nothing_is_left(tmp_path)
 
 
+GRADERS = """
+def read(conversation, workspace, row):
+    calc = workspace / "pkg" / "calc.py"
+    assert str(calc) == "/testbed/pkg/calc.py"
+    assert calc.exists() and calc.is_file() and not calc.is_dir()
+    assert workspace.is_dir() and not (workspace / "none").exists()
+    names = [path.name for path in workspace.iterdir()]
+    assert names == sorted(names) and "pkg" in names, names
+    found = [str(path.relative_to(workspace)) for path in workspace.rglob("*.py")]
+    assert "pkg/calc.py" in found, found
+    assert (workspace / "/tmp/outside").read_bytes() == b"\\xff\\n"
+    return {"fixed": float("a + b" in calc.read_text()), "check": conversation["check"]["reward"]}
+
+def missing(conversation, workspace, row):
+    try:
+        (workspace / "none").read_text()
+    except FileNotFoundError:
+        return 1
+
+def opened(conversation, workspace, row):
+    with open(workspace / "pkg" / "calc.py") as file:
+        return 1
+
+def idle(conversation, workspace, row):
+    return len(conversation["messages"])
+"""
+
+
+def test_reward_functions_read_the_files_in_the_image(images: Path, tmp_path: Path) -> None:
+    rewarded(tmp_path, images=images, **OPTIONS)
+    assert_nothing_is_left(tmp_path)
+
+
+def rewarded(tmp_path: Path, **options: Any) -> None:
+    """A run whose reward functions find what its conversation left in the image."""
+    (tmp_path / "graders.py").write_text(GRADERS)
+    command = terminal("sed -i s/-/+/ pkg/calc.py; printf '\\377\\n' > /tmp/outside")
+    check = {"command": f"python3 -c '{FIXED}'", "in": "fresh"}
+    write_rows(tmp_path / "p.jsonl", row("a", "python:1", command, check=check))
+    reward = ",".join(f"graders:{name}" for name in ("read", "missing", "opened", "idle"))
+    done = run(tmp_path, *FLAGS, reward=reward, **options)
+    assert done.returncode == 0, done.stderr
+    read, missing, opened, idle = records(tmp_path)["a"]["scores"]
+    assert (read["error"], read["rewards"]) == (None, {"fixed": 1, "check": 1})
+    assert missing["rewards"] == {"missing": 1}
+    assert (
+        "TypeError: /testbed/pkg/calc.py is inside an image: use its read_text" in opened["error"]
+    )
+    assert idle["rewards"] == {"idle": 4}
+
+
 def kill(process: Any) -> None:
-    for pid in session_of(process.pid):
-        os.kill(pid, signal.SIGKILL)
+    kill_session(process.pid)
     process.wait()
 
 
@@ -168,7 +216,7 @@ def test_a_conversation_whose_layer_is_gone_begins_again(images: Path, tmp_path:
     workspace = interrupted(tmp_path, images)
     workspace.rename(tmp_path / "gone")
     # The second turn is cut off soon this time.
-    options = {**OPTIONS, "command_timeout_s": 1, "accept_config_change": "command_timeout_s"}
+    options = {**OPTIONS, "command_timeout_s": 4, "accept_config_change": "command_timeout_s"}
     done = run(tmp_path, *FLAGS, images=images, **options)
     assert done.returncode == 0, done.stderr
     record = records(tmp_path)["a"]
@@ -215,7 +263,7 @@ def test_a_setup_that_was_killed_is_done_again(images: Path, tmp_path: Path) -> 
     (layer,) = workspaces.glob("*/upper")
     assert (layer / "once").exists()
     assert list(workspaces.glob("*.half"))
-    options = {**OPTIONS, "command_timeout_s": 1, "accept_config_change": "command_timeout_s"}
+    options = {**OPTIONS, "command_timeout_s": 4, "accept_config_change": "command_timeout_s"}
     done = run(tmp_path, *FLAGS, images=images, max_attempts=1, **options)
     assert done.returncode in (0, 1), done.stderr
     # It timed out waiting, so `test ! -e /once` held again.
@@ -280,6 +328,15 @@ def test_what_cannot_work_is_refused_at_the_start(
     done = run(tmp_path, "--dry_run", **{**OPTIONS, **options})
     assert done.returncode != 0
     assert words in done.stderr
+
+
+def test_a_dry_run_names_images_that_are_missing(images: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", row("a", "python:1"), row("b", "no:1"), row("c", "no:1"))
+    done = run(tmp_path, "--dry_run", images=images, **OPTIONS)
+    assert done.returncode == 0, done.stderr
+    assert f"2 rows will fail; the first: image 'no:1' is not in {images}" in done.stdout
+    write_rows(tmp_path / "p.jsonl", row("a", "python:1"))
+    assert "will fail" not in run(tmp_path, "--dry_run", images=images, **OPTIONS).stdout
 
 
 def test_rows_need_an_image(images: Path, tmp_path: Path) -> None:

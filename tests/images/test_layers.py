@@ -20,6 +20,7 @@ from testing.fake_images import (
     write_layout,
     write_saved,
 )
+from tests.running import PATIENCE_S
 from toolsets.images import layers as layers_module
 from toolsets.images.archives import images_in
 from toolsets.images.image_error import ImageError
@@ -294,7 +295,7 @@ def test_an_image_is_unpacked_once_and_a_killed_start_leaves_nothing(tmp_path: P
     for process in wanting:
         process.start()
     for process in wanting:
-        process.join(60)
+        process.join(PATIENCE_S)
     assert [process.exitcode for process in wanting] == [0] * 4
     names = {path.name for path in store.unpacked.iterdir()}
     assert names == {half.name, f"{half.name}.lock"}

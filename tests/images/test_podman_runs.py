@@ -15,6 +15,7 @@ from tests.images.test_image_runs import (
     INTERRUPTED,
     OPTIONS,
     kill,
+    rewarded,
     row,
     terminal,
     worked_on,
@@ -45,6 +46,12 @@ def test_rows_are_worked_on_in_containers(tmp_path: Path) -> None:
     found = worked_on(tmp_path, **PODMAN)
     assert "podman does not have it" in found["lost"]["error"]["message"]
     assert "+    return a + b" in found["by the file tools"]["diff"]["patch"]
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.usefixtures("engine")
+def test_reward_functions_read_the_files_in_the_container(tmp_path: Path) -> None:
+    rewarded(tmp_path, **PODMAN)
     assert_nothing_is_left(tmp_path)
 
 

@@ -8,13 +8,24 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from testing.agent_endpoint import AgentEndpoint, Exchange
-from tests.running import ROOT, lines, run, session_of, started, wait_until, workers_of, write_rows
+from tests.running import (
+    PATIENCE_S,
+    ROOT,
+    kill_session,
+    lines,
+    run,
+    started,
+    wait_until,
+    workers_of,
+    write_rows,
+)
 from tests.toolsets.test_sandbox import BOTH, needs_bwrap
 from toolsets.sandbox.inside.processes import descendants
 
@@ -87,12 +98,14 @@ def said(endpoint: AgentEndpoint, task: str) -> list[Exchange]:
 
 def nothing_is_left(tmp_path: Path) -> None:
     assert not list((tmp_path / "trajectories" / "r" / "workspaces").iterdir())
-    for comm in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            text = comm.read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        assert str(tmp_path).encode() not in text
+    wait_until(lambda: not any(str(tmp_path).encode() in line for line in _command_lines()))
+
+
+def _command_lines() -> Iterator[bytes]:
+    """The command lines of all processes."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            yield path.read_bytes()
 
 
 @needs_bwrap
@@ -205,14 +218,13 @@ def test_calls_before_a_kill_are_not_paid_again(
         wait_until(lambda: len(endpoint.exchanges) == 3 and endpoint.waiting == 1)
         paid = [one.reply["id"] for one in endpoint.exchanges]
         if victim == "group":
-            for pid in session_of(process.pid):
-                os.kill(pid, signal.SIGKILL)
+            kill_session(process.pid)
             process.wait()
         else:
             os.kill(workers_of(process.pid)[0], signal.SIGKILL)
             wait_until(lambda: endpoint.waiting > 1)
             endpoint.answer_all()
-            assert process.wait(timeout=60) == 0
+            assert process.wait(timeout=PATIENCE_S) == 0
     endpoint.answer_all()
     assert run(tmp_path, **given).returncode == 0
     (record,) = records(tmp_path)
@@ -233,8 +245,7 @@ def test_an_agent_that_diverges_says_where(tmp_path: Path, endpoint: AgentEndpoi
     endpoint.answers = 3
     with started(tmp_path, **given) as process:
         wait_until(lambda: len(endpoint.exchanges) == 3 and endpoint.waiting == 1)
-        for pid in session_of(process.pid):
-            os.kill(pid, signal.SIGKILL)
+        kill_session(process.pid)
         process.wait()
     endpoint.answer_all()
     assert run(tmp_path, **given).returncode == 0
@@ -260,7 +271,7 @@ def test_a_killed_agent_is_a_failed_attempt_and_the_next_continues(
         wait_until(lambda: endpoint.waiting == 1 and len(endpoint.exchanges) == 2)
         os.kill(_agent_of(process.pid), signal.SIGKILL)
         endpoint.answer_all()
-        assert process.wait(timeout=60) == 1
+        assert process.wait(timeout=PATIENCE_S) == 1
     (failure,) = lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
     assert failure["class"] == "agent_failed"
     assert "ended with exit code 137 before a final answer" in failure["message"]
@@ -294,7 +305,7 @@ def test_ctrl_c_stops_agents_at_once_and_the_same_command_continues(
     with started(tmp_path, **given) as process:
         wait_until(lambda: len(endpoint.exchanges) == 2)
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=PATIENCE_S) == 130
     assert not records_or_none(tmp_path)
     assert run(tmp_path, **(given | {"max_conversation_s": 5})).returncode in (0, 2)
 

@@ -25,7 +25,7 @@ from runs.run import Outcome
 from runs.run_lock import locked
 from tests.answering import JSON, answering
 from tests.program.test_processes import AS_FIRST, needs_first_place
-from tests.running import ROOT, SCRIPTED, started, wait_until, write_rows
+from tests.running import PATIENCE_S, ROOT, SCRIPTED, started, wait_until, write_rows
 from tests.running import run as run_command
 
 CALL = {"name": "list_files", "arguments": {}}
@@ -54,7 +54,7 @@ def script(folder: Path, code: str, *before: str) -> subprocess.CompletedProcess
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -234,9 +234,9 @@ class TestAsLibrary:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            assert asked.wait(60)
+            assert asked.wait(PATIENCE_S)
             process.send_signal(signal.SIGTERM)
-            said, _ = process.communicate(timeout=60)
+            said, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
         assert said == "15 143 4\n"
 

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from testing.fake_batches import FakeBatches
 from testing.fake_script import Options
 from tests.faults.oracle import check_run, finished_lines
 from tests.running import (
+    PATIENCE_S,
     WRITE_A_NOTE,
     lines,
     run,
@@ -121,13 +123,13 @@ def test_the_last_calls_are_made_live(tmp_path: Path) -> None:
 def test_a_kill_while_a_batch_is_created(tmp_path: Path, dialect: str) -> None:
     """It is carried out, but its id is lost: the next start finds it."""
     write_prompts(tmp_path / "p.jsonl", 4)
-    with FakeBatches(options=OPTIONS, create_s=1.0) as api:
+    with FakeBatches(options=OPTIONS, answer_s=1000.0) as api:
         given = asking(api, dialect)
         with started(tmp_path, BY_BATCH, **given) as process:
             wait_until(lambda: api.batches)
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
-        api.create_s = 0.0
+        api.answer_s = 0.0
         assert noted(tmp_path) == ["gathered", "sending"]
         done = run(tmp_path, BY_BATCH, **given)
         assert done.returncode == 0, done.stderr
@@ -164,7 +166,7 @@ def test_a_run_with_calls_in_batches_cannot_be_merged(tmp_path: Path) -> None:
         with started(tmp_path, BY_BATCH, **asking(api, grace_s=1)) as process:
             wait_until(lambda: "created" in noted(tmp_path))
             process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 130
+            assert process.wait(PATIENCE_S) == 130
         refused = run(tmp_path, "merge", "r", "--into=m")
         assert refused.returncode != 0
         assert "2 calls are in batches, which are paid for" in refused.stderr
@@ -356,14 +358,15 @@ def kill_on_and_on(cwd: Path, dialect: str, kills: int, seed: int, **fake: Any) 
                         return len(noted(cwd)) > steps
                     return len(api.batches) > batches
 
-                wait_until(is_due, timeout_s=60)
+                wait_until(is_due)
                 time.sleep(late if awaited != "nothing" else draw.uniform(0.5, 6))
                 if process.poll() is not None:
                     break
                 number = draw.choice([signal.SIGKILL] * 5 + [signal.SIGTERM])
                 workers = workers_of(process.pid)
                 if workers and not killed and draw.random() < 0.5:
-                    os.kill(workers[0], signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # it was done
+                        os.kill(workers[0], signal.SIGKILL)
                     time.sleep(draw.uniform(0, 1))
                 os.kill(process.pid, number)
                 process.wait()

@@ -76,14 +76,15 @@ def test_a_killed_run_with_changing_credentials_pays_no_stored_call_again(
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
         stored: dict[tuple[str, int], int] = {}  # how often they were paid at the time
         for _ in range(KILLS):
-            before = api.live.total()
+            enough = api.answers = api.live.total() + 40
             with started(tmp_path, **given) as process:
-                wait_until(lambda before=before: api.live.total() >= before + 40)
+                wait_until(lambda enough=enough: api.live.total() == enough)
                 assert not shows_secret(process.pid)
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             stored = {key: api.live[key] for key in replies_on_disk(run_dir)} | stored
         assert 0 < len(stored) < PROMPTS * TURNS, "killed in mid-run"
+        api.answers = None
         done = run(tmp_path, **given)
         assert done.returncode == 0, done.stderr
         assert api.refused >= 4
@@ -109,8 +110,9 @@ def test_a_kill_during_batches_with_changing_credentials(tmp_path: Path, way: st
         **{"model": "own:gpt-5-mini", "enabled_toolsets": "terminal", "sandbox": "local"},
     }
     run_dir = tmp_path / "trajectories" / "r"
-    fake: dict[str, Any] = {"token_file": tmp_path / "token", "create_s": 0.5}
-    with FakeBatches(options=OPTIONS, **fake) as api:
+    # With fewer calls per token, requests side by side could be refused again and again.
+    fake: dict[str, Any] = {"token_file": tmp_path / "token", "calls_per_token": 8}
+    with FakeBatches(options=OPTIONS, create_s=0.5, **fake) as api:
         config = {"endpoints": {"own": endpoint_of(way, api)}}
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
         for batches in (1, 2):
@@ -124,7 +126,7 @@ def test_a_kill_during_batches_with_changing_credentials(tmp_path: Path, way: st
         assert done.returncode == 0, done.stderr
         assert api.paid.total() == 6 * TURNS
         assert not api.live
-        assert api.refused >= 2 * TURNS
+        assert api.refused >= 2
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert files
     assert [path for path in files if SECRET in path.read_bytes()] == []

@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from agent.models.proxies import UnusableProxy
 from agent.models.resolve import UnknownModel, resolve_model
 from run_agent import AIAgent
 from runs.supervisor.outages import Outages
-from tests.answering import listening
-from tests.running import run, started, wait_until, write_prompts
+from tests.answering import Handler, listening
+from tests.running import PATIENCE_S, run, started, wait_until, write_prompts
 
 NOBODY = "http://a-name-that-is-none.invalid/v1"
 URL = "http://127.0.0.1:1/v1"
@@ -148,22 +147,16 @@ def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
     """It asks for a minute's pause; neither that nor the grace is waited for."""
     write_prompts(tmp_path / "p.jsonl", 3)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Refusing(Handler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(503)
-            self.send_header("retry-after", "60")
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            """Nobody reads it."""
+            self.body()
+            self.send(503, b"", **{"retry-after": "60"})
 
     def seconds() -> int:
         found = re.search(r"\(giving up in (\d+) s\)", limit_told(tmp_path / "trajectories/r"))
         return int(found[1]) if found else 0
 
-    with listening(Handler) as root:
+    with listening(Refusing) as root:
         given: dict[str, Any] = {
             **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "none"},
             **{"model": "openai:m", "base_url": f"{root}/v1", "key_env": "none", "grace_s": 300},
@@ -176,7 +169,7 @@ def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
             )
             wait_until(lambda: seconds() < first)
             os.kill(process.pid, signal.SIGTERM)
-            process.wait(timeout=45)
+            process.wait(timeout=PATIENCE_S)
     output = (tmp_path / "output.txt").read_text()
     assert "no call has succeeded yet" in output
     assert "no call has succeeded yet" in output
@@ -249,19 +242,14 @@ def test_a_proxy_that_cannot_be_reached_is_named(
 def test_a_proxy_that_refuses_is_named(
     scheme: str, status: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Handler(BaseHTTPRequestHandler):
+    class Refusing(Handler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length", 0)))
-            self.send_response(status)
-            self.send_header("content-length", "0")
-            self.end_headers()
+            self.body()
+            self.send(status)
 
         do_CONNECT = do_POST
 
-        def log_message(self, *_: Any) -> None:
-            """Nobody reads it."""
-
-    with listening(Handler) as proxy:
+    with listening(Refusing) as proxy:
         monkeypatch.setenv("ALL_PROXY", proxy)
         error = ask(f"{scheme}://a-name-that-is-none.invalid/v1")
     assert f"the proxy {proxy} (ALL_PROXY)" in str(error)

@@ -21,6 +21,7 @@ from testing.fake_endpoint import FakeEndpoint
 from testing.ray_cluster import TwoNodes, actors, two_nodes
 from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
 from tests.running import (
+    PATIENCE_S,
     ROOT,
     SCRIPTED,
     WRITE_A_NOTE,
@@ -74,8 +75,8 @@ def on_ray(endpoint: FakeEndpoint, cluster: TwoNodes, **more: object) -> dict[st
 
 
 def wait_for(endpoint: FakeEndpoint, replies: int) -> None:
-    """Wait until the endpoint has given so many; the time is for a loaded machine."""
-    wait_until(lambda: endpoint.journal()["replies"] >= replies, timeout_s=120)
+    """Wait until the endpoint has given so many."""
+    wait_until(lambda: endpoint.journal()["replies"] >= replies)
 
 
 def kill_actor(pid: int) -> None:
@@ -110,13 +111,14 @@ def test_the_training_file_is_that_of_local_workers(tmp_path: Path, cluster: Two
 def test_actors_are_killed(tmp_path: Path, cluster: TwoNodes, storage: str) -> None:
     """F2: others take over where their journals end; Ray restarts and retries nothing."""
     write_prompts(tmp_path / "p.jsonl", 30)
-    with FakeEndpoint(turns=4, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=4, latency_s=0.05, answers=20, **WRITE_A_NOTE) as endpoint:
         given = on_ray(endpoint, cluster, ray_storage=storage)
         with started(tmp_path, **given) as process:
             wait_for(endpoint, 20)
             for pid in actors():  # on a loaded machine the other may hold nothing yet
                 kill_actor(pid)
-            assert process.wait(90) == 0, (tmp_path / "output.txt").read_text()
+            endpoint.answer(None)
+            assert process.wait(PATIENCE_S) == 0, (tmp_path / "output.txt").read_text()
         assert endpoint.journal()["repeated"] <= IN_FLIGHT
     judge_run_dir(tmp_path / "trajectories/r", tasks=30)
     assert "died; its" in (tmp_path / "output.txt").read_text()
@@ -125,12 +127,13 @@ def test_actors_are_killed(tmp_path: Path, cluster: TwoNodes, storage: str) -> N
 def test_a_silent_actor_is_replaced(tmp_path: Path, cluster: TwoNodes) -> None:
     """F4: one that is stopped holds nobody up, and nothing of it counts when it wakes."""
     write_prompts(tmp_path / "p.jsonl", 30)
-    with FakeEndpoint(turns=4, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
-        with started(tmp_path, **on_ray(endpoint, cluster, heartbeat_timeout_s=5)) as process:
+    with FakeEndpoint(turns=4, latency_s=0.05, answers=20, **WRITE_A_NOTE) as endpoint:
+        with started(tmp_path, **on_ray(endpoint, cluster, heartbeat_timeout_s=10)) as process:
             wait_for(endpoint, 20)
             stopped = actors()[0]
             os.kill(stopped, signal.SIGSTOP)
-            assert process.wait(90) == 0, (tmp_path / "output.txt").read_text()
+            endpoint.answer(None)
+            assert process.wait(PATIENCE_S) == 0, (tmp_path / "output.txt").read_text()
             with suppress(ProcessLookupError):
                 os.kill(stopped, signal.SIGCONT)
         assert endpoint.journal()["repeated"] <= IN_FLIGHT // 2
@@ -141,14 +144,16 @@ def test_a_silent_actor_is_replaced(tmp_path: Path, cluster: TwoNodes) -> None:
 def test_the_driver_is_killed(tmp_path: Path, cluster: TwoNodes) -> None:
     """F1: its actors end with it; the same command continues, as does one with local workers."""
     write_prompts(tmp_path / "p.jsonl", 30)
-    with FakeEndpoint(turns=4, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=4, latency_s=0.05, answers=0, **WRITE_A_NOTE) as endpoint:
         given = on_ray(endpoint, cluster)
         for replies in (20, 60):
+            endpoint.answer(replies + 2 * IN_FLIGHT)
             with started(tmp_path, **given) as process:
                 wait_for(endpoint, replies)
                 os.kill(process.pid, signal.SIGKILL)
                 process.wait()
-                wait_until(lambda: not actors(), timeout_s=10)
+                wait_until(lambda: not actors())
+        endpoint.answer(None)
         local = {name: text for name, text in given.items() if name != "executor"}
         resume_and_judge(tmp_path, local, tasks=30, endpoint=endpoint, wasted=2 * IN_FLIGHT)
 
@@ -157,14 +162,16 @@ def test_the_driver_is_killed(tmp_path: Path, cluster: TwoNodes) -> None:
 def test_ctrl_c_ends_running_turns(tmp_path: Path, cluster: TwoNodes, where: str) -> None:
     """F5: for the whole process group, as a terminal sends it; then the run can be resumed."""
     write_prompts(tmp_path / "p.jsonl", 30)
-    with FakeEndpoint(turns=4, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
-        given = on_ray(endpoint, cluster, grace_s=20)
+    with FakeEndpoint(turns=4, latency_s=0.1, answers=10, **WRITE_A_NOTE) as endpoint:
+        given = on_ray(endpoint, cluster, grace_s=60)
         if where == "own":
             del given["ray_address"]
         with started(tmp_path, **given) as process:
             wait_for(endpoint, 10)
             os.killpg(process.pid, signal.SIGINT)
-            assert process.wait(60) == 130, (tmp_path / "output.txt").read_text()
+            wait_until(lambda: "stopping" in (tmp_path / "output.txt").read_text())
+            endpoint.answer(None)
+            assert process.wait(PATIENCE_S) == 130, (tmp_path / "output.txt").read_text()
             assert_gone(process.pid)
         output = (tmp_path / "output.txt").read_text()
         assert "run the same command again" in output
@@ -177,18 +184,18 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, cluster: TwoNodes) -> Non
     write_prompts(tmp_path / "p.jsonl", 12)
     with FakeEndpoint(turns=2, latency_s=60.0, **WRITE_A_NOTE) as endpoint:
         with started(tmp_path, **on_ray(endpoint, cluster, grace_s=120)) as process:
-            wait_until(lambda: endpoint.journal()["in_flight"] > 0, timeout_s=90)
+            wait_until(lambda: endpoint.journal()["in_flight"] > 0)
             os.kill(process.pid, signal.SIGTERM)
             wait_until(lambda: "stopping" in (tmp_path / "output.txt").read_text())
             os.kill(process.pid, signal.SIGTERM)
-            assert process.wait(30) == 143
+            assert process.wait(PATIENCE_S) == 143
         wait_until(lambda: not actors())
 
 
 def test_a_cluster_that_the_run_started_ends_with_it(tmp_path: Path) -> None:
     """Without an address one is started here; its processes show no keys."""
     write_prompts(tmp_path / "p.jsonl", 12)
-    with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.02, answers=8, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint, executor="ray", key_env="CANARY_KEY")
         os.environ["CANARY_KEY"] = "canary-secret"
         try:
@@ -201,7 +208,8 @@ def test_a_cluster_that_the_run_started_ends_with_it(tmp_path: Path) -> None:
                 os.kill(process.pid, signal.SIGKILL)
                 process.wait()
                 # Two agents of Ray's own need some seconds more to find that it is gone.
-                wait_until(lambda: not actors(), timeout_s=10)
+                wait_until(lambda: not actors())
+            endpoint.answer(None)
             resume_and_judge(
                 tmp_path,
                 {**given, "executor": "local"},
@@ -277,9 +285,10 @@ def test_a_key_that_a_node_lacks(tmp_path: Path, cluster: TwoNodes) -> None:
 
 def test_no_cluster_at_the_address(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    done = run(tmp_path, **SCRIPTED, executor="ray", ray_address=address)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody listens, and nobody else gets the port
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        done = run(tmp_path, **SCRIPTED, executor="ray", ray_address=address)
     assert done.returncode == 2, done.stderr
     assert f"ray_address: {address}: cannot join" in done.stderr
 
@@ -302,7 +311,7 @@ def test_other_code_on_a_node(tmp_path: Path, cluster: TwoNodes) -> None:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
         assert endpoint.journal()["requests"] == 0
     assert done.returncode == 4, done.stderr
@@ -314,13 +323,14 @@ def test_a_node_is_lost(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 40)
     with (
         two_nodes(tmp_path) as cluster,
-        FakeEndpoint(turns=4, latency_s=0.05, **WRITE_A_NOTE) as endpoint,
+        FakeEndpoint(turns=4, latency_s=0.05, answers=40, **WRITE_A_NOTE) as endpoint,
     ):
         given = on_ray(endpoint, cluster, num_workers=4, batch_size=4)
         with started(tmp_path, **given) as process:
             wait_for(endpoint, 40)
             cluster.remove_second()
-            wait_until(lambda: process.poll() is not None, timeout_s=120)
+            endpoint.answer(None)
+            wait_until(lambda: process.poll() is not None)
         assert process.returncode == 0, (tmp_path / "output.txt").read_text()
         assert endpoint.journal()["repeated"] <= 2 * 4
     judge_run_dir(tmp_path / "trajectories/r", tasks=40)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from testing.fake_endpoint import FakeEndpoint
-from tests.running import Process, lines, run, started, wait_until
+from tests.running import PATIENCE_S, Process, lines, run, started, wait_until
 
 KEY = "sk-the-real-key-0123456789"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -42,7 +42,7 @@ class Recording:
         self, method: str, path: str, body: Any = None, key: str = "k"
     ) -> tuple[int, dict[str, Any]]:
         """One request and its reply."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
         headers = {"Authorization": f"Bearer {key}"}
         content = None if body is None else json.dumps(body)
         try:
@@ -94,7 +94,7 @@ def recording(tmp_path: Path, endpoint: FakeEndpoint, **more: Any) -> Iterator[R
 def stop(process: Process, number: int = signal.SIGINT) -> int:
     """End the recording as a user does."""
     os.kill(process.pid, number)
-    return process.wait(timeout=60)
+    return process.wait(timeout=PATIENCE_S)
 
 
 def records(tmp_path: Path) -> dict[str, dict[str, Any]]:
@@ -174,7 +174,7 @@ def test_after_a_kill_a_session_continues_where_it_was(
         world.call(messages, at="/sessions/a")
         world.call([{"role": "user", "content": "Stay."}], at="/sessions/b")
         os.kill(world.process.pid, signal.SIGKILL)
-        world.process.wait(timeout=30)
+        world.process.wait(timeout=PATIENCE_S)
     with recording(tmp_path, endpoint) as world:
         again = world.call([{"role": "user", "content": "Go."}], at="/sessions/a")
         assert again["tool_calls"][0]["id"] == messages[1]["tool_calls"][0]["id"]
@@ -195,7 +195,7 @@ def test_after_a_kill_a_program_that_starts_again_is_answered_from_the_journal(
     with recording(tmp_path, endpoint) as world:
         said = world.talk("Go.", at="/sessions/a")
         os.kill(world.process.pid, signal.SIGKILL)
-        world.process.wait(timeout=30)
+        world.process.wait(timeout=PATIENCE_S)
     with recording(tmp_path, endpoint) as world:
         assert world.talk("Go.", at="/sessions/a") == said
         assert stop(world.process) == 0
@@ -210,7 +210,7 @@ def test_a_kill_in_the_middle_of_a_call_costs_at_most_that_call(
 ) -> None:
     """The program asks again; the record has the call once."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with FakeEndpoint(latency_s=1.0, turns=2, key=KEY) as endpoint:
+    with FakeEndpoint(latency_s=0.0, answers=1, turns=2, key=KEY) as endpoint:
         messages: list[Any] = [{"role": "user", "content": "Go."}]
         with recording(tmp_path, endpoint) as world:
             world.call(messages, at="/sessions/a")
@@ -218,8 +218,9 @@ def test_a_kill_in_the_middle_of_a_call_costs_at_most_that_call(
             asking.start()
             wait_until(lambda: endpoint.journal()["in_flight"])
             os.kill(world.process.pid, signal.SIGKILL)
-            world.process.wait(timeout=30)
+            world.process.wait(timeout=PATIENCE_S)
             asking.join()
+        endpoint.answer(None)
         with recording(tmp_path, endpoint) as world:
             world.call(messages, at="/sessions/a")
             assert stop(world.process) == 0
@@ -243,7 +244,7 @@ def test_the_budget_stops_a_recording_which_then_continues(
         body = {"model": "m", "messages": messages, "tools": TOOLS, "max_tokens": 2000}
         status, said = world.ask("POST", "/sessions/a/v1/chat/completions", body)
         assert status == 400, said
-        assert world.process.wait(timeout=60) == 3
+        assert world.process.wait(timeout=PATIENCE_S) == 3
     assert not records(tmp_path)
     with recording(tmp_path, endpoint, max_run_tokens=100_000) as world:
         world.call(messages, at="/sessions/a", max_tokens=2000)
@@ -275,7 +276,7 @@ def test_rejected_credentials_stop_the_recording(
     with recording(tmp_path, endpoint) as world:
         body = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
         assert world.ask("POST", "/sessions/a/v1/chat/completions", body)[0] == 400
-        assert world.process.wait(timeout=60) == 4
+        assert world.process.wait(timeout=PATIENCE_S) == 4
     assert "OPENAI_API_KEY" in (tmp_path / "output.txt").read_text()
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with recording(tmp_path, endpoint) as world:
@@ -283,6 +284,27 @@ def test_rejected_credentials_stop_the_recording(
         assert stop(world.process) == 0
     (record,) = records(tmp_path).values()
     assert record["status"] == "completed"
+
+
+@pytest.mark.parametrize("at", ["/v1/chat/completions", "/v1/messages"])
+def test_a_session_continues_after_a_call_without_a_usable_reply(
+    tmp_path: Path, endpoint: FakeEndpoint, at: str
+) -> None:
+    """The program gets an error in the words of its API, and asks again or something else."""
+    with recording(tmp_path, endpoint, call_attempts=1) as world:
+        world.talk("Hello.", at="/sessions/other")
+        messages = [{"role": "user", "content": "fault:null"}]
+        body = {"model": "m", "messages": messages, "max_tokens": 50}
+        status, reply = world.ask("POST", f"/sessions/a{at}", body)
+        assert status == 502
+        assert "malformed" in json.dumps(reply["error"])
+        world.talk("Go.", at="/sessions/a")
+        assert stop(world.process) == 0
+    found = records(tmp_path)
+    assert {name: record["status"] for name, record in found.items()} == {
+        **{"a": "completed", "other": "completed"},
+    }
+    assert "a: a call failed: malformed: " in (tmp_path / "trajectories/r/run.log").read_text()
 
 
 @pytest.mark.slow
@@ -294,7 +316,7 @@ def test_an_api_that_the_endpoint_lacks_fails_only_sessions_that_speak_it(
         world.talk("Go.", at="/sessions/a")
         messages = [{"role": "user", "content": "fault:null"}]
         body = {"model": "m", "messages": messages, "max_tokens": 50}
-        assert world.ask("POST", "/sessions/b/v1/messages", body)[0] == 400
+        assert world.ask("POST", "/sessions/b/v1/messages", body)[0] == 502
         assert world.ask("DELETE", "/sessions/b")[1]["status"] == "failed"
         world.talk("Go on.", at="/sessions/c")
         assert stop(world.process) == 1
@@ -312,3 +334,10 @@ def test_a_recording_is_a_run_of_its_own(tmp_path: Path, endpoint: FakeEndpoint)
     assert ended.returncode == 2
     assert "openai" in ended.stderr
     assert not (tmp_path / "trajectories/r").exists()
+
+
+def test_a_port_that_is_in_use_is_named(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    ended = run(tmp_path, "record", **options(endpoint, port=endpoint.port))
+    assert ended.returncode == 4
+    words = f"127.0.0.1:{endpoint.port}: Address already in use; give another --port"
+    assert words in ended.stderr

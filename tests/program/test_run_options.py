@@ -212,7 +212,7 @@ def test_subagents_survive_a_kill_of_everything(tmp_path: Path) -> None:
     """Nothing inside a subagent that was received is asked for again after the kill."""
     write_prompts(tmp_path / "p.jsonl", 20)
     task = json.dumps({"task": "part {turn} of {conversation}"})
-    with FakeEndpoint(latency_s=0.03, tool="helper", arguments=task) as endpoint:
+    with FakeEndpoint(latency_s=0.02, answers=60, tool="helper", arguments=task) as endpoint:
         given = {
             **SCRIPTED,
             **{"model": "openai:m", "base_url": endpoint.openai_url, "key_env": "none"},
@@ -220,8 +220,9 @@ def test_subagents_survive_a_kill_of_everything(tmp_path: Path) -> None:
             "subagents": json.dumps([HELPER]),
         }
         with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["replies"] >= 60)
+            wait_until(lambda: endpoint.journal()["replies"] == 60)
             os.killpg(process.pid, signal.SIGKILL)
+        endpoint.answer(None)
         done = run(tmp_path, **given)
         assert done.returncode == 0, done.stderr
         journal = endpoint.journal()

@@ -5,50 +5,18 @@ from __future__ import annotations
 import json
 import os
 import stat
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from runs.store.files import AppendFile
+from tests.answering import answering
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
 
+HI = {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}
 CONTEXT_FILES = (
     *("AGENTS.md", "CLAUDE.md", "SOUL.md", "MEMORY.md", "USER.md", ".cursorrules"),
     *(".hermes/SOUL.md", ".hermes/memories/MEMORY.md", ".claude/CLAUDE.md"),
 )
-
-
-@contextmanager
-def listening() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """An endpoint that answers "hi" and keeps what it was asked: its URL, and the bodies."""
-    asked: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            choice = {"message": {"content": "hi"}, "finish_reason": "stop"}
-            body = json.dumps({"choices": [choice]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/v1", asked
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def test_context_files_of_the_user_are_not_in_the_prompt(tmp_path: Path) -> None:
@@ -58,7 +26,7 @@ def test_context_files_of_the_user_are_not_in_the_prompt(tmp_path: Path) -> None
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).write_text("canary-4711")
     write_rows(tmp_path / "p.jsonl", {"prompt": "What is it?"})
-    with listening() as (url, asked):
+    with answering(lambda path, body: (200, HI)) as (url, asked):
         given = {**SCRIPTED, "model": "m", "base_url": url, "key_env": "none"}
         done = run(tmp_path, **given, env={"HOME": str(tmp_path / "home")})
     assert done.returncode == 0, done.stderr
@@ -71,7 +39,7 @@ def test_routing_lists_reach_the_provider_through_the_body(tmp_path: Path) -> No
     """S2.40: lists of providers are fields of the request, under any name."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x"})
     routing = {"provider": {"only": ["a", "b"], "sort": "price"}}
-    with listening() as (url, asked):
+    with answering(lambda path, body: (200, HI)) as (url, asked):
         given = {**SCRIPTED, "model": "m", "base_url": url, "key_env": "none"}
         assert run(tmp_path, **given, extra_body=json.dumps(routing)).returncode == 0
     assert asked[0]["provider"] == routing["provider"]
@@ -80,7 +48,7 @@ def test_routing_lists_reach_the_provider_through_the_body(tmp_path: Path) -> No
 def test_disabled_reasoning_stays_disabled_at_any_effort(tmp_path: Path) -> None:
     """S2.40."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x"})
-    with listening() as (url, asked):
+    with answering(lambda path, body: (200, HI)) as (url, asked):
         given = {**SCRIPTED, "model": "m", "base_url": url, "key_env": "none"}
         done = run(tmp_path, "--reasoning_disabled", **given, reasoning_effort="high")
     assert done.returncode == 0, done.stderr

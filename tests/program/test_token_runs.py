@@ -16,6 +16,7 @@ from testing.fake_tokens import WEIGHTS, ids_of, logprob_of
 from tests.faults.oracle import assert_gone, resume_and_judge
 from tests.faults.test_process import asking
 from tests.running import (
+    PATIENCE_S,
     WRITE_A_NOTE,
     lines,
     run,
@@ -161,16 +162,18 @@ def test_a_kill_loses_no_ids(tmp_path: Path, whole: list[dict[str, Any]], who: s
     """The conversations continue in another process, which has only their journals."""
     write_prompts(tmp_path / "p.jsonl", 2)
     write_rows(tmp_path / "c.yaml", {"token_ids": True})
-    with FakeEndpoint(tokens="vllm", **{**PLAYS, "latency_s": 0.3}) as endpoint:
+    with FakeEndpoint(tokens="vllm", answers=3, **PLAYS) as endpoint:
         given = asking(endpoint, num_workers=1, model="m", config="c.yaml")
         with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["replies"] >= 3)
+            wait_until(lambda: endpoint.journal()["replies"] == 3)
             if who == "worker":
                 os.kill(workers_of(process.pid)[0], signal.SIGKILL)
-                assert process.wait(timeout=60) == 0
+                endpoint.answer(None)
+                assert process.wait(timeout=PATIENCE_S) == 0
             else:
                 os.killpg(process.pid, signal.SIGKILL)
                 assert_gone(process.pid)
+                endpoint.answer(None)
                 resume_and_judge(tmp_path, given, tasks=2, endpoint=endpoint, wasted=2)
     assert any(record["resumes"] for record in records(tmp_path))
     assert rl_rows(tmp_path) == whole
@@ -182,7 +185,8 @@ def test_a_branch_trains_on_its_own_turns(tmp_path: Path, whole: list[dict[str, 
         run_for_tokens(tmp_path, endpoint)
         done = run(tmp_path, "fork", "r", "--at_turn=1", "--n=1", run_name="b")
         assert done.returncode == 0, done.stderr
-    found = rl_rows(tmp_path, "b")
+    # Branches are in the order in which their parents ended.
+    found = sorted(rl_rows(tmp_path, "b"), key=lambda row: str(row["id"]))
     assert [row["turns"] for row in found] == [[2, 3]] * 2
     for row, parent in zip(found, whole, strict=True):
         own = len(row["response_ids"])
@@ -191,3 +195,27 @@ def test_a_branch_trains_on_its_own_turns(tmp_path: Path, whole: list[dict[str, 
         )
         assert row["response_ids"] == parent["response_ids"][-own:]
         assert row["loss_mask"] == parent["loss_mask"][-own:]
+
+
+def test_subagents_have_rows_of_what_they_sampled(tmp_path: Path) -> None:
+    """The caller calls one in each turn but its last; each has two turns of its own."""
+    (tmp_path / "c.yaml").write_text(
+        "subagents: [{name: helper, description: Helps., max_turns: 2}]\n"
+    )
+    plays = {**PLAYS, "tool": "helper", "arguments": '{"task": "Part {turn}."}'}
+    with FakeEndpoint(tokens="vllm", **plays) as endpoint:
+        run_for_tokens(tmp_path, endpoint, config="c.yaml")
+    assert len(rl_rows(tmp_path)) == 2
+    done = run(tmp_path, "export", "r", "--subagents", format="rl")
+    assert done.returncode == 0, done.stderr
+    found = lines(tmp_path / "trajectories/r/exports/dataset/rl/train.jsonl")
+    for record in records(tmp_path):
+        rows = [row for row in found if row["id"] == record["id"]]
+        assert [row["thread"] for row in rows] == ["main", "helper", "helper"]
+        assert [row["thread_id"] for row in rows[1:]] == [one["key"] for one in record["inner"]]
+        assert [row["turns"] for row in rows] == [[1, 2, 3], [1, 2], [1, 2]]
+        for row, one in zip(rows[1:], record["inner"], strict=True):
+            (first, _) = token_turns(one["turns"])
+            assert row["prompt_ids"] == first.prompt
+            assert row["response_ids"][: len(first.completion)] == first.completion
+    assert run(tmp_path, "export", "r", "--check").returncode == 0

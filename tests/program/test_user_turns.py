@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import os
 import random
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,16 +20,14 @@ from tests.playing import call, calls, say
 from tests.running import (
     SCRIPTED,
     WRITE_A_NOTE,
+    kill_repeatedly,
     lines,
     run,
-    session_of,
-    started,
-    wait_until,
     write_rows,
 )
 
 STOP = "###STOP###"
-TASKS, KILLS = 30, 5
+TASKS, KILLS = 20, 3
 
 
 def records(cwd: Path) -> list[dict[str, Any]]:
@@ -44,28 +39,13 @@ def disturbed(cwd: Path, given: dict[str, Any], endpoint: FakeEndpoint, *, calls
 
     Returns how many calls can have been in flight at the kills.
     """
-    draw, kills = random.Random(7), 0
-    for _ in range(KILLS):
-        with started(cwd, **given) as process:
-            enough = endpoint.journal()["requests"] + draw.randint(1, calls // (KILLS + 2))
-            wait_until(
-                lambda enough=enough, process=process: (
-                    process.poll() is not None or endpoint.journal()["requests"] >= enough
-                )
-            )
-            if process.poll() is not None:  # it was faster than this loop
-                break
-            os.killpg(process.pid, signal.SIGKILL)
-            kills += 1
-            wait_until(functools.partial(is_gone, process.pid))
-    assert kills
-    in_flight = kills * int(given["num_workers"]) * int(given["batch_size"])
+    draw = random.Random(7)
+    kill_repeatedly(
+        cwd, given, endpoint, [draw.randint(1, calls // (KILLS + 2)) for _ in range(KILLS)]
+    )
+    in_flight = KILLS * int(given["num_workers"]) * int(given["batch_size"])
     resume_and_judge(cwd, given, tasks=TASKS, endpoint=endpoint, wasted=in_flight)
     return in_flight
-
-
-def is_gone(session: int) -> bool:
-    return not session_of(session)
 
 
 def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
@@ -84,7 +64,7 @@ def test_turns_of_the_user_survive_kills(tmp_path: Path) -> None:
         {"id": f"p{n:02}", "prompt": f"Question {n}", "user_turns": turns} for n in range(TASKS)
     ]
     write_rows(tmp_path / "p.jsonl", *rows)
-    with FakeEndpoint(turns=2, latency_s=0.05, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=2, latency_s=0.05, answers=0, **WRITE_A_NOTE) as endpoint:
         disturbed(tmp_path, options(endpoint), endpoint, calls=TASKS * 4)
     for record in records(tmp_path):
         roles = [message["role"] for message in record["messages"]]
@@ -120,7 +100,7 @@ def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", *rows)
     with (
         answering(answer) as (url, asked),
-        FakeEndpoint(turns=2, latency_s=0.05, **WRITE_A_NOTE) as endpoint,
+        FakeEndpoint(turns=2, latency_s=0.05, answers=0, **WRITE_A_NOTE) as endpoint,
     ):
         config = {
             "endpoints": {"user": {"base_url": f"{url}/v1", "key_env": "none"}},
@@ -137,12 +117,43 @@ def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
         inner = record["inner"]
         assert [one["key"] for one in inner] == [f"simulated_user#{n}" for n in (1, 2, 3)]
         assert [one["messages"][-1]["content"] for one in inner] == [*users[1:], STOP]
-        assert all(one["messages"][0]["content"].startswith("#") for one in inner)
+        assert inner[0]["messages"][0]["content"].startswith(f"#{int(record['id'][1:])}\n")
+        assert [len(one["messages"]) for one in inner] == [2, 1, 1]
         assert all(one["cost_usd"] == 15 * 100 / 1e6 for one in inner)
         assert record["cost_usd"] > sum(one["cost_usd"] for one in inner)
         stored += [turn["response_id"] for one in inner for turn in one["turns"]]
     assert len(stored) == len(set(stored)) == TASKS * 3
     assert len(asked) - len(stored) <= in_flight
+
+
+def test_a_conversation_too_long_for_its_users_model_ends_with_a_reason_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """Its answers are kept: it ended at a limit, as others do."""
+
+    def refuse(path: str, body: JSON) -> tuple[int, JSON]:
+        return 400, {"error": {"message": "This model's maximum context length is 512 tokens."}}
+
+    row = {"id": "p1", "prompt": "Hello.", "script": [say("What can I do?")]}
+    write_rows(tmp_path / "p.jsonl", {**row, "simulated_user": {"system_prompt": "You are Ann."}})
+    with answering(refuse) as (url, asked):
+        config = {
+            "endpoints": {"user": {"base_url": f"{url}/v1", "key_env": "none"}},
+            "simulated_user": {"model": "user:u"},
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+        done = run(tmp_path, **SCRIPTED, config="run.yaml")
+    assert (done.returncode, len(asked)) == (0, 1), done.stderr
+    [record] = records(tmp_path)
+    assert record["status"] == "user_context_exceeded"
+    assert record["status_reason"].startswith("the simulated user ended as context_exceeded: ")
+    assert "maximum context length is 512" in record["status_reason"]
+    assert [m["content"] for m in record["messages"]] == ["Hello.", "What can I do?"]
+    [kept] = lines(tmp_path / "trajectories" / "r" / "exports" / "partial.jsonl")
+    assert kept["id"] == "p1"
+    stats = json.loads(run(tmp_path, "stats", "r", "--json").stdout)
+    tasks = next(step for step in stats["funnel"]["steps"] if step["name"] == "tasks")
+    assert tasks["lost"] == {"user_context_exceeded": 1}
 
 
 POLICY = "You book flights. Ask for a confirmation before you change bookings.json."

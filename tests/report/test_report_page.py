@@ -142,7 +142,7 @@ def test_the_funnel_leads_from_rows_to_training_rows(page: Page, run_dir: Path) 
     for reason, count in tasks["lost"].items():
         assert f"{count} left out: {reason}" in lines
     assert f"completed {completed['count']}" in lines
-    assert f"passed {passed['count']} of these {passed['count']} not checked" in lines
+    assert f"passed {passed['count']} of these, {passed['count']} were not checked" in lines
     (training,) = found["exports"]
     assert f"exported {training['rows']} rows of hermes in r.jsonl" in "\n".join(lines)
     assert training["lost"]
@@ -267,6 +267,10 @@ def test_rows_are_found_by_where_they_were_exported_to(page: Page) -> None:
 def test_a_run_without_checks_has_no_place_for_them(page: Page) -> None:
     names = page.locator("#tiles dt, #charts b, #heads button").all_text_contents()
     assert not {"Passed", "Checks", "Rewards", "Check"} & set(names)
+    page.goto(f"{page.url.partition('#')[0]}#plain")
+    facts = page.locator("#reader dl.facts dt").all_inner_texts()
+    assert "toolsets" in facts
+    assert "check" not in facts
 
 
 def test_checks_and_rewards_are_shown_and_can_be_filtered(
@@ -371,14 +375,26 @@ def test_files_of_another_report_are_noticed(
     page.close()
 
 
+COUNT_LINES = """element => {
+  const range = document.createRange();
+  range.selectNodeContents(element);
+  return range.getClientRects().length;
+}"""
+
+
 def test_the_page_fits_a_small_screen(browser: Browser, report: Path) -> None:
-    """Neither table nor conversation is wider than the screen, and the dark is dark."""
+    """Neither table nor conversation is wider than the screen, no number or name of the funnel is
+    broken into lines, and the dark is dark."""
     context = browser.new_context(viewport={"width": 360, "height": 640}, color_scheme="dark")
     page = context.new_page()
     for place in ("", "#endless", f"#{quote(HOSTILE_ID, safe='')}"):
         page.goto(f"{report.as_uri()}{place}")
         page.wait_for_selector("html[data-ready]", state="attached")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        if not place:
+            words = page.locator("#funnel-table .number, #funnel-table th").all()
+            assert len(words) > 5
+            assert max(word.evaluate(COUNT_LINES) for word in words) == 1
         texts = page.locator("article .text").all()
         assert all(text.evaluate("e => e.scrollWidth <= e.clientWidth") for text in texts)
     back = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")

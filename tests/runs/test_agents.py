@@ -95,8 +95,7 @@ def test_an_option_that_means_nothing_is_refused(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sandbox": "docker"}, "sandbox: agents of this machine cannot run in container"),
-        ({"workspace": "image", "images": "x"}, "workspace: agents of this machine cannot run"),
+        ({"sandbox": "docker"}, "sandbox: agents that are commands cannot run in containers"),
         ({"executor": "ray"}, "run on this machine only"),
         ({"agent": {**AGENT, "env": {"K": "sk-abcdefgh"}}}, "agent.env.K: seems to hold a secret"),
     ],
@@ -202,6 +201,20 @@ def test_an_agent_that_does_not_start_there_is_refused(
 def test_an_agent_that_is_not_installed_is_refused() -> None:
     with pytest.raises(ConfigError, match="agent 'custom': the program 'no-such' was not found"):
         with_checked_agent(config(agent={**AGENT, "command": ["no-such", "{prompt}"]}))
+
+
+def test_a_shim_is_refused_where_the_sandbox_does_not_show_what_it_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shims").mkdir()
+    program(tmp_path / "shims" / "python3", "1.2.3")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:/usr/bin:/bin")
+    (tmp_path / "agent").write_text("#!/usr/bin/env python3\n")
+    (tmp_path / "agent").chmod(0o755)
+    agent = {**AGENT, "command": [str(tmp_path / "agent"), "{prompt}"], "version": []}
+    with pytest.raises(ConfigError, match=f"version manager in {tmp_path}/shims, .* virtual env"):
+        with_checked_agent(config(agent=agent))
+    with_checked_agent(config(agent=agent, sandbox="local"))
 
 
 def test_no_more_agents_run_than_fit_into_memory() -> None:

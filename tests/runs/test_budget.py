@@ -29,10 +29,11 @@ from runs.supervisor.budget import BudgetLog, RunBudget, spent_before
 from runs.worker.budget_share import WorkerBudget
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import (
+    PATIENCE_S,
     WRITE_A_NOTE,
+    kill_session,
     lines,
     run,
-    session_of,
     started,
     wait_until,
     workers_of,
@@ -288,16 +289,17 @@ def test_a_run_stops_at_its_budget_and_resumes_with_a_higher_one(tmp_path: Path)
 def test_a_worker_that_dies_loses_its_share_of_the_budget_but_not_the_run(tmp_path: Path) -> None:
     """What it had under way may have been charged, so nobody else spends that money."""
     write_prompts(tmp_path / "p.jsonl", 120)
-    with FakeEndpoint(turns=3, latency_s=0.1, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.05, answers=20, **WRITE_A_NOTE) as endpoint:
         asked: dict[str, Any] = {
             "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file",
             "model": "openai:gpt-4o", "base_url": endpoint.openai_url, "key_env": "none",
             "num_workers": 2, "batch_size": 20, "max_tokens": 300, "max_run_cost_usd": 0.35,
         }  # fmt: skip
         with started(tmp_path, **asked) as process:
-            wait_until(lambda: endpoint.journal()["replies"] >= 20)
+            wait_until(lambda: endpoint.journal()["replies"] == 20)
             os.kill(workers_of(process.pid)[0], signal.SIGKILL)
-            assert process.wait(60) in (0, 3)
+            endpoint.answer(None)
+            assert process.wait(PATIENCE_S) in (0, 3)
         assert spent_in(tmp_path) <= 0.35
         assert "died; its" in (tmp_path / "output.txt").read_text()
         done = run(tmp_path, **{**asked, "max_run_cost_usd": 5})
@@ -321,8 +323,7 @@ def test_kills_of_the_whole_run_do_not_overshoot_it_either(tmp_path: Path) -> No
                         run.poll() is not None or endpoint.journal()["replies"] >= least
                     )
                 )
-                for pid in session_of(process.pid):
-                    os.kill(pid, signal.SIGKILL)
+                kill_session(process.pid)
         stopped = run(tmp_path, **asked)
         assert stopped.returncode == 3, stopped.stderr
         asked_for = endpoint.journal()["requests"]

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from runs.config.loading import load_config
 from runs.config.models import called_models, limits_of, set_up_models
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
-from tests.answering import listening
+from tests.answering import Handler, listening
 from tests.running import run, write_prompts
 
 REPLY = {
@@ -68,26 +67,18 @@ class Door:
 
 @contextmanager
 def opened(door: Door) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
+    class Guarded(Handler):
         protocol_version = "HTTP/1.1"
         wbufsize = -1
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
+            self.body()
             headers = {name.lower(): value for name, value in self.headers.items()}
             is_taken = door.take(self.path, headers)
             reply = REPLY if is_taken else {"error": {"message": f"no: {headers}"}}
-            content = json.dumps(reply).encode()
-            self.send_response(200 if is_taken else 401)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.send(200 if is_taken else 401, json.dumps(reply).encode())
 
-        def log_message(self, *_: Any) -> None:
-            """Nobody reads it."""
-
-    with listening(Handler) as root:
+    with listening(Guarded) as root:
         yield root
 
 
@@ -224,6 +215,8 @@ def test_a_key_that_is_rejected_again_stops_the_run(tmp_path: Path) -> None:
         ("true", "printed nothing"),
         ("echo 'two words'", "printed something that is not one key on one line"),
         ("printf 'a\\nb'", "printed something that is not one key on one line"),
+        ("exec yes", "printed more than 64 KiB"),
+        ("yes | head -c 300000 >&2; echo last >&2; exit 3", "exit code 3: last"),
     ],
 )
 def test_output_that_is_not_a_key_is_refused(tmp_path: Path, body: str, words: str) -> None:
@@ -385,6 +378,12 @@ def test_values_that_are_not_secrets_are_accepted(endpoint: dict[str, Any]) -> N
         ({**URL, "headers_env": {"a": "NOT A NAME"}}, "a.headers_env.a"),
         ({**URL, "proxy": "socks5://127.0.0.1:1080"}, "SOCKS is not supported"),
         ({**URL, "proxy": "127.0.0.1"}, None),
+        ({**URL, "proxy": "http://proxy host:3128"}, "'proxy host:3128' is not the name of a host"),
+        ({**URL, "proxy": "http://-proxy-.corp:3128"}, "is not the name of a host"),
+        ({**URL, "proxy": "http://a..b:3128"}, "is not the name of a host"),
+        ({**URL, "proxy": "http://proxy:99999"}, "'proxy:99999' is not the name of a host"),
+        ({**URL, "proxy": "http://[::1]:3128"}, None),
+        ({**URL, "proxy": "http://my_proxy.corp.:3128"}, None),
         ({**URL, "key_command": ["x"], "key_env": "KEY"}, "give one"),
         ({**URL, "client_options": {"a": 1}}, "client_options: only with `client`"),
         ({"client": "azzure"}, "did you mean 'azure'?"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -38,7 +36,16 @@ from tests.agent.test_properties import CALM, Scene, Stage, record_of, scenes, s
 from tests.answering import JSON, answering
 from tests.faults.oracle import judge_run_dir
 from tests.playing import OPENING, call, calls, play, say
-from tests.running import SCRIPTED, command, lines, run, session_of, wait_until, write_rows
+from tests.running import (
+    PATIENCE_S,
+    SCRIPTED,
+    command,
+    kill_session,
+    lines,
+    run,
+    wait_until,
+    write_rows,
+)
 
 __all__ = ["stage"]
 
@@ -63,7 +70,7 @@ class Endpoint:
             return 200, reply(turn, "patch_file", path="n.txt", old_text="one", new_text="two")
         if turn == 2 and self.branching:
             return 200, reply(turn, "read_file", path="n.txt")
-        self.held.wait(30)
+        self.held.wait(PATIENCE_S)
         # Of the branches of a prompt the second that comes is right.
         prompt = body["messages"][0]["content"]
         self._answers[prompt] += self.branching
@@ -249,8 +256,7 @@ def test_a_killed_fork_resumes_and_repeats_no_call(tmp_path: Path) -> None:
             command(*FORK), cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True
         ) as process:
             wait_until(lambda: len(asked) == count + 2 * PROMPTS * BRANCHES)
-            for pid in session_of(process.pid):
-                os.kill(pid, signal.SIGKILL)
+            kill_session(process.pid)
         endpoint.held.set()
         waiting = run(tmp_path, "status", "b", "--json")
         assert json.loads(waiting.stdout)["turns_under_way"] == PROMPTS * BRANCHES

@@ -20,7 +20,7 @@ from runs.dataset.scan import scan, tasks
 from runs.dataset.scan_cache import cached_keys, cached_scan, load_scan, save_scan
 from runs.shards import Shard
 from testing.fake_endpoint import FakeEndpoint
-from tests.running import SCRIPTED, ids, lines, run, started, wait_until, write_rows
+from tests.running import PATIENCE_S, SCRIPTED, ids, lines, run, started, wait_until, write_rows
 
 ASKED: dict[str, Any] = {"shard": None, "max_samples": None, "rules": RowRules(), "num_samples": 2}
 
@@ -261,13 +261,14 @@ def test_a_dataset_changed_during_a_run_stops_it_and_the_next_start_resumes(
     rows = [{"id": f"p{n:04}", "prompt": f"{n} {long}"} for n in range(40)]
     path = write_rows(tmp_path / "p.jsonl", *rows)
     run_dir = tmp_path / "trajectories" / "r"
-    with FakeEndpoint(turns=1, latency_s=0.1) as endpoint:
+    with FakeEndpoint(turns=1, latency_s=0.0, answers=1) as endpoint:
         given = {**SCRIPTED, "model": "openai:m", "key_env": "none", "enabled_toolsets": "none"}
         given |= {"base_url": endpoint.openai_url, "batch_size": 2}
         with started(tmp_path, **given) as process:
             wait_until(lambda: endpoint.journal()["replies"] >= 1)
             write_rows(path, *rows[:10], *rows[:9:-1])
-            assert process.wait(timeout=60) == 4
+            endpoint.answer(None)
+            assert process.wait(timeout=PATIENCE_S) == 4
         said = (tmp_path / "output.txt").read_text()
         assert "has changed since this start began" in said
         assert "Traceback" not in said

@@ -213,6 +213,7 @@ class TestARun:
             ]
             assert record["scores"][1]["rewards"] == {"reward": 0.25, "files": 1}
         assert "checked 4; mean reward 0.25" in done.stdout
+        assert "\n3 scores of reward functions failed: " in done.stdout
         assert run(tmp_path, "verify", "r").returncode == 0
 
     @pytest.mark.slow

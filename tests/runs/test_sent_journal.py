@@ -119,13 +119,14 @@ def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Pat
 def test_a_workspace_of_an_earlier_time_is_not_used(tmp_path: Path, place: str) -> None:
     """The task has continued elsewhere since: the files here are not those of its journal."""
     write_prompts(tmp_path / "p.jsonl", 1)
-    with FakeEndpoint(turns=3, latency_s=0.3, **WRITE_A_NOTE) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.0, answers=1, **WRITE_A_NOTE) as endpoint:
         given = {**SCRIPTED, "model": "openai:m", "key_env": "none"}
         given["base_url"] = endpoint.openai_url
         with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["requests"] >= 2)
+            wait_until(lambda: endpoint.journal()["requests"] == 2)
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
+        endpoint.answer(None)
         run_dir = tmp_path / "trajectories/r"
         (segment,) = (run_dir / "inflight").iterdir()
         told = [{**line, "place": place} for line in lines(segment)]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections import Counter
 from pathlib import Path
 from threading import Event
@@ -16,11 +14,12 @@ import pytest
 from agent.messages import UNREADABLE
 from agent.models.dialects.registry import DIALECTS, read_reply
 from agent.models.errors import ModelError
+from runs.store.checksum import with_checksum
 from runs.store.files import set_aside
 from runs.store.settled import NO_LIMIT
-from runs.totals.spending import Spent, spent_by
+from runs.totals.spending import Spent, spent_by, spent_by_judges
 from tests.answering import JSON, answering
-from tests.running import lines, run, session_of, started, wait_until, write_rows
+from tests.running import PATIENCE_S, kill_session, lines, run, started, wait_until, write_rows
 
 IN, OUT = 70, 30
 PRICE = orjson.dumps({"m": {"input": 1_000_000, "output": 1_000_000}}).decode()
@@ -59,7 +58,7 @@ class Charging:
             choices[0]["finish_reason"] = "tool_calls"
         elif prompt == "held" and time == 1:
             self.is_held.set()
-            self.let_go.wait(60)
+            self.let_go.wait(PATIENCE_S)
             return 500, {"error": {"message": "whoever asked is gone"}}
         elif (prompt == "fails once" and time == 1) or (prompt == "fails twice" and time <= 2):
             return 400, {"error": {"message": "no"}}
@@ -95,12 +94,11 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
 
         # A kill while all but one have ended, and two have failed.
         with started(tmp_path, **asked, max_attempts=2) as process:
-            endpoint.is_held.wait(60)
+            endpoint.is_held.wait(PATIENCE_S)
             failures = run_dir / "failures.jsonl"
             wait_until(lambda: records.exists() and records.read_bytes().count(b"\n") == 5)
             wait_until(lambda: failures.exists() and failures.read_bytes().count(b"\n") == 2)
-            for pid in session_of(process.pid):
-                os.kill(pid, signal.SIGKILL)
+            kill_session(process.pid)
         endpoint.let_go.set()
         assert spent() == endpoint.charged == 1000.0
 
@@ -140,10 +138,21 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
     stats = orjson.loads(run(tmp_path, "stats", "r", "--json").stdout)
     assert stats["cost_usd"]["spent_in_all"] == endpoint.charged
     assert f"spent in total ${endpoint.charged:.4f}" in run(tmp_path, "stats", "r").stdout
+    verdict: dict[str, object] = {
+        "key": "k",
+        "id": "r0",
+        "judge": "j",
+        "reply": "yes",
+        "error": None,
+    }
+    verdict |= {"model": "j", "usage": None, "cost_usd": 2500.0, "at": 1.5}
+    (run_dir / "verdicts.jsonl").write_bytes(with_checksum(orjson.dumps(verdict)))
     compared = run(tmp_path, "compare", "r", "r")
     assert re.search(r"total spent +\$1,?500", compared.stdout), compared.stdout
+    assert re.search(r"judges +\$2,?500", compared.stdout), compared.stdout
     run(tmp_path, "report", "r")
-    assert b'"spent":{"usd":1500.0,"unknown":0}' in (run_dir / "report.html").read_bytes()
+    page = (run_dir / "report.html").read_bytes()
+    assert b'"spent":{"usd":1500.0,"unknown":0},"judges":{"usd":2500.0,"unknown":0}' in page
     assert run(tmp_path, "verify", "r", "--read_data").returncode == 0
 
     # The record holds what was charged for nothing, and no rule took it for a bad reply.
@@ -193,3 +202,25 @@ def test_damaged_lines_count_as_far_as_their_price_can_be_read(tmp_path: Path) -
     set_aside(quarantine, "records.jsonl.line3", b"\0" * 20)
     set_aside(quarantine, "records.jsonl.900.torn", record + b'"cost_usd":8.0,"model_returned"')
     assert spent_by(tmp_path, NO_LIMIT) == Spent(8.25, 2)
+
+
+def test_what_judges_were_paid_counts_where_its_price_can_be_read(tmp_path: Path) -> None:
+    """Functions cost nothing, a failed call has no cost, and texts of replies are no prices."""
+    assert spent_by_judges(tmp_path) == Spent(0.0, 0)
+    text = '"cost_usd":64,"at":'
+    paid = [
+        {"source": "judge:j", "reply": text, "usage": None, "cost_usd": 0.25, "at": 1.5},
+        {"source": "judge:j", "reply": "", "usage": None, "cost_usd": None, "at": 1.5},
+        {"source": "judge:j", "reply": None, "error": "timeout", "at": 1.5},
+        {"source": "m:f", "rewards": {"cost_usd": 32.0}, "error": None, "at": 1.5},
+    ]
+    scores, verdicts = (tmp_path / name for name in ("scores.jsonl", "verdicts.jsonl"))
+    whole = b"".join(with_checksum(orjson.dumps(line)) for line in paid)
+    scores.write_bytes(whole + whole[:-20])
+    verdicts.write_bytes(
+        with_checksum(orjson.dumps({"key": "k", "reply": "yes", "cost_usd": 1.0, "at": 1.5}))
+    )
+    assert spent_by_judges(tmp_path) == Spent(1.5, 2)
+    set_aside(tmp_path / "quarantine", "scores.jsonl.line2", b'{"source" "j","cost_usd":8.0,"at":')
+    set_aside(tmp_path / "quarantine", "failures.jsonl.line2", b'{"cost_usd":16.0,"at":1}')
+    assert spent_by_judges(tmp_path) == Spent(9.5, 2)

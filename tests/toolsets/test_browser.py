@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ import pytest
 from run_agent import AIAgent
 from tests.playing import call as planned
 from tests.playing import calls, say
-from tests.running import lines, run, write_rows
+from tests.running import lines, run, wait_until, write_rows
 from tests.websites import Answer, Site, site
 from toolsets.browser.browser_tools import BROWSER_TOOLS
 from toolsets.browser.process import VARIABLE, Browsers, browser_problem
@@ -319,7 +318,7 @@ def test_a_killed_worker_leaves_nothing(web: Site, tmp_path: Path, with_bwrap: b
         env["PATH"] = path_without_bwrap(tmp_path / "bin")
     worker = subprocess.Popen([sys.executable, "-c", program, str(tmp_path), web.allow[0]], env=env)
     try:
-        wait_for(lambda: any(visit.path == "/" for visit in web.visits))
+        wait_until(lambda: any(visit.path == "/" for visit in web.visits))
         running = descendants(worker.pid)
         assert len(running) > 5
         # Held up, so that it cannot be what ends the browser.
@@ -329,11 +328,11 @@ def test_a_killed_worker_leaves_nothing(web: Site, tmp_path: Path, with_bwrap: b
         worker.kill()
         worker.wait()
     try:
-        wait_for(lambda: alive(running) == [shell, driver])
+        wait_until(lambda: alive(running) == [shell, driver])
     finally:
         os.kill(driver, signal.SIGCONT)
-    wait_for(lambda: not alive(running))
-    wait_for(lambda: not [*temporary.iterdir()])
+    wait_until(lambda: not alive(running))
+    wait_until(lambda: not [*temporary.iterdir()])
 
 
 @pytest.mark.long
@@ -493,15 +492,8 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if command_of(pid)]
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not within the time"
-        time.sleep(0.02)
-
-
 async def until_gone(pids: list[int]) -> None:
-    await asyncio.to_thread(wait_for, lambda: not alive(pids))
+    await asyncio.to_thread(wait_until, lambda: not alive(pids))
 
 
 def path_without_bwrap(directory: Path) -> str:

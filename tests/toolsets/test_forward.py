@@ -43,6 +43,7 @@ def start(
         given = {
             "argv": argv,
             "env": {"PATH": "/usr/bin:/bin", "HOME": "/home/user"},
+            "inherits": False,
             "cwd": sandbox.home,
             "stdin": "",
             "files": {},
@@ -50,7 +51,7 @@ def start(
             "port": 8800,
             **terms,
         }
-        command, text = forwarding(given)
+        command, text = forwarding(given, in_image=False)
         try:
             return await sandbox.exec(command, stdin=text)
         finally:

@@ -120,7 +120,7 @@ def test_further_paths_are_shown(tmp_path: Path) -> None:
 
 
 def test_docker_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SandboxError, match="cannot run an agent of this machine"):
+    with pytest.raises(SandboxError, match="cannot run agents that are commands"):
         make_sandbox("docker", Workspace(tmp_path), Limits(), image="any", extras=Extras())
 
 

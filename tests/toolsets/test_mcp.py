@@ -221,7 +221,7 @@ def test_garbage_is_passed_over_and_its_end_is_a_new_server(tmp_path: Path) -> N
         ("t", "raw__echo", {"text": "hi"}),
         ("t", "raw__garbage", {}),
         ("t", "raw__echo", {"text": "there"}),
-        timeout_s=1,
+        timeout_s=2,
     )
     assert (said.content, again.content) == ("hi", "there")
     assert waited.details["failure"] == "timeout"
@@ -245,7 +245,7 @@ def test_a_server_that_never_answers_is_replaced_in_the_end(tmp_path: Path) -> N
         {"raw": server()},
         *[("t", "raw__hang", {})] * 3,
         ("t", "raw__echo", {"text": "hi"}),
-        timeout_s=1,
+        timeout_s=3,
     )
     assert [result.details.get("failure") for result in results] == ["timeout"] * 3 + [None]
 

@@ -11,16 +11,17 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from tests.running import ROOT
+from tests.running import PATIENCE_S, ROOT, wait_until
 from toolsets.sandbox.base import ExecResult, Limits
 from toolsets.sandbox.factory import SANDBOXES, SandboxError, make_sandbox, sandbox_problem
 from toolsets.sandbox.inside.outputs import HeadTail
+from toolsets.sandbox.inside.processes import descendants
 from toolsets.text import output_text
 from toolsets.workspace.workspace import Workspace
 
@@ -30,6 +31,8 @@ BOTH = pytest.mark.parametrize("name", [pytest.param("bwrap", marks=needs_bwrap)
 
 KEEP_ALIVE = "exec 9>alive; touch started; exec sleep 1000"
 UNTIL_STARTED = "until [ -e started ]; do sleep 0.01; done"
+
+Result = TypeVar("Result")
 
 
 @pytest.fixture
@@ -47,10 +50,23 @@ def alive(workspace: Workspace) -> Iterator[int]:
     os.close(descriptor)
 
 
-def has_no_writer(descriptor: int, *, within_s: float) -> bool:
+def has_no_writer(descriptor: int) -> bool:
+    """Wait until no writer is left."""
     poll = select.poll()
     poll.register(descriptor, 0)
-    return bool(poll.poll(within_s * 1000))
+    return bool(poll.poll(PATIENCE_S * 1000))
+
+
+def cut_off(call: Callable[[float], Result], has_begun: Callable[[Result], bool]) -> Result:
+    """What `call(timeout_s)` gives where its command is cut off after it has begun.
+
+    A command that has not begun in time, as on a loaded machine, gets more time.
+    """
+    for timeout_s in (0.4, 4.0, 20.0):
+        result = call(timeout_s)
+        if has_begun(result):
+            break
+    return result
 
 
 def run(
@@ -160,15 +176,16 @@ def test_an_output_flood_takes_limited_memory(name: str, workspace: Workspace) -
 def test_a_command_that_ignores_sigterm_dies_at_its_deadline(
     name: str, workspace: Workspace, alive: int
 ) -> None:
-    started = time.monotonic()
     script = f"trap '' TERM INT HUP; echo up; {KEEP_ALIVE}"
-    result = run(name, workspace, "sh", "-c", script, timeout_s=0.5)
+    result = cut_off(
+        lambda timeout_s: run(name, workspace, "sh", "-c", script, timeout_s=timeout_s),
+        lambda _: (workspace.root / "started").exists(),
+    )
     assert result.timed_out
     assert result.exit_code is None
     assert result.stdout == "up\n"
-    assert time.monotonic() - started < 3
     assert (workspace.root / "started").exists()
-    assert has_no_writer(alive, within_s=2)
+    assert has_no_writer(alive)
 
 
 @BOTH
@@ -181,19 +198,17 @@ def test_a_command_may_not_outlast_the_limit_by_asking(name: str, workspace: Wor
 def test_a_child_that_keeps_the_pipe_open_does_not_hold_up_the_result(
     name: str, workspace: Workspace, alive: int
 ) -> None:
-    started = time.monotonic()
     result = sh(name, workspace, f"( {KEEP_ALIVE} ) & {UNTIL_STARTED}; echo done")
     assert result.stdout == "done\n"
     assert result.exit_code == 0
-    assert time.monotonic() - started < 3
-    assert has_no_writer(alive, within_s=2)
+    assert has_no_writer(alive)
 
 
 @BOTH
 def test_no_process_is_left_that_daemonised(name: str, workspace: Workspace, alive: int) -> None:
     script = f"setsid nohup sh -c '{KEEP_ALIVE}' >/dev/null 2>&1 & {UNTIL_STARTED}"
     assert sh(name, workspace, script).exit_code == 0
-    assert has_no_writer(alive, within_s=2)
+    assert has_no_writer(alive)
 
 
 @BOTH
@@ -208,7 +223,7 @@ def test_cancelling_the_caller_kills_the_command(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await asyncio.to_thread(has_no_writer, alive, within_s=2)
+        assert await asyncio.to_thread(has_no_writer, alive)
         await sandbox.stop()
 
     asyncio.run(cancelled())
@@ -226,15 +241,10 @@ sandbox = make_sandbox({name!r}, Workspace(pathlib.Path({str(workspace.root)!r})
 asyncio.run(sandbox.exec(["sh", "-c", {f"( {KEEP_ALIVE} ) & wait"!r}]))
 """
     process = subprocess.Popen([sys.executable, "-c", worker], cwd=ROOT)
-    poll = select.poll()
-    poll.register(alive, select.POLLIN | select.POLLHUP)
-    deadline = time.monotonic() + 20
-    while not (workspace.root / "started").exists() and time.monotonic() < deadline:
-        poll.poll(10)
-    assert (workspace.root / "started").exists()
+    wait_until((workspace.root / "started").exists)
     process.kill()
     process.wait()
-    assert has_no_writer(alive, within_s=3)
+    assert has_no_writer(alive)
 
 
 @needs_bwrap
@@ -310,10 +320,13 @@ def test_bwrap_forks_do_not_outlive_the_command(workspace: Workspace, alive: int
         "exec 9>alive; i=0; while [ $i -lt 120 ]; do (setsid sleep 1000 &) ; i=$((i+1)); done; "
         "touch started; sleep 1000"
     )
-    result = run("bwrap", workspace, "sh", "-c", script, timeout_s=2)
+    result = cut_off(
+        lambda timeout_s: run("bwrap", workspace, "sh", "-c", script, timeout_s=timeout_s),
+        lambda _: (workspace.root / "started").exists(),
+    )
     assert result.timed_out
     assert (workspace.root / "started").exists()
-    assert has_no_writer(alive, within_s=3)
+    assert has_no_writer(alive)
 
 
 @needs_bwrap
@@ -390,3 +403,24 @@ def test_commands_take_no_threads_of_the_worker(workspace: Workspace) -> None:
 
     before = threading.active_count()
     assert asyncio.run(threads()) == before
+
+
+def test_children_of_every_thread_are_found() -> None:
+    found: list[int] = []
+    done = threading.Event()
+
+    def start() -> None:
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+            found.append(child.pid)
+            started.set()
+            done.wait()
+
+    started = threading.Event()
+    thread = threading.Thread(target=start)
+    thread.start()
+    started.wait()
+    try:
+        assert found[0] in {pid for pid, _ in descendants()}
+    finally:
+        done.set()
+        thread.join()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.running import ROOT
+from tests.running import PATIENCE_S, ROOT
 from tests.toolsets.test_sandbox import BOTH, needs_bwrap, run, workspace
 from toolsets.sandbox import served
 from toolsets.sandbox.base import Limits, SandboxError
@@ -194,8 +195,9 @@ def test_only_groups_of_dead_processes_of_the_same_namespace_are_removed() -> No
     asyncio.run(made.close())
     parent = made.paths[0].parent
     prefix, namespace, *_ = made.paths[0].name.split("-")
-    of_the_dead = parent / f"{prefix}-{namespace}-99999999-0"
-    of_another = parent / f"{prefix}-{int(namespace) + 1}-99999999-0"
+    nobody = 10_000_000 + os.getpid()  # more than there can be
+    of_the_dead = parent / f"{prefix}-{namespace}-{nobody}-0"
+    of_another = parent / f"{prefix}-{int(namespace) + 1}-{nobody}-0"
     for path in (of_the_dead, of_another):
         path.mkdir()
     try:
@@ -275,7 +277,7 @@ def work(argv: list[str]) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     return done.stdout or done.stderr
@@ -285,7 +287,9 @@ def quotas() -> list[tuple[str, bool]]:
     """The limits on CPU time of groups that this process made, and whether something is inside."""
     return [
         (file.read_text().split()[0], bool((group / "cgroup.procs").read_text()))
-        for group in Path("/sys/fs/cgroup").glob(f"**/trajectories-*-{os.getpid()}-*")
+        # Path.glob would fail where another test removes a group meanwhile.
+        for group in map(Path, (path for path, _, _ in os.walk("/sys/fs/cgroup")))
+        if re.fullmatch(rf"trajectories-.*-{os.getpid()}-.*", group.name)
         for file in (group / "cpu.max", group / "cpu.cfs_quota_us")
         if file.exists()
     ]

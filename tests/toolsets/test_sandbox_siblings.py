@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.running import ROOT, wait_until
+from tests.running import ROOT
 from tests.toolsets.test_sandbox import needs_bwrap
 from toolsets.sandbox.base import Limits, Sandbox, SandboxError
 from toolsets.sandbox.factory import make_sandbox
@@ -215,21 +216,49 @@ for name in ("sys/kernel/core_pattern", "sys/vm/overcommit_memory", "sys/kernel/
         assert "open" not in asyncio.run(attempt())
 
 
+def kill(pids: set[tuple[int, int]]) -> None:
+    """Kill processes and wait until they have ended: those beneath one are not found without it."""
+    handles = []
+    for pid, _ in pids:
+        with contextlib.suppress(ProcessLookupError):  # ended with its namespace
+            handles.append(os.pidfd_open(pid))
+            signal.pidfd_send_signal(handles[-1], signal.SIGKILL)
+    for handle in handles:
+        assert select.select([handle], [], [], 30)[0]
+        os.close(handle)
+
+
 def test_a_fork_server_that_was_killed_is_replaced(tmp_path: Path) -> None:
     """Its sandboxes end with it, and say so; the next one gets another server."""
 
     async def act(one: Sandbox, other: Sandbox) -> tuple[str, str]:
         before = set(descendants())  # other tests have processes that must live on
         await one.run("shell", "true")
-        for pid, _ in set(descendants()) - before:
-            with contextlib.suppress(ProcessLookupError):  # ended with its namespace
-                os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: set(descendants()) <= before)
+        kill(set(descendants()) - before)
         with pytest.raises(SandboxError, match="the sandbox ended, with all that ran in it"):
             await one.run("shell", "true")
         return (await other.run("shell", "echo up")).stdout, (await one.exec(["echo", "up"])).stdout
 
     assert asyncio.run(two(tmp_path, act)) == ("up\n", "up\n")
+
+
+def test_what_a_fork_server_had_been_sent_when_it_was_killed_is_sent_to_another(
+    tmp_path: Path,
+) -> None:
+    async def act(one: Sandbox, other: Sandbox) -> str:
+        before = set(descendants())
+        await one.run("shell", "true")
+        found = set(descendants()) - before
+        for pid, _ in found:
+            os.kill(pid, signal.SIGSTOP)  # it takes no more requests
+        asked = asyncio.create_task(other.run("shell", "echo up"))
+        for _ in range(10):  # turns of the event loop: sending takes one
+            await asyncio.sleep(0)
+        assert not asked.done()
+        kill(found)
+        return (await asked).stdout
+
+    assert asyncio.run(two(tmp_path, act)) == "up\n"
 
 
 def test_where_none_can_be_forked_each_is_launched(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.running import PATIENCE_S
 from toolsets.catalog.registry import TOOLSETS, tools_of
 from toolsets.context import ToolContext
 from toolsets.errors import HostError, ToolError
@@ -106,7 +107,7 @@ def test_any_exception_of_a_tool_is_an_error_result(
 
 def test_stop_iteration_from_a_thread_does_not_hang(context: ToolContext) -> None:
     """A future refuses this exception, so it must not be put into one."""
-    toolbox = Toolbox([raising(StopIteration("end"))], context, call_timeout_s=5)
+    toolbox = Toolbox([raising(StopIteration("end"))], context, call_timeout_s=60)
     assert call(toolbox, "fail").content == "Error executing fail: end"
 
 
@@ -137,7 +138,7 @@ def test_slow_tools_are_given_up(context: ToolContext) -> None:
     @tool()
     def blocks(context: ToolContext) -> str:
         """Block a thread."""
-        release.wait(20)
+        release.wait(PATIENCE_S)
         return "late"
 
     @tool()

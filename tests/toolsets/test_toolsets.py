@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.running import ROOT
+from tests.toolsets.test_sandbox import cut_off
 from toolsets.catalog.registry import (
     TOOLSETS,
     Toolset,
@@ -185,7 +186,12 @@ def test_terminal_and_files_share_the_workspace(sandboxed: Toolbox) -> None:
 
 
 def test_terminal_timeout_is_an_error_that_keeps_the_output(sandboxed: Toolbox) -> None:
-    result = call(sandboxed, "terminal", command="echo begun; sleep 60", timeout_s=0.4)
+    result = cut_off(
+        lambda timeout_s: call(
+            sandboxed, "terminal", command="echo begun; touch begun; sleep 60", timeout_s=timeout_s
+        ),
+        lambda _: (sandboxed._context.workspace.root / "begun").exists(),
+    )
     content = json.loads(result.content)
     assert content.pop("error").startswith("stopped")
     assert content.pop("note").startswith("[the shell was killed; its state")

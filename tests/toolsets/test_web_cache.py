@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.running import ROOT
+from tests.running import PATIENCE_S, ROOT
 from tests.websites import Answer, Site, Visit, site
 from toolsets.context import ToolContext
 from toolsets.net.web_settings import WebSettings
@@ -73,7 +73,7 @@ def test_processes_that_load_a_page_at_once_see_the_same(tmp_path: Path) -> None
     numbers = itertools.count()
 
     def page(visit: Visit) -> Answer:
-        together.wait(60)  # nobody gets the page before all have asked for it
+        together.wait(PATIENCE_S)  # nobody gets the page before all have asked for it
         return Answer(f"answer {next(numbers)}".encode())
 
     with site() as web:
@@ -83,7 +83,7 @@ def test_processes_that_load_a_page_at_once_see_the_same(tmp_path: Path) -> None
             subprocess.Popen([*argv, f"127.0.0.1:{web.port}"], cwd=ROOT, stdout=subprocess.PIPE)
             for _ in range(3)
         ]
-        outputs = {process.communicate(timeout=60)[0] for process in processes}
+        outputs = {process.communicate(timeout=PATIENCE_S)[0] for process in processes}
         assert len(web.visits) == 3
     assert len(outputs) == 1
     assert b"answer " in outputs.pop()

@@ -177,7 +177,7 @@ def test_a_symlink_swapped_in_while_paths_are_used_never_leads_outside(
     seen: set[bytes] = set()
     try:
         until = time.monotonic() + 0.7
-        while time.monotonic() < until:
+        while time.monotonic() < until or b"inside" not in seen:
             with contextlib.suppress(PathError):
                 seen.add(workspace.read_bytes("way/secret.txt", 100))
             with contextlib.suppress(PathError):

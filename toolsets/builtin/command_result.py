@@ -1,4 +1,4 @@
-"""Makes a tool result of what a command gave."""
+"""Makes a tool result of a command's result."""
 
 from __future__ import annotations
 

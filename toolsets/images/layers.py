@@ -181,7 +181,7 @@ class Unpacking:
             return None
 
     def _remove(self, path: str) -> None:
-        """Remove what is at `path`, whatever it is."""
+        """Remove the file or directory at `path`."""
         mode = self._status(path)
         if mode is None:
             return
@@ -242,15 +242,15 @@ def resolve(root: Path, names: list[str], *, on_missing: object = None) -> str:
     return "/".join(done)
 
 
-def read_inside(root: Path, path: str, max_bytes: int = 1 << 20) -> bytes | None:
-    """The beginning of a regular file of an unpacked image; None if there is none."""
+def read_inside(root: Path, path: str) -> bytes | None:
+    """The first MiB of a regular file of an unpacked image; None if there is none."""
     try:
         real = resolve(root, _names(path))
         fd = os.open(root / real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ImageError):
         return None
     with os.fdopen(fd, "rb") as file:
-        return file.read(max_bytes) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+        return file.read(1 << 20) if stat.S_ISREG(os.fstat(fd).st_mode) else None
 
 
 def _names(path: str) -> list[str]:

@@ -55,7 +55,7 @@ class Extras:
     binds: Mapping[str, str] = field(default_factory=dict)
     """Files and directories of the machine by their path in the sandbox, read-only."""
     home: str | None = None
-    """A directory that is empty and writable at first and gone with the sandbox."""
+    """A directory that is empty and writable at first and gone with the sandbox; not in images."""
 
 
 @dataclass(frozen=True, slots=True)

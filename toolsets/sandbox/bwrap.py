@@ -61,11 +61,7 @@ class BwrapSandbox(ServedSandbox):
     """
 
     name = "bwrap"
-
-    @property
-    def home(self) -> str:
-        """The workspace is in the same place for every task."""
-        return HOME
+    home = HOME
 
     @property
     def max_processes(self) -> int | None:
@@ -88,11 +84,13 @@ class BwrapSandbox(ServedSandbox):
             options += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
         return launch(argv, stack, self._limits.network, options, str(self._workspace.root))
 
-    def template(self) -> SandboxTemplate:
+    def template(self) -> SandboxTemplate | None:
         """See `ServedSandbox`.
 
         The fork server has the workspaces of all at the place where each sandbox has its own.
         """
+        if self._extras is not None:
+            return None
         root, network = self._workspace.root, self._limits.network
         return SandboxTemplate(
             key=("bwrap", root.parent, network),

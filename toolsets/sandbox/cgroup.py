@@ -190,14 +190,18 @@ class _Counter:
 
     def __init__(self, fd: int, begins: bytes) -> None:
         self._fd, self._begins = fd, b"\n" + begins
+        self._said, self._count = b"", 0
 
     def value(self) -> int:
         try:
             said = os.pread(self._fd, 4096, 0)
         except OSError:  # the group is gone
             return 0
-        _, begins, count = (b"\n" + said).partition(self._begins)
-        return int(count.split(b"\n", 1)[0]) if begins else 0
+        if said != self._said:  # which it nearly never is
+            self._said = said
+            _, begins, count = (b"\n" + said).partition(self._begins)
+            self._count = int(count.split(b"\n", 1)[0]) if begins else 0
+        return self._count
 
     def close(self) -> None:
         os.close(self._fd)

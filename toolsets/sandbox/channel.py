@@ -26,6 +26,7 @@ from toolsets.sandbox.inside.boot import LENGTH, framed
 
 _LEAST_BYTES, _CHUNK_BYTES = 1 << 14, 1 << 18
 _SPARE_BYTES = 1 << 20
+_START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 3.0
 _MAX_SAID = 300
 
@@ -70,8 +71,9 @@ class Reply(BaseModel):
     """That of the workspace at the start, where it is asked for."""
     error: Number | None = None
     """The error number of a request about files."""
-    entries: list[tuple[FilePath, Literal["file", "dir", "link", "other"], Number]] = []
-    contents: list[tuple[Number, bytes | None]] = []
+    # Tuples, since pydantic copies a default that is a list for each reply.
+    entries: tuple[tuple[FilePath, Literal["file", "dir", "link", "other"], Number], ...] = ()
+    contents: tuple[tuple[Number, bytes | None], ...] = ()
     more: bool = False
     seen: Number = 0
     left_bytes: Number = 0
@@ -86,6 +88,7 @@ class Channel:
         # The head and the tail of two streams, in base64, and a value that JSON may make longer.
         self._max_bytes = 12 * output_bytes + _SPARE_BYTES
         self._inbox = bytearray()
+        self._sending = asyncio.Lock()
         self._reply: asyncio.Future[bytes | Exception] | None = None
         """Of the request that waits for one: the reply, or why there is none."""
         self._watched_by: asyncio.AbstractEventLoop | None = None
@@ -122,8 +125,11 @@ class Channel:
         finally:
             self._close_theirs()
 
-    async def fork(self, server: Channel, request: Mapping[str, Any]) -> None:
-        """Have a fork server make the process; raises `Gone` where the server has ended."""
+    async def fork(self, server: Channel, request: Mapping[str, Any]) -> Reply:
+        """Have a fork server make the process, which has its terms; return its first reply.
+
+        Raises as `begin`, and `Gone` where the fork server ended before it made one.
+        """
         groups = [] if self.group is None else self.group.open()
         try:
             theirs = [self._theirs.fileno(), self._their_errors, *groups]
@@ -136,8 +142,11 @@ class Channel:
             self._close_theirs()
             for fd in groups:
                 os.close(fd)
+        async with self._beginning():
+            self._process = await self._introduction()
+            return await self._exchange(b"", 0, _START_TIMEOUT_S)
 
-    async def begin(self, terms: Mapping[str, Any], timeout_s: float, program: str) -> Reply:
+    async def begin(self, terms: Mapping[str, Any], program: str) -> Reply:
         """Send what was launched its program and its terms; return its first reply.
 
         Raises `SandboxError` where it fails, and `HostError` where what failed says that the
@@ -147,24 +156,25 @@ class Channel:
             # It fits into the socket as a whole, or nearly, so this never waits long.
             with contextlib.suppress(ConnectionError):
                 await asyncio.get_running_loop().sock_sendall(self._socket, framed(program))
-            return await self.ask({**terms, "id": 0}, timeout_s)
-
-    async def begin_forked(self, timeout_s: float) -> Reply:
-        """Wait for the first reply of what was forked, which has its terms; raises as `begin`."""
-        async with self._beginning():
-            self._process = await self._introduction(timeout_s)
-            return await self._exchange(b"", 0, timeout_s)
+            return await self.ask({**terms, "id": 0}, _START_TIMEOUT_S)
 
     @contextlib.asynccontextmanager
     async def _beginning(self) -> AsyncIterator[None]:
         """Say of a beginning that fails what the process itself said on standard error."""
         try:
             yield
-        except (Gone, TimeoutError) as error:
+        except asyncio.CancelledError:
             await self.close(grace_s=0)
+            raise
+        except (Gone, TimeoutError) as error:
+            await self._end(grace_s=0)
             said = b""
             with contextlib.suppress(BlockingIOError):
                 said = os.read(self._errors, 1 << 16)
+            if self._process is None and isinstance(error, Gone) and not said:
+                raise
+            if self.group is not None:
+                await self.group.close()
             lines = said.decode(errors="replace").strip().splitlines()
             why = lines[-1][:_MAX_SAID] if lines else str(error) or "it did not answer in time"
             if (words := machine_failure_in(why)) is not None:
@@ -177,16 +187,17 @@ class Channel:
         """Send a request with descriptors, to which there is no reply; raises `Gone`."""
         raw = exact_json.dumps(request)
         frame = LENGTH.pack(len(raw)) + raw
-        while True:
-            try:
-                # As a whole or not at all: it is far smaller than what a socket takes at once.
-                socket.send_fds(self._socket, [frame], list(descriptors))
-            except BlockingIOError:
-                await until_ready(self._socket.fileno(), for_writing=True)
-            except OSError as error:
-                raise Gone("ended") from error
-            else:
-                return
+        async with self._sending:  # only one can wait for room
+            while True:
+                try:
+                    # As a whole or not at all: it is far smaller than what a socket takes at once.
+                    socket.send_fds(self._socket, [frame], list(descriptors))
+                except BlockingIOError:
+                    await until_ready(self._socket.fileno(), for_writing=True)
+                except OSError as error:
+                    raise Gone("ended") from error
+                else:
+                    return
 
     async def ask(self, request: Mapping[str, Any], timeout_s: float) -> Reply:
         """Make a request and return the reply; raises `Gone` and `TimeoutError`.
@@ -227,17 +238,20 @@ class Channel:
 
     async def close(self, *, grace_s: float = _STOP_GRACE_S) -> None:
         """End the process and all that it started; after `grace_s` by force."""
+        await self._end(grace_s)
+        if self.group is not None:
+            await self.group.close()
+
+    async def _end(self, grace_s: float) -> None:
         # The server ends when the socket does, and then what it started has ended before it.
         self._watch_no_longer()
         self._socket.close()
         if self._process is not None:
             await self._process.end(grace_s)
-        if self.group is not None:
-            await self.group.close()
 
-    async def _introduction(self, timeout_s: float) -> FirstProcess:
+    async def _introduction(self) -> FirstProcess:
         """Receive the handle of a forked process, which is the first that it sends."""
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(_START_TIMEOUT_S):
             await until_ready(self._socket.fileno())
         try:
             said, handles, _, _ = socket.recv_fds(self._socket, 1, 1)

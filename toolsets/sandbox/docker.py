@@ -58,6 +58,9 @@ class DockerSandbox(ServedSandbox):
     """
 
     name = "docker"
+    home = HOME
+    watches_memory = False
+    """The engine does."""
 
     def __init__(
         self, workspace: Workspace, limits: Limits, *, image: str, engine: str = "docker"
@@ -67,19 +70,9 @@ class DockerSandbox(ServedSandbox):
         self._image = image
         self._engine = engine
 
-    @property
-    def home(self) -> str:
-        """The workspace is in the same place for every task."""
-        return HOME
-
     def group(self) -> Group | None:
         """The engine limits processes and memory."""
         return None
-
-    @property
-    def watches_memory(self) -> bool:
-        """The engine does."""
-        return False
 
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """See `ServedSandbox`."""
@@ -105,6 +98,13 @@ class DockerImageSandbox(DockerSandbox):
     runs in the Python of this machine, which the container sees read-only, so the image needs none.
     """
 
+    has_own_python = True
+    """Cells run in the image's Python, with the packages that the image has."""
+    is_continued = False
+    keeps_its_size = True
+    """What the image has in the workspace does not count."""
+    user_home = None
+
     def __init__(
         self,
         workspace: Workspace,
@@ -120,28 +120,8 @@ class DockerImageSandbox(DockerSandbox):
         self._spec = spec
         self._run = run
         self._config = config
-        self._is_continued = False
+        self.home = spec.workdir or str(config.get("WorkingDir") or "/")
         self._container = f"bt-{run}-{_plain(workspace.root.name)}"
-
-    @property
-    def home(self) -> str:
-        """The directory of the image that is the workspace."""
-        return self._spec.workdir or str(self._config.get("WorkingDir") or "/")
-
-    @property
-    def has_own_python(self) -> bool:
-        """Cells run in the image's Python, with the packages that the image has."""
-        return True
-
-    @property
-    def is_continued(self) -> bool:
-        """See `ServedSandbox`."""
-        return self._is_continued
-
-    @property
-    def keeps_its_size(self) -> bool:
-        """What the image has in the workspace does not count."""
-        return True
 
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """See `ServedSandbox`."""
@@ -163,7 +143,7 @@ class DockerImageSandbox(DockerSandbox):
         options = self._options()
         digest = hashlib.sha256(orjson.dumps(options)).hexdigest()
         state = self._state()
-        self._is_continued = state is not None
+        self.is_continued = state is not None
         if state is not None and state["Config"]["Labels"].get(f"{_RUN_LABEL}.options") == digest:
             if state["State"]["Running"]:  # by a process that was killed a moment ago
                 self._ask("kill", self._container, fails=True)

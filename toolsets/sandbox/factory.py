@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolsets.images.image_error import ImageError
 from toolsets.sandbox.base import ExecResult, Extras, Limits, Sandbox, SandboxError
 from toolsets.sandbox.bwrap import BwrapSandbox, bwrap_problem
 from toolsets.sandbox.docker import (
@@ -44,6 +45,8 @@ __all__ = [
 SANDBOXES = ("bwrap", "docker", "local")
 """The names of the sandboxes."""
 
+_NO_AGENTS = "sandbox docker: it cannot run agents that are commands; use bwrap"
+
 
 def sandbox_problem(name: str, *, image: str | None = None, engine: str = "docker") -> str | None:
     """Return None if the sandbox works here, else one sentence that says what to do.
@@ -71,7 +74,7 @@ def make_sandbox(
     Whether the image exists is checked when the sandbox starts.
     """
     if name == "docker" and extras is not None:
-        raise SandboxError("sandbox docker: it cannot run an agent of this machine; use bwrap")
+        raise SandboxError(_NO_AGENTS)
     if name == "docker" and image is not None:
         return DockerSandbox(workspace, limits, image=image, engine=engine)
     if name == "docker":
@@ -109,7 +112,21 @@ class ImageSandboxes:
             return problem
         if self._store is not None:
             return self._store.problem()
-        return "--sandbox=bwrap takes images from --images=DIR" if self._name == "bwrap" else None
+        if self._name == "bwrap":
+            return (
+                "--workspace=image with --sandbox=bwrap needs --images=DIR, the images' directory"
+            )
+        return None
+
+    def problem_of_image(self, reference: str) -> str | None:
+        """Why the directory of images has none of this name; None if only the engine knows."""
+        if self._store is None:
+            return None
+        try:
+            self._store.find(reference)
+        except ImageError as error:
+            return str(error)
+        return None
 
     def warning(self) -> str | None:
         """What makes images slow here; None if nothing does."""
@@ -127,16 +144,25 @@ class ImageSandboxes:
             f"for {layers} ({why}); use a kernel from 5.11 on and a local file system"
         )
 
-    def make(self, workspace: Workspace, limits: Limits, spec: ImageSpec) -> ImageSandbox:
+    def make(
+        self,
+        workspace: Workspace,
+        limits: Limits,
+        spec: ImageSpec,
+        extras: Extras | None = None,
+    ) -> ImageSandbox:
         """Return the sandbox of one conversation; waits until its image is there.
 
-        Raises `ImageError` where the image is missing, damaged or cannot be used, and `HostError`.
+        Raises `ImageError` where the image is missing, damaged or cannot be used, `HostError`, and
+        `SandboxError` for `extras` that a container cannot have.
         """
         if self._store is not None:
             from toolsets.sandbox.image_bwrap import BwrapImageSandbox
 
             image = self._store.unpack(spec.reference)
-            return BwrapImageSandbox(workspace, limits, image=image, spec=spec)
+            return BwrapImageSandbox(workspace, limits, image=image, spec=spec, extras=extras)
+        if extras is not None:
+            raise SandboxError(_NO_AGENTS)
         return DockerImageSandbox(
             workspace,
             limits,

@@ -19,13 +19,11 @@ from toolsets.errors import HOST_ERRNOS, HostError, describe
 from toolsets.per_loop import PerLoop
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import Group
-from toolsets.sandbox.channel import Channel, Gone, Launch
+from toolsets.sandbox.channel import Channel, Gone, Launch, Reply
 from toolsets.sandbox.inside.boot import BOOT
 from toolsets.sandbox.programs import program
 
 log = logging.getLogger(__name__)
-
-_START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +46,7 @@ class _Servers:
 
     def __init__(self) -> None:
         self._starting: dict[tuple[object, ...], asyncio.Task[Channel | None]] = {}
+        self._replaced: set[Channel] = set()
 
     async def fork(
         self,
@@ -56,10 +55,11 @@ class _Servers:
         group: Group | None,
         *,
         output_bytes: int,
-    ) -> Channel | None:
+    ) -> tuple[Channel, Reply] | None:
         """Have a sandbox forked that serves on these terms; None where this kind cannot be.
 
-        Raises `HostError`.
+        Returns the channel to it, and its first reply. Raises `HostError`, and `SandboxError`
+        where the sandbox did not start.
         """
         for _ in range(2):
             if (starting := self._starting.get(template.key)) is None:
@@ -74,12 +74,11 @@ class _Servers:
                 return None
             channel = Channel(group, output_bytes=output_bytes)
             try:
-                await channel.fork(server, {**template.request, "terms": terms})
+                return channel, await channel.fork(server, {**template.request, "terms": terms})
             except Gone:
+                # It has ended, or is about to. Sandboxes that it still has can be in use.
                 self._forget(template, starting)
-                await server.close(grace_s=0)
-            else:
-                return channel
+                self._replaced.add(server)
         raise HostError("a sandbox did not start: the process that forks it has ended twice")
 
     def _forget(self, template: SandboxTemplate, starting: asyncio.Task[Channel | None]) -> None:
@@ -89,6 +88,8 @@ class _Servers:
 
     async def close(self) -> None:
         """End all servers, with what is left of the sandboxes that they forked."""
+        for replaced in self._replaced:
+            await replaced.close(grace_s=0)
         for starting in self._starting.values():
             starting.cancel()
             with contextlib.suppress(asyncio.CancelledError, HostError):
@@ -109,10 +110,7 @@ async def _start(template: SandboxTemplate) -> Channel | None:
             "is_confined": template.is_confined,
             "trial": template.request if template.is_tried else None,
         }
-        reply = await channel.begin(terms, _START_TIMEOUT_S, program("fork_server"))
-    except asyncio.CancelledError:
-        await channel.close(grace_s=0)
-        raise
+        reply = await channel.begin(terms, program("fork_server"))
     except SandboxError as error:
         problem = str(error)
     else:

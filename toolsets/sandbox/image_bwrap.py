@@ -23,8 +23,8 @@ from toolsets.images.image_error import ImageError
 from toolsets.images.layers import resolve
 from toolsets.images.store import UnpackedImage
 from toolsets.images.users import user_of
-from toolsets.sandbox.base import Limits, SandboxError
-from toolsets.sandbox.bwrap import FORK_SERVER, BwrapSandbox, launch
+from toolsets.sandbox.base import Extras, Limits, SandboxError
+from toolsets.sandbox.bwrap import FORK_SERVER, HOME, BwrapSandbox, launch
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.fork_servers import SandboxTemplate
 from toolsets.sandbox.image import ImageSpec
@@ -37,6 +37,8 @@ from toolsets.workspace.workspace import TEMPORARY, Workspace
 Layering = Literal["overlay", "copy"]
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_SHOWN = "/shown"
+"""Where a fork server has what of the machine its sandboxes show."""
 _PROBE = ".probe"
 _PROBE_TIMEOUT_S = 30
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
@@ -50,16 +52,29 @@ class BwrapImageSandbox(BwrapSandbox):
     capabilities that package managers need, over its own files only.
     """
 
+    has_own_python = True
+    """Cells run in the image's Python, with the packages that the image has."""
+    is_continued = False
+
     def __init__(
-        self, workspace: Workspace, limits: Limits, *, image: UnpackedImage, spec: ImageSpec
+        self,
+        workspace: Workspace,
+        limits: Limits,
+        *,
+        image: UnpackedImage,
+        spec: ImageSpec,
+        extras: Extras | None = None,
     ) -> None:
-        """`workspace` keeps what the conversation changes. Raises `ImageError`."""
-        super().__init__(workspace, limits)
+        """`workspace` keeps what the conversation changes. Raises `ImageError`.
+
+        HOME is that of the image's user, whatever `extras` say.
+        """
+        super().__init__(workspace, limits, extras)
         self._image = image
-        self._is_continued = (workspace.root / "upper").exists()
+        self.is_continued = (workspace.root / "upper").exists()
         self._network = spec.network or limits.network
         self._user = user_of(image, spec.user)
-        self._workdir = _workdir(image, spec.workdir)
+        self.home = _workdir(image, spec.workdir)
         self._env = {
             "PATH": _PATH,
             "HOME": self._user.home,
@@ -70,26 +85,12 @@ class BwrapImageSandbox(BwrapSandbox):
             **image.env,
             **spec.env,
         }
-
-    @property
-    def home(self) -> str:
-        """The directory of the image that is the workspace."""
-        return self._workdir
-
-    @property
-    def is_continued(self) -> bool:
-        """See `ServedSandbox`."""
-        return self._is_continued
+        self.user_home = self._env["HOME"]
 
     @property
     def measured(self) -> str:
         """What the conversation has changed: the image itself does not count."""
         return f"/proc/self/fd/{MEASURED}"
-
-    @property
-    def has_own_python(self) -> bool:
-        """Cells run in the image's Python, with the packages that the image has."""
-        return True
 
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """Images only run in sandboxes that are forked."""
@@ -114,11 +115,15 @@ class BwrapImageSandbox(BwrapSandbox):
         layers, network = self._workspace.root.parent, self._network
         images = self._image.path.parent
         layering = layering_of(layers, images)
+        binds = {} if self._extras is None else self._extras.binds
+        # What lies beside a layer is its conversation's own, and every fork server has all layers.
+        own = {at for at, path in binds.items() if Path(path).parent == layers}
+        shown = tuple((at, path) for at, path in binds.items() if at not in own)
         return SandboxTemplate(
-            key=("bwrap-image", layers, images, network),
+            key=("bwrap-image", layers, images, network, shown),
             is_confined=True,
             is_tried=False,  # `overlay_problem` has tried it
-            launch=lambda argv, stack: _launch(argv, stack, network, layers, images),
+            launch=lambda argv, stack: _launch(argv, stack, network, layers, images, shown),
             request={
                 "env": self._env,
                 "workspace": self._workspace.root.name,
@@ -127,9 +132,13 @@ class BwrapImageSandbox(BwrapSandbox):
                 "image": {
                     "tree": str(self._image.rootfs.relative_to(images)),
                     "is_copied": layering == "copy",
-                    "workdir": self._workdir,
+                    "workdir": self.home,
                     "uid": self._user.uid,
                     "gid": self._user.gid,
+                    "shown": {
+                        at: f"{HOME}/{Path(path).name}" if at in own else f"{_SHOWN}{at}"
+                        for at, path in binds.items()
+                    },
                 },
             },
         )
@@ -173,9 +182,16 @@ def overlay_problem(layers: Path, images: Path) -> str | None:
 
 
 def _launch(
-    argv: Sequence[str], stack: ExitStack, network: bool, layers: Path, images: Path
+    argv: Sequence[str],
+    stack: ExitStack,
+    network: bool,
+    layers: Path,
+    images: Path,
+    shown: Sequence[tuple[str, str]] = (),
 ) -> Launch:
     options = [*FORK_SERVER, "--dir", "/tmp", "--ro-bind", str(images), "/images"]
+    for at, path in shown:
+        options += ["--ro-bind", path, f"{_SHOWN}{at}"]
     for name in _CAPABILITIES:
         options += ["--cap-add", f"CAP_{name}"]
     return launch(argv, stack, network, options, str(layers))

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from toolsets.errors import HOST_ERRNOS, HostError, describe
 from toolsets.sandbox.base import Sandbox, SandboxError
 from toolsets.sandbox.channel import Reply
-from toolsets.workspace.workspace import FileEntry, PathError, Workspace, check_path
+from toolsets.workspace.workspace import FileEntry, MissingPath, PathError, Workspace, check_path
 
 _PART_BYTES = 512 << 10
 _PROBE_BYTES = 64 << 10
@@ -28,6 +28,10 @@ _FORBIDDEN = "the sandbox said what it may not"
 
 class ImageSandbox(Sandbox, Protocol):
     """A sandbox in an image: the files are inside, and what changes lasts until it is discarded."""
+
+    @property
+    def user_home(self) -> str | None:
+        """HOME of the user that commands run as; None where only the engine knows it."""
 
     def is_kept(self) -> bool:
         """Whether what an earlier sandbox of this conversation changed is still there."""
@@ -165,7 +169,7 @@ class ImageFiles:
         if number in HOST_ERRNOS and (failed := self._disk_failure()) is not None:
             return HostError(f"workspace: {describe(failed)}")
         if number == errno.ENOENT:
-            return PathError(f"path {path!r} does not exist")
+            return MissingPath(f"path {path!r} does not exist")
         if number in (errno.ENOTDIR, errno.ELOOP, errno.EEXIST):
             return PathError(f"path {path!r} is not a directory, or passes through a file")
         if number == errno.EISDIR:

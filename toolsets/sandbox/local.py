@@ -35,7 +35,7 @@ class LocalSandbox(ServedSandbox):
 
     def template(self) -> SandboxTemplate | None:
         """See `ServedSandbox`."""
-        if sys.platform != "linux":
+        if sys.platform != "linux" or self._extras is not None:
             return None
         shared = self._env() | {"HOME": "/"}
         return SandboxTemplate(

@@ -53,10 +53,14 @@ class Command(NamedTuple):
     stdin: bytes
 
 
-def forwarding(terms: Mapping[str, Any]) -> Command:
-    """The command that starts another one and forwards its connections; see `inside.forward`."""
+def forwarding(terms: Mapping[str, Any], *, in_image: bool) -> Command:
+    """The command that starts another one and forwards its connections; see `inside.forward`.
+
+    In an image it needs the mounts of `inside_python`.
+    """
     text = framed(program("forward")) + framed(json.dumps(terms))
-    return Command(["python3", "-I", "-S", "-c", BOOT, "0"], text)
+    python = inside_python().command if in_image else ("python3",)
+    return Command([*python, "-I", "-S", "-c", BOOT, "0"], text)
 
 
 def python_prefix() -> Path:

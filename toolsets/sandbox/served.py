@@ -13,7 +13,7 @@ import errno
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -28,7 +28,6 @@ from toolsets.sandbox.user_limit import is_user_full
 from toolsets.text import output_text
 from toolsets.workspace.workspace import Workspace
 
-_START_TIMEOUT_S = 60.0
 _REPLY_GRACE_S = 10.0
 """For what the server does when the time is up; longer than all its own graces together."""
 _FILES_TIMEOUT_S = 60.0
@@ -279,50 +278,38 @@ class ServedSandbox(ABC):
         is_limited = not self.watches_memory or (group is not None and group.limits_memory)
         terms["memory_mb"] = 0 if is_limited else limits.memory_mb
         try:
-            channel = await self._forked(terms, group) or await self._launched(terms, group)
-        except BaseException:
+            begun = await self._forked(terms, group) or await self._launched(terms, group)
+        except BaseException as error:
             if group is not None:
                 await group.close()
+            if isinstance(error, SandboxError) and not (self._calls or self.is_continued):
+                # Nothing of the task has run in it, so this is the machine's failure, not its own.
+                raise HostError(str(error)) from error
             raise
-        self._channel = channel
-        return channel
+        self._channel, reply = begun
+        if terms["baseline"] is None:
+            self._workspace.keep_baseline(reply.size)
+        return self._channel
 
-    async def _forked(self, terms: Mapping[str, Any], group: Group | None) -> Channel | None:
+    async def _forked(
+        self, terms: Mapping[str, Any], group: Group | None
+    ) -> tuple[Channel, Reply] | None:
         """A sandbox from a fork server; None where there is none for this kind."""
-        if self._extras is not None or (template := self.template()) is None:
+        if (template := self.template()) is None:
             return None
         if not self._uses_fork_servers:
             self._uses_fork_servers = True
             FORK_SERVERS.open()
         servers = FORK_SERVERS.shared()
-        channel = await servers.fork(template, terms, group, output_bytes=self._limits.output_bytes)
-        if channel is not None:
-            await self._begun(channel, terms, channel.begin_forked(_START_TIMEOUT_S))
-        return channel
+        return await servers.fork(template, terms, group, output_bytes=self._limits.output_bytes)
 
-    async def _launched(self, terms: Mapping[str, Any], group: Group | None) -> Channel:
+    async def _launched(
+        self, terms: Mapping[str, Any], group: Group | None
+    ) -> tuple[Channel, Reply]:
         channel = Channel(group, output_bytes=self._limits.output_bytes)
         with ExitStack() as stack:
             channel.launch(self.launch(["python3", "-I", "-S", "-c", BOOT, "0"], stack))
-        beginning = channel.begin(terms, _START_TIMEOUT_S, program("server"))
-        await self._begun(channel, terms, beginning)
-        return channel
-
-    async def _begun(
-        self, channel: Channel, terms: Mapping[str, Any], beginning: Awaitable[Reply]
-    ) -> None:
-        try:
-            reply = await beginning
-            if terms["baseline"] is None:
-                self._workspace.keep_baseline(reply.size)
-        except asyncio.CancelledError:
-            await channel.close(grace_s=0)
-            raise
-        except SandboxError as error:
-            if self._calls or self.is_continued:
-                raise
-            # Nothing of the task has run in it, so this is the machine's failure, not its own.
-            raise HostError(str(error)) from error
+        return channel, await channel.begin(terms, program("server"))
 
     def _result(self, reply: Reply, session: SessionKind | None, duration_s: float) -> ExecResult:
         if reply.refused is not None:

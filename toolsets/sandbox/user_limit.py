@@ -1,4 +1,4 @@
-"""Telling whether a user has as many processes as the system lets it have."""
+"""Whether a user has as many processes as the system allows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEARLY = 0.9
 
 
 def is_user_full(*outputs: str) -> bool:
-    """Whether a command says that it got no process, and this user is at its limit indeed."""
+    """Whether a command says that it got no process, and this user really is at its limit."""
     if not any(map(_SAID.search, outputs)):
         return False
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]

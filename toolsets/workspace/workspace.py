@@ -40,6 +40,10 @@ class PathError(ToolError):
     """A path that cannot be used in the workspace."""
 
 
+class MissingPath(PathError):
+    """A path inside an image does not exist."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     """One name in the workspace."""

@@ -50,7 +50,7 @@ class SdkConnection:
             client = open_client(self._connection, settings.name, settings.key_env or NO_KEY)
             self.client = connect(client, self._connection, self)
         else:
-            # `Transport` adds what the config says, and the key; the client wants one, too.
+            # `Transport` adds what the config says, and the key; the client needs one, too.
             client = make(base_url=settings.base_url, api_key=PLACEHOLDER)
             self.client = connect(client, DIRECT_CONNECTION, self)
         self._base_url = str(self.client.base_url).rstrip("/")
@@ -107,7 +107,7 @@ class SdkConnection:
         return await self._transport.renew(rejected)
 
     def _raise_failure(self, error: Exception) -> NoReturn:
-        """Raise the failure behind an error that is no refusal."""
+        """Raise the failure behind an error that the endpoint did not send."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ModelError | HostError):
@@ -155,7 +155,7 @@ class SdkConnection:
         return make(status, headers={"content-type": "application/json"}, content=content)
 
     async def _prepare(self, request: Any) -> Prepared:
-        """URL and headers, whatever address the endpoint has given for its results."""
+        """URL and headers, below our base URL even if the endpoint names another for results."""
         path = str(request.url).removeprefix(self._base_url)
         if not path.startswith("/"):
             path = request.url.raw_path.decode()

@@ -39,5 +39,5 @@ class EndpointModel:
         return read_asked(settings, reply)
 
     async def close(self) -> None:
-        """See `Model.close`."""
+        """See `Adapter.close`."""
         await self._transport.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import selectors
 import subprocess
 import threading
 import time
@@ -17,6 +19,9 @@ log = logging.getLogger(__name__)
 
 _MOST_S = 60.0
 """For the command to print the key."""
+
+_MOST_BYTES = 64 * 2**10
+"""Of what a command may print; keys have a few thousand."""
 
 _RETRY_S = 10.0
 """After a command has failed whose last key may still hold."""
@@ -103,20 +108,54 @@ def run_key_command(command: tuple[str, ...]) -> str:
     """Run a command and return the key that it prints. Raises `KeyCommandError`."""
     name = f"key_command {command[0]!r}"
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_MOST_S, check=False
-        )
+        exit_code, output, errors = _run(command)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise KeyCommandError(f"{name} cannot be run: {why}") from error
     except subprocess.TimeoutExpired as error:
         raise KeyCommandError(f"{name} printed no key within {_MOST_S:g} s") from error
-    if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
+    if len(output) > _MOST_BYTES:
+        raise KeyCommandError(f"{name} printed more than {_MOST_BYTES // 2**10} KiB")
+    if exit_code != 0:
+        lines = errors.decode(errors="replace").strip().splitlines()
         said = f": {lines[-1][:300]}" if lines else ""
-        raise KeyCommandError(f"{name} failed with exit code {done.returncode}{said}")
-    key = done.stdout.decode(errors="replace").strip()
+        raise KeyCommandError(f"{name} failed with exit code {exit_code}{said}")
+    key = output.decode(errors="replace").strip()
     if not key or not (key.isascii() and key.isprintable()) or " " in key:
         what = "nothing" if not key else "something that is not one key on one line"
         raise KeyCommandError(f"{name} printed {what}")
     return key
+
+
+def _run(command: tuple[str, ...]) -> tuple[int, bytes, bytes]:
+    """The exit code of a command, what it printed, and the end of its errors.
+
+    It is killed when it has printed more than `_MOST_BYTES`. Raises `OSError`, `ValueError` and
+    `subprocess.TimeoutExpired`.
+    """
+    end = time.monotonic() + _MOST_S
+    pipe, output, errors = subprocess.PIPE, bytearray(), bytearray()
+    with (
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process,
+        selectors.DefaultSelector() as selector,
+    ):
+        assert process.stdout is not None
+        assert process.stderr is not None
+        selector.register(process.stdout, selectors.EVENT_READ, output)
+        selector.register(process.stderr, selectors.EVENT_READ, errors)
+        try:
+            while selector.get_map() and len(output) <= _MOST_BYTES:
+                ready = selector.select(max(end - time.monotonic(), 0.0))
+                if not ready:
+                    raise subprocess.TimeoutExpired(command, _MOST_S)
+                for key, _ in ready:
+                    part = os.read(key.fd, _MOST_BYTES)
+                    key.data.extend(part)
+                    if not part:
+                        selector.unregister(key.fileobj)
+                del errors[:-_MOST_BYTES]
+            if len(output) <= _MOST_BYTES:
+                process.wait(max(end - time.monotonic(), 0.0))
+        finally:
+            process.kill()  # does nothing where it has ended
+    return process.returncode, bytes(output), bytes(errors)

@@ -17,7 +17,7 @@ from agent.models.errors import ModelError
 from agent.models.keys import Key
 from agent.models.model import ModelSettings
 from agent.models.providers import NO_KEY
-from agent.models.resolve import PLACEHOLDER, read_headers
+from agent.models.resolve import PLACEHOLDER
 from agent.models.sdk_clients import UnusableClient, connect, is_async, open_client, sdk_of
 from toolsets import exact_json
 from toolsets.text import clip
@@ -67,7 +67,7 @@ def fixed_headers(settings: ModelSettings, api_key: str) -> dict[str, str]:
     headers |= RELAYED[settings.api].headers(settings, api_key)
     if connection.headers_env and api_key == PLACEHOLDER:
         headers = {name: headers[name] for name in headers if name.lower() not in _CREDENTIALS}
-    for name, value in {**connection.headers, **read_headers(connection)}.items():
+    for name, value in {**connection.headers, **connection.secret_headers()}.items():
         headers = {one: headers[one] for one in headers if one.lower() != name.lower()}
         headers[name] = value
     return headers
@@ -123,7 +123,9 @@ class KeyPreparer:
         key = await self._key.get()
         if key != self._now:
             # The last one may still come back, in replies that are under way.
-            self._secrets = Key(key, self._now, *read_headers(self._settings.connection).values())
+            self._secrets = Key(
+                key, self._now, *self._settings.connection.secret_headers().values()
+            )
             self._headers, self._now = fixed_headers(self._settings, key), key
         url = with_query(self._base_url + path, self._settings.connection.query)
         if not isinstance(body, bytes):
@@ -169,7 +171,7 @@ class ClientPreparer:
         client = connect(client, connection, self._capture)
         self._client = client.with_options(max_retries=1)
         self._errors: type[Exception] = import_module(sdk_of(client)).APIStatusError
-        self._fixed = tuple(read_headers(connection).values())
+        self._fixed = tuple(connection.secret_headers().values())
         self._templates: dict[tuple[str, str, bool], _Template] = {}
         self._lock = asyncio.Lock()
         """One preparation at a time: it makes clear whose request was captured."""
@@ -228,7 +230,7 @@ class ClientPreparer:
     async def _send(self, path: str, body: Mapping[str, Any], *, is_rejected: bool = False) -> Any:
         """What the client would send. Raises `ModelError` where it has no credentials.
 
-        With `is_rejected` it first hears a 401, after which some clients drop what they have
+        With `is_rejected` it first gets a 401, after which some clients drop what they have
         cached and try again.
         """
         self._capture.rejects = is_rejected
@@ -271,7 +273,7 @@ class ClientPreparer:
 def prepared_by_client(request: Any, url: str, connection: Connection) -> Prepared:
     """A request that the client of an endpoint sends, to `url`, without its body."""
     headers = _headers_of(request)
-    secrets = Key(*_secrets_in(headers), *read_headers(connection).values())
+    secrets = Key(*_secrets_in(headers), *connection.secret_headers().values())
     return Prepared(URL(url, encoded=True), headers, b"", secrets)
 
 

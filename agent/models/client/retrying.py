@@ -67,7 +67,8 @@ class RetryingModel:
         self._key = Key(api_key)
         self._has_answered = False
         self._on_retry = on_retry
-        self._settings = settings
+        self.asked = settings
+        """The user's settings."""
         self._gate = gate
         self._retrying = AsyncRetrying(
             retry=retry_if_exception(_is_passing),
@@ -76,20 +77,15 @@ class RetryingModel:
         )
 
     @property
-    def asked(self) -> ModelSettings:
-        """What the user said that it is to be asked with."""
-        return self._settings
-
-    @property
     def settings(self) -> ModelSettings:
         """See `Adapter`."""
         return self._adapter.settings
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`; raises the last `ModelError` once patience is at its end."""
-        if self._settings.stream_replies and request.on_delta is None:
+        if self.asked.stream_replies and request.on_delta is None:
             request = replace(request, on_delta=_discard)
-        patience = _Patience(self._settings, self._most_attempts)
+        patience = _Patience(self.asked, self._most_attempts)
         try:
             return await self._ask(request, patience)
         except ModelError as error:
@@ -98,13 +94,13 @@ class RetryingModel:
             return await self._ask_again(request, patience, error)
 
     async def close(self) -> None:
-        """See `Model.close`."""
+        """See `Adapter.close`."""
         await self._adapter.close()
 
     async def _ask_again(
         self, request: Request, patience: _Patience, error: ModelError
     ) -> Completion:
-        """Go on after the first failure. Most calls have none, and tenacity costs 0.1 ms a call."""
+        """Retry after the first failure. Most calls have none, and tenacity costs 0.1 ms a call."""
         failed: list[ModelError] = [error]
 
         async def attempt() -> Completion:
@@ -123,7 +119,7 @@ class RetryingModel:
         if self._gate is None:
             return await self._attempt(request)
         came = time.monotonic()
-        entering = self._gate.enter(lambda: estimate_cost(request, self._settings))
+        entering = self._gate.enter(lambda: estimate_cost(request, self.asked))
         if request.deadline is None:
             permit = await entering
         else:
@@ -145,17 +141,17 @@ class RetryingModel:
             completion = await self._adapter.complete(request)
         except ModelError as error:
             error.args = (self._key.out_of_text(str(error)),)
-            error.endpoint = self._settings.base_url
-            error.key_source = self._settings.key_source
+            error.endpoint = self.asked.base_url
+            error.key_source = self.asked.key_source
             if error.paid is not None and request.on_unreadable is not None:
-                request.on_unreadable(priced(error.paid, self._settings))
+                request.on_unreadable(priced(error.paid, self.asked))
             raise
         self._has_answered = True
-        return priced(completion, self._settings)
+        return priced(completion, self.asked)
 
     def _most_attempts(self, error: ModelError) -> int:
         """How often a call is tried that fails so, as far as failures count."""
-        most = self._settings.call_attempts
+        most = self.asked.call_attempts
         answered = self._has_answered or (self._gate is not None and self._gate.has_answered)
         return min(most, _LASTING_ATTEMPTS) if error.is_lasting and not answered else most
 

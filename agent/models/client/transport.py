@@ -38,7 +38,6 @@ from agent.models.keys import Key
 from agent.models.model import ModelSettings
 from agent.models.parsing import error_behind_200, refusal_of
 from agent.models.proxies import proxy_for
-from agent.models.resolve import read_headers
 from toolsets import exact_json
 from toolsets.errors import HOST_ERRNOS, HostError, describe
 
@@ -77,7 +76,7 @@ class Transport:
         self._proxy = proxy_for(self._base_url, connection.proxy)
         self._preparer = preparer_of(settings, api_key)
         known = api_key if isinstance(api_key, str) else ""
-        self._key = Key(known, *read_headers(connection).values())
+        self._key = Key(known, *connection.secret_headers().values())
         # Not the session's own: aiohttp sends those to a proxy too, in the clear, with the key.
         self._url_of = lru_cache(maxsize=8)(self._make_url)
         self._headers: Mapping[str, str] = {} if self._preparer else fixed_headers(settings, known)

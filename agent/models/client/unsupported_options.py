@@ -51,7 +51,7 @@ _WORDS = (
 
 @cache
 def _named(field: str) -> re.Pattern[str]:
-    """A text in which `field` and the refusal stand close by: some servers quote the request."""
+    """A text with `field` and the refusal close together: some servers quote the request."""
     name = rf"(?<![\w.]){re.escape(field)}(?![\w.]*\w)"
     return re.compile(rf"{name}[^.;]{{0,60}}?(?:{_WORDS})|(?:{_WORDS})[^.;]{{0,40}}?{name}", re.I)
 

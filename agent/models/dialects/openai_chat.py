@@ -147,7 +147,7 @@ def to_api_messages(
     *,
     blank_reasoning: bool = False,
 ) -> list[dict[str, Any]]:
-    """The messages as this API wants them, with roles in an order that every server takes."""
+    """The messages in the form of this API, with roles in an order that every server takes."""
     views: list[dict[str, Any]] = []
     for message in messages:
         view = to_api(message, reasoning_field)
@@ -174,7 +174,7 @@ def _joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, A
 
 
 def to_api(message: Message, reasoning_field: str | None = "reasoning_content") -> dict[str, Any]:
-    """One recorded message as this API wants it; the record is not altered.
+    """One recorded message in the form of this API; the record is not altered.
 
     Reasoning goes back in the field that it came in, verbatim, so that signed or encrypted
     thoughts stay valid and no server sees a field that it does not know itself. Reasoning from

@@ -127,7 +127,7 @@ def _merge(body: dict[str, Any], extra: Mapping[str, Any]) -> None:
 
 
 def to_api_items(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as the items that this API wants them in; the record is not altered."""
+    """The messages as items of this API; the record is not altered."""
     return [item for message in messages for item in _items(message)]
 
 

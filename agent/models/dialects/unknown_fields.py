@@ -15,7 +15,7 @@ _TOKENS = frozenset({"logprobs", "token_ids", "completion_token_ids", "output_to
 """Where each part of a stream brings the tokens of that part."""
 
 _PIECES = frozenset({("audio", "data"), ("audio", "transcript"), ("function_call", "arguments")})
-"""Texts that come in pieces, by the object that they stand in."""
+"""Texts that come in pieces, by the object that they belong to."""
 
 
 def unknown_in(fields: Mapping[str, Any], known: Set[str]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class RayWorkerActor:
         try:
             welcome: Welcome = pickle.loads(connection.recv_bytes())
         except EOFError:
-            return  # this code differs from the parent's, which tells the user
+            return  # this code differs from the parent's, which reports it to the user
         name = f"worker-{number} on {hello['host']}"
         multiprocessing.current_process().name = name  # for the log
         offset_s = welcome.sent_at - (asked_at + time.monotonic()) / 2

@@ -19,27 +19,35 @@ from typing import Any
 
 from agent.command_agent import CommandAgent, fill
 from agent.gateway.lines import lines_of
-from agent.gateway.relay import CallLimits, RefusedModel, Route
+from agent.gateway.relay import CallLimits, RefusedModel, Relay, Route
 from agent.gateway.server import Gateway
 from agent.loop.steps import Finish
 from agent.messages import AgentExitEvent, AgentRestartedEvent, Event, ReplyEvent
 from agent.setup import Setup
 from agent.state.trajectory import Trajectory
-from runs.config.agent_program import HOME, SOCKET_DIR, extras_of, path_of, version_of
+from runs.config.agent_program import (
+    HOME,
+    SOCKET_DIR,
+    VERSION_TIMEOUT_S,
+    extras_of,
+    path_of,
+    printed_version,
+    program_of,
+    version_of,
+)
 from runs.config.agents import model_asked
 from runs.config.run_config import RunConfig
 from runs.dataset.row import RowTask
 from runs.errors import AgentFailed, Stopped
 from runs.worker.calls import Calls
 from runs.worker.durable_calls import Stops
+from runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
-from toolsets.installed import NotInstalled, find_program
+from toolsets.installed import NotInstalled
 from toolsets.sandbox.base import ExecResult, Limits, SandboxError
-from toolsets.sandbox.factory import make_sandbox
 from toolsets.sandbox.programs import forwarding
 from toolsets.text import clip
 from toolsets.workspace.removal import remove_tree
-from toolsets.workspace.workspace import Workspace
 
 _PORT = 8800
 _SOCKET = "socket"
@@ -77,8 +85,9 @@ class AgentTask:
 class AgentRunner:
     """Runs the agents of one worker."""
 
-    def __init__(self, config: RunConfig, calls: Calls, stops: Stops) -> None:
+    def __init__(self, config: RunConfig, spaces: Workspaces, calls: Calls, stops: Stops) -> None:
         self._config = config
+        self._spaces = spaces
         self._calls = calls
         self._stops = stops
         self._commands: set[asyncio.Task[ExecResult]] = set()
@@ -89,8 +98,8 @@ class AgentRunner:
         for command in self._commands:
             command.cancel()
 
-    async def run(self, task: AgentTask) -> Finish:
-        """Run the agent to its end.
+    async def run(self, task: AgentTask) -> tuple[Finish, CommandAgent]:
+        """Run the agent to its end; return that, and the agent with its version.
 
         Raises `AgentFailed`, `ModelError` where the endpoint failed, `Stopped`, and `HostError`.
         """
@@ -100,10 +109,10 @@ class AgentRunner:
             task.record(AgentRestartedEvent(kind="agent_restarted", at=time.time()))
         gateway = self._gateway(task)
         try:
-            result = await self._run_command(task, gateway)
+            result, agent = await self._run_command(task, gateway)
         except (SandboxError, NotInstalled) as error:
             raise AgentFailed(f"agent {task.agent.name!r}: {error}") from error
-        return _ending(task, gateway, result)
+        return _ending(task, gateway.relay, result), agent
 
     def _gateway(self, task: AgentTask) -> Gateway:
         options = task.row.spec.options
@@ -122,8 +131,7 @@ class AgentRunner:
                 name=None if asked == settings.name else settings.name,
             )
 
-        return Gateway(
-            wires=task.agent.speaks,
+        relay = Relay(
             route=route,
             trajectory=task.trajectory,
             journal=task.journal,
@@ -136,23 +144,25 @@ class AgentRunner:
             volatile=task.agent.what_varies,
             is_stopping=lambda: self._stops.is_stopping,
         )
+        return Gateway(relay, wires=task.agent.speaks)
 
-    async def _run_command(self, task: AgentTask, gateway: Gateway) -> ExecResult:
-        config, workspace = self._config, task.context.workspace
-        assert isinstance(workspace, Workspace)  # agents do not work in images
-        installed = find_program(task.agent.command[0], task.agent.programs)
-        root = workspace.root
+    async def _run_command(
+        self, task: AgentTask, gateway: Gateway
+    ) -> tuple[ExecResult, CommandAgent]:
+        config, workspace, agent = self._config, task.context.workspace, task.agent
+        installed = program_of(agent, config)
+        root, network = workspace.root, self._spaces.has_network(task.row)
         limits = Limits(
             timeout_s=task.row.spec.options.max_conversation_s or _NO_LIMIT_S,
             memory_mb=config.command_memory_mb,
             processes=config.max_processes,
             workspace_mb=config.workspace_mb,
-            network=config.network,
+            network=network,
             output_bytes=_OUTPUT_BYTES,
         )
         async with _home_beside(root) as beside:
             is_isolated = config.sandbox == "bwrap"
-            is_alone = is_isolated and not config.network
+            is_alone = is_isolated and not network
             socket = beside / _SOCKET if is_alone else None
             url, key = f"http://127.0.0.1:{_PORT}", "placeholder"
             if socket is not None:
@@ -162,65 +172,76 @@ class AgentRunner:
             else:
                 port, key = await gateway.serve_tcp()
                 url = f"http://127.0.0.1:{port}"
-            sandbox = make_sandbox(
-                config.sandbox, workspace, limits, extras=extras_of(installed, socket)
-            )
-            home = HOME if is_isolated else str(beside)
-            values = {
-                "prompt": task.row.opening[-1]["content"],
-                "gateway": url,
-                "key": key,
-                "model": task.setup.settings.name,
-                "workspace": str(Path(sandbox.home) / workspace.start_dir),
-                "home": home,
-            }
-            agent = task.agent
-            terms: dict[str, Any] = {
-                "argv": [installed.path, *(fill(text, values) for text in agent.command[1:])],
-                "env": {
+            extras = extras_of(installed, socket, in_image=config.is_inside)
+            sandbox = None
+            try:
+                sandbox, home = await self._spaces.for_agent(task.context, task.row, limits, extras)
+                if config.is_inside and agent.version_command:
+                    asked = await sandbox.exec(agent.version_command, timeout_s=VERSION_TIMEOUT_S)
+                    agent = agent.with_found(printed_version(agent, asked))
+                home = home or (HOME if is_isolated else str(beside))
+                values = {
+                    "prompt": task.row.opening[-1]["content"],
+                    "gateway": url,
+                    "key": key,
+                    "model": task.setup.settings.name,
+                    "workspace": str(Path(sandbox.home) / workspace.start_dir),
+                    "home": home,
+                }
+                own = {
                     "HOME": home,
                     "PATH": path_of(installed),
                     "LANG": "C.UTF-8",
                     "TERM": "dumb",
                     "USER": "user",
-                    **agent.environment(values),
-                },
-                "cwd": values["workspace"],
-                "stdin": fill(agent.stdin, values),
-                "files": {f"{home}/{path}": fill(t, values) for path, t in agent.files.items()},
-                "socket": None if socket is None else f"{SOCKET_DIR}/{_SOCKET}",
-                "port": _PORT,
-            }
-            argv, stdin = forwarding(terms)
-            command = asyncio.create_task(sandbox.exec(argv, stdin=stdin))
-            self._commands.add(command)
-            over = asyncio.create_task(_end_after(gateway.ended, command))
-            try:
-                result = await command
-            except asyncio.CancelledError:
-                me = asyncio.current_task()
-                if me is not None and me.cancelling():
-                    raise
-                if self._stops.is_stopping:
-                    raise Stopped from None
-                # It was still running when it could get no more replies.
-                result = _ENDED
-            else:
-                task.record(_exit_event(result))
+                }
+                terms: dict[str, Any] = {
+                    "argv": [installed.path, *(fill(text, values) for text in agent.command[1:])],
+                    "env": ({} if config.is_inside else own) | agent.environment(values),
+                    "inherits": config.is_inside,
+                    "cwd": values["workspace"],
+                    "stdin": fill(agent.stdin, values),
+                    "files": {f"{home}/{path}": fill(t, values) for path, t in agent.files.items()},
+                    "socket": None if socket is None else f"{SOCKET_DIR}/{_SOCKET}",
+                    "port": _PORT,
+                }
+                argv, stdin = forwarding(terms, in_image=config.is_inside)
+                command = asyncio.create_task(sandbox.exec(argv, stdin=stdin))
+                return await self._ended(task, gateway, command), agent
             finally:
-                over.cancel()
-                self._commands.discard(command)
-                await sandbox.stop()
+                if sandbox is not None:
+                    await sandbox.stop()
                 await gateway.close()
-            return result
+
+    async def _ended(
+        self, task: AgentTask, gateway: Gateway, command: asyncio.Task[ExecResult]
+    ) -> ExecResult:
+        """Wait until a command has ended, or end it once it can get no more replies."""
+        self._commands.add(command)
+        over = asyncio.create_task(_end_after(gateway.relay.ended, command))
+        try:
+            result = await command
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if me is not None and me.cancelling():
+                raise
+            if self._stops.is_stopping:
+                raise Stopped from None
+            # It was still running when it could get no more replies.
+            return _ENDED
+        finally:
+            over.cancel()
+            self._commands.discard(command)
+        task.record(_exit_event(result))
+        return result
 
     async def with_version(self, agent: CommandAgent) -> CommandAgent:
         """An agent with its version; that of a row's own program is asked for once.
 
-        Raises `AgentFailed`.
+        That in an image is found when it runs. Raises `AgentFailed`.
         """
         command = agent.version_command
-        if agent.found is not None or not command:
+        if agent.found is not None or not command or self._config.is_inside:
             return agent
         if command not in self._versions:
             try:
@@ -262,7 +283,7 @@ def _open_directory(path: Path) -> Any:
 
 
 async def _end_after(ended: asyncio.Event, command: asyncio.Task[ExecResult]) -> None:
-    """End a command that goes on although it gets no more replies."""
+    """End a command that continues although it gets no more replies."""
     await ended.wait()
     await asyncio.wait([command], timeout=_LAST_WORDS_S)
     command.cancel()
@@ -279,14 +300,14 @@ def _exit_event(result: ExecResult) -> AgentExitEvent:
     )
 
 
-def _ending(task: AgentTask, gateway: Gateway, result: ExecResult) -> Finish:
-    """How the conversation ended, as the gateway saw it. Raises `AgentFailed`."""
-    if gateway.ending is not None:
-        return gateway.ending
+def _ending(task: AgentTask, relay: Relay, result: ExecResult) -> Finish:
+    """How the conversation ended, as the relay saw it. Raises `AgentFailed`."""
+    if relay.ending is not None:
+        return relay.ending
     if result.timed_out:
         return Finish("time_limit", f"{result.duration_s:.1f} s are over the limit")
     last = _last_reply(task)
-    # Whatever its last reply was: it was not done when it was ended.
+    # A command that was ended was not done, even after a final reply.
     if last is not None and not result.was_filling:
         match last["finish_reason"]:
             case "length" | "refusal" | "context_exceeded" as cut:
@@ -297,10 +318,10 @@ def _ending(task: AgentTask, gateway: Gateway, result: ExecResult) -> Finish:
             return Finish("completed")
         if pattern and any(re.search(pattern, call["function"]["arguments"]) for call in made):
             return Finish("completed")
-    if gateway.last_error is not None:
-        if gateway.last_error.kind == "context_exceeded":
-            return Finish("context_exceeded", str(gateway.last_error))
-        raise gateway.last_error
+    if relay.last_error is not None:
+        if relay.last_error.kind == "context_exceeded":
+            return Finish("context_exceeded", str(relay.last_error))
+        raise relay.last_error
     how = "was ended" if result.exit_code is None else f"ended with exit code {result.exit_code}"
     when = "before its first model call" if last is None else "before a final answer"
     if result.was_filling:

@@ -14,8 +14,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from agent.gateway.relay import Route
-from agent.gateway.server import Gateway
+from agent.gateway.relay import Relay, Route
+from agent.gateway.server import KEEPALIVE_S, Gateway
 from agent.messages import Event, ExchangeEvent
 from agent.models.client.open_model import open_model
 from agent.models.model import ModelSettings
@@ -23,6 +23,7 @@ from agent.state.trajectory import Trajectory
 from testing.fake_dialects import CHAT, MESSAGES
 from testing.fake_responses import RESPONSES
 from testing.fake_script import JSON, Dialect, Reply
+from tests.running import PATIENCE_S
 
 KEY = "sk-real-key-of-the-endpoint"
 PATHS = {
@@ -131,7 +132,7 @@ class Relayed:
     @property
     def readers(self) -> int:
         """How many connections wait for replies."""
-        unread = self.gateway._relay.answers._unread.values()
+        unread = self.gateway.relay.answers._unread.values()
         return sum(answer.readers for answers in unread for answer in answers)
 
     @property
@@ -161,30 +162,31 @@ async def relayed(
     route: Callable[[str, str], Route] | None = None,
     name: str | None = None,
     settings: dict[str, Any] | None = None,
+    keepalive_s: float = KEEPALIVE_S,
     **given: Any,
 ) -> AsyncIterator[Relayed]:
     """A gateway for an agent with these events so far, at an endpoint where the model is called
-    `name`; `given` goes to the `Gateway`."""
+    `name`; `given` goes to the `Relay`."""
     endpoint = Endpoint(play or whole(api))
     upstream = web.Server(endpoint.handle, access_log=None)
     loop = asyncio.get_running_loop()
     listener = await loop.create_server(upstream, "127.0.0.1", 0)
     root = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     base_url = root if api in ("anthropic_messages", "gemini") else root + "/v1"
-    fields: dict[str, Any] = {"call_attempts": 2, "attempt_timeout_s": 5.0, **(settings or {})}
+    fields: dict[str, Any] = {"call_attempts": 2, "attempt_timeout_s": 60.0, **(settings or {})}
     model = open_model(
         ModelSettings(name="m", api=api, base_url=base_url, key_env=None, **fields),
         api_key=KEY,
         on_retry=lambda retry: None,
     )
     happened: list[Event] = list(events)
-    gateway = Gateway(
-        wires=[api],
+    relay = Relay(
         route=route or (lambda api, asked: Route(model, name)),
         trajectory=Trajectory((), happened),
         journal=happened.append,
         **given,
     )
+    gateway = Gateway(relay, wires=[api], keepalive_s=keepalive_s)
     world = Relayed(api, endpoint, gateway)
     world.events = happened
     try:
@@ -201,7 +203,7 @@ async def relayed(
         await upstream.shutdown(0)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     """Let other tasks run until something is true; the time is for a broken test."""
     async with asyncio.timeout(timeout_s):
         while not condition():

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from agent.gateway.threads import Threads
-from agent.gateway.wire import Volatile, Wire, WireRequest
+from agent.gateway.wire import Volatile, WireRequest
+from agent.gateway.wire_base import Wire
 from agent.gateway.wires import WIRES
 from agent.messages import Event
 from agent.models.dialects.registry import read_reply
@@ -41,35 +43,38 @@ class Said:
     thought: str = ""
 
 
-class Talk(Protocol):
-    """An agent's conversation in one dialect."""
-
-    model: str
-
-    def say(self, text: str) -> None:
-        """The user's next message."""
-
-    def result(self, text: str) -> None:
-        """The result of the last call."""
-
-    def body(self) -> JSON:
-        """The body of the next request."""
-
-    def reply(self, said: Said) -> JSON:
-        """The body of a reply to it."""
-
-    def hear(self, reply: JSON) -> None:
-        """Take a reply in, as this agent repeats it."""
-
-
 @dataclass
-class ChatTalk:
-    """See `Talk`: like opencode, which writes arguments again and keeps no reasoning."""
+class Talk(ABC):
+    """An agent's conversation in one dialect."""
 
     system: str = "You work."
     model: str = "m"
     has_tools: bool = True
     items: list[JSON] = field(default_factory=list)
+
+    @abstractmethod
+    def say(self, text: str) -> None:
+        """The user's next message."""
+
+    @abstractmethod
+    def result(self, text: str) -> None:
+        """The result of the last call."""
+
+    @abstractmethod
+    def body(self) -> JSON:
+        """The body of the next request."""
+
+    @abstractmethod
+    def reply(self, said: Said) -> JSON:
+        """The body of a reply to it."""
+
+    @abstractmethod
+    def hear(self, reply: JSON) -> None:
+        """Take a reply in, as this agent repeats it."""
+
+
+class ChatTalk(Talk):
+    """See `Talk`: like opencode, which writes arguments again and keeps no reasoning."""
 
     def say(self, text: str) -> None:
         self.items.append({"role": "user", "content": text})
@@ -121,14 +126,8 @@ class ChatTalk:
         self.items.append(message)
 
 
-@dataclass
-class MessagesTalk:
+class MessagesTalk(Talk):
     """See `Talk`: like Claude Code, with a mark for the cache on the last block."""
-
-    system: str = "You work."
-    model: str = "m"
-    has_tools: bool = True
-    items: list[JSON] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         self.items.append({"role": "user", "content": [{"type": "text", "text": text}]})
@@ -181,14 +180,8 @@ class MessagesTalk:
         self.items.append({"role": "assistant", "content": blocks})
 
 
-@dataclass
-class ResponsesTalk:
+class ResponsesTalk(Talk):
     """See `Talk`: like Codex, which gives items ids of its own and sends no reasoning here."""
-
-    system: str = "You work."
-    model: str = "m"
-    has_tools: bool = True
-    items: list[JSON] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         part = {"type": "input_text", "text": text}
@@ -243,14 +236,8 @@ class ResponsesTalk:
         self.items += [{**item, "id": f"item_{next(ids)}"} for item in said]
 
 
-@dataclass
-class GeminiTalk:
+class GeminiTalk(Talk):
     """See `Talk`: like Gemini CLI, which gives calls without ids ids of its own."""
-
-    system: str = "You work."
-    model: str = "m"
-    has_tools: bool = True
-    items: list[JSON] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         self.items.append({"role": "user", "parts": [{"text": text}]})
@@ -297,7 +284,7 @@ class GeminiTalk:
         self.items.append({"role": "model", "parts": kept})
 
 
-TALKS: dict[str, type[ChatTalk | MessagesTalk | ResponsesTalk | GeminiTalk]] = {
+TALKS: dict[str, type[Talk]] = {
     "openai_chat": ChatTalk,
     "anthropic_messages": MessagesTalk,
     "openai_responses": ResponsesTalk,

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from importlib import import_module
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
-from agent.gateway.wire import Wire
+from agent.gateway.wire_base import Wire
 from agent.gateway.wires import WIRES
 from agent.models.dialects.registry import read_reply
 from tests.agent.gateway.talking import TALKS, Said
-from tests.answering import listening
+from tests.answering import Handler, listening
 from toolsets import exact_json
 
 JSON = dict[str, Any]
@@ -43,9 +42,9 @@ SAID = [
 def playing(wire: Wire, reply: JSON, *, status: int = 200) -> Iterator[str]:
     """An endpoint that streams `reply`, or with another status refuses."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Playing(Handler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
+            self.body()
             self.send_response(status)
             kind = "text/event-stream" if status == 200 else "application/json"
             self.send_header("content-type", kind)
@@ -57,10 +56,7 @@ def playing(wire: Wire, reply: JSON, *, status: int = 200) -> Iterator[str]:
                 self.wfile.write(event)
                 self.wfile.write(wire.keepalive)
 
-        def log_message(self, *_: Any) -> None:
-            """Nobody reads it."""
-
-    with listening(Handler) as url:
+    with listening(Playing) as url:
         yield url
 
 

@@ -16,7 +16,7 @@ from agent.gateway.relay import CallLimits, RefusedModel, Route
 from agent.gateway.server import MAX_REQUEST_BYTES
 from agent.models.client.open_model import open_model
 from agent.models.model import ModelSettings, Price
-from tests.agent.gateway.relaying import ALL, KEY, PATHS, ask, held, relayed, reply_of, until
+from tests.agent.gateway.relaying import ALL, KEY, PATHS, ask, held, relayed, until
 
 EACH = pytest.mark.parametrize("api", ALL)
 PRICES: dict[str, Any] = {"prices": {"m": Price(1.0, 1.0, 1.0, 1.0)}}
@@ -44,7 +44,7 @@ def test_a_limit_refuses_the_next_call(
         async with relayed(api, limits=limits, settings=PRICES) as world:
             for n in range(2):
                 assert (await world.read(ask(f"Go {n}.")))[0] == 200
-            assert not world.gateway.ended.is_set()
+            assert not world.gateway.relay.ended.is_set()
             for is_stream in (False, True):
                 async with world.post(ask(stream=is_stream)) as response:
                     assert response.status == 400
@@ -52,9 +52,9 @@ def test_a_limit_refuses_the_next_call(
                     error = _error(await response.read())
                     assert words in error["message"]
                     assert error["type"] == "invalid_request_error"
-            assert world.gateway.ending is not None
-            assert world.gateway.ending.status == status
-            assert world.gateway.ended.is_set()
+            assert world.gateway.relay.ending is not None
+            assert world.gateway.relay.ending.status == status
+            assert world.gateway.relay.ended.is_set()
             assert len(world.endpoint.asked) == 2
 
     asyncio.run(run())
@@ -122,7 +122,7 @@ def test_a_model_that_the_run_does_not_have_is_refused(api: str) -> None:
             status, said = await world.read()
             assert status == 400
             assert "m: give it under aliases" in _error(said)["message"]
-            assert not world.gateway.ended.is_set()
+            assert not world.gateway.relay.ended.is_set()
             assert not world.endpoint.asked
 
     asyncio.run(run())
@@ -168,7 +168,6 @@ def test_tools_that_the_provider_would_run_are_removed() -> None:
         async with relayed("anthropic_messages") as world:
             assert (await world.read(ask(tools=tools)))[0] == 200
             assert orjson.loads(world.endpoint.asked[0].body)["tools"] == [mine]
-            assert world.gateway.stripped_tools == ["web_search"]
             assert world.exchanges[0]["stripped"] == ["web_search"]
 
     asyncio.run(run())
@@ -371,31 +370,9 @@ def test_a_reply_of_several_choices_may_cost_several_times_as_much() -> None:
             for n in (1, 4):
                 body = orjson.dumps(ask(n=n))
                 await world.read(body)
-                world.gateway._relay.failure = None
+                world.gateway.relay.failure = None
         await model.close()
         assert claims[1].tokens - claims[0].tokens == 3 * 1000
         assert claims[0].tokens == len(body) + 1000 + 1000
-
-    asyncio.run(run())
-
-
-def test_the_gateway_says_what_the_agent_is_doing() -> None:
-    """For the status of a run."""
-    goes_on = asyncio.Event()
-
-    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
-        await goes_on.wait()
-        return web.json_response(reply_of("openai_chat"))
-
-    async def run() -> None:
-        async with relayed("openai_chat", play) as world:
-            said = [world.gateway.activity]
-            reading = asyncio.create_task(world.read())
-            await until(lambda: world.gateway.in_flight == 1)
-            said.append(world.gateway.activity)
-            goes_on.set()
-            await reading
-            said.append(world.gateway.activity)
-            assert said == ["starting", "call 1 in flight", "tools"]
 
     asyncio.run(run())

@@ -156,7 +156,7 @@ def test_a_call_whose_agent_is_gone_is_completed_and_its_repetition_joins_it(
 
     async def leave(world: Relayed) -> None:
         reading = asyncio.create_task(world.read(body))
-        await until(lambda: world.gateway.in_flight == 1)
+        await until(lambda: world.gateway.relay.in_flight == 1)
         reading.cancel()
         with suppress(asyncio.CancelledError):
             await reading
@@ -176,7 +176,7 @@ def test_a_call_whose_agent_is_gone_is_completed_and_its_repetition_joins_it(
             await leave(world)
             goes_on.set()
             await until(lambda: len(world.exchanges) == 2)
-            await until(lambda: world.gateway.in_flight == 0)
+            await until(lambda: world.gateway.relay.in_flight == 0)
             assert (await world.read(body))[0] == 200
             assert len(world.endpoint.asked) == len(world.exchanges) == 2
 
@@ -303,8 +303,8 @@ def test_what_ends_the_attempt_stops_the_agent_and_is_raised(
                 assert code == 400
                 assert "error" in orjson.loads(said)
             assert len(world.endpoint.asked) == (2 if status == 500 else 1)
-            assert world.gateway.ended.is_set()
-            assert world.gateway.ending is None
+            assert world.gateway.relay.ended.is_set()
+            assert world.gateway.relay.ending is None
 
     with pytest.raises(ModelError) as raised:
         asyncio.run(run())
@@ -324,12 +324,12 @@ def test_what_the_endpoint_refuses_the_agent_reads_itself(api: str) -> None:
             for is_stream in (False, True):
                 status, said = await world.read(ask(stream=is_stream))
                 assert (status, orjson.loads(said)) == (413, words)
-            assert world.gateway.last_error is not None
-            assert world.gateway.last_error.kind == "context_exceeded"
-            assert not world.gateway.ended.is_set()
+            assert world.gateway.relay.last_error is not None
+            assert world.gateway.relay.last_error.kind == "context_exceeded"
+            assert not world.gateway.relay.ended.is_set()
             world.endpoint.play = whole(api)
             assert (await world.read())[0] == 200
-            assert world.gateway.last_error is None
+            assert world.gateway.relay.last_error is None
 
     asyncio.run(run())
 

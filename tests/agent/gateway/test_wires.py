@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.gateway.wire import NOTHING_VOLATILE, Volatile, Wire, WireError, WireRequest
-from agent.gateway.wires import WIRES, wire_for
+from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
+from agent.gateway.wire_base import Wire
+from agent.gateway.wires import WIRES
 from agent.models.dialects.registry import RELAYED, read_reply
 from agent.stream_events import ignored
 from tests.agent.gateway.talking import PATHS, TALKS, Said, Talk, api_of, path_for
@@ -111,9 +112,9 @@ def test_keys_cover_what_decides_the_reply(api: str, change: str) -> None:
         case "model":
             changed.model = "m-2"
         case "system":
-            changed.system = "You rest."  # type: ignore[attr-defined]
+            changed.system = "You rest."
         case "tools":
-            changed.has_tools = False  # type: ignore[attr-defined]
+            changed.has_tools = False
         case "text":
             changed.say("And more.")
         case "result":
@@ -273,9 +274,8 @@ def test_a_body_that_is_no_request_is_refused_with_the_place(api: str, damage: s
         path = path.replace("models/m:", "models/:")
     else:
         del body["model"]
-    with pytest.raises(WireError, match=field if damage == "messages" else "model") as caught:
+    with pytest.raises(WireError, match=field if damage == "messages" else "model"):
         wire.read(path, body)
-    assert caught.value.status == 400
 
 
 @pytest.mark.parametrize(
@@ -299,9 +299,8 @@ def test_a_body_that_is_no_request_is_refused_with_the_place(api: str, damage: s
     ],
 )
 def test_paths_name_the_dialect(method: str, path: str, expected: Any) -> None:
-    wire = wire_for(method, path)
-    found = wire and (wire.api, wire.operation(method, path))
-    assert found == expected
+    found = [(wire.api, wire.operation(method, path)) for wire in WIRES.values()]
+    assert [each for each in found if each[1]] == ([expected] if expected else [])
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
 
-from tests.answering import listening
+from tests.answering import Handler, listening
 
 CALLS_PER_TOKEN = 100
 
@@ -273,7 +272,7 @@ def cloud(*, rotates: bool = True) -> Iterator[tuple[str, Tokens]]:
     TOKENS = tokens = Tokens()
     tokens.rotates = rotates
 
-    class Handler(BaseHTTPRequestHandler):
+    class Cloud(Handler):
         protocol_version = "HTTP/1.1"
         wbufsize = -1
 
@@ -283,7 +282,7 @@ def cloud(*, rotates: bool = True) -> Iterator[tuple[str, Tokens]]:
             self._reply(200, {**token, "expires_on": str(int(time.time()) + 60)})
 
         def do_POST(self) -> None:
-            content = self.rfile.read(int(self.headers["content-length"]))
+            content = self.body()
             if self.path == "/token":  # as Google gives them to service accounts
                 self._reply(200, {"access_token": tokens.give(), "expires_in": 60})
                 return
@@ -293,15 +292,7 @@ def cloud(*, rotates: bool = True) -> Iterator[tuple[str, Tokens]]:
             self._reply(*((200, REPLIES[api_of_path(self.path)]) if is_taken else (401, refused)))
 
         def _reply(self, status: int, said: dict[str, Any]) -> None:
-            reply = json.dumps(said).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(reply)))
-            self.end_headers()
-            self.wfile.write(reply)
+            self.send(status, json.dumps(said).encode())
 
-        def log_message(self, *_: Any) -> None:
-            """Nobody reads it."""
-
-    with listening(Handler) as root:
+    with listening(Cloud) as root:
         yield root, tokens

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import logging
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.keys import MARK, Key
 from agent.models.model import ModelSettings, Request
-from tests.answering import listening
+from tests.answering import Handler, listening
 from tests.running import run, write_prompts
 
 KEY = "sk-canary/Zq7+Xw_0123456789"
@@ -112,18 +111,10 @@ def ask(
 ) -> Any:
     """What an endpoint makes the program say that answers so: its reply, or the error."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Answering(Handler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(status)
-            for name, value in {"content-type": type, **headers}.items():
-                self.send_header(name, value)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            """Nobody reads it."""
+            self.body()
+            self.send(status, body, type, **headers)
 
     async def complete(root: str) -> Any:
         settings = ModelSettings(name="m", api=dialect, base_url=root, key_env=None)
@@ -138,7 +129,7 @@ def ask(
         finally:
             await adapter.close()
 
-    with listening(Handler) as root:
+    with listening(Answering) as root:
         return asyncio.run(complete(root))
 
 
@@ -206,16 +197,9 @@ def test_results_of_batches_are_read_without_the_key() -> None:
 
     lines = line(f"\u2028\x85{KEY}") + b"\n\n" + line(KEY)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Serving(Handler):
         def do_GET(self) -> None:
-            content = lines if self.path.endswith("/files/f1/content") else batch
-            self.send_response(200)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: Any) -> None:
-            """Nobody reads it."""
+            self.send(200, lines if self.path.endswith("/files/f1/content") else batch)
 
     async def read(root: str) -> list[Any]:
         settings = ModelSettings(name="m", api="openai_chat", base_url=root, key_env=None)
@@ -225,7 +209,7 @@ def test_results_of_batches_are_read_without_the_key() -> None:
         finally:
             await batches.close()
 
-    with listening(Handler) as root:
+    with listening(Serving) as root:
         assert asyncio.run(read(root)) == [{"text": f"\u2028\x85{MARK}"}, {"text": MARK}]
 
 
@@ -236,33 +220,23 @@ def test_no_file_of_a_run_holds_a_piece_of_the_key(tmp_path: Path, stream_replie
     write_prompts(tmp_path / "p.jsonl", 6)
     asked: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Answering(Handler):
         def do_POST(self) -> None:
-            body = orjson.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = orjson.loads(self.body())
             asked.append(self.headers["authorization"])
             n = len(asked)
             if n % 3 == 2:
-                self.answer(200, "text/html", b"x" * 190 + KEY.encode())
+                self.send(200, b"x" * 190 + KEY.encode(), "text/html")
             elif "3" in body["messages"][-1]["content"]:
-                self.answer(400, "text/html", b"x" * 490 + KEY.encode())
+                self.send(400, b"x" * 490 + KEY.encode(), "text/html")
             elif stream_replies:
                 parts = "".join(f"data: {json.dumps(part)}\n\n" for part in events(CHAT, KEY))
-                self.answer(200, "text/event-stream", parts.encode())
+                self.send(200, parts.encode(), "text/event-stream")
             else:
                 choice = {"message": {"content": f"I am {KEY}"}, "finish_reason": "stop"}
-                self.answer(200, "application/json", orjson.dumps({"choices": [choice]}))
+                self.send(200, orjson.dumps({"choices": [choice]}))
 
-        def answer(self, status: int, type: str, content: bytes) -> None:
-            self.send_response(status)
-            self.send_header("content-type", type)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: Any) -> None:
-            """Nobody reads it."""
-
-    with listening(Handler) as root:
+    with listening(Answering) as root:
         given = {
             **{"run_name": "r", "dataset_file": "p.jsonl", "enabled_toolsets": "none"},
             **{"model": "openai:m", "base_url": f"{root}/v1", "key_env": "MY_KEY"},

@@ -56,7 +56,7 @@ def nobody(event: StreamEvent) -> None:
 
 def adapter_of(dialect: str, root: str, **given: Any) -> EndpointModel:
     base_url = root if dialect == "anthropic_messages" else root + "/v1"
-    given = {"attempt_timeout_s": 5.0, **given}
+    given = {"attempt_timeout_s": 60.0, **given}
     settings = ModelSettings(name="m", api=dialect, base_url=base_url, key_env=None, **given)
     return EndpointModel(settings, "no-key")
 
@@ -257,7 +257,7 @@ def test_a_stream_that_moves_may_take_longer_than_a_silence_may() -> None:
     parts = [CHUNK, b": still here\n\n", b": still here\n\n", CHUNK, b"", LAST]
     reply = asyncio.run(
         ask_one_that_sends(
-            "openai_chat", SSE, *parts, every_s=0.15, is_streamed=True, idle_timeout_s=0.5
+            "openai_chat", SSE, *parts, every_s=0.25, is_streamed=True, idle_timeout_s=1.0
         )
     )
     assert reply.message["content"] == "aa"

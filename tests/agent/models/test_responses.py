@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import orjson
@@ -27,7 +26,7 @@ from agent.state.call_ids import make_ids_unique
 from agent.stream_events import StreamEvent, StreamHandler
 from run_agent import AIAgent
 from tests.agent.models.test_streaming import held, nobody, told
-from tests.answering import listening
+from tests.answering import Handler, listening
 
 KEY = "sk-secret-123"
 SETTINGS = ModelSettings(name="m", api=API, base_url="http://x/v1", key_env=None)
@@ -198,39 +197,25 @@ class Endpoint:
 
 @contextmanager
 def serving(endpoint: Endpoint) -> Iterator[Endpoint]:
-    class Handler(BaseHTTPRequestHandler):
+    class Answering(Handler):
         def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            request = json.loads(self.body())
             try:
                 assert self.path == "/v1/responses"
                 assert self.headers["authorization"] == f"Bearer {KEY}"
                 reply = endpoint.answer(request)
             except (AssertionError, LookupError, TypeError) as error:
-                self.send(400, "application/json", {"error": {"message": f"refused: {error}"}})
+                refused = {"error": {"message": f"refused: {error}"}}
+                self.send(400, json.dumps(refused).encode())
                 return
             if request.get("stream"):
-                self.send(200, "text/event-stream", *events_of(reply))
+                pairs = ((event["type"], json.dumps(event)) for event in events_of(reply))
+                events = (f"event: {kind}\ndata: {text}\n\n" for kind, text in pairs)
+                self.send(200, "".join(events).encode(), "text/event-stream")
             else:
-                self.send(200, "application/json", reply)
+                self.send(200, json.dumps(reply).encode())
 
-        def send(self, status: int, mime: str, *parts: JSON) -> None:
-            is_stream = mime == "text/event-stream"
-            texts = [json.dumps(part) for part in parts]
-            if is_stream:
-                kinds = [part["type"] for part in parts]
-                pairs = zip(kinds, texts, strict=True)
-                texts = [f"event: {kind}\ndata: {text}\n\n" for kind, text in pairs]
-            content = "".join(texts).encode()
-            self.send_response(status)
-            self.send_header("content-type", mime)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: Any) -> None:
-            """Nobody reads it."""
-
-    with listening(Handler) as url:
+    with listening(Answering) as url:
         endpoint.url = f"{url}/v1"
         yield endpoint
 

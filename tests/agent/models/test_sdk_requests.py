@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
-from http.server import BaseHTTPRequestHandler
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from agent.models.parsing import error_behind_200, refusal_of
-from tests.answering import answering, listening
+from tests.answering import Handler, answering, listening
 from tests.running import run, write_prompts
 
 KEY = "sk-ant-of-the-test-0123456789"
@@ -56,7 +55,7 @@ def taken_down(send: Callable[[str], Coroutine[Any, Any, None]]) -> Sent:
     """What comes of a request; all are refused."""
     sent: list[Sent] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Taking(Handler):
         def take(self) -> None:
             headers = {name.lower(): value for name, value in self.headers.items()}
             said = {
@@ -64,18 +63,13 @@ def taken_down(send: Callable[[str], Coroutine[Any, Any, None]]) -> Sent:
                 for name, value in headers.items()
                 if name not in EXEMPT and not name.startswith(OF_THE_CLIENT)
             }
-            body = self.rfile.read(int(headers.get("content-length", 0)))
+            body = self.body()
             sent.append(Sent(self.command, self.path, said, json.loads(body) if body else None))
-            self.send_response(400)
-            self.send_header("content-length", "0")
-            self.end_headers()
+            self.send(400)
 
         do_GET = do_POST = take
 
-        def log_message(self, *_: Any) -> None:
-            """Nobody reads it."""
-
-    with listening(Handler) as root:
+    with listening(Taking) as root:
         asyncio.run(send(root))
     [request] = sent
     return request

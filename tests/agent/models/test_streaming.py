@@ -204,7 +204,9 @@ async def serving(*parts: bytes, mime: str = "text/event-stream") -> AsyncIterat
             await asyncio.gather(*filter(None, answers))
 
 
-async def ask_server(dialect: str, *parts: bytes, timeout_s: float = 5.0, **how: Any) -> Completion:
+async def ask_server(
+    dialect: str, *parts: bytes, timeout_s: float = 60.0, **how: Any
+) -> Completion:
     async with serving(*parts, **how) as root:
         return await ask(dialect, root, timeout_s=timeout_s)
 

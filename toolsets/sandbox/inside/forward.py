@@ -1,7 +1,8 @@
 """Starts a command whose model calls leave the sandbox through a socket of the worker.
 
 It reads two frames on standard input: its own source (see `boot`), and JSON with `argv`, `env`,
-`cwd`, `stdin` (text), `files` (path: text), `socket` (path of a Unix socket, or null) and `port`.
+`cwd`, `stdin` (text), `files` (path: text), `socket` (path of a Unix socket, or null), `port`, and
+`inherits` (whether the sandbox's own variables are added to `env`).
 Connections to that port of the loopback address are connected to the socket. The exit code is that
 of the command, or 128 + N for a command ended by signal N.
 """
@@ -66,10 +67,10 @@ def _start(terms: dict[str, Any]) -> int:
         # Not an empty pipe: some commands take a pipe for a part of their task.
         reading = os.open(os.devnull, os.O_RDONLY)
     try:
-        return os.posix_spawn(
+        return os.posix_spawnp(
             terms["argv"][0],
             terms["argv"],
-            terms["env"],
+            {**os.environ, **terms["env"]} if terms["inherits"] else terms["env"],
             file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)],
             # What Python ignores the command would ignore too.
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],

@@ -48,6 +48,7 @@ class Job:
         self.pipes: dict[int, int] = {}
         self._server = server
         self._partial = b""
+        self._answer, self._printed = select.poll(), select.poll()
         theirs = {0: os.open("/dev/null", os.O_RDONLY) if stdin < 0 else stdin}
         for fd in (1, 2):
             self.pipes[fd], theirs[fd] = os.pipe()
@@ -64,9 +65,11 @@ class Job:
                 os.close(end_fd)
         for fd, pipe in self.pipes.items():
             os.set_blocking(pipe, False)
+            self._printed.register(pipe, select.POLLIN)
             server.watch(pipe, select.POLLIN, partial(self.read_output, fd))
         if control_at:
             os.set_blocking(self.control, False)
+            self._answer.register(self.control, select.POLLIN)
             server.watch(self.control, select.POLLIN, self._talk)
 
     def send(self, request: bytes) -> None:
@@ -78,6 +81,14 @@ class Job:
         if self.unsent or was_waiting:
             self._await_room()
 
+    def await_answer(self, timeout_s: float) -> None:
+        """Wait a short time for the answer alone: output does not wake this process meanwhile.
+
+        What prints more than a pipe holds waits that long, too.
+        """
+        if self.control >= 0 and not self.unsent and self._answer.poll(timeout_s * 1000):
+            self._talk()
+
     def read_output(self, fd: int) -> int:
         """Take what is in an output pipe, a piece at most; return how many bytes it was."""
         if fd not in self.pipes:
@@ -88,18 +99,21 @@ class Job:
             return 0
         self.outputs[fd].feed(chunk)
         if not chunk:
+            self._printed.unregister(self.pipes[fd])
             self._server.forget(self.pipes.pop(fd))
         return len(chunk)
 
     def take_output(self) -> dict[int, HeadTail]:
-        """Return what was printed since the last time, without waiting for more."""
-        for fd in (1, 2):
+        """Return the streams that were printed to since the last time, without waiting for more."""
+        readable = {pipe for pipe, _ in self._printed.poll(0)}
+        for fd in [fd for fd, pipe in self.pipes.items() if pipe in readable]:
             left = _DRAIN_BYTES
             while left > 0 and (count := self.read_output(fd)):
-                left -= count
-        taken = self.outputs
-        size = self._server.output_bytes
-        self.outputs = {1: HeadTail(size), 2: HeadTail(size)}
+                # A pipe gives all that it has, up to what is asked for.
+                left = left - count if count == _CHUNK_BYTES else 0
+        taken = {fd: output for fd, output in self.outputs.items() if output.total}
+        for fd in taken:
+            self.outputs[fd] = HeadTail(self._server.output_bytes)
         return taken
 
     def close(self) -> None:

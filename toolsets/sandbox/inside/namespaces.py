@@ -82,7 +82,8 @@ def enter_image(layer: str, tmp_bytes: int, network: bool, image: dict[str, Any]
     """Confine this process to an image, with the changes of a conversation above it.
 
     `image` has "tree" (its directory beneath /images), "is_copied" (the layer holds a copy of the
-    tree, not only what changes), "workdir", "uid" and "gid". Raises `OSError`.
+    tree, not only what changes), "workdir", "uid", "gid" and "shown" (paths in the image, each with
+    the file or directory that is to be seen there, read-only). Raises `OSError`.
     """
     for name in (layer, *image["tree"].split("/")):
         _check_name(name)
@@ -101,8 +102,13 @@ def enter_image(layer: str, tmp_bytes: int, network: bool, image: dict[str, Any]
     _own_terminals("/tmp/dev/pts")
     _mount("tmpfs", "/tmp/dev/shm", "tmpfs", _NOSUID | _NODEV, f"mode=1777,size={tmp_bytes}")
     _start_loopback(network)
+    shown = {at: os.open(path, os.O_PATH | os.O_CLOEXEC) for at, path in image["shown"].items()}
     os.chdir("/tmp")
     _call("pivot_root", b".", b".")
+    # From here on links of the image lead nowhere else, and until the next call there is something
+    # to mount from.
+    for at, fd in shown.items():
+        _show(fd, at)
     _call("umount2", b".", _DETACH)
     os.chdir("/")
     # An earlier command may have put a file where a directory belongs: that is its own failure.
@@ -146,6 +152,17 @@ def _mount_tree(layer: str, tree: str, *, is_copied: bool) -> None:
     measured = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     os.dup2(measured, MEASURED, inheritable=False)
     os.close(measured)
+
+
+def _show(fd: int, at: str) -> None:
+    """Mount an open file or directory read-only at a path, and close it."""
+    is_directory = stat.S_ISDIR(os.fstat(fd).st_mode)
+    os.makedirs(at if is_directory else os.path.dirname(at), exist_ok=True)
+    if not is_directory:
+        os.close(os.open(at, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC))
+    _mount(f"/proc/self/fd/{fd}", at, None, _BIND)
+    _mount("none", at, None, _BIND | _REMOUNT | _RDONLY | _NOSUID | _NODEV)
+    os.close(fd)
 
 
 def _nameservers() -> bytes | None:

@@ -30,21 +30,29 @@ def descendants(root: int | None = None) -> Iterator[tuple[int, int]]:
     None escape by losing their parent, for they then become children of this process. Without
     /proc there are none to be found.
     """
+    for pid in beneath(root):
+        with contextlib.suppress(OSError):
+            fields = _stat_fields(pid)
+            if fields[0] != b"Z":
+                yield pid, int(fields[19])
+
+
+def beneath(root: int | None = None) -> Iterator[int]:
+    """The same processes, and those that have ended but were not waited for."""
     children = _children if HAS_CHILDREN else _children_by_parent().__getitem__
     pending = [os.getpid() if root is None else root] if HAS_PROC else []
     while pending:
         for pid in children(pending.pop()):
-            with contextlib.suppress(OSError):
-                fields = _stat_fields(pid)
-                if fields[0] != b"Z":
-                    pending.append(pid)
-                    yield pid, int(fields[19])
+            pending.append(pid)
+            yield pid
 
 
 def _children(pid: int) -> list[int]:
     found = []
     with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
+        # Two links and one for each thread; most processes have one, of the same number.
+        has_one = os.stat(f"/proc/{pid}/task").st_nlink == 3
+        for thread in [pid] if has_one else os.listdir(f"/proc/{pid}/task"):
             children = read_file(f"/proc/{pid}/task/{thread}/children")
             found += [int(child) for child in children.split()]
     return found

@@ -24,6 +24,7 @@ from toolsets.sandbox.inside.file_requests import FileRequests
 from toolsets.sandbox.inside.job import Job
 from toolsets.sandbox.inside.processes import (
     HAS_PROC,
+    beneath,
     count_tasks,
     descendants,
     hold_descendants,
@@ -39,8 +40,10 @@ _KILL_GRACE_S = 2.0
 _CHECK_S = 1.0
 _MEMORY_CHECK_S = 0.1
 _FULL_CHECK_S = 0.2
+_BRIEFLY_S = 0.005
 _IDLE_CHECK_S = 10.0
 _PROGRAMS = {"shell": "sh", "python": "python3"}
+_STREAMS = {1: "stdout", 2: "stderr"}
 
 
 class Server:
@@ -116,7 +119,7 @@ class Server:
             return reply | self._files.answer(request)
         since = ticks()
         # Ticks are coarse: what an earlier call started in this one is not this call's.
-        self._before = {pid for pid, _ in descendants()} if since == self._last_tick else set()
+        self._before = set(beneath()) if since == self._last_tick else set()
         try:
             job = self._begin(request)
         except (FileNotFoundError, PermissionError) as error:
@@ -152,9 +155,8 @@ class Server:
                 self._kill(since)
         if (full_mb := self._full_mb()) is not None:
             reply["full_mb"] = full_mb
-        for fd, name in ((1, "stdout"), (2, "stderr")):
-            if outputs[fd].total:
-                reply[name] = [*map(_encoded, outputs[fd].kept()), outputs[fd].total]
+        for fd, output in outputs.items():
+            reply[_STREAMS[fd]] = [*map(_encoded, output.kept()), output.total]
         return reply
 
     def _begin(self, request: dict[str, Any]) -> Job:
@@ -204,6 +206,7 @@ class Server:
         # Full already: what makes it fuller is stopped at once, what removes files is not.
         if self._full_mb() is not None:
             self._due = time.monotonic() + _FULL_CHECK_S
+        job.await_answer(max(0.0, min(_BRIEFLY_S, deadline - time.monotonic())))
         while job.status is None and job.exit_code is None:
             now = time.monotonic()
             if now >= deadline:

@@ -29,12 +29,13 @@ class Shell(NamedTuple):
 _EXACTLY = "-d '' -n" if sys.platform == "darwin" else "-N"  # the bash of macOS is too old for -N
 _BASH_LOOP = f"""\
 shopt -s expand_aliases
+__end_as() {{ return "$1"; }}
 exec 251>&1 252>&2 2>/dev/null
 __status=0
 while IFS= read -r -u 250 {_EXACTLY} 8 __size &&
   IFS= read -r -u 250 {_EXACTLY} "$__size" __command; do
   printf -v __command %b "$__command"
-  [ "$__status" = 0 ] || (exit "$__status")
+  [ "$__status" = 0 ] || __end_as "$__status"
   eval "$__command" </dev/null >&251 2>&252 250>&- 251>&- 252>&-
   __status=$?
   printf '%d %d\\n' "$__status" "${{!:-0}}" >&250
@@ -53,11 +54,12 @@ BASH = Shell(["bash", "--norc", "--noprofile", "-c", _BASH_LOOP, "bash"], CONTRO
 
 # Shells that are not bash read no further than the end of a line, and know descriptors to 9.
 _SH_LOOP = """\
+__end_as() { return "$1"; }
 exec 8>&1 9>&2 2>/dev/null
 __status=0
 while IFS= read -r __command <&7; do
   __command=$(printf '%b.' "$__command")
-  [ "$__status" = 0 ] || (exit "$__status")
+  [ "$__status" = 0 ] || __end_as "$__status"
   eval "${__command%.}" </dev/null >&8 2>&9 7<&- 8>&- 9>&-
   __status=$?
   printf '%d %d\\n' "$__status" "${!:-0}" >&7
