@@ -23,6 +23,7 @@ _RECIPE_FLAGS = {
     "max_tool_chars": "max_tool_chars",
     "tools": "tools",
     "per_turn": "per_turn",
+    "subagents": "subagents",
     "accept_rows": "accept_rows",
     "reward_name": "reward_name",
     "splits": "splits",
@@ -75,6 +76,9 @@ def dataset_options(function: Any) -> Any:
             "--per_turn",
             is_flag=True,
             help="One row per turn of the model, for templates that drop old reasoning.",
+        ),
+        click.option(
+            "--subagents", is_flag=True, help="rl: rows for the conversations of subagents, too."
         ),
         click.option("--push_for_real", is_flag=True, help="Send it (extra `hf`)."),
     )
@@ -172,6 +176,11 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
                 f"{part['split']:>9,} times split, where a prompt did not begin with what was "
                 f"sampled; {part['turns_without_ids']:,} turns without token ids"
             )
+            if left_out := part.get("subagents_left_out"):
+                lines.append(
+                    f"{left_out:>9,} conversations of subagents left out: no token ids, or another "
+                    "model's"
+                )
         lines += [
             f"{file['rows']:>9,} in {directory / file['path']} ({file['bytes']:,} bytes)"
             for file in part["files"]

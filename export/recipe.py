@@ -240,6 +240,8 @@ class Recipe(_Part):
     tools: ToolsForm | None = None
     per_turn: bool = False
     """One row per turn of the model, each with its context, instead of one per conversation."""
+    subagents: bool = False
+    """rl: rows for the conversations of subagents, too."""
     accept_rows: AcceptedRows = ()
     """Flaws with which rows are kept, named as in rejects.jsonl."""
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
@@ -282,6 +284,9 @@ class Recipe(_Part):
                 f"per_turn: {min(whole)} has no rows for single turns; "
                 f"choose formats among {', '.join((*TURN_FORMATS, *sorted(COPIES)))}"
             )
+            raise ValueError(msg)
+        if self.subagents and "rl" not in self.formats:
+            msg = "subagents: only rl has rows for their conversations; add it to formats"
             raise ValueError(msg)
         if self.filters.first_n and self.filters.best_n:
             msg = "filters: first_n and best_n both choose samples; give one"

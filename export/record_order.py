@@ -6,16 +6,21 @@ and each record its row, so the dataset itself is not read again.
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
+from export.conversation.ordinary import parse_ordinary, read_ordinary
+from export.conversation.turns import Conversation
 from runs.dataset.scan import Scan
+from runs.store.checksum import is_sealed
 from runs.store.reader import SharedTools, Stored, open_records, read_record
 from runs.store.records import UnreadableRecord, load_index
 from runs.store.scores import Scores
+from runs.tasks import task_key
 
 _FEW = 8
 _FEW_BYTES = 1 << 17
@@ -107,20 +112,20 @@ class RecordReader:
 
     def __call__(self, number: int) -> Stored:
         """The record of a task. Raises `UnreadableRecord`."""
-        return self._read(number, self._shared.loads)
+        found = read_record(self._records, *self._order.place(number), self._shared.loads)
+        return self._scored(found)
 
-    def quickly(self, number: int) -> Stored:
-        """The same, with integers beyond 64 bits as floats until `with_exact_numbers`."""
-        return self._read(number, self._shared.loads_quickly)
-
-    def with_exact_numbers(self, stored: Stored) -> Stored:
-        """What a call would have given; the same object if that is what it holds."""
-        exact = self._shared.with_exact_numbers(stored)
-        return stored if exact is stored else self._scored(exact)
-
-    def _read(self, number: int, loads: Callable[[bytes], Any]) -> Stored:
-        found = read_record(self._records, *self._order.place(number), loads)
-        return found if self._scores is None else self._scored(found)
+    def quickly(self, number: int) -> tuple[Stored, Conversation | None]:
+        """The same; of an ordinary record only some parts, with its conversation."""
+        offset, length, key = self._order.place(number)
+        line = os.pread(self._records.fileno(), length, offset)
+        # Without a checksum, damage in the parts that are not parsed would not be noticed.
+        parts = parse_ordinary(line) if is_sealed(line) else None
+        if parts is not None and task_key(parts["id"], parts.get("input_digest", "")) == key:
+            found = self._scored(Stored(parts, line))
+            if (conversation := read_ordinary(found.record)) is not None:
+                return found, conversation
+        return self(number), None
 
     def _scored(self, stored: Stored) -> Stored:
         if self._scores is None:

@@ -7,19 +7,14 @@ the number of tools. A call failed if its result says so; its text is not interp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from agent.messages import MOST_TOKENS
-from agent.tokens import has_ids
-from export.conversation.own_work import Own, hidden_reasoning
+from export.conversation.own_work import Counts, Own
 from export.conversation.tools import names_of, tools_of
 from runs.store.checks import CheckSums, judgement_of
-
-_UNNAMED_FAILURE = "reported"
-"""The kind of failures that tools report themselves, without an exception."""
-
 
 _TOKENS = (
     *("input_tokens", "output_tokens", "reasoning_tokens"),
@@ -53,7 +48,7 @@ class Statistics:
 
     def add(self, record: Mapping[str, Any], own: Own) -> None:
         """Count one record; of its messages only those of `own`."""
-        turns = own.turns
+        turns, counts = len(own.turns), own.counts
         self._statuses[record["status"]] += 1
         judgement = judgement_of(record)
         if judgement.reward is not None:
@@ -62,15 +57,17 @@ class Statistics:
             self._failed_scores += sum(score.get("error") is not None for score in scores)
         for toolset in record["toolsets"]:
             self._toolsets[toolset] += 1
-        self._turns += len(turns)
-        self._turns_with_token_ids += sum(map(has_ids, turns))
-        self._most_turns = max(self._most_turns, len(turns))
-        self._add_replies(names_of(tools_of(record)), own)
-        self._add_times(turns)
+        self._turns += turns
+        self._turns_with_token_ids += counts.with_token_ids
+        if turns > self._most_turns:
+            self._most_turns = turns
+        self._add_replies(names_of(tools_of(record)), counts)
+        self._add_times(counts.started_at, counts.ended_at)
         usage = record["usage"] or {}
+        tokens = self._tokens
         for key, count in usage.items():
-            if count is not None and count < MOST_TOKENS:
-                self._tokens[key] += count
+            if count and count < MOST_TOKENS:
+                tokens[key] += count
 
     def to_json(self) -> dict[str, Any]:
         """For statistics.json. Rates of tools are percentages of the calls that have a result.
@@ -130,30 +127,29 @@ class Statistics:
         counts = {"turns_with": having, "turns_without": self._turns - having}
         return {"token_ids": counts} if having else {}
 
-    def _add_replies(self, offered: frozenset[str], own: Own) -> None:
-        self._offered |= offered
-        for stats in own.tools:
+    def _add_replies(self, offered: frozenset[str], counts: Counts) -> None:
+        if not offered <= self._offered:
+            self._offered |= offered
+        for stats in counts.tools:
             # Invented names are errors, not tools; there can be any number of them.
             if (name := stats["tool"]) in offered:
                 self._calls[name] += stats["count"]
                 self._successes[name] += stats["success"]
                 self._failures[name] += stats["failure"]
-        for result in own.failed:
-            self._tool_errors[_kind_of_failure(result)] += 1
-        self._replies += own.replies
-        self._with_reasoning += own.with_reasoning
-        if own.with_reasoning < own.replies:
-            self._hidden_reasoning += hidden_reasoning(own)
-        self._rows_with_reasoning += own.with_reasoning > 0
+        for kind in counts.failures:
+            self._tool_errors[kind] += 1
+        self._replies += counts.replies
+        self._with_reasoning += counts.with_reasoning
+        self._hidden_reasoning += counts.hidden
+        self._rows_with_reasoning += counts.with_reasoning > 0
 
-    def _add_times(self, turns: Sequence[Mapping[str, Any]]) -> None:
-        for turn in turns:
-            started_at = turn["started_at"]
-            ended_at = started_at + turn["duration_s"]
-            if self._first_started_at is None or started_at < self._first_started_at:
-                self._first_started_at = started_at
-            if self._last_ended_at is None or ended_at > self._last_ended_at:
-                self._last_ended_at = ended_at
+    def _add_times(self, started_at: float | None, ended_at: float | None) -> None:
+        if started_at is None or ended_at is None:
+            return
+        if self._first_started_at is None or started_at < self._first_started_at:
+            self._first_started_at = started_at
+        if self._last_ended_at is None or ended_at > self._last_ended_at:
+            self._last_ended_at = ended_at
 
     def _tool(self, name: str) -> dict[str, Any]:
         success, failure = self._successes[name], self._failures[name]
@@ -165,11 +161,6 @@ class Statistics:
             "success_rate": _percent(success, success + failure),
             "failure_rate": _percent(failure, success + failure),
         }
-
-
-def _kind_of_failure(message: Mapping[str, Any]) -> str:
-    kind = (message.get("details") or {}).get("failure")
-    return kind if isinstance(kind, str) else _UNNAMED_FAILURE
 
 
 def _percent(part: int, whole: int) -> float:

@@ -22,7 +22,6 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from export.conversation.ordinary import read_ordinary
 from export.conversation.own_work import own_of
 from export.conversation.reading import read_conversation
 from export.conversation.row_json import dumps_row
@@ -84,7 +83,7 @@ def route(
     require_reasoning: bool = False,
     require_passed: bool = False,
 ) -> Routed:
-    """Choose the file of a record and render its line; `ordinary` is its `read_ordinary`.
+    """Choose the file of a record and render its line; `ordinary` is its conversation, if known.
 
     `style` is that of the run. `require_reasoning` keeps completed conversations without any
     reasoning in words out of training, `require_passed` those that did not pass their check.
@@ -142,12 +141,11 @@ def export_run(
             order = RecordOrder(run_dir, scan, num_samples=num_samples)
             read = stack.enter_context(order.reading())
             for groups in order.groups(by_prompt=False):
-                few = [read(number).record for number in chain(*groups)]
-                ordinary = [read_ordinary(record) for record in few]
-                for record, conversation in zip(few, ordinary, strict=True):
+                few = [read.quickly(number) for number in chain(*groups)]
+                for (record, _), conversation in few:
                     own = conversation.own if conversation else own_of(record)
                     statistics.add(record, own)
-                for record, conversation in zip(few, ordinary, strict=True):
+                for (record, _), conversation in few:
                     place, line, reason, by_others = route(
                         record,
                         conversation,

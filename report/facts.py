@@ -54,7 +54,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
         "passed": judgement.passed,
         "reward": judgement.reward,
         "rewards": _by_name(record),
-        "reasoned": own.with_reasoning,
+        "reasoned": own.counts.with_reasoning,
         "tools": tools,
         "failures": Counter(failure_of(m) or "reported" for m in replies if m.get("is_error")),
         "flags": flags_of(record),
@@ -111,7 +111,7 @@ def _by_name(record: Mapping[str, Any]) -> dict[str, float] | None:
 def _tools(record: Mapping[str, Any], own: Own) -> dict[str, tuple[int, int]]:
     offered = {tool["function"]["name"] for tool in record["tools"]}
     found: dict[str, tuple[int, int]] = {}
-    for stats in own.tools:
+    for stats in own.counts.tools:
         name = stats["tool"] if stats["tool"] in offered else NOT_OFFERED
         calls, failed = found.get(name, (0, 0))
         found[name] = (calls + stats["count"], failed + stats["failure"])

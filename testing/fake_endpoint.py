@@ -162,8 +162,9 @@ class Connection(asyncio.Protocol):
             case "POST", "/reset":
                 self._tally.clear()
                 self._send(frame(200, {}))
-            case "POST", "/answers":
-                self._options.answers = orjson.loads(body)
+            case "POST", "/options":
+                for name, value in orjson.loads(body).items():
+                    setattr(self._options, name, value)
                 self._send(frame(200, {}))
                 for connection in [*self._held]:
                     connection._answer_in_turn(self._held.pop(connection))
@@ -288,7 +289,11 @@ class FakeEndpoint(Options, BaseUrls):
 
     def answer(self, answers: int | None) -> None:
         """Change how many requests get a reply, those before included; None: all."""
-        self._fetch("/answers", orjson.dumps(answers))
+        self.change(answers=answers)
+
+    def change(self, **options: Any) -> None:
+        """Play with other options from now on; the counters begin again with `reset`."""
+        self._fetch("/options", orjson.dumps(options))
 
     def _fetch(self, path: str, body: bytes | None) -> JSON:
         # A proxy named in the environment must not be asked for a loopback address.

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import msgspec
+
 from agent.messages import USER_TURN, user_key
 from export.conversation.order import is_agents
 from export.conversation.own_work import Own, first_reply
@@ -31,18 +33,18 @@ def with_authors(entries: Sequence[Entry], record: Mapping[str, Any], own: Own) 
     for entry in entries:
         if isinstance(entry, Said):
             if has_begun:
-                entry = entry._replace(author=_author_of(entry.text, added))
+                entry = msgspec.structs.replace(entry, author=_author_of(entry.text, added))
             found.append(entry)
             continue
         has_begun = entry.number > from_prompt
         if entry.number <= given:
             author: Author = "prompt" if entry.number <= from_prompt else "parent"
-            entry = entry._replace(author=author)
+            entry = msgspec.structs.replace(entry, author=author)
         elif others:
             replies = turns[place : place + entry.replies]
             place += entry.replies
             if replies and all(reply.get("model") in others for reply in replies):
-                entry = entry._replace(author="other_model")
+                entry = msgspec.structs.replace(entry, author="other_model")
         found.append(entry)
     return found
 

@@ -1,17 +1,21 @@
 """Reads ordinary conversations in one pass, several times as fast as `reading`.
 
 Most records are ordinary. What is not is left to `read_conversation`, which has all the rules; for
-ordinary records both give the same.
+ordinary records both give the same. msgspec parses only what rows need, and checks all types.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from functools import lru_cache
+from typing import Any, Literal, NotRequired, TypedDict
+
+import msgspec
+import orjson
 
 from agent.reasoning import hides_reasoning
 from agent.state.final_answer import RESERVED
-from export.conversation.own_work import Own
+from export.conversation.own_work import Counts, Own, kind_of_failure
 from export.conversation.reading import (
     holds_flaw,
     metadata_for,
@@ -22,71 +26,172 @@ from export.conversation.row_json import parse_arguments
 from export.conversation.tools import Tools, names_of, once, tools_of
 from export.conversation.turns import Call, Conversation, Entry, Result, Said, Turn
 from export.conversation.validity import Rejected
+from runs.store.reader import Stored
+from toolsets import exact_json
 
-_RARE = frozenset(("notes", "repairs", "reasoning", "tool_calls"))
-"""Keys that the user's messages and ordinary results do not have."""
-
-_SHOWN = (
-    *("id", "prompt_id", "sample", "model", "model_returned", "api", "status", "status_reason"),
-    *("api_calls", "sandbox", "seed", "config_digest"),
-)
-_EXACT = frozenset((str, int, bool, type(None)))
+_ABSENT = msgspec.Raw(b"null")
 
 
-def conversation_of(record: Mapping[str, Any]) -> Conversation:
+class _Function(msgspec.Struct, gc=False):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct, gc=False):
+    id: str
+    function: _Function
+    extra_content: msgspec.Raw = _ABSENT
+
+
+class _Message(msgspec.Struct, gc=False):
+    role: str
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+    provider_blocks: msgspec.Raw = _ABSENT
+    tool_call_id: str | None = None
+    is_error: bool | None = None
+    details: msgspec.Raw = _ABSENT
+    notes: None = None
+    repairs: None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    reasoning_tokens: int | None = None
+
+
+class _Tokens(msgspec.Struct, gc=False):
+    prompt: msgspec.Raw = _ABSENT
+    completion: msgspec.Raw = _ABSENT
+
+
+class _Turn(msgspec.Struct, gc=False):
+    finish_reason: str | None
+    started_at: int | float
+    duration_s: int | float
+    usage: _Usage | None = None
+    tokens: _Tokens | None = None
+    inherited: msgspec.Raw = _ABSENT
+
+
+class OrdinaryRecord(TypedDict):
+    """The parts of a record that rows and statistics need, if it may be ordinary."""
+
+    id: str
+    status: Literal["completed"]
+    prompt_id: str
+    sample: int
+    row: dict[str, Any]
+    messages: list[_Message]
+    turns: list[_Turn]
+    tools: NotRequired[msgspec.Raw]  # msgspec has no required ones
+    resumes: list[dict[str, Any]]
+    api_calls: int
+    usage: dict[str, Any] | None
+    model: str
+    model_returned: str | None
+    api: str
+    toolsets: list[str]
+    sandbox: str | None
+    seed: int | None
+    config_digest: str
+    status_reason: NotRequired[str | None]
+    input_digest: NotRequired[str]
+    check: NotRequired[Any]
+    scores: NotRequired[Any]
+    options: NotRequired[dict[str, Any] | None]
+    view_compacted: NotRequired[bool]
+    fork: NotRequired[None]
+    agent: NotRequired[None]
+    rewritten: NotRequired[None]
+    finished_at: NotRequired[Any]
+
+
+_parse = msgspec.json.Decoder(OrdinaryRecord).decode
+
+
+def parse_ordinary(line: bytes) -> dict[str, Any] | None:
+    """The parts of a record that may be ordinary; None if it cannot be.
+
+    The line must be intact, because msgspec checks only the parts that it reads. Integers of any
+    size are exact.
+    """
+    try:
+        record: Any = _parse(line)
+        record["tools"] = _shared_tools(bytes(record["tools"]))
+    except (ValueError, KeyError, RecursionError):  # the general reader describes what is wrong
+        return None
+    parts: dict[str, Any] = record
+    return parts
+
+
+def conversation_of(stored: Stored) -> Conversation:
     """Parse a record, as `read_conversation` does; raises Rejected."""
-    return read_ordinary(record) or read_conversation(record)
+    record = stored.record
+    if (parts := parse_ordinary(stored.line)) is not None:
+        parts["scores"] = record.get("scores")
+        if (conversation := read_ordinary(parts)) is not None:
+            return msgspec.structs.replace(conversation, record=record)
+    return read_conversation(record)
 
 
-def read_ordinary(record: Mapping[str, Any]) -> Conversation | None:
-    """The `read_conversation` of an ordinary record, with `said`; None for any other.
+def read_ordinary(record: dict[str, Any]) -> Conversation | None:
+    """The conversation of what `parse_ordinary` gave, with `said`; None if it is not ordinary.
 
     Ordinary are records of completed conversations that begin with the user's message, perhaps
     after a system message. Then the model takes its turns, each with calls of offered tools and
     their results in the same order, and in its last turn answers with text. All content is text
-    without flaws. Nothing was noted, repaired or inherited, and no tool gives the final answer.
+    without flaws. Nothing was noted, repaired, inherited or shortened, and no tool gives the final
+    answer.
     """
     tools = tools_of(record)
-    if record["status"] != "completed" or once(tools, _has_reserved) or record.get("fork"):
+    options = record.get("options")
+    if record.get("view_compacted") or (options and options.get("observation_chars")):
         return None
+    offered = once(tools, _ordinary_names)
     try:
-        return _read(record, tools, names_of(tools))
+        return None if offered is None else _read(record, tools, offered)
     except (Rejected, ValueError):  # `read_conversation` finds and describes what is wrong
         return None
 
 
-def shows_exact_numbers(record: Mapping[str, Any]) -> bool:
-    """Whether the rows of an ordinary record hold only numbers that any JSON reader keeps exact.
-
-    If not, there may be integers beyond 64 bits. Texts and arguments are read from text.
-    """
-    usage = record["usage"] or {}
-    return _EXACT.issuperset(
-        map(type, (*map(record.get, _SHOWN), *usage.values(), *record["row"].values()))
-    )
+@lru_cache(maxsize=64)
+def _shared_tools(json: bytes) -> Tools:
+    """The tools of a record, the same list for equal JSON."""
+    tools: Tools = exact_json.loads(json)
+    return tools
 
 
-def _has_reserved(tools: Tools) -> bool:
-    return not RESERVED.isdisjoint(names_of(tools))
+def _ordinary_names(tools: Tools) -> frozenset[str] | None:
+    """The names of tools; None if one of them ends a conversation."""
+    names = names_of(tools)
+    return names if RESERVED.isdisjoint(names) else None
 
 
-def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> Conversation | None:
+def _hides_reasoning(message: _Message, turn: _Turn) -> bool:
+    calls = [
+        {"extra_content": orjson.loads(bytes(call.extra_content))}
+        for call in message.tool_calls or ()
+    ]
+    blocks = orjson.loads(bytes(message.provider_blocks))
+    usage = turn.usage and {"reasoning_tokens": turn.usage.reasoning_tokens}
+    return hides_reasoning({"provider_blocks": blocks, "tool_calls": calls}, usage)
+
+
+def _read(record: dict[str, Any], tools: Tools, offered: frozenset[str]) -> Conversation | None:
     """Raises Rejected and ValueError for some records that are not ordinary."""
-    messages: Sequence[Mapping[str, Any]] = record["messages"]
-    system: Any = ""
+    messages: list[_Message] = record["messages"]
+    turns: list[_Turn] = record["turns"]
+    system = ""
     place = 0
-    if messages and messages[0]["role"] == "system":
-        if "repairs" in messages[0]:
-            return None
-        system, place = messages[0].get("content"), 1
-    turns = record["turns"]
+    if messages and messages[0].role == "system":
+        system, place = messages[0].content or "", 1
     last = len(turns)
     if len(messages) == place or not last:
         return None
     message = messages[place]
-    asked = message.get("content")
-    is_plain = message["role"] == "user" and _RARE.isdisjoint(message)
-    if not is_plain or type(system) is not str or type(asked) is not str:
+    asked = message.content
+    if message.role != "user" or message.reasoning or message.tool_calls:
         return None
     if not system or system.isspace():
         system = ""
@@ -97,29 +202,35 @@ def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> C
     entries: list[Entry] = [Said(asked)]
     said = ["user", asked, ""]
     stats: dict[str, dict[str, Any]] = {}
-    failed: list[Mapping[str, Any]] = []
-    num_calls = with_reasoning = 0
+    failures: list[str] = []
+    num_calls = with_reasoning = hidden = with_token_ids = 0
+    started_at, ended_at = math.inf, -math.inf
     for number, turn in enumerate(turns, start=1):
         if place == len(messages):
             return None
         message = messages[place]
         place += 1
-        content = message.get("content") or ""
-        if message["role"] != "assistant" or "repairs" in message or "inherited" in turn:
+        content = message.content or ""
+        own_reasoning = message.reasoning or ""
+        if message.role != "assistant" or turn.inherited is not _ABSENT:
             return None
-        if type(content) is not str:
-            return None
-        own_reasoning = message.get("reasoning") or ""
+        if turn.started_at < started_at:
+            started_at = turn.started_at
+        if (end := turn.started_at + turn.duration_s) > ended_at:
+            ended_at = end
+        if (tokens := turn.tokens) is not None:
+            with_token_ids += tokens.prompt is not _ABSENT and tokens.completion is not _ABSENT
         said += ("assistant", content, own_reasoning)
-        reasoning, text = split_reasoning(message, number)
+        reasoning, text = split_reasoning(own_reasoning, content, number)
         if (reasoning and holds_flaw(reasoning)) or (text and holds_flaw(text)):
             return None
         hides = False
         if reasoning:
             with_reasoning += 1
-        else:
-            hides = hides_reasoning(message, turn.get("usage"))
-        asked_calls = message.get("tool_calls")
+        elif _hides_reasoning(message, turn):
+            hides = True
+            hidden += 1
+        asked_calls = message.tool_calls
         if (number == last) == bool(asked_calls):
             return None
         if not text or text.isspace():
@@ -137,29 +248,30 @@ def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> C
             return None
         place += len(found)
         for call, result in zip(asked_calls, found, strict=True):
-            function = call["function"]
-            call_id, name, sent = call["id"], function["name"], function["arguments"]
-            content = result.get("content")
+            function = call.function
+            call_id, name, sent = call.id, function.name, function.arguments
+            observed = result.content
             if (
                 name not in offered
-                or result["role"] != "tool"
-                or result["tool_call_id"] != call_id
-                or type(content) is not str
-                or not _RARE.isdisjoint(result)
+                or result.role != "tool"
+                or result.tool_call_id != call_id
+                or observed is None
+                or result.reasoning
+                or result.tool_calls
             ):
                 return None
             ids.add(call_id)
             arguments, value = parse_arguments(sent)
             calls.append(Call(call_id, name, arguments, value))
-            is_error = bool(result.get("is_error"))
-            results.append(Result(call_id, name, content, is_error))
+            is_error = bool(result.is_error)
+            results.append(Result(call_id, name, observed, is_error))
             said += (name, sent)
             if (stat := stats.get(name)) is None:
                 stat = stats[name] = {"tool": name, "count": 0, "success": 0, "failure": 0}
             stat["count"] += 1
             if is_error:
                 stat["failure"] += 1
-                failed.append(result)
+                failures.append(kind_of_failure(orjson.loads(bytes(result.details))))
             else:
                 stat["success"] += 1
         if len(ids) < len(calls):
@@ -171,7 +283,10 @@ def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> C
     if place != len(messages):
         return None
     tool_stats = [stats[name] for name in sorted(stats)]
-    own = Own(turns, start, messages[start:], tool_stats, last, with_reasoning, failed)
+    counts = Counts(
+        tool_stats, last, with_reasoning, hidden, failures, with_token_ids, started_at, ended_at
+    )
+    own = Own(turns, start, messages[start:], counts)
     return Conversation(
         system,
         entries,
@@ -179,7 +294,7 @@ def _read(record: Mapping[str, Any], tools: Tools, offered: frozenset[str]) -> C
         True,
         record,
         own,
-        metadata_for(record, "text", tool_stats, ()),
+        metadata_for(record, "text", tool_stats, (), turns[-1].finish_reason),
         num_calls,
         [],
         tuple(said),

@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from agent.reasoning import hides_reasoning, split_inline_reasoning
+from agent.tokens import has_ids
 from runs.store.index import own_turns
 
+_UNNAMED_FAILURE = "reported"
+"""The kind of failures that tools report themselves, without an exception."""
 
-class Own(NamedTuple):
+
+class Counts(msgspec.Struct, frozen=True, gc=False):
+    """Counts of what this run's model did in a conversation."""
+
+    tools: list[dict[str, Any]]
+    """Counts of its tool calls, see `tool_stats`."""
+    replies: int
+    """Number of its messages."""
+    with_reasoning: int
+    """Number of those that have reasoning, see `has_reasoning`."""
+    hidden: int
+    """Number of those with hidden reasoning."""
+    failures: Sequence[str]
+    """The kinds of its calls' failures."""
+    with_token_ids: int
+    """Number of its turns with token ids."""
+    started_at: float | None
+    """When its first turn began; None without turns."""
+    ended_at: float | None
+    """When its last turn ended."""
+
+
+class Own(msgspec.Struct, frozen=True, gc=False):
     """What this run's model did in a conversation, without the turns of a branch's parent."""
 
     turns: Sequence[Any]
@@ -18,14 +45,7 @@ class Own(NamedTuple):
     """Index of its first message among those of the record."""
     messages: Sequence[Any]
     """That message and all later ones."""
-    tools: list[dict[str, Any]]
-    """Counts of its tool calls, see `tool_stats`."""
-    replies: int
-    """Number of its messages."""
-    with_reasoning: int
-    """Number of those that have reasoning, see `has_reasoning`."""
-    failed: Sequence[Mapping[str, Any]]
-    """The results of its calls that failed."""
+    counts: Counts
 
 
 def own_of(record: Mapping[str, Any]) -> Own:
@@ -36,7 +56,17 @@ def own_of(record: Mapping[str, Any]) -> Own:
     replies = [message for message in messages if message["role"] == "assistant"]
     failed = [m for m in messages if m["role"] == "tool" and m.get("is_error")]
     reasoned = sum(map(has_reasoning, replies))
-    return Own(turns, start, messages, tool_stats(messages), len(replies), reasoned, failed)
+    counts = Counts(
+        tool_stats(messages),
+        len(replies),
+        reasoned,
+        _hidden_reasoning(replies, turns) if reasoned < len(replies) else 0,
+        [kind_of_failure(message.get("details")) for message in failed],
+        sum(map(has_ids, turns)),
+        min([turn["started_at"] for turn in turns], default=None),
+        max([turn["started_at"] + turn["duration_s"] for turn in turns], default=None),
+    )
+    return Own(turns, start, messages, counts)
 
 
 def first_reply(messages: Sequence[Mapping[str, Any]], *, turns: int) -> int:
@@ -82,10 +112,16 @@ def has_reasoning(message: Mapping[str, Any]) -> bool:
     )
 
 
-def hidden_reasoning(own: Own) -> int:
-    """The number of replies with hidden reasoning."""
-    said = (message for message in own.messages if message["role"] == "assistant")
+def kind_of_failure(details: Mapping[str, Any] | None) -> str:
+    """The kind of a failure by the details of its result."""
+    kind = (details or {}).get("failure")
+    return kind if isinstance(kind, str) else _UNNAMED_FAILURE
+
+
+def _hidden_reasoning(
+    replies: Iterable[Mapping[str, Any]], turns: Iterable[Mapping[str, Any]]
+) -> int:
     return sum(
         not has_reasoning(message) and hides_reasoning(message, turn.get("usage"))
-        for message, turn in zip(said, own.turns, strict=False)
+        for message, turn in zip(replies, turns, strict=False)
     )

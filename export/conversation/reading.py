@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from agent.reasoning import hides_reasoning, opens_reasoning, split_inline_reasoning
 from export.conversation.authors import with_authors
 from export.conversation.ending import is_answered, plain_ending
@@ -29,7 +31,9 @@ _MARKER_IN_TEXT = re.compile(r"</?(?:tool_call|tool_response|think|(?i:reasoning
 """A tag that, in a model's own text, would be read as structure or reasoning."""
 
 _MAX_COLUMN_CHARS = 1000
-_PLAIN = (bool, int, float, str)
+_PLAIN = (bool, int, float)
+_OF_PROMPTS = frozenset(("prompt", "script"))
+_OF_CHECKS = _OF_PROMPTS | {"setup", "check"}
 
 
 def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conversation:
@@ -56,9 +60,9 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
     if completion == "final_answer":
         last = entries[-1]
         assert isinstance(last, Turn)  # it holds the answer
-        entries = [*entries[:-1], last._replace(replies=last.replies - 1)]
+        entries = [*entries[:-1], msgspec.structs.replace(last, replies=last.replies - 1)]
     entries = with_hidden_reasoning(entries, record["messages"], record["turns"])
-    stats = own.tools if completion != "final_answer" else tool_stats(messages[own.start :])
+    stats = own.counts.tools if completion != "final_answer" else tool_stats(messages[own.start :])
     # Notes on a parent's turns are in the parent's row.
     noted = record["messages"]
     if len(own.turns) < len(record["turns"]):
@@ -70,7 +74,13 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
         completed=completed,
         record=record,
         own=own,
-        metadata=metadata_for(record, completion if completed else None, stats, noted),
+        metadata=metadata_for(
+            record,
+            completion if completed else None,
+            stats,
+            noted,
+            record["turns"][-1]["finish_reason"],
+        ),
         num_tool_calls=sum(tool["count"] for tool in stats),
         flaws=flaws,
         has_others=any(isinstance(e, Turn) and e.author != "model" for e in entries),
@@ -164,7 +174,7 @@ def with_hidden_reasoning(
             if made:  # else the answer belongs to the previous reply
                 is_hidden = any(hides_reasoning(*reply) for reply in made)
             if is_hidden and not entry.reasoning:
-                entry = entry._replace(hides_reasoning=True)
+                entry = msgspec.structs.replace(entry, hides_reasoning=True)
         marked.append(entry)
     return marked
 
@@ -190,9 +200,9 @@ def _read_turn(
     `results` are those of the calls of its last message, by id.
     """
     if len(messages) == 1:
-        reasoning, text = split_reasoning(messages[0], number)
+        reasoning, text = _split_reasoning(messages[0], number)
     else:
-        parts = [split_reasoning(message, number) for message in messages]
+        parts = [_split_reasoning(message, number) for message in messages]
         reasoning, text = (_joined(words) for words in zip(*parts, strict=True))
     if reasoning:
         _find_structure(reasoning, flaws, number, "reasoning")
@@ -245,11 +255,18 @@ def _find_structure(words: str, flaws: list[Flaw], number: int, place: str) -> N
         flaws.append(_of_token(token, f"turn {number}, {place}"))
 
 
-def split_reasoning(message: Mapping[str, Any], number: int) -> tuple[str, str]:
-    """Reasoning and text of a message; reasoning both in its field and inline counts once."""
-    apart, text = message.get("reasoning") or "", message.get("content")
+def _split_reasoning(message: Mapping[str, Any], number: int) -> tuple[str, str]:
+    text = message.get("content")
     if not isinstance(text, str):
         text = text_of(message, where=f"turn {number}")
+    return split_reasoning(message.get("reasoning") or "", text, number)
+
+
+def split_reasoning(apart: str, text: str, number: int) -> tuple[str, str]:
+    """Reasoning and text of a reply; reasoning both in its field and inline counts once.
+
+    `apart` is what its field holds.
+    """
     if apart and not apart.strip():
         apart = ""
     if "<" not in text:
@@ -280,6 +297,7 @@ def metadata_for(
     completion: str | None,
     stats: Sequence[Mapping[str, Any]],
     noted: Iterable[Mapping[str, Any]],
+    finish_reason: str | None,
 ) -> dict[str, Any]:
     """The metadata of a row, except for counts of reasoning, which depend on the style.
 
@@ -293,13 +311,13 @@ def metadata_for(
     }
     if reason := record.get("status_reason"):
         metadata["status_reason"] = reason
-    if lineage := lineage_of(record):
-        metadata["fork"] = lineage
+    if record.get("fork"):
+        metadata["fork"] = lineage_of(record)
     if completion:
         metadata["completion"] = completion
     if agent := record.get("agent"):
         metadata["agent"] = {key: agent.get(key) for key in ("name", "version")}
-    metadata["finish_reason"] = record["turns"][-1]["finish_reason"]
+    metadata["finish_reason"] = finish_reason
     metadata["prompt_id"] = record["prompt_id"]
     metadata["sample"] = record["sample"]
     metadata["toolsets"] = record["toolsets"]
@@ -307,15 +325,20 @@ def metadata_for(
     metadata["reasoning"] = None  # see `metadata_of`
     metadata["usage"] = record["usage"]
     resumes = record["resumes"]
-    metadata["interrupted_calls"] = sum([len(resume["interrupted"]) for resume in resumes])
-    if any(map(record.get, ("resumes", "view_compacted", "options", "rewritten"))):
+    metadata["interrupted_calls"] = (
+        sum([len(resume["interrupted"]) for resume in resumes]) if resumes else 0
+    )
+    get = record.get
+    if resumes or get("view_compacted") or get("options") or get("rewritten"):
         metadata.update(views_of(record))
-    notes, repairs = _notes_and_repairs(noted)
-    if notes:
-        metadata["notes"] = notes
-    if repairs:
-        metadata["repairs"] = repairs
-    metadata |= reward_facts(record)
+    if noted:
+        notes, repairs = _notes_and_repairs(noted)
+        if notes:
+            metadata["notes"] = notes
+        if repairs:
+            metadata["repairs"] = repairs
+    if get("check") or get("scores") or get("options"):
+        metadata |= reward_facts(record)
     metadata["columns"] = _small_columns(record)
     metadata["sandbox"] = record["sandbox"]
     metadata["seed"] = record["seed"]
@@ -357,11 +380,14 @@ def _small_columns(record: Mapping[str, Any]) -> dict[str, Any]:
 
     So do `setup` and `check`: a model must not learn what the check looks for.
     """
-    judged = ("setup", "check") if record.get("check") else ()
+    hidden = _OF_CHECKS if record.get("check") else _OF_PROMPTS
     return {
         name: value
         for name, value in record["row"].items()
-        if name not in ("prompt", "script", *judged)
-        and (value is None or isinstance(value, _PLAIN))
-        and (not isinstance(value, str) or len(value) <= _MAX_COLUMN_CHARS)
+        if name not in hidden
+        and (
+            len(value) <= _MAX_COLUMN_CHARS
+            if isinstance(value, str)
+            else value is None or isinstance(value, _PLAIN)
+        )
     }

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import msgspec
+
 from export.conversation.tolerance import STRICT, Tolerance, accepted
 from export.conversation.turns import Call, Conversation, Entry, Result, Said, Turn
 from toolsets.text import clip
@@ -72,12 +74,12 @@ def styled(conversation: Conversation, style: Style) -> Conversation:
         entries = [_with_short_results(entry, style.max_tool_chars) for entry in entries]
         if cut := sum(map(_cut_results, conversation.entries, entries)):
             metadata = {**conversation.metadata, "cut_by_export": cut}
-            conversation = conversation._replace(metadata=metadata)
+            conversation = msgspec.structs.replace(conversation, metadata=metadata)
     if style.reasoning in ("last", "none"):
         kept = style.reasoning == "last"
         last = max(n for n, entry in enumerate(entries) if isinstance(entry, Turn))
         entries = [
-            entry._replace(reasoning="")
+            msgspec.structs.replace(entry, reasoning="")
             if isinstance(entry, Turn) and not (kept and n == last)
             else entry
             for n, entry in enumerate(entries)
@@ -86,14 +88,17 @@ def styled(conversation: Conversation, style: Style) -> Conversation:
         entries = [part for entry in entries for part in _split(entry)]
     if entries is conversation.entries:
         return conversation
-    return conversation._replace(entries=entries)
+    return msgspec.structs.replace(conversation, entries=entries)
 
 
 def _with_short_results(entry: Entry, max_chars: int) -> Entry:
     if isinstance(entry, Said) or all(len(r.content) <= max_chars for r in entry.results):
         return entry
-    short = [r._replace(content=clip(r.content, max_chars=max_chars)) for r in entry.results]
-    return entry._replace(results=short)
+    short = [
+        msgspec.structs.replace(r, content=clip(r.content, max_chars=max_chars))
+        for r in entry.results
+    ]
+    return msgspec.structs.replace(entry, results=short)
 
 
 def _cut_results(entry: Entry, short: Entry) -> int:
@@ -115,5 +120,7 @@ def _split(entry: Entry) -> Sequence[Entry]:
     ]
     if unanswered := [call for call in entry.calls if call.id not in results]:
         steps.append((unanswered, []))
-    first, *rest = [entry._replace(calls=calls, results=got) for calls, got in steps]
-    return [first, *(turn._replace(reasoning="", text="") for turn in rest)]
+    first, *rest = [
+        msgspec.structs.replace(entry, calls=calls, results=got) for calls, got in steps
+    ]
+    return [first, *(msgspec.structs.replace(turn, reasoning="", text="") for turn in rest)]

@@ -1,10 +1,15 @@
-"""A conversation as formats render it, with its parts: user messages, turns, calls, results."""
+"""A conversation as formats render it, with its parts: user messages, turns, calls, results.
+
+They refer to each other in no cycles, so the garbage collector need not know them.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+
+import msgspec
 
 from export.conversation.own_work import Own
 from export.conversation.tolerance import Flaw
@@ -16,7 +21,7 @@ conversation of a branch, the model that plays the user, or the runtime (a note)
 are their tools'."""
 
 
-class Call(NamedTuple):
+class Call(msgspec.Struct, frozen=True, gc=False):
     """One tool call; `arguments` is the JSON text of an object, `value` that object.
 
     If the model wrote no object (a flaw), `arguments` is a JSON string of what it wrote and `value`
@@ -29,7 +34,7 @@ class Call(NamedTuple):
     value: Mapping[str, Any]
 
 
-class Result(NamedTuple):
+class Result(msgspec.Struct, frozen=True, gc=False):
     """The result of a call, as text."""
 
     id: str
@@ -38,14 +43,14 @@ class Result(NamedTuple):
     is_error: bool
 
 
-class Said(NamedTuple):
+class Said(msgspec.Struct, frozen=True, gc=False):
     """What the user's side said: words of the row or a simulated user, or a note of the runtime."""
 
     text: str
     author: Author = "prompt"
 
 
-class Turn(NamedTuple):
+class Turn(msgspec.Struct, frozen=True, gc=False):
     """One assistant turn with the results of its calls, in the order of the calls."""
 
     number: int
@@ -71,7 +76,7 @@ Entry = Said | Turn
 """What a user said, or an assistant turn."""
 
 
-class Conversation(NamedTuple):
+class Conversation(msgspec.Struct, frozen=True, gc=False):
     """The content of a record that rows of any format render."""
 
     system: str

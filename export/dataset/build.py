@@ -7,7 +7,7 @@ selected record is used or rejected. The same records and recipe give the same b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from export.conversation.ordinary import conversation_of, read_ordinary, shows_exact_numbers
+from export.conversation.ordinary import conversation_of
 from export.conversation.rewards import reward_of
 from export.conversation.tolerance import Tolerance, how_to_keep, refuse_everywhere
 from export.conversation.turns import Conversation
@@ -39,7 +39,9 @@ from runs.store.scores import Scores
 SCHEMA_VERSION = 1
 
 _OF_TEXTS = frozenset(("hermes", "openai", "llamafactory"))
-"""Formats whose rows show no numbers of a record but those of `shows_exact_numbers`."""
+"""Formats whose rows hold no more than the parts that `parse_ordinary` gives."""
+
+Load = Callable[[int], tuple[Stored, Conversation | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +109,21 @@ def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[dict[str, Any]]:
     order = RecordOrder(source.run_dir, source.scan, num_samples=source.num_samples)
     with order.reading(Scores(source.run_dir)) as read:
         for number in order.numbers():
-            record = read(number).record
-            if filters.rejection(record) is None and _is_told(record, recipe):
-                yield record
+            stored = read(number)
+            if filters.rejection(stored.record) is None and _is_told(stored, recipe):
+                yield stored.record
 
 
-def _is_told(record: Mapping[str, Any], recipe: Recipe) -> bool:
+def _is_told(stored: Stored, recipe: Recipe) -> bool:
     try:
-        return not recipe.needs_conversations or bool(_read(record, recipe.tolerances))
+        return not recipe.needs_conversations or bool(_read(stored, recipe.tolerances))
     except Rejected:
         return False
 
 
-def _read(record: Mapping[str, Any], tolerances: Sequence[Tolerance]) -> Conversation:
+def _read(stored: Stored, tolerances: Sequence[Tolerance]) -> Conversation:
     """Parse a record; raises Rejected, also if no format accepts it."""
-    conversation = conversation_of(record)
+    conversation = conversation_of(stored)
     if conversation.flaws:
         refuse_everywhere(conversation.flaws, tolerances)
     return conversation
@@ -154,13 +156,15 @@ class _Making:
         filters = recipe.filters
         self._chooses = recipe.compares or filters.max_per_toolsets is not None
         self._filters = _filters_of(recipe, verdicts)
-        # Nothing but texts, and few numbers, of a record is used.
-        self._is_plain = (
+        # Only parts of ordinary records are used.
+        is_plain = (
             self._filters.are_idle
             and not recipe.compares
+            and not recipe.per_turn
             and len(recipe.splits) == 1
             and _OF_TEXTS.issuperset(recipe.row_formats)
         )
+        self._load: Load = read.quickly if is_plain else lambda number: (read(number), None)
         self._near = (
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
         )
@@ -178,8 +182,7 @@ class _Making:
     def add(self, groups: Iterable[Iterable[int]]) -> None:
         """Add a few groups of tasks: those of one prompt, or single tasks if none are compared."""
         # A prompt can have any number of samples: rejected ones are not held in memory.
-        read = self._read.quickly if self._is_plain else self._read
-        stored = [((number, read(number)) for number in numbers) for numbers in groups]
+        stored = [((number, *self._load(number)) for number in numbers) for numbers in groups]
         known = stored if self._recipe.compares else [list(group) for group in stored]
         passed = [self._candidates(group) for group in known]
         for candidates, _ in passed:
@@ -220,33 +223,29 @@ class _Making:
         }
 
     def _candidates(
-        self, group: Iterable[tuple[int, Stored]]
+        self, group: Iterable[tuple[int, Stored, Conversation | None]]
     ) -> tuple[list[Candidate], list[tuple[Mapping[str, Any], Why]]]:
         """The records that pass the filters, and id and status of those that do not."""
         candidates: list[Candidate] = []
         rejected: list[tuple[Mapping[str, Any], Why]] = []
-        for number, stored in group:
+        for number, stored, conversation in group:
             try:
-                candidates.append(self._candidate(number, stored))
+                candidates.append(self._candidate(number, stored, conversation))
             except _LeftOut as left_out:
                 named = {name: stored.record[name] for name in ("id", "status")}
                 rejected.append((named, (left_out.reason, left_out.detail)))
         return candidates, rejected
 
-    def _candidate(self, number: int, stored: Stored) -> Candidate:
+    def _candidate(
+        self, number: int, stored: Stored, conversation: Conversation | None
+    ) -> Candidate:
         """Raises _LeftOut."""
-        conversation: Conversation | None = None
-        if self._is_plain:
-            conversation = read_ordinary(stored.record)
-            if conversation is None or not shows_exact_numbers(stored.record):
-                quick, stored = stored, self._read.with_exact_numbers(stored)
-                conversation = conversation if stored is quick else None
         record = stored.record
         if (rejection := self._filters.rejection(record)) is not None:
             raise _LeftOut(*rejection)
         if conversation is None and self._recipe.needs_conversations:
             try:
-                conversation = _read(record, self._tolerances)
+                conversation = _read(stored, self._tolerances)
             except Rejected as rejected:
                 raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
         said = conversation and conversation.said

@@ -17,7 +17,7 @@ from export.dataset.per_turn import content_of, cut_by_turn
 from export.formats.arrow import datasets_writer, parquet_writer
 from export.formats.preference import Sample, dpo_row, kto_row, pair_of, sample_of
 from export.formats.registry import COPIED, GROUP_FORMATS, ROW_FORMATS, Format
-from export.formats.rl import rows_of
+from export.formats.rl import rows_of, threads_of
 from export.recipe import Recipe
 from export.row_files import FileTarget, LineWriter, MakeWriter, SplitFiles
 from runs.store.checksum import without_checksum
@@ -216,17 +216,25 @@ class _TokenFiles(FormatFiles):
     def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
         super().__init__(name, place, recipe)
         self._reward_name = recipe.reward_name
+        self._subagents = recipe.subagents
         self._splits_made = 0
         self._turns_without_ids = 0
+        self._subagents_left_out = 0
 
     def finish(self) -> dict[str, Any]:
         counts = {"split": self._splits_made, "turns_without_ids": self._turns_without_ids}
+        if self._subagents:
+            counts["subagents_left_out"] = self._subagents_left_out
         return {**super().finish(), **counts}
 
     def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Why | None:
-        rows = rows_of(candidate.record, self._reward_name)
-        self._splits_made += len(rows) - 1
-        self._turns_without_ids += len(rows[0]["turns_without_ids"])
+        rows = rows_of(candidate.record, self._reward_name, subagents=self._subagents)
+        firsts = [row for row in rows if row["segment"] == 0]
+        self._splits_made += len(rows) - len(firsts)
+        self._turns_without_ids += sum(len(row["turns_without_ids"]) for row in firsts)
+        if self._subagents:
+            threads = sum(1 for _ in threads_of(candidate.record))
+            self._subagents_left_out += 1 + threads - len(firsts)
         for number, row in enumerate(rows):
             self.write(split, dumps_row(row), uses=int(number == 0))
         return None

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+import msgspec
+
 from export.conversation.style import Style, styled
 from export.conversation.tools import names_of
 from export.conversation.turns import Conversation, Entry, Said, Turn
@@ -41,8 +43,9 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
         metadata: dict[str, Any] = {**whole.metadata, "turn": entry.number}
         if made := replies.get(entry.number):
             metadata["finish_reason"] = made[-1]["finish_reason"]
-        cut = whole._replace(
-            entries=[*entries[:place], entry._replace(results=())],
+        cut = msgspec.structs.replace(
+            whole,
+            entries=[*entries[:place], msgspec.structs.replace(entry, results=())],
             record={**whole.record, "id": f"{whole.record['id']}#t{name}"},
             metadata=metadata,
             num_tool_calls=len(entry.calls),
@@ -66,4 +69,4 @@ def _content(entry: Entry) -> Hashable:
 
 
 def _without_reasoning(entry: Entry) -> Entry:
-    return entry._replace(reasoning="") if isinstance(entry, Turn) else entry
+    return msgspec.structs.replace(entry, reasoning="") if isinstance(entry, Turn) else entry

@@ -4,18 +4,25 @@ A row is a segment of a conversation: in it, each prompt begins with the prompt 
 the turn before. Where a prompt does not (retokenized text, stripped reasoning, a summary), the
 conversation is split, and the next row says so. Only tokens that this run's model sampled are
 trained on.
+
+Conversations of subagents are trajectories of their own, if they are asked for: they share id,
+group and reward with the conversation that they are part of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from agent.messages import STAGES
 from agent.tokens import TokenTurn, has_ids, token_turns
 from export.conversation.rewards import reward_facts, reward_of
 from export.conversation.validity import Reason, Rejected
 from runs.store.index import own_turns
 from runs.store.rewards import BY_TURN
+
+MAIN_THREAD = "main"
+"""The `thread` of a conversation that is no subagent's."""
 
 
 class _Segment:
@@ -45,21 +52,53 @@ class _Segment:
             self.logprobs += logprobs
 
 
-def rows_of(record: Mapping[str, Any], reward_name: str | None = None) -> list[dict[str, Any]]:
+def rows_of(
+    record: Mapping[str, Any], reward_name: str | None = None, *, subagents: bool = False
+) -> list[dict[str, Any]]:
     """The rows of a record, one per segment; `reward_name` is the reward that counts.
 
     Records with rewards by name or per turn have `rewards`, and `turn_rewards` of these turns.
+    With `subagents`, rows of their conversations follow (see `threads_of`), and each row names its
+    `thread`.
 
-    Raises Rejected if no turn of this run's model has token ids.
+    Raises Rejected if no turn of this run's model has token ids, or if ids are damaged.
     """
     try:
-        segments = _segments(record)
+        rows = _rows_of(record, record, reward_name)
+        if rows and subagents:
+            rows = [{**row, "thread": MAIN_THREAD, "thread_id": None} for row in rows]
+            for thread in threads_of(record):
+                if _has_model_of(record, thread):
+                    named = {"thread": thread["name"], "thread_id": thread["key"]}
+                    rows += [{**row, **named} for row in _rows_of(record, thread, reward_name)]
     except ValueError as error:
         raise Rejected(Reason.NO_TOKEN_IDS, str(error)) from error
-    if not segments:
+    if not rows:
         raise Rejected(Reason.NO_TOKEN_IDS, f"none of {len(record['turns'])} turns has token ids")
+    return rows
+
+
+def threads_of(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The conversations of subagents inside a record, at any depth."""
+    for inner in part.get("inner") or ():
+        if inner["name"] not in STAGES:
+            yield inner
+            yield from threads_of(inner)
+
+
+def _has_model_of(record: Mapping[str, Any], thread: Mapping[str, Any]) -> bool:
+    """Whether the model of a subagent is that of the record: ids of another mean other tokens."""
+    models = {turn["model"] for turn in record["turns"]}
+    return all(turn["model"] in models for turn in thread["turns"])
+
+
+def _rows_of(
+    record: Mapping[str, Any], thread: Mapping[str, Any], reward_name: str | None
+) -> list[dict[str, Any]]:
+    """The rows of one conversation of a record: itself, or that of a subagent."""
+    segments = _segments(thread)
     missing = [
-        turn["turn"] for turn in record["turns"] if "inherited" not in turn and not has_ids(turn)
+        turn["turn"] for turn in thread["turns"] if "inherited" not in turn and not has_ids(turn)
     ]
     return [
         {
@@ -76,7 +115,7 @@ def rows_of(record: Mapping[str, Any], reward_name: str | None = None) -> list[d
             "loss_mask": segment.mask,
             "logprobs": segment.logprobs,
             "reward": reward_of(record, reward_name),
-            **_more_rewards(record, segment),
+            **_more_rewards(record, segment, is_main=thread is record),
             "status": record["status"],
             "finish_reasons": [turn["finish_reason"] for turn in segment.turns],
             "policy_versions": [_policy_version(turn) for turn in segment.turns],
@@ -85,10 +124,12 @@ def rows_of(record: Mapping[str, Any], reward_name: str | None = None) -> list[d
     ]
 
 
-def _more_rewards(record: Mapping[str, Any], segment: _Segment) -> dict[str, Any]:
+def _more_rewards(record: Mapping[str, Any], segment: _Segment, *, is_main: bool) -> dict[str, Any]:
     facts = reward_facts(record)
     facts.pop("reward", None)
-    if by_turn := facts.get(BY_TURN):
+    if not is_main:
+        facts.pop(BY_TURN, None)  # they are of the turns of the record
+    elif by_turn := facts.get(BY_TURN):
         own = [turn["turn"] for turn in own_turns(record)]
         places = [own.index(turn["turn"]) for turn in segment.turns]
         # A check after an agent does not know the number of its turns.

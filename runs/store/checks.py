@@ -49,6 +49,8 @@ def judgement_of(record: Mapping[str, Any], name: str | None = None) -> Judgemen
     conversation that reached a limit before its answer was compared has neither.
     """
     if name is None and not record.get("scores"):
+        if not record.get("check") and not (record.get("options") or {}).get("check_expected"):
+            return _UNCHECKED
         return _checked(record)
     named = rewards_of(record).named
     if name is not None:

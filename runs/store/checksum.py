@@ -45,6 +45,12 @@ def without_checksum(line: bytes) -> bytes:
     return line[:end] + b"}\n" if line.startswith(_MEMBER, end) else line
 
 
+def is_sealed(line: bytes) -> bool:
+    """Whether a line has a checksum that matches: it is as it was written."""
+    end = _end_of(line)
+    return line.startswith(_MEMBER, end - _TAIL) and _matches(line, end)
+
+
 def read_object(line: bytes, loads: Callable[[bytes], Any] = exact_json.loads) -> dict[str, Any]:
     """The JSON object of a line, parsed by `loads`, without its checksum.
 
@@ -52,10 +58,9 @@ def read_object(line: bytes, loads: Callable[[bytes], Any] = exact_json.loads) -
     """
     end = _end_of(line)
     tail = end - _TAIL
-    is_sealed = line.startswith(_MEMBER, tail)
-    if is_sealed:
-        written = line[end - len(_CLOSE) - _DIGITS : end - len(_CLOSE)]
-        if b"%08x" % crc32(memoryview(line)[:tail]) != written:
+    has_checksum = line.startswith(_MEMBER, tail)
+    if has_checksum:
+        if not _matches(line, end):
             raise DamagedLine(_CHANGED)
     elif sum(map(eq, line[max(tail, 0) :], _MEMBER)) >= _NEARLY:
         raise DamagedLine(_CHANGED)
@@ -67,7 +72,7 @@ def read_object(line: bytes, loads: Callable[[bytes], Any] = exact_json.loads) -
     if not isinstance(found, dict):
         msg = "not a JSON object"
         raise DamagedLine(msg)
-    if found.pop(_KEY, None) is not None and not is_sealed:
+    if found.pop(_KEY, None) is not None and not has_checksum:
         raise DamagedLine(_CHANGED)
     content: dict[str, Any] = found
     return content
@@ -80,6 +85,11 @@ def is_whole(line: bytes) -> bool:
     except DamagedLine:
         return False
     return True
+
+
+def _matches(line: bytes, end: int) -> bool:
+    written = line[end - len(_CLOSE) - _DIGITS : end - len(_CLOSE)]
+    return b"%08x" % crc32(memoryview(line)[: end - _TAIL]) == written
 
 
 def _end_of(line: bytes) -> int:

@@ -55,33 +55,17 @@ class SharedTools:
 
     def loads(self, line: bytes) -> Any:
         """What `exact_json.loads` gives."""
-        if (record := self._with_known_tools(line, exact_json.loads)) is not None:
+        if (record := self._with_known_tools(line)) is not None:
             return record
         record = exact_json.loads(line)
         if isinstance(record, dict) and isinstance(record.get("tools"), list):
             record["tools"] = self._shared(record["tools"])
         return record
 
-    def loads_quickly(self, line: bytes) -> Any:
-        """The same, but integers beyond 64 bits may be floats; see `with_exact_numbers`.
-
-        Those of the tools are exact.
-        """
-        try:
-            return self._with_known_tools(line, orjson.loads) or self.loads(line)
-        except orjson.JSONDecodeError:  # some of these integers
-            return self.loads(line)
-
-    def with_exact_numbers(self, stored: Stored) -> Stored:
-        """What `loads` would have given; the same object if that is what it holds."""
-        if not exact_json.has_long_digits(stored.line):
-            return stored
-        return Stored(read_object(stored.line, self.loads), stored.line)
-
-    def _with_known_tools(self, line: bytes, loads: Callable[[bytes], Any]) -> Any:
+    def _with_known_tools(self, line: bytes) -> Any:
         begin, end = line.rfind(_TOOLS) + len(_TOOLS), line.rfind(_AFTER_TOOLS)
         if (tools := self._known.get(line[begin:end])) is not None:
-            record = loads(b"".join((line[:begin], _CUT_JSON, line[end:])))
+            record = exact_json.loads(b"".join((line[:begin], _CUT_JSON, line[end:])))
             if record.get("tools") == _CUT:  # else another part of the record was cut out
                 record["tools"] = tools
                 return record

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -269,7 +270,9 @@ def test_rows_together_hold_every_own_turn_once_and_whole(steps: list[tuple[str,
     whole = row_of(conversation, Style())["messages"]
     own = [entry for entry in conversation.entries if isinstance(entry, Turn)]
     cuts = list(cut_by_turn(conversation, Style()))
-    assert [cut.entries[-1] for cut in cuts] == [turn._replace(results=()) for turn in own]
+    assert [cut.entries[-1] for cut in cuts] == [
+        msgspec.structs.replace(turn, results=()) for turn in own
+    ]
     for cut in cuts:
         row = row_of(cut, Style())["messages"]
         before = whole[: len(row)]

@@ -156,6 +156,61 @@ def test_the_manifest_counts_splits_and_turns_without_ids(tmp_path: Path) -> Non
     assert (part["split"], part["turns_without_ids"]) == (1, 1)
 
 
+def with_subagents(**changes: Any) -> JSON:
+    """A record with two subagents, one of which has one, a stage, and one of another model."""
+
+    def inner(name: str, key: str, *tokens: Any, **more: Any) -> JSON:
+        return {**played(*tokens), "name": name, "key": key, **more}
+
+    nested = inner("reader", "n1", ([70], [71]))
+    first = inner("searcher", "c1", ([50, 51], [52]), ([50, 51, 52, 53], [54]), inner=[nested])
+    second = inner("searcher", "c2", ([60], [61]), ([60, 99], [62]))
+    other = inner("reader", "c3", ([80], [81]))
+    other["turns"][0]["model"] = "another"
+    stages = [
+        inner(name, f"{name}#1", ([90], [91]))
+        for name in ("preparation", "summary", "simulated_user")
+    ]
+    record = played(FIRST, SECOND, **changes)
+    return {**record, "inner": [*stages, first, second, other, inner("reader", "c4", None)]}
+
+
+def test_conversations_of_subagents_are_trajectories_of_their_own() -> None:
+    score = {"source": "m:f", "version": "1", "error": None, "rewards": {"style": 0.25}}
+    check = {"passed": True, "reward": 0.75}
+    record = with_subagents(check=check, scores=[{**score, "turn_rewards": {"format": [0.0, 1.0]}}])
+    assert [row.keys() & {"thread", "thread_id"} for row in rows_of(record)] == [set()]
+    found = rows_of(record, subagents=True)
+    threads = [(row["thread"], row["thread_id"], row["segment"], row["segments"]) for row in found]
+    assert threads == [
+        ("main", None, 0, 1),
+        ("searcher", "c1", 0, 1),
+        ("reader", "n1", 0, 1),
+        ("searcher", "c2", 0, 2),
+        ("searcher", "c2", 1, 2),
+    ]
+    for key in ("id", "group_id", "sample", "status", "reward", "rewards"):
+        assert len({str(row[key]) for row in found}) == 1
+    assert found[1]["prompt_ids"] == [50, 51]
+    assert (found[1]["response_ids"], found[1]["loss_mask"]) == ([52, 53, 54], [1, 0, 1])
+    assert (found[1]["turns"], found[4]["turns"]) == ([1, 2], [2])
+    by_turn = [row.get("turn_rewards") for row in found]
+    assert by_turn == [{"format": [0.0, 1.0]}, None, None, None, None], "those are of main turns"
+
+
+def test_rows_of_subagents_are_asked_for_and_counted(tmp_path: Path) -> None:
+    source = make_run(tmp_path, with_subagents(), played(FIRST))
+    (part,) = exported(source, formats="rl")[1]["formats"]
+    assert (part["rows"], part["used"], part["split"]) == (2, 2, 0)
+    assert "subagents_left_out" not in part
+    _, manifest = exported(source, formats="rl", subagents=True)
+    (part,) = manifest["formats"]
+    assert (part["rows"], part["used"], part["split"]) == (6, 2, 1)
+    assert part["subagents_left_out"] == 2
+    with pytest.raises(ValueError, match="subagents: only rl has rows"):
+        exported(source, formats="openai", subagents=True)
+
+
 def test_damaged_tokens_are_a_reason(tmp_path: Path) -> None:
     record = played(FIRST)
     record["turns"][0]["tokens"]["shared"] = 7

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from export.conversation.ordinary import read_ordinary
+from export.conversation.ordinary import parse_ordinary, read_ordinary
 from export.conversation.reading import read_conversation
+from export.conversation.turns import Conversation
+from export.dataset.build import Source
 from export.filters.duplicates import said_in
-from runs.store.records import RecordFile
+from runs.store.checksum import with_checksum
+from runs.store.records import RecordFile, UnreadableRecord
 from tests.export.test_hermes import TEMP, assistant, call, record_of, result, user
-from tests.exporting import make_run, rows
+from tests.exporting import make_run, rejects, rows
 
 Record = dict[str, Any]
 
@@ -26,6 +30,13 @@ TEXTS = (
 ARGUMENTS = (
     *("{}", "", '{"a":1}', '{"a": "x", "b": null}', '{"a":1e3}', '{"n":12345678901234567890}'),
     *("[1]", "{", '{"a":1,"a":2}', '{"a":{"b":[1,2]}}'),
+)
+SIGNED = ({}, {"extra_content": {"google": {"thought_signature": "s"}}}, {"extra_content": None})
+HIDDEN = (
+    {},
+    {"provider_blocks": None},
+    {"provider_blocks": {"blocks": [{"type": "redacted_thinking", "data": "d"}]}},
+    {"provider_blocks": {"blocks": [{"type": "reasoning", "encrypted_content": "e"}]}},
 )
 
 
@@ -87,6 +98,14 @@ UNUSUAL: dict[str, Callable[[Record], object]] = {
     "content of the system": change(0, content=[]),
     "content of a turn": change(2, content=[]),
     "content of a result": change(3, content=None),
+    "results that were shortened": lambda record: record.update(options={"observation_chars": 9}),
+    "views that were shortened": lambda record: record.update(view_compacted=True),
+    "a number as a text": lambda record: record.update(model=1),
+    "a fraction as a count": lambda record: record.update(sample=1.5),
+    "a text as a time": lambda record: record["turns"][0].update(started_at="1.5"),
+    "a number as arguments": change(2, tool_calls=[call(id="c0") | {"function": {"name": 1}}]),
+    "no model": lambda record: record.pop("model"),
+    "no tools": lambda record: record.pop("tools"),
     "calls at the end": change(-1, tool_calls=[call()]),
     "the same id twice": change(2, tool_calls=[call(id="c0"), call(id="c0")]),
     "a result as a question": change(1, role="tool", tool_call_id="c9"),
@@ -94,20 +113,29 @@ UNUSUAL: dict[str, Callable[[Record], object]] = {
 }
 
 
+def read(record: Record) -> Conversation | None:
+    """The ordinary conversation of a record as it is stored."""
+    parts = parse_ordinary(json.dumps(record).encode())
+    return None if parts is None else read_ordinary(parts)
+
+
 def check(record: Record) -> bool:
     """Both readers agree; returns whether the record is ordinary."""
-    quick = read_ordinary(record)
+    quick = read(record)
     if quick is None:
         return False
+    general = read_conversation(record)
     assert quick.said == said_in(record)
-    assert quick._replace(said=None) == read_conversation(record)
+    assert quick.num_turns == general.num_turns
+    assert quick.own.counts == general.own.counts
+    assert replace(quick, said=None, record=record, own=general.own) == general
     return True
 
 
 def test_an_ordinary_conversation_is_read_alike() -> None:
     assert check(ordinary())
     assert check(ordinary(turns=0))
-    quiet = ordinary(resumes=[], check={"passed": True}, options={"observation_chars": 9})
+    quiet = ordinary(resumes=[], check={"passed": True}, options={"memory": True})
     quiet["messages"][0]["content"] = " "
     quiet["messages"][2] |= {"content": None, "reasoning": ""}
     quiet["turns"][0]["usage"] = {"reasoning_tokens": 5}
@@ -118,7 +146,7 @@ def test_an_ordinary_conversation_is_read_alike() -> None:
 def test_any_other_is_left_to_the_general_reader(what: str) -> None:
     record = ordinary()
     UNUSUAL[what](record)
-    assert read_ordinary(record) is None
+    assert read(record) is None
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -131,6 +159,17 @@ def test_both_readers_agree_on_any_text(seed: int) -> None:
             message[draw.choice(("content", "reasoning"))] = draw.choice(TEXTS)
             for asked in message.get("tool_calls", ()):
                 asked["function"]["arguments"] = draw.choice(ARGUMENTS)
+                asked |= draw.choice(SIGNED)
+            if message["role"] == "assistant":
+                message |= draw.choice(HIDDEN)
+            elif message["role"] == "tool":
+                message["details"] = draw.choice(({}, None, {"failure": "timeout"}, {"failure": 1}))
+        for turn in record["turns"]:
+            turn["usage"] = draw.choice((None, {}, {"reasoning_tokens": draw.choice((None, 0, 5))}))
+            turn |= draw.choice(
+                ({}, {"tokens": None}, {"tokens": {"prompt": "", "completion": ""}})
+            )
+            turn["started_at"] = draw.random()
         if draw.random() < 0.2 and len(record["messages"]) > 9:
             UNUSUAL[draw.choice(list(UNUSUAL))](record)
         found.add(check(record))
@@ -138,15 +177,36 @@ def test_both_readers_agree_on_any_text(seed: int) -> None:
 
 
 def test_rows_keep_integers_of_any_size(tmp_path: Path) -> None:
-    """Ordinary records are parsed without a search for such integers."""
     long = 10**20 + 1
     columns = [{"n": long, "share": 0.5}, {"n": 1, "share": 0.5}]
     offered = [{**TEMP, "function": {**TEMP["function"], "parameters": {"maximum": long}}}]
     records = ordinary(), ordinary(seed=long), ordinary(tools=offered)
-    source = make_run(tmp_path, *records, prompts=columns)
-    RecordFile(source.run_dir, tmp_path / "quarantine").close()
+    source = sealed(make_run(tmp_path, *records, prompts=columns))
     found = rows(source, "hermes")
     metadata = [json.loads(row["metadata"]) for row in found]
     assert [of_row["columns"].get("n") for of_row in metadata] == [long, 1, None]
     assert metadata[1]["seed"] == long
     assert json.loads(found[2]["tools"]) == offered
+
+
+def test_damage_in_a_part_that_no_row_shows_is_found_without_a_checksum(tmp_path: Path) -> None:
+    source = make_run(tmp_path, ordinary(endpoint="http://127.0.0.1/v1"), ordinary())
+    RecordFile(source.run_dir, tmp_path / "quarantine").close()
+    records = source.run_dir / "records.jsonl"
+    records.write_bytes(records.read_bytes().replace(b"127.0.0.1", b"127.0.0.\xff"))
+    with pytest.raises(UnreadableRecord, match="not JSON"):
+        rows(source, "hermes")
+
+
+def test_equal_conversations_are_found_among_ordinary_records(tmp_path: Path) -> None:
+    """Their parts are read again in full to compare them."""
+    source = sealed(make_run(tmp_path, ordinary(), ordinary(1), ordinary()))
+    assert rejects(source, formats="hermes", filters={}) == {"t2": "exact_duplicates"}
+
+
+def sealed(source: Source) -> Source:
+    """The same run; its records have checksums, as real ones do."""
+    path = source.run_dir / "records.jsonl"
+    path.write_bytes(b"".join(map(with_checksum, path.read_bytes().splitlines())))
+    RecordFile(source.run_dir, source.run_dir / "quarantine").close()
+    return source

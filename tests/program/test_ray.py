@@ -285,9 +285,10 @@ def test_a_key_that_a_node_lacks(tmp_path: Path, cluster: TwoNodes) -> None:
 
 def test_no_cluster_at_the_address(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    done = run(tmp_path, **SCRIPTED, executor="ray", ray_address=address)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody listens, and nobody else gets the port
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        done = run(tmp_path, **SCRIPTED, executor="ray", ray_address=address)
     assert done.returncode == 2, done.stderr
     assert f"ray_address: {address}: cannot join" in done.stderr
 

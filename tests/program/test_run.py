@@ -416,9 +416,9 @@ def test_failed_attempts_are_reported_retried_and_finally_given_up(
     write_prompts(tmp_path / "p.jsonl", 1)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         assert run(tmp_path, **options(endpoint)).returncode == 0, "the endpoint has answered once"
-        port = endpoint.port
-    write_prompts(tmp_path / "p.jsonl", 4)
-    with FakeEndpoint(turns=1, latency_s=0.0, port=port, faults={"http500": 1.0}) as endpoint:
+        write_prompts(tmp_path / "p.jsonl", 4)
+        endpoint.change(faults={"http500": 1.0})
+        endpoint.reset()
         given = options(endpoint, call_attempts=1, max_attempts=2)
         for start in (1, 2):
             done = run(tmp_path, **given)
@@ -429,7 +429,7 @@ def test_failed_attempts_are_reported_retried_and_finally_given_up(
         assert run(tmp_path, **given).returncode == 1
         assert endpoint.journal()["requests"] == 6, "what is given up is not asked for again"
         assert_sums_agree(tmp_path)
-    with FakeEndpoint(turns=1, latency_s=0.0, port=port) as endpoint:
+        endpoint.change(faults={})
         assert run(tmp_path, **options(endpoint, max_attempts=3)).returncode == 0
     assert summary(tmp_path)["done"] == 4
     assert_sums_agree(tmp_path)
@@ -470,12 +470,8 @@ def test_passing_failures_fail_their_tasks_once_the_endpoint_has_answered(tmp_pa
     write_prompts(tmp_path / "p.jsonl", 10)
     with FakeEndpoint(turns=2, latency_s=0.0, **WRITE_A_NOTE) as endpoint:
         assert run(tmp_path, **options(endpoint)).returncode == 0
-    write_prompts(tmp_path / "p.jsonl", 40)
-    # The same port, or it would be another endpoint, which has not answered yet.
-    faults = {"disconnect": 0.2}
-    with FakeEndpoint(
-        turns=2, latency_s=0.0, port=endpoint.port, faults=faults, **WRITE_A_NOTE
-    ) as endpoint:
+        write_prompts(tmp_path / "p.jsonl", 40)
+        endpoint.change(faults={"disconnect": 0.2})
         done = run(tmp_path, **options(endpoint, call_attempts=1))
     assert done.returncode == 1
     assert 0 < summary(tmp_path)["failed"] < 30

@@ -195,3 +195,27 @@ def test_a_branch_trains_on_its_own_turns(tmp_path: Path, whole: list[dict[str, 
         )
         assert row["response_ids"] == parent["response_ids"][-own:]
         assert row["loss_mask"] == parent["loss_mask"][-own:]
+
+
+def test_subagents_have_rows_of_what_they_sampled(tmp_path: Path) -> None:
+    """The caller calls one in each turn but its last; each has two turns of its own."""
+    (tmp_path / "c.yaml").write_text(
+        "subagents: [{name: helper, description: Helps., max_turns: 2}]\n"
+    )
+    plays = {**PLAYS, "tool": "helper", "arguments": '{"task": "Part {turn}."}'}
+    with FakeEndpoint(tokens="vllm", **plays) as endpoint:
+        run_for_tokens(tmp_path, endpoint, config="c.yaml")
+    assert len(rl_rows(tmp_path)) == 2
+    done = run(tmp_path, "export", "r", "--subagents", format="rl")
+    assert done.returncode == 0, done.stderr
+    found = lines(tmp_path / "trajectories/r/exports/dataset/rl/train.jsonl")
+    for record in records(tmp_path):
+        rows = [row for row in found if row["id"] == record["id"]]
+        assert [row["thread"] for row in rows] == ["main", "helper", "helper"]
+        assert [row["thread_id"] for row in rows[1:]] == [one["key"] for one in record["inner"]]
+        assert [row["turns"] for row in rows] == [[1, 2, 3], [1, 2], [1, 2]]
+        for row, one in zip(rows[1:], record["inner"], strict=True):
+            (first, _) = token_turns(one["turns"])
+            assert row["prompt_ids"] == first.prompt
+            assert row["response_ids"][: len(first.completion)] == first.completion
+    assert run(tmp_path, "export", "r", "--check").returncode == 0

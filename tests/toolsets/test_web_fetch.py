@@ -397,9 +397,9 @@ def test_a_page_that_never_ends_is_given_up(web: Site) -> None:
 def test_failures_have_a_readable_message(web: Site) -> None:
     settings = WebSettings(allow=("127.0.0.1",))
     assert fetch(settings, web.url("/none")).content.endswith("/none: HTTP 404 Not Found")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        closed = taken.getsockname()[1]
-    result = fetch(settings, f"http://127.0.0.1:{closed}/")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody listens, and nobody else gets the port
+        result = fetch(settings, f"http://127.0.0.1:{silent.getsockname()[1]}/")
     assert result.content.endswith("cannot connect to its host")
     with pytest.raises(ToolError, match="its host has no known address"):
         asyncio.run(download("http://no.test/", settings, resolver=Turning()))

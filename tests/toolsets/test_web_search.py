@@ -162,10 +162,10 @@ def test_a_blank_query_is_refused() -> None:
 
 @pytest.mark.skipif(web_problem() is not None, reason=str(web_problem()))
 def test_ddgs_without_a_network_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        closed = taken.getsockname()[1]
-    monkeypatch.setenv("DDGS_PROXY", f"http://127.0.0.1:{closed}")
-    result = search(None)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody listens, and nobody else gets the port
+        monkeypatch.setenv("DDGS_PROXY", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        result = search(None)
     assert result.is_error
     assert "search provider ddgs got no answer from any search engine" in result.content
     assert result.content.endswith("see that this machine is online")
