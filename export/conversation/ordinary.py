@@ -174,7 +174,7 @@ def _hides_reasoning(message: _Message, turn: _Turn) -> bool:
         for call in message.tool_calls or ()
     ]
     blocks = orjson.loads(bytes(message.provider_blocks))
-    usage = turn.usage and {"reasoning_tokens": turn.usage.reasoning_tokens}
+    usage = None if turn.usage is None else {"reasoning_tokens": turn.usage.reasoning_tokens}
     return hides_reasoning({"provider_blocks": blocks, "tool_calls": calls}, usage)
 
 

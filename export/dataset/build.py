@@ -248,7 +248,7 @@ class _Making:
                 conversation = _read(stored, self._tolerances)
             except Rejected as rejected:
                 raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
-        said = conversation and conversation.said
+        said = None if conversation is None else conversation.said
         if self._recipe.filters.exact_duplicates and not self._is_new(number, record, said):
             raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
         if self._near is None or self._filters.only_compared(record) is not None:

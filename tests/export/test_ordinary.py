@@ -31,8 +31,12 @@ ARGUMENTS = (
     *("{}", "", '{"a":1}', '{"a": "x", "b": null}', '{"a":1e3}', '{"n":12345678901234567890}'),
     *("[1]", "{", '{"a":1,"a":2}', '{"a":{"b":[1,2]}}'),
 )
-SIGNED = ({}, {"extra_content": {"google": {"thought_signature": "s"}}}, {"extra_content": None})
-HIDDEN = (
+SIGNED: tuple[Record, ...] = (
+    {},
+    {"extra_content": {"google": {"thought_signature": "s"}}},
+    {"extra_content": None},
+)
+HIDDEN: tuple[Record, ...] = (
     {},
     {"provider_blocks": None},
     {"provider_blocks": {"blocks": [{"type": "redacted_thinking", "data": "d"}]}},
