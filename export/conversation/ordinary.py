@@ -119,8 +119,8 @@ def parse_ordinary(line: bytes) -> dict[str, Any] | None:
     try:
         record: Any = _parse(line)
         record["tools"] = _shared_tools(bytes(record["tools"]))
-    except (ValueError, KeyError, RecursionError):  # the general reader describes what is wrong
-        return None
+    except (msgspec.MsgspecError, ValueError, KeyError, RecursionError):
+        return None  # the general reader describes what is wrong
     parts: dict[str, Any] = record
     return parts
 
