@@ -8,7 +8,7 @@ from typing import Any
 
 from agent.messages import USER_TURN, Message, failure_of
 from agent.reasoning import split_inline_reasoning
-from export.conversation.own_work import Own, own_of
+from export.conversation.own_work import Own, own_of, tool_stats
 from runs.store.checks import judgement_of, rewards_of
 from runs.store.index import own_work
 from runs.store.rewards import MAIN
@@ -111,7 +111,7 @@ def _by_name(record: Mapping[str, Any]) -> dict[str, float] | None:
 def _tools(record: Mapping[str, Any], own: Own) -> dict[str, tuple[int, int]]:
     offered = {tool["function"]["name"] for tool in record["tools"]}
     found: dict[str, tuple[int, int]] = {}
-    for stats in own.counts.tools:
+    for stats in tool_stats(own.messages):
         name = stats["tool"] if stats["tool"] in offered else NOT_OFFERED
         calls, failed = found.get(name, (0, 0))
         found[name] = (calls + stats["count"], failed + stats["failure"])

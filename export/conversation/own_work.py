@@ -45,28 +45,41 @@ class Own(msgspec.Struct, frozen=True, gc=False):
     """Index of its first message among those of the record."""
     messages: Sequence[Any]
     """That message and all later ones."""
-    counts: Counts
+    known: Counts | None = None
+    """The counts, if they were made while the record was read."""
+
+    @property
+    def counts(self) -> Counts:
+        """Counts for statistics. What only reads the conversation must not need its times."""
+        return _counts_of(self) if self.known is None else self.known
 
 
 def own_of(record: Mapping[str, Any]) -> Own:
     """What this run's model did in a record."""
     turns = own_turns(record)
     start = first_reply(record["messages"], turns=len(turns))
-    messages = record["messages"][start:]
-    replies = [message for message in messages if message["role"] == "assistant"]
-    failed = [m for m in messages if m["role"] == "tool" and m.get("is_error")]
+    return Own(turns, start, record["messages"][start:])
+
+
+def _counts_of(own: Own) -> Counts:
+    turns, replies = own.turns, replies_of(own)
+    failed = [m for m in own.messages if m["role"] == "tool" and m.get("is_error")]
     reasoned = sum(map(has_reasoning, replies))
-    counts = Counts(
-        tool_stats(messages),
+    return Counts(
+        tool_stats(own.messages),
         len(replies),
         reasoned,
-        _hidden_reasoning(replies, turns) if reasoned < len(replies) else 0,
+        hidden_reasoning(own) if reasoned < len(replies) else 0,
         [kind_of_failure(message.get("details")) for message in failed],
         sum(map(has_ids, turns)),
         min([turn["started_at"] for turn in turns], default=None),
         max([turn["started_at"] + turn["duration_s"] for turn in turns], default=None),
     )
-    return Own(turns, start, messages, counts)
+
+
+def replies_of(own: Own) -> list[Mapping[str, Any]]:
+    """The messages of this run's model."""
+    return [message for message in own.messages if message["role"] == "assistant"]
 
 
 def first_reply(messages: Sequence[Mapping[str, Any]], *, turns: int) -> int:
@@ -118,10 +131,9 @@ def kind_of_failure(details: Mapping[str, Any] | None) -> str:
     return kind if isinstance(kind, str) else _UNNAMED_FAILURE
 
 
-def _hidden_reasoning(
-    replies: Iterable[Mapping[str, Any]], turns: Iterable[Mapping[str, Any]]
-) -> int:
+def hidden_reasoning(own: Own) -> int:
+    """The number of replies with hidden reasoning."""
     return sum(
         not has_reasoning(message) and hides_reasoning(message, turn.get("usage"))
-        for message, turn in zip(replies, turns, strict=False)
+        for message, turn in zip(replies_of(own), own.turns, strict=False)
     )

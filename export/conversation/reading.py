@@ -62,7 +62,8 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
         assert isinstance(last, Turn)  # it holds the answer
         entries = [*entries[:-1], msgspec.structs.replace(last, replies=last.replies - 1)]
     entries = with_hidden_reasoning(entries, record["messages"], record["turns"])
-    stats = own.counts.tools if completion != "final_answer" else tool_stats(messages[own.start :])
+    said = messages[own.start :] if completion == "final_answer" else own.messages
+    stats = tool_stats(said)
     # Notes on a parent's turns are in the parent's row.
     noted = record["messages"]
     if len(own.turns) < len(record["turns"]):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from export.conversation.ending import answer_of
-from export.conversation.own_work import has_reasoning, own_of
+from export.conversation.own_work import has_reasoning, hidden_reasoning, own_of
 from export.conversation.rewards import judged, reward_of
 from export.conversation.texts import texts_of
 from export.conversation.tools import names_of, tools_of
@@ -181,7 +181,7 @@ def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
         share = sum(map(has_reasoning, said)) / len(said) if said else 0.0
         if share < filters.min_reasoning:
             yield Rejection("min_reasoning", f"{share:.2f} of the turns hold reasoning")
-    if filters.hidden_reasoning == "reject" and (hidden := own.counts.hidden):
+    if filters.hidden_reasoning == "reject" and (hidden := hidden_reasoning(own)):
         yield Rejection("hidden_reasoning", f"the reasoning of {hidden} turns is hidden")
     results = [message for message in replies if message["role"] == "tool"]
     errors = sum(bool(message.get("is_error")) for message in results)

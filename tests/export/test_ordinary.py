@@ -193,6 +193,14 @@ def test_rows_keep_integers_of_any_size(tmp_path: Path) -> None:
     assert json.loads(found[2]["tools"]) == offered
 
 
+def test_a_conversation_is_read_without_its_times() -> None:
+    record = ordinary()
+    for turn in record["turns"]:
+        del turn["started_at"]
+    assert read(record) is None
+    assert read_conversation(record).num_tool_calls == 4
+
+
 def test_damage_in_a_part_that_no_row_shows_is_found_without_a_checksum(tmp_path: Path) -> None:
     source = make_run(tmp_path, ordinary(endpoint="http://127.0.0.1/v1"), ordinary())
     RecordFile(source.run_dir, tmp_path / "quarantine").close()
