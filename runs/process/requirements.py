@@ -19,6 +19,7 @@ PACKAGES = (
     "httpx2",
     "huggingface_hub",
     "openai",
+    "msgspec",
     "orjson",
     "pydantic",
     "pyarrow",
