@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from toolsets.context import ToolContext
 from toolsets.errors import ToolError
-from toolsets.workspace.workspace import MissingPath
+from toolsets.workspace.workspace import PathError
 
 _MAX_FILE_BYTES = 32 << 20
 
@@ -42,7 +42,7 @@ def answer(context: ToolContext, request: dict[str, Any]) -> dict[str, Any]:
             case "listing":
                 return {"names": [entry.path for entry in files.listing(path)]}
         return {"names": [entry.path for entry in files.walk(path)]}
-    except MissingPath as error:
-        return {"missing": str(error)}
+    except PathError as error:
+        return {"missing" if error.is_missing else "error": str(error)}
     except ToolError as error:
         return {"error": str(error)}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import orjson
 import pytest
 
 from api.stored_run import StoredRun
@@ -307,16 +308,22 @@ def test_checks_and_rewards_are_shown_and_can_be_filtered(
         assert "passed, reward 1" in (page.locator("#reader dl").first.text_content() or "")
 
 
-def test_groups_and_rewards_by_name_are_shown(context: BrowserContext, tmp_path: Path) -> None:
-    """In tiles, and in the facts of a conversation."""
+def test_groups_rewards_by_name_and_judges_are_shown(
+    context: BrowserContext, tmp_path: Path
+) -> None:
+    """In tiles, rewards also in the facts of a conversation."""
     row = {"id": "p", "prompt": "x", "script": [{"content": "Yes."}]}
     row["check"] = 'echo \'{"reward": 1, "style": 0.25}\''
     write_rows(tmp_path / "p.jsonl", row)
     done = run(tmp_path, "--row_setup", **{**SCRIPTED, "sandbox": "local", "num_samples": 2})
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "trajectories" / "r"
+    paid = [{"key": "k", "reply": "yes", "cost_usd": cost, "at": 1} for cost in (2.5, None)]
+    content = b"".join(orjson.dumps(line) + b"\n" for line in paid)
+    (run_dir / "verdicts.jsonl").write_bytes(content)
     with opened(context, write_report(StoredRun(run_dir), run_dir / "report.html").path) as page:
         tiles = page.locator("#tiles div").all_text_contents()
+        assert "Judges$2.50for scores and verdicts, unknown for 1" in tiles, tiles
         assert "Mean style0.252 in all, std 0; within 1 prompt 0, 1 all equal" in tiles
         assert "pass@2100%pass@1 100%" in tiles
         page.locator("#rows tr:not(.gap) a").first.click()

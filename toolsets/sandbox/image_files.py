@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from toolsets.errors import HOST_ERRNOS, HostError, describe
 from toolsets.sandbox.base import Sandbox, SandboxError
 from toolsets.sandbox.channel import Reply
-from toolsets.workspace.workspace import FileEntry, MissingPath, PathError, Workspace, check_path
+from toolsets.workspace.workspace import FileEntry, PathError, Workspace, check_path
 
 _PART_BYTES = 512 << 10
 _PROBE_BYTES = 64 << 10
@@ -169,7 +169,7 @@ class ImageFiles:
         if number in HOST_ERRNOS and (failed := self._disk_failure()) is not None:
             return HostError(f"workspace: {describe(failed)}")
         if number == errno.ENOENT:
-            return MissingPath(f"path {path!r} does not exist")
+            return PathError(f"path {path!r} does not exist", is_missing=True)
         if number in (errno.ENOTDIR, errno.ELOOP, errno.EEXIST):
             return PathError(f"path {path!r} is not a directory, or passes through a file")
         if number == errno.EISDIR:

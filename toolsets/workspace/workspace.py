@@ -39,9 +39,10 @@ TEMPORARY = ".tmp-"
 class PathError(ToolError):
     """A path that cannot be used in the workspace."""
 
-
-class MissingPath(PathError):
-    """A path inside an image does not exist."""
+    def __init__(self, message: str, *, is_missing: bool = False) -> None:
+        """`is_missing`: there is nothing at a path inside an image."""
+        super().__init__(message)
+        self.is_missing = is_missing
 
 
 @dataclass(frozen=True, slots=True)
