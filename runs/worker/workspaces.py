@@ -113,13 +113,20 @@ class Workspaces:
         return context, kept
 
     async def for_agent(
-        self, context: ToolContext, row: RowTask, limits: Limits, extras: Extras
+        self,
+        context: ToolContext,
+        row: RowTask,
+        extras: Extras,
+        *,
+        timeout_s: float,
+        output_bytes: int,
     ) -> tuple[Sandbox, str | None]:
         """A sandbox for an agent that is a command, and its HOME where an image decides that.
 
         No other sandbox of the conversation may run. Raises `SetupFailed`.
         """
         root = context.workspace.root
+        limits = replace(self._limits(row), timeout_s=timeout_s, output_bytes=output_bytes)
         if self._in_images is None:
             sandbox = make_sandbox(
                 self._setup.config.sandbox, Workspace(root), limits, extras=extras

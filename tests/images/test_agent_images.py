@@ -103,6 +103,19 @@ def test_an_image_needs_no_python_for_an_agent(
 
 
 @pytest.mark.slow
+def test_the_limits_of_a_row_are_those_of_its_agent(
+    images: Path, tmp_path: Path, endpoint: AgentEndpoint
+) -> None:
+    write_rows(tmp_path / "p.jsonl", work("p", "python:1", limits={"memory_mb": 200}))
+    script = "python3 -c 'import time; x = bytearray(500 << 20); time.sleep(20)'"
+    given = in_image(images, endpoint, command=["sh", "-c", script, "{prompt}"], version=[])
+    run(tmp_path, **given, max_attempts=1)
+    error = records(tmp_path)["p"]["error"]
+    assert error["class"] == "agent_failed"
+    assert "used more memory than its limit of 200 MB" in error["message"]
+
+
+@pytest.mark.slow
 def test_an_agent_that_the_image_lacks_fails_before_any_call(
     images: Path, tmp_path: Path, endpoint: AgentEndpoint
 ) -> None:

@@ -44,7 +44,7 @@ from runs.worker.durable_calls import Stops
 from runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
 from toolsets.installed import NotInstalled
-from toolsets.sandbox.base import ExecResult, Limits, SandboxError
+from toolsets.sandbox.base import ExecResult, SandboxError
 from toolsets.sandbox.programs import forwarding
 from toolsets.text import clip
 from toolsets.workspace.removal import remove_tree
@@ -151,18 +151,9 @@ class AgentRunner:
     ) -> tuple[ExecResult, CommandAgent]:
         config, workspace, agent = self._config, task.context.workspace, task.agent
         installed = program_of(agent, config)
-        root, network = workspace.root, self._spaces.has_network(task.row)
-        limits = Limits(
-            timeout_s=task.row.spec.options.max_conversation_s or _NO_LIMIT_S,
-            memory_mb=config.command_memory_mb,
-            processes=config.max_processes,
-            workspace_mb=config.workspace_mb,
-            network=network,
-            output_bytes=_OUTPUT_BYTES,
-        )
-        async with _home_beside(root) as beside:
+        async with _home_beside(workspace.root) as beside:
             is_isolated = config.sandbox == "bwrap"
-            is_alone = is_isolated and not network
+            is_alone = is_isolated and not self._spaces.has_network(task.row)
             socket = beside / _SOCKET if is_alone else None
             url, key = f"http://127.0.0.1:{_PORT}", "placeholder"
             if socket is not None:
@@ -175,7 +166,13 @@ class AgentRunner:
             extras = extras_of(installed, socket, in_image=config.is_inside)
             sandbox = None
             try:
-                sandbox, home = await self._spaces.for_agent(task.context, task.row, limits, extras)
+                sandbox, home = await self._spaces.for_agent(
+                    task.context,
+                    task.row,
+                    extras,
+                    timeout_s=task.row.spec.options.max_conversation_s or _NO_LIMIT_S,
+                    output_bytes=_OUTPUT_BYTES,
+                )
                 if config.is_inside and agent.version_command:
                     asked = await sandbox.exec(agent.version_command, timeout_s=VERSION_TIMEOUT_S)
                     agent = agent.with_found(printed_version(agent, asked))
