@@ -321,6 +321,18 @@ def test_a_home_directory_that_takes_no_token(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+def test_a_run_in_the_directory_that_ray_made_for_a_job_is_refused(tmp_path: Path) -> None:
+    """`ray job submit --working-dir` runs the driver there; Ray deletes it some day."""
+    made = tmp_path / "working_dir_files" / "_ray_pkg_0123456789abcdef"
+    made.mkdir(parents=True)
+    write_rows(made / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
+    done = run(made, **SCRIPTED)
+    assert done.returncode == 2, done.stderr
+    assert "output_dir: trajectories" in done.stderr
+    assert not (made / "trajectories").exists()
+    assert run(made, **SCRIPTED, output_dir=tmp_path / "runs").returncode == 0
+
+
 def test_other_code_on_a_node(tmp_path: Path, cluster: TwoNodes) -> None:
     for room in ("agent", "runs", "toolsets"):
         shutil.copytree(ROOT / room, tmp_path / "other" / room)
