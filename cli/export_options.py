@@ -80,7 +80,7 @@ def dataset_options(function: Any) -> Any:
         click.option(
             "--subagents", is_flag=True, help="rl: rows for the conversations of subagents, too."
         ),
-        click.option("--push_for_real", is_flag=True, help="Send it (extra `hf`)."),
+        click.option("--push_for_real", is_flag=True, help="Send it; needs HF_TOKEN or a login."),
     )
     options = [
         click.option(

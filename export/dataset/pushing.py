@@ -31,7 +31,7 @@ def plan(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
 def push(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
     """Send a dataset to a repository, made private if it is new; returns its address.
 
-    Raises `EnvironmentStop` if the hub refuses.
+    Raises `EnvironmentStop` if the hub refuses or cannot be reached.
     """
     import httpx2
     from huggingface_hub import HfApi
@@ -49,7 +49,8 @@ def push(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
         )
     except (HfHubHTTPError, httpx2.HTTPError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        msg = f"{repo}: the hub refused: {reason}. The dataset is whole in {directory}."
+        failed = "the hub refused" if isinstance(error, HfHubHTTPError) else "cannot reach the hub"
+        msg = f"{repo}: {failed}: {reason}. The dataset is whole in {directory}."
         raise EnvironmentStop(msg) from error
     except ValueError as error:
         msg = f"--push_to_hub={repo}: {error}"
