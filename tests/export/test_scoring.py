@@ -265,7 +265,7 @@ class TestAJudge:
             ("good", None, None, "neither a number nor a JSON object: 'good'"),
             ("", None, None, "neither a number nor a JSON object: ''"),
             ('{"a": "x"}', None, None, "the last line of the reply holds 'x'"),
-            ('{"turn_rewards": [0]}', None, None, "has 1 rewards, and the conversation 2 turns"),
+            ('{"turn_rewards": [0]}', None, None, "has 1 reward, and the conversation 2 turns"),
         ],
     )
     def test_scores_in_the_last_line_and_a_paid_reply_is_not_repeated(
