@@ -7,6 +7,7 @@ ordinary records both give the same. msgspec parses only what rows need, and che
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -26,7 +27,6 @@ from export.conversation.row_json import parse_arguments
 from export.conversation.tools import Tools, names_of, once, tools_of
 from export.conversation.turns import Call, Conversation, Entry, Result, Said, Turn
 from export.conversation.validity import Rejected
-from runs.store.reader import Stored
 from toolsets import exact_json
 
 _ABSENT = msgspec.Raw(b"null")
@@ -125,10 +125,9 @@ def parse_ordinary(line: bytes) -> dict[str, Any] | None:
     return parts
 
 
-def conversation_of(stored: Stored) -> Conversation:
+def conversation_of(record: Mapping[str, Any], line: bytes) -> Conversation:
     """Parse a record, as `read_conversation` does; raises Rejected."""
-    record = stored.record
-    if (parts := parse_ordinary(stored.line)) is not None:
+    if (parts := parse_ordinary(line)) is not None:
         parts["scores"] = record.get("scores")
         if (conversation := read_ordinary(parts)) is not None:
             return msgspec.structs.replace(conversation, record=record)
