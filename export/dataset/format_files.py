@@ -19,7 +19,7 @@ from export.formats.registry import COPIED, GROUP_FORMATS, ROW_FORMATS, Format
 from export.formats.rl import rows_of, threads_of
 from export.recipe import Recipe
 from export.record_order import Loaded
-from export.row_files import FileTarget, LineWriter, MakeWriter, SplitFiles
+from export.row_files import FileTarget, MakeWriter, SplitFiles
 from runs.store.checksum import without_checksum
 
 Why = tuple[str, str]
@@ -62,13 +62,13 @@ class FormatFiles(ABC):
         self.name = name
         shard_bytes = None if recipe.shard_mb is None else int(recipe.shard_mb * 1_000_000)
 
-        def files(folder: str, suffix: str, make: MakeWriter, **named: str) -> SplitFiles:
+        def files(folder: str, suffix: str, make: MakeWriter | None, **named: str) -> SplitFiles:
             return SplitFiles(place, folder, suffix, make, shard_bytes=shard_bytes, **named)
 
         self._outputs = []
         copies = recipe.formats if name in COPIED else ()
         if recipe.writes_lines or not copies:
-            self._outputs.append(files(name, "jsonl", LineWriter))
+            self._outputs.append(files(name, "jsonl", None))
         if "parquet" in copies:
             self._outputs.append(files(f"{name}_parquet", "parquet", parquet_writer(name)))
         if "hf" in copies:
