@@ -98,7 +98,7 @@ def judge_answers(source: Source, recipe: Recipe) -> None:
     if (judge := recipe.filters.judge) is not None:
         from export.filters.judge import ask_judge
 
-        ask_judge(source.run_dir, judge, _to_be_judged(source, recipe))
+        ask_judge(source.run_dir, judge, partial(_to_be_judged, source, recipe))
 
 
 def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[Mapping[str, Any]]:

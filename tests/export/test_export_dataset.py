@@ -891,7 +891,7 @@ class TestCommand:
         source = make_run(tmp_path, worked("A"), worked("B"), EARLY, pending=3)
         done = run(tmp_path, "export", source.run_dir, format="openai,atif")
         assert done.returncode == 0, done.stderr
-        assert "3 tasks are pending" in done.stderr
+        assert "3 pending tasks not in this export" in done.stderr
         assert "6 tasks = 3 pending, 1 rejected, 2 selected" in done.stdout
         dataset = source.run_dir / "exports" / "dataset"
         assert ids(dataset / "openai" / "train.jsonl") == ["t0", "t1"]

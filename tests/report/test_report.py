@@ -170,7 +170,7 @@ def test_turns_that_the_prompt_brought_along_are_counted(run_dir: Path) -> None:
 def test_the_command_writes_report_html_into_the_run(run_dir: Path) -> None:
     done = run(run_dir.parent.parent, "report", "r")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "trajectories/r/report.html: 3 trajectories\n"
+    assert done.stdout == "trajectories/r/report.html: 3 conversations\n"
     assert (run_dir / "report.html").stat().st_mode & 0o777 == 0o600
 
 

@@ -117,7 +117,7 @@ def test_a_state_that_cannot_be_written_stops_nothing_and_leaves_nothing(tmp_pat
 def test_a_terminal_gets_one_line_that_fits(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [{"content": "Yes."}]})
     shown = on_terminal(tmp_path, dict(os.environ), **SCRIPTED)
-    line = shown.replace("\r\n", "\n").split("1 prompts x 1")[0].rstrip("\n").rpartition("\r")[2]
+    line = shown.replace("\r\n", "\n").split("1 prompt x 1")[0].rstrip("\n").rpartition("\r")[2]
     assert line.startswith("100%|██████████| 1/1 [")
     assert "done 1, failed 0, running 0, " in line
     plain = run(tmp_path, **SCRIPTED)
