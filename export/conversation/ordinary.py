@@ -194,12 +194,13 @@ def _read(record: dict[str, Any], tools: Tools, offered: frozenset[str]) -> Conv
         return None
     if not system or system.isspace():
         system = ""
-    if not asked or asked.isspace() or holds_flaw(asked):
+    if not asked or asked.isspace():
         return None
     place += 1
     start = place
     entries: list[Entry] = [Said(asked)]
     said = ["user", asked, ""]
+    searched = [asked]
     stats: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     num_calls = with_reasoning = hidden = with_token_ids = 0
@@ -221,8 +222,7 @@ def _read(record: dict[str, Any], tools: Tools, offered: frozenset[str]) -> Conv
             with_token_ids += tokens.prompt is not _ABSENT and tokens.completion is not _ABSENT
         said += ("assistant", content, own_reasoning)
         reasoning, text = split_reasoning(own_reasoning, content, number)
-        if (reasoning and holds_flaw(reasoning)) or (text and holds_flaw(text)):
-            return None
+        searched += reasoning, text
         hides = False
         if reasoning:
             with_reasoning += 1
@@ -279,7 +279,7 @@ def _read(record: dict[str, Any], tools: Tools, offered: frozenset[str]) -> Conv
             said += ("tool", answer.content, "")
         num_calls += len(calls)
         entries.append(Turn(number, reasoning, text, calls, results, 1, "model", hides))
-    if place != len(messages):
+    if place != len(messages) or holds_flaw("\n".join(searched)):
         return None
     tool_stats = [stats[name] for name in sorted(stats)]
     counts = Counts(
