@@ -22,7 +22,6 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from export.conversation.own_work import own_of
 from export.conversation.reading import read_conversation
 from export.conversation.row_json import dumps_row
 from export.conversation.style import Style
@@ -76,7 +75,7 @@ class _Output:
 
 
 def route(
-    record: dict[str, Any], ordinary: Conversation | None = None, *, style: Style = _PLAIN
+    record: Mapping[str, Any], ordinary: Conversation | None = None, *, style: Style = _PLAIN
 ) -> Routed:
     """Choose the file of a record and render its line; `ordinary` is its conversation, if known.
 
@@ -130,11 +129,12 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
             read = stack.enter_context(order.reading())
             for groups in order.groups(by_prompt=False):
                 few = [read.quickly(number) for number in chain(*groups)]
-                for (record, _), conversation in few:
-                    own = conversation.own if conversation else own_of(record)
-                    statistics.add(record, own)
-                for (record, _), conversation in few:
-                    place, line, reason, by_others = route(record, conversation, style=style)
+                for found in few:
+                    statistics.add(found.record, found.own)
+                for found in few:
+                    place, line, reason, by_others = route(
+                        found.record, found.conversation, style=style
+                    )
                     outputs[place].file.write(line)
                     outputs[place].rows += 1
                     if reason is not None:
@@ -183,7 +183,7 @@ def _replace_json(path: Path, value: dict[str, Any]) -> None:
     replace_file(path, orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def _reject(record: dict[str, Any], reason: str, detail: str) -> Routed:
+def _reject(record: Mapping[str, Any], reason: str, detail: str) -> Routed:
     line = {"id": record["id"], "status": record["status"], "reason": reason, "detail": detail}
     return Routed("rejects", orjson.dumps(line) + b"\n", reason)
 

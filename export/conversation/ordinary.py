@@ -7,6 +7,7 @@ ordinary records both give the same. msgspec parses only what rows need, and che
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -26,7 +27,6 @@ from export.conversation.row_json import parse_arguments
 from export.conversation.tools import Tools, names_of, once, tools_of
 from export.conversation.turns import Call, Conversation, Entry, Result, Said, Turn
 from export.conversation.validity import Rejected
-from runs.store.reader import Stored
 from runs.store.record_types import CheckResult, OfferedTool, Resume, Score
 from toolsets import exact_json
 
@@ -126,10 +126,9 @@ def parse_ordinary(line: bytes) -> dict[str, Any] | None:
     return parts
 
 
-def conversation_of(stored: Stored) -> Conversation:
+def conversation_of(record: Mapping[str, Any], line: bytes) -> Conversation:
     """Parse a record, as `read_conversation` does; raises Rejected."""
-    record = stored.record
-    if (parts := parse_ordinary(stored.line)) is not None:
+    if (parts := parse_ordinary(line)) is not None:
         parts["scores"] = record.get("scores")
         if (conversation := read_ordinary(parts)) is not None:
             return msgspec.structs.replace(conversation, record=record)
@@ -197,12 +196,13 @@ def _read(record: dict[str, Any], tools: Tools, offered: frozenset[str]) -> Conv
         return None
     if not system or system.isspace():
         system = ""
-    if not asked or asked.isspace() or holds_flaw(asked):
+    if not asked or asked.isspace():
         return None
     place += 1
     start = place
     entries: list[Entry] = [Said(asked)]
     said = ["user", asked, ""]
+    searched = [asked]
     stats: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     num_calls = with_reasoning = hidden = with_token_ids = 0
@@ -224,8 +224,7 @@ def _read(record: dict[str, Any], tools: Tools, offered: frozenset[str]) -> Conv
             with_token_ids += tokens.prompt is not _ABSENT and tokens.completion is not _ABSENT
         said += ("assistant", content, own_reasoning)
         reasoning, text = split_reasoning(own_reasoning, content, number)
-        if (reasoning and holds_flaw(reasoning)) or (text and holds_flaw(text)):
-            return None
+        searched += reasoning, text
         hides = False
         if reasoning:
             with_reasoning += 1
@@ -285,7 +284,7 @@ def _read(record: dict[str, Any], tools: Tools, offered: frozenset[str]) -> Conv
             said += ("tool", answer.content, "")
         num_calls += len(calls)
         entries.append(Turn(number, reasoning, text, calls, results, 1, "model", hides))
-    if place != len(messages):
+    if place != len(messages) or holds_flaw("\n".join(searched)):
         return None
     tool_stats = [stats[name] for name in sorted(stats)]
     counts = Counts(

@@ -18,6 +18,7 @@ from runs.errors import EnvironmentStop, RunDirError
 from runs.store.checksum import DamagedLine, read_object
 from runs.store.files import (
     AppendFile,
+    StorageError,
     repair_tail,
     set_aside,
     storage_error,
@@ -73,7 +74,11 @@ class RecordFile:
 
     def sync(self) -> None:
         """Make all appended records survive a power loss. The index can be rebuilt."""
-        self._records.check_is_there()
+        try:
+            self._records.check_is_there()
+        except StorageError:
+            self._write_rows()  # the next start misses these records and does not pay again
+            raise
         self._records.sync()
         self._write_rows()
 

@@ -618,7 +618,7 @@ def test_a_run_with_closed_output_completes(tmp_path: Path, closed: str) -> None
     assert len(ids(tmp_path / "trajectories" / "r.jsonl")) == 1
 
 
-@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_process_of_a_run_shows_the_key_to_others(tmp_path: Path, forks: bool) -> None:
     """The helper process of multiprocessing would inherit it, and is readable by this user."""
     write_prompts(tmp_path / "p.jsonl", 1)
@@ -795,6 +795,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     assert "LOADED []" in done.stdout
 
 
+@pytest.mark.slow
 def test_commands_that_only_read_a_run_import_nothing_that_runs_tasks(tmp_path: Path) -> None:
     """That would take about 20 MB more."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
@@ -826,6 +827,7 @@ NOT_FOR_A_PLAIN_RUN = {
 """What only runs with images, checks, rows files or agents that are commands need."""
 
 
+@pytest.mark.slow
 def test_workers_import_nothing_that_the_command_has_not(tmp_path: Path) -> None:
     """What a worker imports itself, each of them imports: here none is imported twice."""
     write_prompts(tmp_path / "p.jsonl", 8)
