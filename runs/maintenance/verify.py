@@ -38,7 +38,6 @@ from runs.store.index import (
     is_index,
 )
 from runs.store.journal import key_and_order, segments
-from runs.store.record_types import check_types
 from runs.store.records import id_in, lines_from, parse_record
 from runs.store.settled import NO_LIMIT, Settled
 from runs.supervisor.budget import is_budget_line
@@ -140,6 +139,8 @@ def _check_records(path: Path, report: Report) -> Index:
 
 def _what_is_lost(line: bytes) -> str:
     """The message for a line that is not a record."""
+    from runs.store.record_types import check_types
+
     details = [f"id {named!r}"] if (named := id_in(line)) else []
     try:
         check_types(read_object(line))

@@ -13,7 +13,6 @@ import orjson
 from runs.store.checksum import DamagedLine, read_object
 from runs.store.files import refuse_strange_files
 from runs.store.index import Index
-from runs.store.record_types import check_types
 from runs.store.records import AFTER_ID, HEAD, load_index, unreadable_record
 from runs.store.scores import Scores
 from runs.tasks import task_key
@@ -90,6 +89,8 @@ def read_record(
 
     Raises `UnreadableRecord`.
     """
+    from runs.store.record_types import check_types  # msgspec: starts do not need it
+
     line = os.pread(records.fileno(), length, offset)
     try:
         record = read_object(line, loads)

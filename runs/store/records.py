@@ -26,7 +26,6 @@ from runs.store.files import (
     temporary_for,
 )
 from runs.store.index import MARK, ROW_BYTES, Index, RowMaker, index_fields, mark_for, valid_rows
-from runs.store.record_types import check_types
 
 _READ_AHEAD = 1 << 20
 _WRITE_BEHIND = 1 << 16
@@ -35,6 +34,9 @@ _WRITE_BEHIND = 1 << 16
 HEAD = b'{"id":'
 """The beginning of a record (see `runs/record.py`): its id can be read without the rest."""
 AFTER_ID = b'","status":'
+
+_NO_RECORD = (ValueError, KeyError, TypeError, AttributeError)
+"""What reading the fields of a line raises that is not a record."""
 
 
 class UnreadableRecord(EnvironmentStop):
@@ -133,6 +135,8 @@ def unreadable_record(
 
     `error` is what reading it as a record raised.
     """
+    from runs.store.record_types import check_types
+
     try:
         check_types(read_object(line))
     except DamagedLine as damage:
@@ -221,12 +225,11 @@ def _matches_last_record(rows: bytes, records: Path, covered: int) -> bool:
     with records.open("rb") as file:
         file.seek(last.offset)
         line = file.read(last.length)
-    record = parse_record(line)
-    return (
-        record is not None
-        and line.endswith(b"\n")
-        and rows.endswith(RowMaker(rows).rows(index_fields(record), last.offset, last.length))
-    )
+    try:
+        row = RowMaker(rows).rows(index_fields(read_object(line)), last.offset, last.length)
+    except _NO_RECORD:
+        return False
+    return line.endswith(b"\n") and rows.endswith(row)
 
 
 def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> list[str]:
@@ -300,11 +303,13 @@ def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """The record of one line, None if it is not whole or a field has another type."""
+    from runs.store.record_types import check_types  # msgspec: starts do not need it
+
     try:
         record = read_object(line)
         check_types(record)
         RowMaker().rows(index_fields(record), 0, len(line))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except _NO_RECORD:
         return None
     return record
 
