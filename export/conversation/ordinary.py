@@ -27,6 +27,7 @@ from export.conversation.row_json import parse_arguments
 from export.conversation.tools import Tools, names_of, once, tools_of
 from export.conversation.turns import Call, Conversation, Entry, Result, Said, Turn
 from export.conversation.validity import Rejected
+from runs.store.record_types import CheckResult, OfferedTool, Resume, Score
 from toolsets import exact_json
 
 _ABSENT = msgspec.Raw(b"null")
@@ -85,9 +86,9 @@ class OrdinaryRecord(TypedDict):
     messages: list[_Message]
     turns: list[_Turn]
     tools: NotRequired[msgspec.Raw]  # msgspec has no required ones
-    resumes: list[dict[str, Any]]
+    resumes: list[Resume]
     api_calls: int
-    usage: dict[str, Any] | None
+    usage: dict[str, int | None] | None
     model: str
     model_returned: str | None
     api: str
@@ -97,8 +98,8 @@ class OrdinaryRecord(TypedDict):
     config_digest: str
     status_reason: NotRequired[str | None]
     input_digest: NotRequired[str]
-    check: NotRequired[Any]
-    scores: NotRequired[Any]
+    check: NotRequired[CheckResult | None]
+    scores: NotRequired[list[Score] | None]
     options: NotRequired[dict[str, Any] | None]
     view_compacted: NotRequired[bool]
     fork: NotRequired[None]
@@ -158,6 +159,7 @@ def read_ordinary(record: dict[str, Any]) -> Conversation | None:
 def _shared_tools(json: bytes) -> Tools:
     """The tools of a record, the same list for equal JSON."""
     tools: Tools = exact_json.loads(json)
+    msgspec.convert(tools, list[OfferedTool])
     return tools
 
 
@@ -270,7 +272,10 @@ def _read(record: dict[str, Any], tools: Tools, offered: frozenset[str]) -> Conv
             stat["count"] += 1
             if is_error:
                 stat["failure"] += 1
-                failures.append(kind_of_failure(orjson.loads(bytes(result.details))))
+                details = orjson.loads(bytes(result.details))
+                if not isinstance(details, dict | None):
+                    return None
+                failures.append(kind_of_failure(details))
             else:
                 stat["success"] += 1
         if len(ids) < len(calls):

@@ -38,6 +38,7 @@ from runs.store.index import (
     is_index,
 )
 from runs.store.journal import key_and_order, segments
+from runs.store.record_types import check_types
 from runs.store.records import id_in, lines_from, parse_record
 from runs.store.settled import NO_LIMIT, Settled
 from runs.supervisor.budget import is_budget_line
@@ -141,7 +142,7 @@ def _what_is_lost(line: bytes) -> str:
     """The message for a line that is not a record."""
     details = [f"id {named!r}"] if (named := id_in(line)) else []
     try:
-        read_object(line)
+        check_types(read_object(line))
     except DamagedLine as error:
         details.append(str(error))
     why = f" ({'; '.join(details)})" if details else ""

@@ -13,6 +13,7 @@ import orjson
 from runs.store.checksum import DamagedLine, read_object
 from runs.store.files import refuse_strange_files
 from runs.store.index import Index
+from runs.store.record_types import check_types
 from runs.store.records import AFTER_ID, HEAD, load_index, unreadable_record
 from runs.store.scores import Scores
 from runs.tasks import task_key
@@ -95,6 +96,7 @@ def read_record(
         if task_key(record["id"], record["input_digest"]) != key:
             msg = "the index names another record for this place"
             raise DamagedLine(msg)
+        check_types(record)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise unreadable_record(records, offset, line, error) from error
     return Stored(record, line)

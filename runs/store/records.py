@@ -26,6 +26,7 @@ from runs.store.files import (
     temporary_for,
 )
 from runs.store.index import MARK, ROW_BYTES, Index, RowMaker, index_fields, mark_for, valid_rows
+from runs.store.record_types import check_types
 
 _READ_AHEAD = 1 << 20
 _WRITE_BEHIND = 1 << 16
@@ -133,7 +134,7 @@ def unreadable_record(
     `error` is what reading it as a record raised.
     """
     try:
-        read_object(line)
+        check_types(read_object(line))
     except DamagedLine as damage:
         error = damage
     why = str(error) if isinstance(error, DamagedLine) else "it lacks fields of a record"
@@ -298,15 +299,14 @@ def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record of one line, None if it is not whole."""
+    """The record of one line, None if it is not whole or a field has another type."""
     try:
         record = read_object(line)
+        check_types(record)
         RowMaker().rows(index_fields(record), 0, len(line))
-        texts = isinstance(record["id"], str) and isinstance(record["input_digest"], str)
-        whole = texts and isinstance(record["messages"], list) and isinstance(record["tools"], list)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return record if whole else None
+    return record
 
 
 def _size(path: Path) -> int:

@@ -34,24 +34,12 @@ from runs.store.records import RecordFile, load_index, refuse_lost_records
 from runs.supervisor.budget import BudgetLog
 from runs.supervisor.damaged import set_aside_damaged
 from runs.tasks import BadRow, task_key
+from tests.exporting import bare
 from toolsets import exact_json
 
 
 def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, Any]:
-    return {
-        "id": task,
-        "status": status,
-        "error": None,
-        "input_digest": "d",
-        "attempt": attempt,
-        "turns": [{}],
-        "tool_calls": [],
-        "usage": None,
-        "cost_usd": None,
-        "messages": [],
-        "tools": [],
-        "text": "x" * 50,
-    }
+    return bare(task, status=status, attempt=attempt, text="x" * 50)
 
 
 def append(file: RecordFile, *records: dict[str, Any]) -> None:
