@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from runs.process.console import say
 from runs.run_lock import refuse_held
 from runs.shards import parse_shard
 from runs.sources.kept_dataset import KeptDataset, keep_dataset
-from runs.store.files import training_file_of
+from runs.store.files import temporary_for, training_file_of
 from toolsets.mcp.mcp_settings import WORKSPACE
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
 from toolsets.text import plural
@@ -67,7 +68,7 @@ def make_plan(
     Writes nothing but a dataset that is not JSONL, as JSONL; without `writes` not even that (see
     `keep_dataset`). Raises `ConfigError`, `DatasetError`, or what `keep_dataset` raises.
     """
-    _keep_dataset(config)
+    _check_training_file(config)
     try:
         config = with_listed_servers(config)
         if config.agent is not None:
@@ -152,16 +153,26 @@ def _check_variables(config: RunConfig) -> None:
             raise ConfigError(msg)
 
 
-def _keep_dataset(config: RunConfig) -> None:
-    """Raise `ConfigError` where the exports of the run would take the place of its dataset."""
+def _check_training_file(config: RunConfig) -> None:
+    """Raise `ConfigError` if the exports could not be written, or would overwrite the dataset."""
     training = training_file_of(config.run_dir)
-    if (
-        training.exists()
-        and config.dataset_file.exists()
-        and training.samefile(config.dataset_file)
-    ):
+    try:
+        taken = training.exists()
+        temporary_for(training).exists()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        msg = f"{training}: {error.strerror}; choose a shorter --run_name or --output_dir"
+        raise ConfigError(msg) from error
+    if taken and config.dataset_file.exists() and training.samefile(config.dataset_file):
         msg = (
             f"{config.dataset_file}: the training file of this run would overwrite this dataset; "
+            "choose another --run_name or --output_dir"
+        )
+        raise ConfigError(msg)
+    if training.is_dir():
+        msg = (
+            f"{training}: the training file of this run has this name, but it is a directory; "
             "choose another --run_name or --output_dir"
         )
         raise ConfigError(msg)

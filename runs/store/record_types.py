@@ -198,7 +198,6 @@ class _Record(_Conversation, kw_only=True, gc=False):
     attempt: int
     row: dict[str, Any]
     tools: list[OfferedTool]
-    view_compacted: bool
     model: str
     api: str
     toolsets: list[str]
@@ -208,7 +207,8 @@ class _Record(_Conversation, kw_only=True, gc=False):
     finished_at: Number
     check: CheckResult | None = None
     scores: list[Score] | None = None
-    options: dict[str, Any] | None
+    options: dict[str, Any] | None = None
+    view_compacted: bool = False
     fork: _Fork | None = None
     threads: list[_Thread] = []
     set_aside: list[dict[str, Any]] = []

@@ -23,6 +23,7 @@ from tests.faults.oracle import judge_run_dir, resume_and_judge
 from tests.running import (
     PATIENCE_S,
     ROOT,
+    SCRIPTED,
     WRITE_A_NOTE,
     command,
     ids,
@@ -762,6 +763,24 @@ def test_a_dataset_where_the_training_file_goes_is_refused(tmp_path: Path) -> No
     assert done.returncode == 2
     assert "mine.jsonl: the training file of this run would overwrite" in done.stderr
     assert (tmp_path / "mine.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mine", "mine.jsonl: the training file of this run has this name, but it is a directory"),
+        ("é" * 120, "File name too long; choose a shorter --run_name or --output_dir"),
+    ],
+)
+def test_a_training_file_that_could_not_be_written_is_refused_before_any_call(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
+    (tmp_path / "trajectories" / "mine.jsonl").mkdir(parents=True)
+    done = run(tmp_path, **{**SCRIPTED, "run_name": name})
+    assert done.returncode == 2
+    assert reason in done.stderr
+    assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["mine.jsonl"]
 
 
 @pytest.mark.slow
