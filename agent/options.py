@@ -28,10 +28,22 @@ MAX_COUNT = 10**9
 LIMITS = ("max_turns", "max_conversation_s", "max_cost_usd", "max_total_tokens")
 """The options that limit a conversation; all that there are for agents that run as commands."""
 
-PositiveInt = Annotated[int, Field(gt=0, le=MAX_COUNT)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+def _no_flag(value: Any) -> Any:
+    if isinstance(value, bool):
+        msg = "must be a number, not true or false"
+        raise ValueError(msg)
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_no_flag)]
+Float = Annotated[float, BeforeValidator(_no_flag)]
+"""Numbers; pydantic alone would read `yes` in a YAML file as 1."""
+
+PositiveInt = Annotated[Int, Field(gt=0, le=MAX_COUNT)]
+NonNegativeInt = Annotated[Int, Field(ge=0, le=MAX_COUNT)]
+PositiveFloat = Annotated[Float, Field(gt=0, allow_inf_nan=False)]
+Seed = Annotated[Int, Field(ge=-(2**63), lt=2**63)]
 """Limits that keep numbers representable in JSON and in every reader."""
 
 ROW_COLUMN = "agent_options"

@@ -11,6 +11,13 @@ import yaml
 
 from toolsets.text import valid_utf8
 
+_MAX_BYTES = 16 << 20
+"""Files that people write are smaller; a dataset or a device given by mistake is not read whole."""
+
+_MAX_ALIASED = 100_000
+"""Values that aliases may stand for. A few lines of aliases to aliases stand for billions, which
+everything that walks the content would visit."""
+
 
 class YamlFileError(ValueError):
     """A file cannot be read, or is not YAML; the message begins with the file, line and column."""
@@ -23,13 +30,35 @@ class _Composer(yaml.SafeLoader):
         super().__init__(stream)
         self._around: list[Any] = []
         """The anchors of the nodes that are being composed."""
+        self._values = self._aliased = 0
+        """Values so far, with those that aliases stand for, and only the latter."""
+        self._sizes: dict[str, int] = {}
+        """How many values each anchor names."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         parser: Any = self  # whose methods have no types
-        if parser.check_event(yaml.AliasEvent) and parser.peek_event().anchor in self._around:
-            mark = parser.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "an alias inside of its anchor", mark)
-        return super().compose_node(parent, index)
+        event = parser.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            self._count_alias(event)
+            return super().compose_node(parent, index)
+        before = self._values
+        self._values += 1
+        node = super().compose_node(parent, index)
+        if event.anchor is not None:
+            self._sizes[event.anchor] = self._values - before
+        return node
+
+    def _count_alias(self, event: Any) -> None:
+        problem = ""
+        if event.anchor in self._around:
+            problem = "an alias inside of its anchor"
+        size = self._sizes.get(event.anchor, 0)
+        self._values += size
+        self._aliased += size
+        if self._aliased > _MAX_ALIASED:
+            problem = f"the aliases up to here stand for more than {_MAX_ALIASED:,} values"
+        if problem:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
 
     def compose_sequence_node(self, anchor: Any) -> yaml.SequenceNode:
         self._around.append(anchor)
@@ -75,13 +104,13 @@ def _error(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
 def read_yaml(path: Path, kind: str) -> Any:
     """The content of a YAML file, which errors call a `kind`. Raises `YamlFileError`."""
     with _errors_of(str(path), kind):
-        return construct(_compose(path.read_bytes()))
+        return construct(_compose(_read(path)))
 
 
 def read_yaml_nodes(path: Path, kind: str, *, shown: str) -> tuple[bytes, yaml.Node | None]:
     """The bytes of a YAML file, and its nodes, which know their lines; errors call it `shown`."""
     with _errors_of(shown, kind):
-        content = path.read_bytes()
+        content = _read(path)
         node = _compose(content)
         construct(node)
         return content, node
@@ -92,21 +121,44 @@ def construct(node: yaml.Node | None) -> Any:
     return None if node is None else _Constructor().construct_document(node)
 
 
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise yaml.YAMLError(f"over {_MAX_BYTES >> 20} MiB; is it a dataset?")
+    return content
+
+
 def _compose(content: bytes) -> yaml.Node | None:
-    loader = _Composer(content.decode())
+    text = content.decode()
+    try:
+        loader = _Composer(text)
+    except yaml.reader.ReaderError as error:
+        problem = f"the character U+{ord(text[error.position]):04X} is not allowed"
+        raise _at(problem, text[: error.position]) from error
     try:
         return loader.get_single_node()
     finally:
         loader.dispose()
 
 
+def _at(problem: str, before: str) -> yaml.MarkedYAMLError:
+    """An error after the text `before`."""
+    line = before.count("\n")
+    column = len(before) - before.rfind("\n") - 1
+    mark = yaml.Mark("", len(before), line, column, None, 0)
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
 @contextmanager
 def _errors_of(shown: str, kind: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise YamlFileError(f"{shown}: cannot read this {kind}: {reason}") from error
+    except OSError as error:
+        raise YamlFileError(f"{shown}: cannot read this {kind}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise YamlFileError(f"{shown}:{line}: cannot read this {kind}: {error}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"

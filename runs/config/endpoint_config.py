@@ -26,7 +26,7 @@ from agent.models.model import ModelSettings, endpoint_id
 from agent.models.providers import CLIENTS, NO_KEY, PROVIDERS, Api, Provider, provider_at
 from agent.models.proxies import proxy_for
 from agent.models.resolve import Endpoint, habits_of, root_of
-from agent.options import PositiveFloat, PositiveInt
+from agent.options import Float, PositiveFloat, PositiveInt
 from runs.config.endpoints import (
     HOLDS_SECRET,
     BaseUrl,
@@ -162,8 +162,8 @@ class EndpointConfig(BaseModel):
     """Id of the provider in the price table, if neither URL nor model name determines it."""
     prices: dict[str, PriceConfig] = {}
     """Prices of its models, by the endpoint's names for them."""
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: Float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: Float | None = Field(None, gt=0, le=1)
     max_tokens: PositiveInt | None = None
     reasoning_effort: Effort | None = None
     extra_body: ExtraBody = None

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from agent.options import split_commas
 from runs.config.endpoints import HOLDS_SECRET
-from runs.config.option_types import is_text
+from runs.config.option_types import holds_nul, is_text
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
 from runs.sources.source import HUB_PREFIX
@@ -69,9 +69,14 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    loaded = {
-        key.replace("-", "_"): value for key, value in read_mapping(path, "config file").items()
-    }
+    loaded: dict[str, Any] = {}
+    for written, value in read_mapping(path, "config file").items():
+        key = written.replace("-", "_")
+        if key in loaded:
+            raise ConfigError(f"{path}: {key}: given twice, once with dashes")
+        if holds_nul(value):
+            raise ConfigError(f"{path}: {key}: holds the character NUL (U+0000)")
+        loaded[key] = value
     for key in _INPUT_PATHS:
         if isinstance(loaded.get(key), str) and not loaded[key].startswith(HUB_PREFIX):
             loaded[key] = str(path.parent / loaded[key])

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from agent.options import parse_json, split_commas
+from agent.options import Float, parse_json, split_commas
 from toolsets.text import valid_utf8
 
-Resource = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Resource = Annotated[Float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Weight = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
 
 RowFlaw = Literal[
@@ -46,6 +46,18 @@ def is_text(value: Any) -> bool:
         case list() | tuple():
             return all(map(is_text, value))
     return True
+
+
+def holds_nul(value: Any) -> bool:
+    """Whether a text in a value has the character NUL, which no path or command may have."""
+    match value:
+        case str() | Path():
+            return "\0" in str(value)
+        case dict():
+            return any(map(holds_nul, value)) or any(map(holds_nul, value.values()))
+        case list() | tuple():
+            return any(map(holds_nul, value))
+    return False
 
 
 def running(default: Any, help: str, **more: Any) -> Any:

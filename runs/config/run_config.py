@@ -20,6 +20,8 @@ from agent.models.providers import FIRST, Api
 from agent.models.resolve import SCRIPTED
 from agent.options import (
     AgentOptions,
+    Float,
+    Int,
     PositiveFloat,
     PositiveInt,
     Seed,
@@ -141,10 +143,7 @@ class RunConfig(SandboxOptions):
         None,
         "Distribution (name or YAML file) from which each conversation draws its toolsets.",
     )
-    forks: bool = meaning(
-        False,
-        "Rows continue conversations (column `fork`).",
-    )
+    forks: bool = meaning(False, "Rows continue conversations (column `fork`).")
     web_search_provider: Literal["ddgs", "tavily", "brave"] = meaning(
         "ddgs",
         "Search provider; tavily and brave need a key.",
@@ -155,8 +154,8 @@ class RunConfig(SandboxOptions):
         "Non-public addresses that web tools and browser may reach: HOST, HOST:PORT or "
         "NETWORK/BITS.",
     )
-    temperature: float | None = meaning(None, "Sampling temperature.", ge=0, allow_inf_nan=False)
-    top_p: float | None = meaning(None, "Nucleus sampling threshold.", gt=0, le=1)
+    temperature: Float | None = meaning(None, "Sampling temperature.", ge=0, allow_inf_nan=False)
+    top_p: Float | None = meaning(None, "Nucleus sampling threshold.", gt=0, le=1)
     max_tokens: PositiveInt | None = meaning(
         None, "Token limit per reply (Anthropic: 16,000 if unset)."
     )
@@ -193,7 +192,7 @@ class RunConfig(SandboxOptions):
         "Training file: the empty <think> block of turns without reasoning.",
     )
     seed: Seed = meaning(0, "Seed of all random choices.")
-    num_samples: int = running(1, "Conversations per prompt.", ge=1, le=1_000_000)
+    num_samples: Int = running(1, "Conversations per prompt.", ge=1, le=1_000_000)
     max_samples: PositiveInt | None = running(None, "Use only the first N valid rows.")
     shard: Annotated[str | None, AfterValidator(plain_shard)] = running(
         None,
@@ -246,7 +245,7 @@ class RunConfig(SandboxOptions):
     )
     batch_wait_s: PositiveFloat = running(60.0, "Maximum time to collect calls for a batch.")
     batch_max_requests: PositiveInt = running(50_000, "Maximum calls per batch.")
-    batch_live_share: float = running(
+    batch_live_share: Float = running(
         0.95,
         "Make calls live once this share of the tasks has ended; 1: never.",
         ge=0,
@@ -266,13 +265,13 @@ class RunConfig(SandboxOptions):
         3600.0,
         "Time after which a model call is not retried.",
     )
-    grace_s: float = running(
+    grace_s: Float = running(
         30.0,
         "Time for running turns to finish after Ctrl-C or SIGTERM.",
         ge=0,
         allow_inf_nan=False,
     )
-    heartbeat_timeout_s: float = running(
+    heartbeat_timeout_s: Float = running(
         60.0,
         "Silence after which a worker is killed and replaced.",
         ge=5,

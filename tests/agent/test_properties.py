@@ -788,6 +788,7 @@ PROVENANCE = Provenance(
 IN_TURN = re.compile(r"system human(?: gpt(?: tool gpt)* human)*(?: gpt(?: tool gpt)*(?: tool)?)?")
 
 
+@pytest.mark.slow
 @settings(CALM, max_examples=8 * FEW)
 @given(scene=scenes())
 @example(

@@ -116,3 +116,28 @@ except SystemExit as error:
     assert done.stderr == ""
     assert done.stdout.startswith("1 a worker cannot work:")
     assert "run.log: Too many open files" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("toolset", "arguments"),
+    [("terminal", {"command": "echo out"}), ("python", {"code": "print('out')"})],
+)
+@pytest.mark.parametrize("files", [200, pytest.param(252, marks=pytest.mark.slow)])
+def test_a_low_limit_of_open_files_stops_the_run_and_is_nobodys_result(
+    tmp_path: Path, toolset: str, arguments: dict[str, str], files: int
+) -> None:
+    """Shells and interpreters have descriptors with high numbers, which the limit excludes."""
+    call = {"tool_calls": [{"name": toolset, "arguments": arguments}]}
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [call, {"content": "y"}]})
+    given = {**SCRIPTED, "enabled_toolsets": toolset, "sandbox": "local"}
+    stopped = subprocess.run(
+        ["sh", "-c", 'ulimit -n "$0"; exec "$@"', str(files), *command(**given)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert stopped.returncode == 4, stopped.stderr
+    assert "Too many open files; raise the limit of open files (ulimit -n)" in stopped.stderr
+    resume_and_judge(tmp_path, given, tasks=1)
+    assert "Bad file descriptor" not in (tmp_path / "trajectories" / "r.jsonl").read_text()

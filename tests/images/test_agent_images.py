@@ -78,6 +78,7 @@ def test_an_agent_works_in_the_image_of_its_row(
     assert_nothing_is_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_image_needs_no_python_for_an_agent(
     images: Path, tmp_path: Path, endpoint: AgentEndpoint
 ) -> None:

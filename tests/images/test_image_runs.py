@@ -147,6 +147,7 @@ def idle(conversation, workspace, row):
 """
 
 
+@pytest.mark.slow
 def test_reward_functions_read_the_files_in_the_image(images: Path, tmp_path: Path) -> None:
     rewarded(tmp_path, images=images, **OPTIONS)
     assert_nothing_is_left(tmp_path)

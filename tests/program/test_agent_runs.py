@@ -206,7 +206,7 @@ def test_an_agent_runs_in_each_sandbox(name: str, tmp_path: Path, endpoint: Agen
 
 
 @needs_bwrap
-@pytest.mark.parametrize("victim", ["group", "worker"])
+@pytest.mark.parametrize("victim", [pytest.param("group", marks=pytest.mark.slow), "worker"])
 def test_calls_before_a_kill_are_not_paid_again(
     tmp_path: Path, endpoint: AgentEndpoint, victim: str
 ) -> None:

@@ -157,6 +157,7 @@ class TestAsLibrary:
         done = script(tmp_path, code)
         assert (done.stdout, done.stderr) == ("here\n3\n", "")
 
+    @pytest.mark.slow
     def test_run_works_inside_a_running_event_loop(self, tmp_path: Path) -> None:
         """As in a notebook; listing MCP servers needs a loop of its own."""
         pytest.importorskip("mcp", reason="the extra `mcp` is not installed")

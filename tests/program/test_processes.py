@@ -180,6 +180,7 @@ def test_process_1_ends_by_the_signal_of_its_child() -> None:
 
 
 @needs_first_place
+@pytest.mark.slow
 def test_a_run_as_process_1_has_no_dead_children(tmp_path: Path) -> None:
     # It waits for the end of all dead processes: those that nobody collects stay.
     look = """

@@ -23,6 +23,7 @@ from tests.faults.oracle import judge_run_dir, resume_and_judge
 from tests.running import (
     PATIENCE_S,
     ROOT,
+    SCRIPTED,
     WRITE_A_NOTE,
     command,
     ids,
@@ -618,7 +619,7 @@ def test_a_run_with_closed_output_completes(tmp_path: Path, closed: str) -> None
     assert len(ids(tmp_path / "trajectories" / "r.jsonl")) == 1
 
 
-@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_process_of_a_run_shows_the_key_to_others(tmp_path: Path, forks: bool) -> None:
     """The helper process of multiprocessing would inherit it, and is readable by this user."""
     write_prompts(tmp_path / "p.jsonl", 1)
@@ -748,7 +749,7 @@ def test_dry_run_says_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
     done = run(tmp_path, "--dry-run", **{**RUN, "model": "scripted"}, num_samples=3)
     assert done.returncode == 0
-    assert "1 prompts x 3 samples = 3" in done.stdout
+    assert "1 prompt x 3 samples = 3 tasks" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
 
 
@@ -762,6 +763,24 @@ def test_a_dataset_where_the_training_file_goes_is_refused(tmp_path: Path) -> No
     assert done.returncode == 2
     assert "mine.jsonl: the training file of this run would overwrite" in done.stderr
     assert (tmp_path / "mine.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mine", "mine.jsonl: the training file of this run has this name, but it is a directory"),
+        ("é" * 120, "File name too long; choose a shorter --run_name or --output_dir"),
+    ],
+)
+def test_a_training_file_that_could_not_be_written_is_refused_before_any_call(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
+    (tmp_path / "trajectories" / "mine.jsonl").mkdir(parents=True)
+    done = run(tmp_path, **{**SCRIPTED, "run_name": name})
+    assert done.returncode == 2
+    assert reason in done.stderr
+    assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["mine.jsonl"]
 
 
 @pytest.mark.slow
@@ -795,6 +814,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     assert "LOADED []" in done.stdout
 
 
+@pytest.mark.slow
 def test_commands_that_only_read_a_run_import_nothing_that_runs_tasks(tmp_path: Path) -> None:
     """That would take about 20 MB more."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
@@ -826,6 +846,7 @@ NOT_FOR_A_PLAIN_RUN = {
 """What only runs with images, checks, rows files or agents that are commands need."""
 
 
+@pytest.mark.slow
 def test_workers_import_nothing_that_the_command_has_not(tmp_path: Path) -> None:
     """What a worker imports itself, each of them imports: here none is imported twice."""
     write_prompts(tmp_path / "p.jsonl", 8)

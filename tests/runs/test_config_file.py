@@ -32,6 +32,38 @@ def test_a_key_that_is_given_twice_is_an_error_that_names_it(tmp_path: Path) -> 
     assert "run.yaml:3:3: not YAML: duplicate key 'a'" in inner
 
 
+def test_a_key_that_is_given_with_and_without_dashes_is_named(tmp_path: Path) -> None:
+    said = refused(tmp_path, "num-workers: 8\nnum_workers: 1\n")
+    assert said == "run.yaml: num_workers: given twice, once with dashes"
+
+
+@pytest.mark.parametrize("key", ["max_turns", "num_samples", "max_cost_usd", "temperature"])
+def test_true_is_not_the_number_1(tmp_path: Path, key: str) -> None:
+    assert refused(tmp_path, f"{key}: yes\n").startswith(
+        f"run.yaml: {key}: must be a number, not true or false"
+    )
+
+
+def test_aliases_that_stand_for_billions_of_values_are_refused_where_they_are(
+    tmp_path: Path,
+) -> None:
+    lines = [f"  a0: &a0 [{', '.join('x' * 9)}]"]
+    lines += [f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    said = refused(tmp_path, "\n".join(["extra_body:", *lines]))
+    assert said.startswith("run.yaml:7:12: not YAML: the aliases up to here stand for more than")
+
+
+def test_a_config_file_that_is_a_dataset_is_not_read_whole(tmp_path: Path) -> None:
+    said = refused(tmp_path, "a: " + "x" * (17 << 20))
+    assert said == "run.yaml: not YAML: over 16 MiB; is it a dataset?"
+
+
+def test_a_byte_that_is_not_utf8_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"seed: 1\nmodel: \xe9\n")
+    with pytest.raises(ConfigError, match=r"run.yaml:2: cannot read this config file: 'utf-8'"):
+        load_config(tmp_path / "run.yaml", FLAGS)
+
+
 def test_a_key_that_is_not_text_is_named(tmp_path: Path) -> None:
     assert "run.yaml:1:17: not YAML: found unhashable key" in refused(
         tmp_path, "system_prompt: {{ name }}\n"
@@ -99,6 +131,9 @@ def test_a_flag_in_other_bytes_than_utf8_is_named(tmp_path: Path) -> None:
         ('system_prompt: "\\ud800"', "1:16: not YAML: half of a surrogate pair"),
         ('"\\ud800": 1', "1:1: not YAML: half of a surrogate pair"),
         ("models: &a {x: *a}", "1:16: not YAML: an alias inside of its anchor"),
+        ("seed: 1\nmodel: a\x07", "2:9: not YAML: the character U+0007 is not allowed"),
+        ('output_dir: "a\\0"', " output_dir: holds the character NUL"),
+        ('prefill_messages_file: "a\\0"', " prefill_messages_file: holds the character NUL"),
         ("extra_body: {a: [.nan]}", " extra_body: holds a number that JSON cannot represent"),
     ],
 )

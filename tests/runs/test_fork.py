@@ -123,6 +123,7 @@ def summary(cwd: Path, run_name: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
+@pytest.mark.slow
 def test_branches_start_at_their_parent_s_turn_and_cost_only_new_calls(tmp_path: Path) -> None:
     with finished_parent(tmp_path) as (_, asked):
         before = [body["messages"] for body in asked]

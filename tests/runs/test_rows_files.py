@@ -223,7 +223,7 @@ class TestTemplates:
             ("columns: {}\ncolumns: {}", "mine.yaml:2:1: not YAML: duplicate key 'columns'"),
             (f"columns: {{a: 1{'0' * 5000}}}", "mine.yaml:1:14: not YAML: not a value: Exceeds"),
             ("columns: &a {b: *a}", "mine.yaml:1:17: not YAML: an alias inside of its anchor"),
-            ("columns: {a: \0}", "mine.yaml: not YAML: unacceptable character"),
+            ("columns: {a: \0}", "mine.yaml:1:14: not YAML: the character U+0000"),
             ("columns:\n  a: {first_of: x}", "mine.yaml:2: columns.a: first_of must be a list"),
             ("columns:\n  a: {match: x}", "mine.yaml:2: columns.a: match needs `cases`"),
         ],

@@ -133,6 +133,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_server_of_the_sdk(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(SDK_SERVER)
     own = McpServer(command=(sys.executable, str(tmp_path / "server.py")))
@@ -213,6 +214,7 @@ def test_a_server_per_task_that_dies_affects_only_its_task(tmp_path: Path) -> No
     assert contents[2] == "hi"
 
 
+@pytest.mark.slow
 def test_garbage_is_passed_over_and_its_end_is_a_new_server(tmp_path: Path) -> None:
     noisy = {"raw": server("--noise")}
     said, waited, again = play(
@@ -227,6 +229,7 @@ def test_garbage_is_passed_over_and_its_end_is_a_new_server(tmp_path: Path) -> N
     assert waited.details["failure"] == "timeout"
 
 
+@pytest.mark.slow
 def test_a_flood_of_garbage_ends_the_server(tmp_path: Path) -> None:
     flood, again = play(
         tmp_path,

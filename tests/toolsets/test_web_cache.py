@@ -11,6 +11,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.running import PATIENCE_S, ROOT
 from tests.websites import Answer, Site, Visit, site
 from toolsets.context import ToolContext
@@ -68,6 +70,7 @@ def test_failures_are_not_kept(tmp_path: Path) -> None:
         assert fetch(tmp_path / "c", web.url(), allow).endswith("visit 2")
 
 
+@pytest.mark.slow
 def test_processes_that_load_a_page_at_once_see_the_same(tmp_path: Path) -> None:
     together = threading.Barrier(3)
     numbers = itertools.count()

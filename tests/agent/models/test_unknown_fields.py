@@ -390,6 +390,7 @@ def answer(reply: JSON) -> JSON:
 SETTINGS = ModelSettings(name="m", api="openai_chat", base_url=None, key_env=None)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_and_its_forks_send_back_what_came(tmp_path: Path) -> None:
     """Through journal, record and branch the signature is what Gemini wants to see again."""
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x"})

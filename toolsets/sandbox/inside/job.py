@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from toolsets.sandbox.inside.outputs import HeadTail
-from toolsets.sandbox.inside.processes import close_descriptors, set_dumpable
+from toolsets.sandbox.inside.processes import check_descriptor, close_descriptors, set_dumpable
 
 Program = list[str] | Callable[[], object]
 """A command, or a function to be called in a fork of this process."""
@@ -48,6 +48,7 @@ class Job:
         self.pipes: dict[int, int] = {}
         self._server = server
         self._partial = b""
+        check_descriptor(control_at + 2)  # a shell keeps its outputs beside `control_at`
         self._answer, self._printed = select.poll(), select.poll()
         theirs = {0: os.open("/dev/null", os.O_RDONLY) if stdin < 0 else stdin}
         for fd in (1, 2):

@@ -18,6 +18,8 @@ import struct
 import sys
 from typing import Any
 
+from toolsets.sandbox.inside.processes import check_descriptor
+
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _NOEXEC = 1, 2, 4, 8
@@ -150,6 +152,7 @@ def _mount_tree(layer: str, tree: str, *, is_copied: bool) -> None:
     _mount(upper, upper, None, _BIND)
     _mount("none", upper, None, _BIND | _REMOUNT | _RDONLY | _NOSUID | _NODEV)
     measured = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    check_descriptor(MEASURED)
     os.dup2(measured, MEASURED, inheritable=False)
     os.close(measured)
 

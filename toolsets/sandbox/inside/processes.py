@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -165,6 +166,15 @@ def hold_descendants() -> None:
 def set_dumpable(allowed: bool) -> None:
     """Allow processes of the same user to look into this one, or forbid it."""
     _prctl(_PR_SET_DUMPABLE, int(allowed))
+
+
+def check_descriptor(highest: int) -> None:
+    """Raise `OSError` (EMFILE) where the limit of open files has no room for this descriptor.
+
+    The system calls it a bad descriptor, which looks like a failure of the command.
+    """
+    if highest >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def close_descriptors(kept: set[int]) -> None:
