@@ -366,7 +366,7 @@ Event = (
 def failure_of(result: Message) -> str | None:
     """How a call failed; None if it did not, or if the tool itself reports the failure."""
     failure = result.get("details", {}).get("failure")
-    return failure if result["is_error"] and isinstance(failure, str) else None
+    return failure if result.get("is_error") and isinstance(failure, str) else None
 
 
 def reply_in(event: Event) -> ReplyEvent | None:

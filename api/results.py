@@ -26,14 +26,8 @@ def write_results(
 
     `last_start` describes the start that has just ended; None keeps that in the summary.
     """
-    export_run(
-        path,
-        scan,
-        num_samples=config.num_samples,
-        style=style_of_run(config.to_json()),
-        require_reasoning=config.require_reasoning,
-        require_passed=config.require_passed,
-    )
+    style = style_of_run(config.to_json())
+    export_run(path, scan, num_samples=config.num_samples, style=style)
     totals = compute_totals(path, scan, config)
     statistics = orjson.loads((path / "statistics.json").read_bytes())
     if config.token_ids:

@@ -17,6 +17,7 @@ from runs.run import Outcome, run_batch
 from runs.run_dir import RunDir, open_run_dir
 from runs.store.files import training_file_of
 from runs.totals.run_totals import RunTotals
+from toolsets.text import plural
 
 LiveView = Callable[[Path], AbstractContextManager[Callable[[str], object] | None]]
 """Shows the run in a directory inside a `with` block; yields a function that takes messages."""
@@ -141,9 +142,9 @@ def exit_of(outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> tupl
         return SIGNALLED + outcome.signal, interrupted(outcome.signal)
     if totals.pending and is_all:
         return 4, (
-            f"{totals.pending:,} tasks have no record although the run has ended: records.jsonl or "
-            "the dataset was changed meanwhile. Run the same command again: it sets unreadable "
-            "data aside and runs these tasks."
+            f"{plural(totals.pending, 'task')} without a record although the run has ended: "
+            "records.jsonl or the dataset was changed meanwhile. Run the same command again: it "
+            "sets unreadable data aside and runs what is pending."
         )
     return (1 if totals.failed else 0), None
 

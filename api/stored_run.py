@@ -181,8 +181,6 @@ class StoredRun:
         return statistics_of(
             self.path,
             style=style_of_run(self.config.to_json()),
-            require_reasoning=self.config.require_reasoning,
-            require_passed=self.config.require_passed,
             max_attempts=self.config.max_attempts,
             samples=self.config.num_samples,
         )

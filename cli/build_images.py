@@ -8,6 +8,7 @@ import click
 
 from cli.exit_codes import errors_as_exit_codes, fail
 from runs.process.console import say, show
+from toolsets.text import plural
 
 
 @click.command(name="build_images")
@@ -70,10 +71,11 @@ def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
             except ImageError as error:
                 failed += 1
                 say(f"{task.path.name}: {error}")
-        others = len(found) - len(wanted) - refused
+        built = plural(len(wanted) - failed, "image")
+        named = plural(len(found) - len(wanted) - refused, "task")
         show(
-            f"{tasks}: {len(wanted) - failed} images built or there already, {failed} failed; "
-            f"{others} tasks name an image, {refused} tasks cannot run (see `look`)"
+            f"{tasks}: {built} built or there already, {failed} failed; "
+            f"{named} naming an image, {plural(refused, 'task')} that cannot run (see `look`)"
         )
     if failed:
-        fail(f"{failed} images could not be built", 1)
+        fail(f"{plural(failed, 'image')} could not be built", 1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runs.process.console import say, show
-from toolsets.text import join_commas
+from toolsets.text import join_commas, plural
 
 if TYPE_CHECKING:
     from runs.dataset.scan import Scan
@@ -136,7 +136,7 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
         raise ConfigError(msg)
     manifest = export_dataset(source, recipe, directory)
     if manifest["pending"]:
-        say(f"warning: {manifest['pending']:,} tasks are pending and not in this export")
+        say(f"warning: {plural(manifest['pending'], 'pending task')} not in this export")
     show(_table(directory, manifest))
     if render is not None:
         _show_rows(render, directory, manifest, flags["render_rows"])
@@ -160,7 +160,7 @@ def _check(source: Any, directory: Path) -> int:
 def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
     parts = ("discarded", "failed", "pending", "rejected", "selected")
     sums = ", ".join(f"{manifest[key]:,} {key}" for key in parts if manifest[key])
-    lines = [f"{directory}: {manifest['tasks']:,} tasks = {sums or 'none'}"]
+    lines = [f"{directory}: {plural(manifest['tasks'], 'task')} = {sums or 'none'}"]
     lines += [
         f"  rejected   {count:>9,}  {reason}"
         for reason, count in manifest["rejected_by_reason"].items()
@@ -174,7 +174,7 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
         if part["format"] == "rl":
             lines.append(
                 f"{part['split']:>9,} times split, where a prompt did not begin with what was "
-                f"sampled; {part['turns_without_ids']:,} turns without token ids"
+                f"sampled; {plural(part['turns_without_ids'], 'turn')} without token ids"
             )
             if left_out := part.get("subagents_left_out"):
                 lines.append(
@@ -182,7 +182,7 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
                     "model's"
                 )
         lines += [
-            f"{file['rows']:>9,} in {directory / file['path']} ({file['bytes']:,} bytes)"
+            f"{file['rows']:>9,} in {directory / file['path']} ({plural(file['bytes'], 'byte')})"
             for file in part["files"]
         ]
     return "\n".join(lines)
@@ -214,7 +214,7 @@ def _show_rows(
                 places = ", ".join(map(str, no_loss))
                 show(f"no loss where a trainer reads `weight`: messages {places}")
             show("\n".join(f"dropped: {place}" for place in dropped) or "dropped: nothing")
-    show(f"=== dropped by the template in {total:,} rows:")
+    show(f"=== dropped by the template in {plural(total, 'row')}:")
     show("\n".join(f"{count:>9,}  {kind}" for kind, count in kinds.most_common()) or "  nothing")
 
 

@@ -12,6 +12,7 @@ from cli.exit_codes import errors_as_exit_codes
 from cli.export_options import asks_for_dataset, dataset_options, make_dataset
 from cli.shared import run_dir_argument, show_run
 from runs.process.console import say, show
+from toolsets.text import plural
 
 PROBLEMS = 6
 """The exit code of `verify` if it found problems."""
@@ -57,7 +58,7 @@ def export(run: str, output_dir: Path, **flags: Any) -> None:
         refuse_narrowing(path, scan, config, stored.identity, accepted=())
         totals = write_results(path, scan, config)
     if totals.pending:
-        say(f"warning: {totals.pending:,} tasks are pending and not in the training file")
+        say(f"warning: {plural(totals.pending, 'pending task')} not in the training file")
     show_run(path, totals)
 
 

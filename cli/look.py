@@ -98,10 +98,11 @@ def stats(run: str, output_dir: Path, as_json: bool) -> None:
 
 def _report(stored: StoredRun, output: Path | None) -> None:
     from report.page.writer import write_report
+    from toolsets.text import plural
 
     written = write_report(stored, output)
     beside = f", with its data in {written.files}" if written.files else ""
-    show(f"{written.path}: {written.trajectories:,} trajectories{beside}")
+    show(f"{written.path}: {plural(written.trajectories, 'conversation')}{beside}")
 
 
 def _show(stored: StoredRun, record_id: str, *, turn: int | None, as_json: bool) -> None:
@@ -121,7 +122,8 @@ def _show(stored: StoredRun, record_id: str, *, turn: int | None, as_json: bool)
 
 
 def _list(stored: StoredRun, *, as_json: bool) -> None:
-    from report.formatting import count, one_line, plural
+    from report.formatting import count, one_line
+    from toolsets.text import plural
 
     entries, total = stored.last_entries(None if as_json else _LISTED)
     if as_json:

@@ -74,7 +74,7 @@ def _described(
 ) -> str:
     from runs.dataset.row import RowRules, kind_of, usual_prompt
     from toolsets import exact_json
-    from toolsets.text import clip
+    from toolsets.text import clip, plural
 
     rules = RowRules()
     if kind is not None:
@@ -107,15 +107,15 @@ def _described(
             printed.append(f"row {number}: {clip(text, max_chars=_ROW_CHARS)}")
     usable = len(lines) - reasons.total()
     first = "the first " if len(lines) == _EXAMINED else ""
-    words = [f"{source}: {usable:,} of {first}{len(lines):,} rows can be used"]
+    words = [f"{source}: {usable:,} of {first}{plural(len(lines), 'row')} can be used"]
     width = max(map(len, kinds), default=0)
     for name, found in kinds.items():
         rows = found.total()
-        share = "" if rows == len(lines) else f" in {rows:,} rows"
+        share = "" if rows == len(lines) else f" in {plural(rows, 'row')}"
         words.append(f"  {name:<{width}}  {' or '.join(found)}{share}; {_use_of(name, kinds)}")
     for reason, count in reasons.most_common(_REASONS):
         place = first_places.get(reason, "")
-        words.append(f"{count:,} rows: {reason}{place and f' (the first: {place})'}")
+        words.append(f"{plural(count, 'row')}: {reason}{place and f' (the first: {place})'}")
     words += printed
     if proposed and not columns:
         columns = f"prompt={proposed.most_common(1)[0][0]}"

@@ -11,6 +11,7 @@ import click
 from cli.exit_codes import errors_as_exit_codes
 from cli.shared import run_dir_argument
 from runs.process.console import show
+from toolsets.text import plural
 
 if TYPE_CHECKING:
     from api.stored_run import StoredRun
@@ -98,7 +99,7 @@ def score(
             from export.scoring.by_functions import score_by_functions
 
             scores, failed = score_by_functions(stored.path, places, timeout_s=reward_timeout_s)
-    show(f"{stored.path / 'scores.jsonl'}: {scores:,} scores, {failed:,} of them failed")
+    show(f"{stored.path / 'scores.jsonl'}: {plural(scores, 'score')}, {failed:,} of them failed")
     sys.exit(1 if failed else 0)
 
 

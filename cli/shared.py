@@ -12,6 +12,7 @@ import click
 
 from cli.live import check_live, live_view
 from runs.process.console import show
+from toolsets.text import plural
 
 if TYPE_CHECKING:
     from api.start import RunEnd
@@ -144,7 +145,7 @@ def show_run(path: Path, totals: RunTotals) -> None:
     lines = [as_table(totals)]
     if failed := statistics.get("failed_scores"):
         lines.append(
-            f"{failed:,} scores of reward functions failed: `run.log` has the reasons, "
+            f"{plural(failed, 'score')} of reward functions failed: `run.log` has the reasons, "
             f"`score {path.name} --reward ...` calls the functions again"
         )
     if (batches := compute_batch_totals(path)) is not None:

@@ -2,8 +2,8 @@
 #SBATCH --array=0-7 --cpus-per-task=4 --mem=8G --time=12:00:00
 #SBATCH --signal=B:TERM@120 --requeue --open-mode=append
 # To resubmit only some indices (--array=3,5), write out n: SLURM_ARRAY_TASK_COUNT counts those submitted.
-# Merge when all are done:
-#     sbatch --dependency=afterok:$JOB --wrap='python batch_runner.py merge big.{0..7} --into=big'
+# Merge when all are done (`--wrap` runs sh, which has no big.{0..7}):
+#     sbatch --dependency=afterok:$JOB --wrap='python batch_runner.py merge trajectories/big.[0-7] --into=big'
 python batch_runner.py --config=run.yaml --grace_s=60 --num_workers="$SLURM_CPUS_PER_TASK" \
     --shard="$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" \
     --run_name="big.$SLURM_ARRAY_TASK_ID" & runner=$!

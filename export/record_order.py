@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import msgspec
 
 from export.conversation.ordinary import parse_ordinary, read_ordinary
+from export.conversation.own_work import Own, own_of
 from export.conversation.turns import Conversation
 from runs.dataset.scan import Scan
 from runs.store.checksum import is_sealed
-from runs.store.reader import SharedTools, Stored, open_records, read_record
+from runs.store.reader import SharedTools, open_records, read_record
 from runs.store.records import UnreadableRecord, load_index
 from runs.store.scores import Scores
 from runs.tasks import task_key
 
-_FEW = 8
 _FEW_BYTES = 1 << 17
-"""The fastest sizes for records of 4 and 34 KB."""
+"""The fastest for records of 4 and 34 KB, of 64 KiB to 512 KiB."""
 
 
 class RecordOrder:
@@ -94,11 +96,32 @@ class RecordOrder:
             if numbers:
                 few.append(numbers)
                 size += sum(lengths)
-            if len(few) == _FEW or size >= _FEW_BYTES:
+            if size >= _FEW_BYTES:
                 yield few
                 few, size = [], 0
         if few:
             yield few
+
+
+class Loaded(msgspec.Struct, frozen=True, gc=False):
+    """A record, or the parts of it that rows need."""
+
+    record: Mapping[str, Any]
+    line: bytes
+    """The line of the record."""
+    conversation: Conversation | None = None
+    """None if it was not parsed."""
+
+    @property
+    def own(self) -> Own:
+        """What this run's model did in the conversation."""
+        return own_of(self.record) if self.conversation is None else self.conversation.own
+
+    @property
+    def parsed(self) -> Conversation:
+        """The conversation, if the caller has parsed it."""
+        assert self.conversation is not None
+        return self.conversation
 
 
 class RecordReader:
@@ -110,27 +133,25 @@ class RecordReader:
         self._scores = scores
         self._shared = SharedTools()
 
-    def __call__(self, number: int) -> Stored:
+    def __call__(self, number: int) -> Loaded:
         """The record of a task. Raises `UnreadableRecord`."""
         found = read_record(self._records, *self._order.place(number), self._shared.loads)
-        return self._scored(found)
+        return Loaded(self._scored(found.record), found.line)
 
-    def quickly(self, number: int) -> tuple[Stored, Conversation | None]:
+    def quickly(self, number: int) -> Loaded:
         """The same; of an ordinary record only some parts, with its conversation."""
         offset, length, key = self._order.place(number)
         line = os.pread(self._records.fileno(), length, offset)
         # Without a checksum, damage in the parts that are not parsed would not be noticed.
         parts = parse_ordinary(line) if is_sealed(line) else None
         if parts is not None and task_key(parts["id"], parts.get("input_digest", "")) == key:
-            found = self._scored(Stored(parts, line))
-            if (conversation := read_ordinary(found.record)) is not None:
-                return found, conversation
-        return self(number), None
+            parts = self._scored(parts)
+            if (conversation := read_ordinary(parts)) is not None:
+                return Loaded(parts, line, conversation)
+        return self(number)
 
-    def _scored(self, stored: Stored) -> Stored:
-        if self._scores is None:
-            return stored
-        return Stored(self._scores.added_to(stored.record), stored.line)
+    def _scored(self, record: dict[str, Any]) -> dict[str, Any]:
+        return record if self._scores is None else self._scores.added_to(record)
 
 
 class Seen:

@@ -161,20 +161,6 @@ class RowWriter(Protocol):
         """Write buffered rows."""
 
 
-class LineWriter:
-    """Rows as lines."""
-
-    def __init__(self, file: Hashing) -> None:
-        self._file = file
-
-    def write(self, line: bytes) -> None:
-        """Append one row."""
-        self._file.write(line)
-
-    def finish(self) -> None:
-        """Does nothing: no row is buffered."""
-
-
 MakeWriter = Callable[[Hashing], RowWriter]
 """Begins a file of rows."""
 
@@ -186,6 +172,7 @@ class _Shards:
     done: list[tuple[str, int, int, str]] = field(default_factory=list)
     file: Hashing | None = None
     writer: RowWriter | None = None
+    """None if rows are lines."""
     path: str = ""
     rows: int = 0
     size: int = 0
@@ -200,12 +187,15 @@ class SplitFiles:
         place: FileTarget,
         folder: str,
         suffix: str,
-        make: MakeWriter,
+        make: MakeWriter | None,
         *,
         shard_bytes: int | None,
         name: str | None = None,
     ) -> None:
-        """Files of a split are in a folder of its own if it has shards, or a `name` for them."""
+        """Files of a split are in a folder of its own if it has shards, or a `name` for them.
+
+        Without `make` the rows are lines.
+        """
         self._place = place
         self._folder = folder
         self._suffix = suffix
@@ -216,15 +206,16 @@ class SplitFiles:
 
     def write(self, split: str, line: bytes) -> None:
         """Append a row to a split, in a new shard if this one would get too large."""
-        shards = self._splits.setdefault(split, _Shards())
+        if (shards := self._splits.get(split)) is None:
+            shards = self._splits[split] = _Shards()
         full = self._shard_bytes is not None and shards.size + len(line) > self._shard_bytes
         if shards.rows and full:
             self._close(shards)
-        if shards.writer is None:
+        if (file := shards.file) is None:
             shards.path = f"{self._folder}/{split}-{len(shards.done):05}.{self._suffix}"
-            shards.file = Hashing(self._place.open(shards.path))
-            shards.writer = self._make(shards.file)
-        shards.writer.write(line)
+            file = shards.file = Hashing(self._place.open(shards.path))
+            shards.writer = self._make and self._make(file)
+        (shards.writer or file).write(line)
         shards.rows += 1
         shards.size += len(line)
 
@@ -233,9 +224,9 @@ class SplitFiles:
         return {split: self._name(split, shards) for split, shards in self._splits.items()}
 
     def _close(self, shards: _Shards) -> None:
-        assert shards.writer is not None
         assert shards.file is not None
-        shards.writer.finish()
+        if shards.writer is not None:
+            shards.writer.finish()
         digest = shards.file.finish()
         shards.done.append((shards.path, shards.rows, shards.file.size, digest))
         shards.writer = shards.file = None

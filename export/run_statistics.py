@@ -32,22 +32,13 @@ _SHARES = (0.5, 0.9, 0.99)
 class RunStatistics:
     """`Statistics`, and how turns, tokens, costs and durations are spread."""
 
-    def __init__(
-        self,
-        *,
-        style: Style,
-        require_reasoning: bool,
-        require_passed: bool = False,
-        samples: int = 1,
-    ) -> None:
-        """The options are those of the run: they decide which conversations are kept.
+    def __init__(self, *, style: Style, samples: int = 1) -> None:
+        """`style` is that of the run: it decides which conversations are kept.
 
         `samples` is how many conversations a prompt has.
         """
         self._rewards = RewardStatistics(samples)
         self._style = style
-        self._require_reasoning = require_reasoning
-        self._require_passed = require_passed
         self._statistics = Statistics()
         self._spreads: dict[str, array[float]] = defaultdict(lambda: array("d"))
         self._tool_seconds: dict[str, array[float]] = defaultdict(lambda: array("f"))
@@ -94,14 +85,14 @@ class RunStatistics:
     def _is_kept(self, record: Mapping[str, Any], own: Own) -> bool:
         if record["status"] != "completed":
             return False
-        if self._require_passed and judgement_of(record).passed is False:
+        if self._style.require_passed and judgement_of(record).passed is False:
             return False
         try:
             conversation = read_conversation(record, own)
             self._style.tolerance.refuse(conversation.flaws)
         except Rejected:
             return False
-        if not self._require_reasoning:
+        if not self._style.require_reasoning:
             return True
         return any(turn.reasoning for turn in conversation.own_turns)
 
@@ -132,8 +123,6 @@ def statistics_of(
     run_dir: Path,
     *,
     style: Style,
-    require_reasoning: bool,
-    require_passed: bool = False,
     max_attempts: int = NO_LIMIT,
     samples: int = 1,
 ) -> dict[str, Any]:
@@ -142,12 +131,7 @@ def statistics_of(
     `max_attempts` is that of the run, for what it has spent in all; `samples` are its
     conversations per prompt.
     """
-    statistics = RunStatistics(
-        style=style,
-        require_reasoning=require_reasoning,
-        require_passed=require_passed,
-        samples=samples,
-    )
+    statistics = RunStatistics(style=style, samples=samples)
     for stored in stored_records(run_dir):
         statistics.add(stored.record)
     spent, judges = spent_by(run_dir, max_attempts), spent_by_judges(run_dir)

@@ -22,7 +22,6 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from export.conversation.own_work import own_of
 from export.conversation.reading import read_conversation
 from export.conversation.row_json import dumps_row
 from export.conversation.style import Style
@@ -76,17 +75,11 @@ class _Output:
 
 
 def route(
-    record: dict[str, Any],
-    ordinary: Conversation | None = None,
-    *,
-    style: Style = _PLAIN,
-    require_reasoning: bool = False,
-    require_passed: bool = False,
+    record: Mapping[str, Any], ordinary: Conversation | None = None, *, style: Style = _PLAIN
 ) -> Routed:
     """Choose the file of a record and render its line; `ordinary` is its conversation, if known.
 
-    `style` is that of the run. `require_reasoning` keeps completed conversations without any
-    reasoning in words out of training, `require_passed` those that did not pass their check.
+    `style` is that of the run.
     """
     if record["status"] == "failed":
         error = record["error"]
@@ -98,25 +91,19 @@ def route(
         kept = how_to_keep(rejected.reason, "hermes")
         detail = f"{rejected.detail}; {kept}" if kept else rejected.detail
         return _reject(record, rejected.reason.value, detail)
-    if require_reasoning and row["completed"] and not row["has_reasoning"]:
+    if style.require_reasoning and row["completed"] and not row["has_reasoning"]:
         return _reject(record, Reason.NO_REASONING.value, "no turn of the model holds reasoning")
-    if require_passed and row["completed"] and (judgement := judgement_of(record)).passed is False:
-        detail = f"it did not pass its check; reward {judgement.reward:g}"
-        return _reject(record, Reason.CHECK_FAILED.value, detail)
+    if style.require_passed and row["completed"]:
+        judgement = judgement_of(record)
+        if judgement.passed is False:
+            detail = f"it did not pass its check; reward {judgement.reward:g}"
+            return _reject(record, Reason.CHECK_FAILED.value, detail)
     place: Place = "training" if row["completed"] else "partial"
     return Routed(place, dumps_row(row), None, conversation.others)
 
 
-def export_run(
-    run_dir: Path,
-    scan: Scan,
-    *,
-    num_samples: int,
-    style: Style = _PLAIN,
-    require_reasoning: bool = False,
-    require_passed: bool = False,
-) -> None:
-    """Write all files of a run from its records; the last three are as for `route`.
+def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _PLAIN) -> None:
+    """Write all files of a run from its records; `style` is that of the run.
 
     Raises `StorageError`, and `EnvironmentStop` where a record has become unreadable.
 
@@ -142,16 +129,11 @@ def export_run(
             read = stack.enter_context(order.reading())
             for groups in order.groups(by_prompt=False):
                 few = [read.quickly(number) for number in chain(*groups)]
-                for (record, _), conversation in few:
-                    own = conversation.own if conversation else own_of(record)
-                    statistics.add(record, own)
-                for (record, _), conversation in few:
+                for found in few:
+                    statistics.add(found.record, found.own)
+                for found in few:
                     place, line, reason, by_others = route(
-                        record,
-                        conversation,
-                        style=style,
-                        require_reasoning=require_reasoning,
-                        require_passed=require_passed,
+                        found.record, found.conversation, style=style
                     )
                     outputs[place].file.write(line)
                     outputs[place].rows += 1
@@ -201,7 +183,7 @@ def _replace_json(path: Path, value: dict[str, Any]) -> None:
     replace_file(path, orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def _reject(record: dict[str, Any], reason: str, detail: str) -> Routed:
+def _reject(record: Mapping[str, Any], reason: str, detail: str) -> Routed:
     line = {"id": record["id"], "status": record["status"], "reason": reason, "detail": detail}
     return Routed("rejects", orjson.dumps(line) + b"\n", reason)
 

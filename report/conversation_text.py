@@ -11,9 +11,10 @@ import click
 from agent.reasoning import split_inline_reasoning
 from export.conversation.own_work import first_reply
 from report.facts import flags_of, row_of
-from report.formatting import count, dollars, moment, one_line, plain, plural, seconds
+from report.formatting import count, dollars, moment, one_line, plain, seconds
 from runs.errors import ConfigError
 from toolsets import exact_json
+from toolsets.text import plural
 
 _STEP = "    "
 _ID_CHARS = 200

@@ -25,11 +25,6 @@ def count(number: float | None) -> str:
     return "?" if number is None else f"{number:,.0f}"
 
 
-def plural(number: int, word: str) -> str:
-    """`1 turn`, `2 turns`."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
-
-
 def dollars(usd: float | None) -> str:
     """Dollars with significant digits, or `?`."""
     if usd is None:

@@ -12,13 +12,14 @@ import orjson
 
 from api.stored_run import StoredRun
 from report.facts import seconds_at_work
-from report.formatting import count, one_line, plain, plural, seconds
+from report.formatting import count, one_line, plain, seconds
 from runs.batch_api.totals import BatchTotals, compute_batch_totals
 from runs.process.console import show
 from runs.store.failures import failures_by_class
 from runs.store.index import own_turns
 from runs.supervisor.progress import PROGRESS_FILE, describe
 from runs.totals.run_totals import RunTotals, as_table
+from toolsets.text import plural
 
 _SLOWEST = 5
 _SHOWN = 10

@@ -76,6 +76,7 @@ SEAM = (
     "store.index",
     "store.journal",
     "store.reader",
+    "store.record_types",
     "store.records",
     "store.rewards",
     "store.scores",

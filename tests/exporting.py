@@ -16,8 +16,26 @@ from runs.tasks import SCHEMA_VERSION
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.running import lines, write_rows
 
-KEPT = {"attempt": 1, "tool_calls": [], "cost_usd": None, "options": {}, "notes": []}
+KEPT: dict[str, Any] = {
+    **{"attempt": 1, "tool_calls": [], "cost_usd": None, "options": {}, "notes": []},
+    **{"status_reason": None, "discarded": [], "inner": [], "view_compacted": False},
+    "finished_at": 2.5,
+}
 """What records hold that `record_of` leaves out."""
+
+
+def whole(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record, or an inner conversation, with all keys that ours have."""
+    turns = [{"turn": n, "cost_usd": None, **turn} for n, turn in enumerate(record["turns"], 1)]
+    inner = [whole(conversation) for conversation in record.get("inner", ())]
+    return {"id": None, "status": None, **KEPT, **record, "turns": turns, "inner": inner}
+
+
+def bare(id: str, **fields: Any) -> dict[str, Any]:
+    """A record of a conversation of one turn, without messages."""
+    turn = {"finish_reason": "stop", "started_at": 1.0, "duration_s": 0.5, "usage": None}
+    given = {"row": {}, "input_digest": "d", "usage": None, "tools": [], "turns": [turn], **fields}
+    return whole(record_of(id=id, **given))
 
 
 def worked(answer: str = "Done.", **changes: Any) -> dict[str, Any]:
@@ -83,8 +101,7 @@ def _stored(found: Scan, records: Any) -> list[dict[str, Any]]:
     of_task = {"id", "prompt_id", "sample", "input_digest", "row"}
     return [
         {
-            **KEPT,
-            **{key: value for key, value in record.items() if key not in of_task},
+            **{key: value for key, value in whole(record).items() if key not in of_task},
             "id": task.id,
             "prompt_id": task.prompt_id,
             "sample": task.sample,

@@ -1,4 +1,4 @@
-"""Text made safe to show and to store: limited in length and valid UTF-8."""
+"""Text to show and to store: limited in length, valid UTF-8; counts with their nouns."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def valid_utf8(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 turn`, `2,000 turns`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def output_text(head: bytes, tail: bytes, total: int) -> str:

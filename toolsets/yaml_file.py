@@ -48,7 +48,7 @@ class _Composer(yaml.SafeLoader):
             self._sizes[event.anchor] = self._values - before
         return node
 
-    def _count_alias(self, event: yaml.AliasEvent) -> None:
+    def _count_alias(self, event: Any) -> None:
         problem = ""
         if event.anchor in self._around:
             problem = "an alias inside of its anchor"
@@ -146,7 +146,7 @@ def _at(problem: str, before: str) -> yaml.MarkedYAMLError:
     """An error after the text `before`."""
     line = before.count("\n")
     column = len(before) - before.rfind("\n") - 1
-    mark = yaml.Mark("", len(before), line, column, None, None)
+    mark = yaml.Mark("", len(before), line, column, None, 0)
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 

@@ -21,6 +21,8 @@ class EndpointProxy(NamedTuple):
     url: str
     words: str
     """How messages name it: without its password, and with the variable that names it."""
+    instead: str
+    """What to do where it cannot be used, after "Correct it, "."""
 
 
 def proxy_for(base_url: str, own: str | None = None) -> EndpointProxy | None:
@@ -30,7 +32,7 @@ def proxy_for(base_url: str, own: str | None = None) -> EndpointProxy | None:
     """
     to = urlsplit(base_url)
     if own is not None:
-        return None if own == DIRECT else _usable(own, "proxy", "leave it out", base_url)
+        return None if own == DIRECT else _usable(own, "proxy", "or leave it out", base_url)
     if not to.hostname or urllib.request.proxy_bypass(f"{to.hostname}:{to.port}"):
         return None
     proxies = urllib.request.getproxies()
@@ -72,4 +74,4 @@ def _usable(given: str, source: str, instead: str, base_url: str) -> EndpointPro
             f"https://), and SOCKS is not supported. Name another one, {instead}"
         )
         raise UnusableProxy(msg)
-    return EndpointProxy(proxy.geturl(), words)
+    return EndpointProxy(proxy.geturl(), words, instead)

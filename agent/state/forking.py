@@ -40,6 +40,8 @@ def events_until(
         raise NotForkable("the model was shown summaries of it")
     messages: list[Message] = record["messages"]
     own = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(own) < len(record["turns"]) or not own[-len(record["turns"])]:
+        raise NotForkable("its messages do not fit its turns")
     first = own[-len(record["turns"])]
     notes = [_note(note) for note in record["notes"] if note["turn"] < turn]
     events: list[Event] = []
@@ -144,7 +146,7 @@ def _check(
     trajectory: Trajectory, messages: Sequence[Message], record: Mapping[str, Any], turn: int
 ) -> None:
     """The events must give the messages of the record, or the branch would not continue it."""
-    if record["options"].get("awaiting_input") and any(
+    if (record["options"] or {}).get("awaiting_input") and any(
         "\n\nUser: " in message["content"] for message in trajectory.messages[trajectory.opening :]
     ):
         raise NotForkable("a tool asked the user before that turn")

@@ -36,5 +36,5 @@ def _sum_known(usages: Sequence[Usage | None], key: str) -> int | None:
 
 
 def _count(usage: Mapping[str, Any], key: str) -> int | None:
-    count = usage[key]
+    count = usage.get(key)
     return count if isinstance(count, int) and count < MOST_TOKENS else None

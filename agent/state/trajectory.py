@@ -340,7 +340,7 @@ class Trajectory:
         self.spent_usd += event["cost_usd"] or 0.0
         self.unpriced += event["cost_usd"] is None
         usage = event["usage"]
-        counts = (usage["input_tokens"], usage["output_tokens"]) if usage else (None,)
+        counts = (usage.get("input_tokens"), usage.get("output_tokens")) if usage else (None,)
         self.spent_tokens += sum(count or 0 for count in counts)
         self.uncounted += None in counts
         if self._outer is not None:

@@ -7,6 +7,7 @@ ordinary records both give the same. msgspec parses only what rows need, and che
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -26,7 +27,7 @@ from export.conversation.row_json import parse_arguments
 from export.conversation.tools import Tools, names_of, once, tools_of
 from export.conversation.turns import Call, Conversation, Entry, Result, Said, Turn
 from export.conversation.validity import Rejected
-from runs.store.reader import Stored
+from runs.store.record_types import CheckResult, OfferedTool, Resume, Score
 from toolsets import exact_json
 
 _ABSENT = msgspec.Raw(b"null")
@@ -85,9 +86,9 @@ class OrdinaryRecord(TypedDict):
     messages: list[_Message]
     turns: list[_Turn]
     tools: NotRequired[msgspec.Raw]  # msgspec has no required ones
-    resumes: list[dict[str, Any]]
+    resumes: list[Resume]
     api_calls: int
-    usage: dict[str, Any] | None
+    usage: dict[str, int | None] | None
     model: str
     model_returned: str | None
     api: str
@@ -97,8 +98,8 @@ class OrdinaryRecord(TypedDict):
     config_digest: str
     status_reason: NotRequired[str | None]
     input_digest: NotRequired[str]
-    check: NotRequired[Any]
-    scores: NotRequired[Any]
+    check: NotRequired[CheckResult | None]
+    scores: NotRequired[list[Score] | None]
     options: NotRequired[dict[str, Any] | None]
     view_compacted: NotRequired[bool]
     fork: NotRequired[None]
@@ -125,10 +126,9 @@ def parse_ordinary(line: bytes) -> dict[str, Any] | None:
     return parts
 
 
-def conversation_of(stored: Stored) -> Conversation:
+def conversation_of(record: Mapping[str, Any], line: bytes) -> Conversation:
     """Parse a record, as `read_conversation` does; raises Rejected."""
-    record = stored.record
-    if (parts := parse_ordinary(stored.line)) is not None:
+    if (parts := parse_ordinary(line)) is not None:
         parts["scores"] = record.get("scores")
         if (conversation := read_ordinary(parts)) is not None:
             return msgspec.structs.replace(conversation, record=record)
@@ -159,6 +159,7 @@ def read_ordinary(record: dict[str, Any]) -> Conversation | None:
 def _shared_tools(json: bytes) -> Tools:
     """The tools of a record, the same list for equal JSON."""
     tools: Tools = exact_json.loads(json)
+    msgspec.convert(tools, list[OfferedTool])
     return tools
 
 
@@ -195,12 +196,13 @@ def _read(record: dict[str, Any], tools: Tools, offered: frozenset[str]) -> Conv
         return None
     if not system or system.isspace():
         system = ""
-    if not asked or asked.isspace() or holds_flaw(asked):
+    if not asked or asked.isspace():
         return None
     place += 1
     start = place
     entries: list[Entry] = [Said(asked)]
     said = ["user", asked, ""]
+    searched = [asked]
     stats: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     num_calls = with_reasoning = hidden = with_token_ids = 0
@@ -222,8 +224,7 @@ def _read(record: dict[str, Any], tools: Tools, offered: frozenset[str]) -> Conv
             with_token_ids += tokens.prompt is not _ABSENT and tokens.completion is not _ABSENT
         said += ("assistant", content, own_reasoning)
         reasoning, text = split_reasoning(own_reasoning, content, number)
-        if (reasoning and holds_flaw(reasoning)) or (text and holds_flaw(text)):
-            return None
+        searched += reasoning, text
         hides = False
         if reasoning:
             with_reasoning += 1
@@ -271,7 +272,10 @@ def _read(record: dict[str, Any], tools: Tools, offered: frozenset[str]) -> Conv
             stat["count"] += 1
             if is_error:
                 stat["failure"] += 1
-                failures.append(kind_of_failure(orjson.loads(bytes(result.details))))
+                details = orjson.loads(bytes(result.details))
+                if not isinstance(details, dict | None):
+                    return None
+                failures.append(kind_of_failure(details))
             else:
                 stat["success"] += 1
         if len(ids) < len(calls):
@@ -280,7 +284,7 @@ def _read(record: dict[str, Any], tools: Tools, offered: frozenset[str]) -> Conv
             said += ("tool", answer.content, "")
         num_calls += len(calls)
         entries.append(Turn(number, reasoning, text, calls, results, 1, "model", hides))
-    if place != len(messages):
+    if place != len(messages) or holds_flaw("\n".join(searched)):
         return None
     tool_stats = [stats[name] for name in sorted(stats)]
     counts = Counts(

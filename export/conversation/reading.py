@@ -268,7 +268,7 @@ def split_reasoning(apart: str, text: str, number: int) -> tuple[str, str]:
 
     `apart` is what its field holds.
     """
-    if apart and not apart.strip():
+    if apart.isspace():
         apart = ""
     if "<" not in text:
         return apart, text

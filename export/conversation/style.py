@@ -39,6 +39,10 @@ class Style:
     """The reward that counts; None: the one named `reward`, else the first."""
     tolerance: Tolerance = STRICT
     """Which flaws of a conversation are accepted."""
+    require_reasoning: bool = False
+    """Whether completed conversations need reasoning in words to be in a run's training file."""
+    require_passed: bool = False
+    """Whether those that did not pass their check are left out of it."""
 
     def of(self, format_name: str) -> Style:
         """The same style, accepting only flaws that one format can represent."""
@@ -64,7 +68,12 @@ class Style:
 def style_of_run(config: Mapping[str, Any]) -> Style:
     """The style of the training file of a run with this config, as run.json has it."""
     tolerance = Tolerance(accepted(config.get("accept_rows", ()))).of("hermes")
-    return Style(empty_think=config.get("empty_think", "keep"), tolerance=tolerance)
+    return Style(
+        empty_think=config.get("empty_think", "keep"),
+        tolerance=tolerance,
+        require_reasoning=config.get("require_reasoning", False),
+        require_passed=config.get("require_passed", False),
+    )
 
 
 def styled(conversation: Conversation, style: Style) -> Conversation:

@@ -7,9 +7,10 @@ selected record is used or rejected. The same records and recipe give the same b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +19,26 @@ import orjson
 from export.conversation.ordinary import conversation_of
 from export.conversation.rewards import reward_of
 from export.conversation.tolerance import Tolerance, how_to_keep, refuse_everywhere
-from export.conversation.turns import Conversation
 from export.conversation.validity import Rejected
-from export.dataset.format_files import Candidate, Why, open_formats
+from export.dataset.format_files import Why, open_formats
 from export.dataset.splits import Splits
 from export.filters.duplicates import NearDuplicates, said_in
 from export.filters.filters import RecordFilters
 from export.filters.verdicts import Verdicts
 from export.formats.registry import COPIES
 from export.recipe import Recipe
-from export.record_order import RecordOrder, RecordReader, Seen
+from export.record_order import Loaded, RecordOrder, RecordReader, Seen
 from export.row_files import FileTarget, Hashing, Written
 from export.statistics import Statistics
 from runs.dataset.scan import Scan
 from runs.run_dir import read_run_json, versions_of
 from runs.store.failures import load_failed_attempts
-from runs.store.reader import Stored
 from runs.store.scores import Scores
 
 SCHEMA_VERSION = 1
 
 _OF_TEXTS = frozenset(("hermes", "openai", "llamafactory"))
 """Formats whose rows hold no more than the parts that `parse_ordinary` gives."""
-
-Load = Callable[[int], tuple[Stored, Conversation | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,32 +98,32 @@ def judge_answers(source: Source, recipe: Recipe) -> None:
     if (judge := recipe.filters.judge) is not None:
         from export.filters.judge import ask_judge
 
-        ask_judge(source.run_dir, judge, _to_be_judged(source, recipe))
+        ask_judge(source.run_dir, judge, partial(_to_be_judged, source, recipe))
 
 
-def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[dict[str, Any]]:
+def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[Mapping[str, Any]]:
     filters = _filters_of(recipe)
     order = RecordOrder(source.run_dir, source.scan, num_samples=source.num_samples)
     with order.reading(Scores(source.run_dir)) as read:
         for number in order.numbers():
-            stored = read(number)
-            if filters.rejection(stored.record) is None and _is_told(stored, recipe):
-                yield stored.record
+            found = read(number)
+            if filters.rejection(found.record) is None and _has_rows(found, recipe):
+                yield found.record
 
 
-def _is_told(stored: Stored, recipe: Recipe) -> bool:
+def _has_rows(found: Loaded, recipe: Recipe) -> bool:
     try:
-        return not recipe.needs_conversations or bool(_read(stored, recipe.tolerances))
+        return not recipe.needs_conversations or bool(_with_conversation(found, recipe.tolerances))
     except Rejected:
         return False
 
 
-def _read(stored: Stored, tolerances: Sequence[Tolerance]) -> Conversation:
+def _with_conversation(found: Loaded, tolerances: Sequence[Tolerance]) -> Loaded:
     """Parse a record; raises Rejected, also if no format accepts it."""
-    conversation = conversation_of(stored)
+    conversation = conversation_of(found.record, found.line)
     if conversation.flaws:
         refuse_everywhere(conversation.flaws, tolerances)
-    return conversation
+    return Loaded(found.record, found.line, conversation)
 
 
 def _filters_of(recipe: Recipe, verdicts: Verdicts | None = None) -> RecordFilters:
@@ -164,13 +161,14 @@ class _Making:
             and len(recipe.splits) == 1
             and _OF_TEXTS.issuperset(recipe.row_formats)
         )
-        self._load: Load = read.quickly if is_plain else lambda number: (read(number), None)
+        self._load = read.quickly if is_plain else read
         self._near = (
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
         )
         self._splits = Splits(recipe.splits, seed=recipe.split_seed)
         self._formats = open_formats(recipe, place)
         self._tolerances = recipe.tolerances
+        self._needs_conversations = recipe.needs_conversations
         self._rejects = Hashing(place.open("rejects.jsonl"))
         self._reject_lines = 0
         self._rejected: Counter[str] = Counter()
@@ -179,12 +177,12 @@ class _Making:
         self._models: Counter[str] = Counter()
         self._statistics = Statistics()
 
-    def add(self, groups: Iterable[Iterable[int]]) -> None:
+    def add(self, groups: Sequence[Sequence[int]]) -> None:
         """Add a few groups of tasks: those of one prompt, or single tasks if none are compared."""
         # A prompt can have any number of samples: rejected ones are not held in memory.
-        stored = [((number, *self._load(number)) for number in numbers) for numbers in groups]
-        known = stored if self._recipe.compares else [list(group) for group in stored]
-        passed = [self._candidates(group) for group in known]
+        loading = map(self._load, chain.from_iterable(groups))
+        loaded = loading if self._recipe.compares else iter([*loading])
+        passed = [self._candidates(numbers, loaded) for numbers in groups]
         for candidates, _ in passed:
             for candidate in candidates:
                 self._selected += 1
@@ -223,40 +221,38 @@ class _Making:
         }
 
     def _candidates(
-        self, group: Iterable[tuple[int, Stored, Conversation | None]]
-    ) -> tuple[list[Candidate], list[tuple[Mapping[str, Any], Why]]]:
-        """The records that pass the filters, and id and status of those that do not."""
-        candidates: list[Candidate] = []
+        self, numbers: Sequence[int], loaded: Iterator[Loaded]
+    ) -> tuple[list[Loaded], list[tuple[Mapping[str, Any], Why]]]:
+        """The next records that pass the filters, and id and status of those that do not."""
+        candidates: list[Loaded] = []
         rejected: list[tuple[Mapping[str, Any], Why]] = []
-        for number, stored, conversation in group:
+        for number, found in zip(numbers, loaded, strict=False):
             try:
-                candidates.append(self._candidate(number, stored, conversation))
+                candidates.append(self._candidate(number, found))
             except _LeftOut as left_out:
-                named = {name: stored.record[name] for name in ("id", "status")}
+                named = {name: found.record[name] for name in ("id", "status")}
                 rejected.append((named, (left_out.reason, left_out.detail)))
         return candidates, rejected
 
-    def _candidate(
-        self, number: int, stored: Stored, conversation: Conversation | None
-    ) -> Candidate:
-        """Raises _LeftOut."""
-        record = stored.record
+    def _candidate(self, number: int, found: Loaded) -> Loaded:
+        """The record with its conversation, if some format needs it; raises _LeftOut."""
+        record = found.record
         if (rejection := self._filters.rejection(record)) is not None:
             raise _LeftOut(*rejection)
-        if conversation is None and self._recipe.needs_conversations:
+        if found.conversation is None and self._needs_conversations:
             try:
-                conversation = _read(stored, self._tolerances)
+                found = _with_conversation(found, self._tolerances)
             except Rejected as rejected:
                 raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
-        said = None if conversation is None else conversation.said
+        said = None if found.conversation is None else found.conversation.said
         if self._recipe.filters.exact_duplicates and not self._is_new(number, record, said):
             raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
         if self._near is None or self._filters.only_compared(record) is not None:
             # A record without a row of its own must not exclude others.
-            return Candidate(record, stored.line, conversation)
+            return found
         if earlier := self._near.earlier(record):
             raise _LeftOut("near_duplicates", f"says nearly the same as {earlier}")
-        return Candidate(record, stored.line, conversation)
+        return found
 
     def _is_new(self, number: int, record: Mapping[str, Any], said: tuple[str, ...] | None) -> bool:
         said = said or said_in(record)
@@ -264,7 +260,7 @@ class _Making:
             number, hash(said), lambda earlier: said_in(self._read(earlier).record) == said
         )
 
-    def _chosen(self, candidates: list[Candidate]) -> dict[str, tuple[str, str]]:
+    def _chosen(self, candidates: list[Loaded]) -> dict[str, tuple[str, str]]:
         """The candidates that make no rows of their own, by id, with the reason."""
         left_out: dict[str, tuple[str, str]] = {}
         if not self._chooses:
@@ -322,7 +318,7 @@ class _LeftOut(Exception):
         self.detail = detail
 
 
-def _by_reward(name: str | None, candidate: Candidate) -> float:
+def _by_reward(name: str | None, candidate: Loaded) -> float:
     """A sort key: best first, without a reward last."""
     reward = reward_of(candidate.record, name)
     return float("inf") if reward is None else -reward

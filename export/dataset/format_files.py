@@ -6,9 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from export.conversation.own_work import Own, own_of
 from export.conversation.row_json import dumps_row
 from export.conversation.style import styled
 from export.conversation.turns import Conversation
@@ -19,32 +18,12 @@ from export.formats.preference import Sample, dpo_row, kto_row, pair_of, sample_
 from export.formats.registry import COPIED, GROUP_FORMATS, ROW_FORMATS, Format
 from export.formats.rl import rows_of, threads_of
 from export.recipe import Recipe
-from export.row_files import FileTarget, LineWriter, MakeWriter, SplitFiles
+from export.record_order import Loaded
+from export.row_files import FileTarget, MakeWriter, SplitFiles
 from runs.store.checksum import without_checksum
 
 Why = tuple[str, str]
 """Reason and detail."""
-
-
-class Candidate(NamedTuple):
-    """A record that passed the filters."""
-
-    record: Mapping[str, Any]
-    line: bytes
-    """The line of the record."""
-    conversation: Conversation | None
-    """None if no format needs it."""
-
-    @property
-    def own(self) -> Own:
-        """What this run's model did in the conversation."""
-        return own_of(self.record) if self.conversation is None else self.conversation.own
-
-    @property
-    def parsed(self) -> Conversation:
-        """The conversation, which some format needs."""
-        assert self.conversation is not None
-        return self.conversation
 
 
 class _Lengths:
@@ -83,13 +62,13 @@ class FormatFiles(ABC):
         self.name = name
         shard_bytes = None if recipe.shard_mb is None else int(recipe.shard_mb * 1_000_000)
 
-        def files(folder: str, suffix: str, make: MakeWriter, **named: str) -> SplitFiles:
+        def files(folder: str, suffix: str, make: MakeWriter | None, **named: str) -> SplitFiles:
             return SplitFiles(place, folder, suffix, make, shard_bytes=shard_bytes, **named)
 
         self._outputs = []
         copies = recipe.formats if name in COPIED else ()
         if recipe.writes_lines or not copies:
-            self._outputs.append(files(name, "jsonl", LineWriter))
+            self._outputs.append(files(name, "jsonl", None))
         if "parquet" in copies:
             self._outputs.append(files(f"{name}_parquet", "parquet", parquet_writer(name)))
         if "hf" in copies:
@@ -108,13 +87,13 @@ class FormatFiles(ABC):
         self._used += uses
         self._lengths.add(len(line))
 
-    def unused(self, candidate: Candidate, why: Why) -> tuple[Candidate, Why]:
+    def unused(self, candidate: Loaded, why: Why) -> tuple[Loaded, Why]:
         self._reasons[why[0]] += 1
         return candidate, why
 
     def add(
-        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
-    ) -> Iterator[tuple[Candidate, Why]]:
+        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Why]
+    ) -> Iterator[tuple[Loaded, Why]]:
         """Write the rows of the candidates of one prompt; yields those that are not used, and why.
 
         `left_out` names candidates, by id, that only preferences may use.
@@ -131,7 +110,7 @@ class FormatFiles(ABC):
                 yield self.unused(candidate, why)
 
     @abstractmethod
-    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Why | None:
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
         """Write the rows of a candidate; returns why it is not used, or raises `Rejected`.
 
         `seen` is for the candidates of one prompt.
@@ -168,7 +147,7 @@ class _RowFiles(FormatFiles):
         style = recipe.style.of(format.name)
         self._style = style if format.splits_calls else style.with_calls("keep")
 
-    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Why | None:
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
         if self._per_turn:
             return self._add_turns(split, candidate, seen)
         conversation = styled(candidate.parsed, self._style)
@@ -177,7 +156,7 @@ class _RowFiles(FormatFiles):
             self._others += conversation.others
         return None
 
-    def _add_turns(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Why | None:
+    def _add_turns(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
         """Write a row per turn, but for those that other samples of the prompt have as well."""
         new: list[Conversation] = []
         copies = 0
@@ -227,7 +206,7 @@ class _TokenFiles(FormatFiles):
             counts["subagents_left_out"] = self._subagents_left_out
         return {**super().finish(), **counts}
 
-    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Why | None:
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
         rows = rows_of(candidate.record, self._reward_name, subagents=self._subagents)
         firsts = [row for row in rows if row["segment"] == 0]
         self._splits_made += len(rows) - len(firsts)
@@ -243,7 +222,7 @@ class _TokenFiles(FormatFiles):
 class _RawFiles(FormatFiles):
     """The records, unchanged."""
 
-    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Why | None:
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
         self.write(split, without_checksum(candidate.line))
         return None
 
@@ -255,16 +234,16 @@ class _PreferenceFiles(FormatFiles):
         super().__init__(name, place, recipe)
         self._style = recipe.style.of(name)
         self._preference = recipe.preference
-        self._samples: list[tuple[Candidate, Sample]] = []
+        self._samples: list[tuple[Loaded, Sample]] = []
 
-    def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Why | None:
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
         sample = sample_of(styled(candidate.parsed, self._style), self._style)
         self._samples.append((candidate, sample))
         return None
 
     def add(
-        self, split: str, candidates: Sequence[Candidate], left_out: Mapping[str, Why]
-    ) -> Iterator[tuple[Candidate, Why]]:
+        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Why]
+    ) -> Iterator[tuple[Loaded, Why]]:
         self._samples.clear()
         yield from super().add(split, candidates, {})
         samples = self._samples

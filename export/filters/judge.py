@@ -9,8 +9,8 @@ credit, and an endpoint that fails before its first answer stop the export.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +21,10 @@ from agent.models.errors import ModelError
 from agent.models.model import Model, ModelSettings, Request
 from agent.models.resolve import read_key
 from agent.session import run_here
-from export.filters.asking import RetryMessages, ask_all, stop_where_useless
+from export.filters.asking import JudgeCalls, RetryMessages, ask_all, stop_where_useless
 from export.filters.verdicts import NAME, JudgeQuestions, Question, read_verdicts
 from export.recipe import Judge
 from runs.errors import ConfigError
-from runs.process.console import say
 from runs.store.checksum import with_checksum
 from runs.store.files import AppendFile, alone_in, repair_tail
 
@@ -39,10 +38,11 @@ class _Asked(NamedTuple):
     failure: ModelError | None
 
 
-def ask_judge(run_dir: Path, judge: Judge, records: Iterable[Record]) -> None:
+def ask_judge(run_dir: Path, judge: Judge, records: Callable[[], Iterable[Record]]) -> None:
     """Ask about each of `records` whose question has no reply on disk.
 
-    Raises `ConfigError` without a key, `EnvironmentStop`, and `RunLocked`.
+    They are read twice, so that the progress line knows their number. Raises `ConfigError` without
+    a key, `EnvironmentStop`, and `RunLocked`.
     """
     questions = JudgeQuestions(judge)
     path = run_dir / NAME
@@ -51,23 +51,20 @@ def ask_judge(run_dir: Path, judge: Judge, records: Iterable[Record]) -> None:
         repair_tail(path, run_dir / "quarantine")
         answered = {kept.key for kept in read_verdicts(path) if kept.has_reply}
         has_answered = bool(answered)
-        left = _unanswered(records, questions, answered)
-        first = next(left, None)
-        if first is None:
+        total = sum(1 for _ in _unanswered(records(), questions, set(answered)))
+        if not total:
             return
         try:
             api_key = read_key(questions.settings)
         except ValueError as error:
             msg = f"filters.judge: {error}"
             raise ConfigError(msg) from error
-        file = AppendFile(path)
-        try:
-            asking = _Asking(judge, questions.settings, file, api_key, has_answered=has_answered)
-            run_here(asking.ask_all(chain([first], left)))
-        finally:
-            file.close()
-    cost = f", ${asking.cost_usd:.4f}" if asking.cost_usd else ""
-    say(f"judge {judge.model}: {asking.asked:,} asked, {asking.failed:,} failed{cost}")
+        with (
+            closing(AppendFile(path)) as file,
+            closing(JudgeCalls(judge.model, total=total)) as calls,
+        ):
+            asking = _Asking(judge, questions.settings, file, calls, has_answered=has_answered)
+            run_here(asking.ask_all(api_key, _unanswered(records(), questions, answered)))
 
 
 def _unanswered(
@@ -89,24 +86,22 @@ class _Asking:
         judge: Judge,
         settings: ModelSettings,
         file: AppendFile,
-        api_key: str,
+        calls: JudgeCalls,
         *,
         has_answered: bool,
     ) -> None:
         self._judge = judge
         self._settings = settings
         self._file = file
-        self._api_key = api_key
+        self._calls = calls
         self._has_answered = has_answered
-        self.asked = self.failed = 0
-        self.cost_usd = 0.0
 
-    async def ask_all(self, questions: Iterable[tuple[str, Question]]) -> None:
+    async def ask_all(self, api_key: str, questions: Iterable[tuple[str, Question]]) -> None:
         """Keep `max_in_flight` questions at the endpoint until all are answered."""
         model = open_model(
             self._settings,
-            api_key=self._api_key,
-            on_retry=RetryMessages("filters.judge", self._settings.base_url),
+            api_key=api_key,
+            on_retry=RetryMessages("filters.judge", self._settings.base_url, self._calls.say),
         )
         try:
             await ask_all(
@@ -114,6 +109,7 @@ class _Asking:
                 lambda asked: self._ask(model, asked[0], *asked[1]),
                 max_in_flight=self._judge.max_in_flight,
                 keep=self._keep,
+                show=self._calls.show,
             )
         finally:
             await model.close()
@@ -138,10 +134,11 @@ class _Asking:
         lines = (with_checksum(orjson.dumps({**asked.line, "at": at})) for asked in found)
         self._file.append(b"".join(lines))
         self._file.sync()
-        self.asked += len(found)
-        self.cost_usd += sum(asked.line.get("cost_usd") or 0.0 for asked in found)
+        for asked in found:
+            if asked.failure is None:
+                self._calls.replied(asked.line)
+            self._calls.ended(None if asked.failure is None else asked.failure.kind)
         failures = [asked.failure for asked in found if asked.failure is not None]
-        self.failed += len(failures)
         self._has_answered = self._has_answered or len(failures) < len(found)
         stop_where_useless(
             failures,

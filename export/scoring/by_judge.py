@@ -7,7 +7,7 @@ repeated, for it is paid.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +18,13 @@ from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.prices import is_known
 from agent.models.resolve import SCRIPTED, read_key
 from agent.session import run_here
-from export.filters.asking import RetryMessages, ask_all, stop_where_useless
+from export.filters.asking import JudgeCalls, RetryMessages, ask_all, stop_where_useless
 from export.scoring.judge_budget import JudgeBudget
 from export.scoring.judge_prompt import JudgePrompt, rewards_in_reply
 from export.scoring.score_file import ScoreFile, open_scores, unscored
 from runs.config.models import settings_of
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
-from runs.process.console import say
 from runs.store.index import own_turns
 from runs.store.scores import score_key
 from toolsets.text import valid_utf8
@@ -59,19 +58,19 @@ def score_by_judge(
     """
     settings = _settings(config)
     with open_scores(run_dir) as file:
-        asking = _Asking(file, settings, prompt)
         budget = None
         if config.max_run_cost_usd is not None:
             known_usd = file.judge_cost_usd()
             budget = JudgeBudget(run_dir, config.max_run_cost_usd, known_usd=known_usd)
+        asking = _Asking(file, settings, prompt)
+        calls = asking.calls
         try:
             run_here(asking.ask_all(budget, max_in_flight=max_in_flight))
         finally:
             if budget is not None:
                 budget.close()
-            cost = f", ${asking.cost_usd:.4f}" if asking.cost_usd else ""
-            say(f"judge {config.model}: {asking.asked:,} asked, {asking.failed:,} failed{cost}")
-    return Judged(asking.asked, asking.failed, asking.cost_usd)
+            calls.close()
+    return Judged(calls.asked, calls.failed, calls.cost_usd)
 
 
 def _settings(config: RunConfig) -> ModelSettings:
@@ -109,19 +108,20 @@ class _Asking:
             "source": f"judge:{settings.reference}",
             "version": prompt.version(settings),
         }
-        self._has_answered = False
-        self.asked = self.failed = 0
-        self.cost_usd = 0.0
+        self._done = file.done(*self._source.values())
+        self._has_answered = bool(self._done)
+        self.calls = JudgeCalls(settings.reference, total=sum(1 for _ in self._unscored()))
+
+    def _unscored(self) -> Iterator[tuple[dict[str, Any], Sequence[str]]]:
+        source, version = self._source.values()
+        return unscored(self._file.run_dir, {source: self._done}, {source: version})
 
     async def ask_all(self, budget: JudgeBudget | None, *, max_in_flight: int) -> None:
         """Ask about all records that lack a score."""
-        source, version = self._source.values()
-        done = self._file.done(source, version)
-        self._has_answered = bool(done)
         model = open_model(
             self._settings,
             api_key=read_key(self._settings),
-            on_retry=RetryMessages("--judge", self._settings.base_url),
+            on_retry=RetryMessages("--judge", self._settings.base_url, self.calls.say),
             gate=budget,
         )
 
@@ -130,10 +130,11 @@ class _Asking:
 
         try:
             await ask_all(
-                unscored(self._file.run_dir, {source: done}, {source: version}),
+                self._unscored(),
                 ask,
                 max_in_flight=max_in_flight,
                 keep=self._keep,
+                show=self.calls.show,
             )
         finally:
             await model.close()
@@ -145,7 +146,7 @@ class _Asking:
             words = "malformed: the reply could not be read"
             failed = {"rewards": None, "error": words, "reply": None, **_paid(completion)}
             self._file.append([(key, id, {**self._source, **failed})])
-            self.cost_usd += completion.cost_usd or 0.0
+            self.calls.replied(failed)
 
         question = Message(role="user", content=self._prompt.question(record))
         try:
@@ -161,10 +162,11 @@ class _Asking:
 
     def _keep(self, found: list[_Asked]) -> None:
         self._file.append(asked.scored for asked in found)
-        scores = [asked.scored[2] for asked in found]
-        self.asked += len(found)
-        self.failed += sum(score["error"] is not None for score in scores)
-        self.cost_usd += sum(score.get("cost_usd") or 0.0 for score in scores)
+        for (_, _, score), failure in found:
+            if failure is None:
+                self.calls.replied(score)
+            kind = "no score" if failure is None else failure.kind
+            self.calls.ended(None if score["error"] is None else kind)
         failures = [asked.failure for asked in found if asked.failure is not None]
         self._has_answered = self._has_answered or len(failures) < len(found)
         stop_where_useless(

@@ -12,12 +12,7 @@ from export.training_files import route
 
 
 def training_form(
-    record: dict[str, Any],
-    *,
-    number_of: Callable[[str], int],
-    style: Style,
-    require_reasoning: bool,
-    require_passed: bool = False,
+    record: dict[str, Any], *, number_of: Callable[[str], int], style: Style
 ) -> dict[str, Any]:
     """The export row of a record, JSON-ready.
 
@@ -28,9 +23,7 @@ def training_form(
 
     All turns of `gpt` carry loss, also those from the prompt: trainers mask by speaker.
     """
-    routed = route(
-        record, style=style, require_reasoning=require_reasoning, require_passed=require_passed
-    )
+    routed = route(record, style=style)
     row = orjson.loads(routed.line)
     if routed.place == "rejects":
         found = {"reason": row["reason"], "detail": row["detail"], "system": None}

@@ -54,9 +54,6 @@ def write_report(
     directory = path.with_name(f"{path.stem}_files")
     pieces = Pieces(directory, report_id, inline_bytes=inline_bytes)
     tools, systems = _Distinct(), _Distinct()
-    required = {
-        name: run["config"].get(name, False) for name in ("require_reasoning", "require_passed")
-    }
     style = style_of_run(run["config"])
     rewards = RewardStatistics(run["config"]["num_samples"])
     columns: list[str] = []
@@ -64,7 +61,7 @@ def write_report(
     try:
         for record in stored.records():
             rewards.add(record)
-            form = training_form(record, **required, style=style, number_of=systems.number)
+            form = training_form(record, style=style, number_of=systems.number)
             row = row_of(record) | {"exported": form["file"]}
             columns = [*row, "chunk", "place"]
             shared = {"tools": list(map(tools.number, record["tools"]))}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runs.batch_api.batch_log import read_lines
+from toolsets.text import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,11 @@ class BatchTotals:
     def describe(self) -> str:
         """For a person, on one line."""
         words = (
-            f"batches {self.batches:,}: {self.calls:,} calls for ${self.cost_usd:,.4f}, "
+            f"batches {self.batches:,}: {plural(self.calls, 'call')} for ${self.cost_usd:,.4f}, "
             f"${self.saved_usd:,.4f} saved, {timedelta(seconds=round(self.waited_s))} waited"
         )
-        words += f", {self.live:,} calls live instead" if self.live else ""
-        words += f", {self.waiting:,} calls waiting" if self.waiting else ""
+        words += f", {plural(self.live, 'call')} live instead" if self.live else ""
+        words += f", {plural(self.waiting, 'call')} waiting" if self.waiting else ""
         return words + (f" (price of {self.unpriced:,} unknown)" if self.unpriced else "")
 
 

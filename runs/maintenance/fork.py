@@ -178,7 +178,12 @@ def _candidates(path: Path) -> Iterable[Path]:
 def _row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> dict[str, Any]:
     """A row: the parent's columns and its conversation so far. Raises `NotForkable`."""
     row = record["row"]
-    events = events_until(record, turn, opening=rules.read(row).opening)
+    try:
+        opening = rules.read(row).opening
+    except ValueError as error:
+        msg = f"its row cannot be used: {error}"
+        raise NotForkable(msg) from error
+    events = events_until(record, turn, opening=opening)
     own = row.get(FORK_COLUMN) if "fork" in record else None
     return {
         **row,

@@ -31,6 +31,7 @@ from runs.store.journal import read_journaled_replies
 from runs.store.records import RecordFile, lines_from, load_index, parse_record
 from runs.store.scores import NAME as SCORES
 from runs.tasks import task_key
+from toolsets.text import plural
 from toolsets.workspace.removal import remove_tree
 
 _SHOWN = 10
@@ -182,9 +183,9 @@ def _refuse_unfinished(path: Path, *, drop: bool) -> None:
     if drop or not (unfinished or calls):
         return
     turns = sum(replies.turns for replies in unfinished)
-    what = f"{len(unfinished)} conversations with {turns} turns are under way"
+    what = f"{plural(len(unfinished), 'conversation')} with {plural(turns, 'turn')} under way"
     if not unfinished:
-        what = f"{calls} calls are in batches, which are paid for"
+        what = f"{plural(calls, 'call')} in batches, already paid for"
     msg = f"{path}: {what}: finish this run first, or give them up by --drop_unfinished"
     raise RunDirError(msg)
 

@@ -21,6 +21,7 @@ from runs.store.journal import Inflight, read_journaled_replies
 from runs.store.records import RecordFile, load_index, take_out
 from runs.store.settled import NO_LIMIT, Settled
 from runs.supervisor.damaged import set_aside_damaged
+from toolsets.text import plural
 from toolsets.workspace.removal import remove_tree
 
 _SHOWN = 20
@@ -69,9 +70,9 @@ def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
         return ""
     named = ", ".join(task.id for task in tasks(scan, remaining[:_SHOWN]))
     named += " …" if len(remaining) > _SHOWN else ""
-    line = f"run the same command again to run {len(remaining)} tasks: {named}"
+    line = f"run the same command again to run {plural(len(remaining), 'task')}: {named}"
     unfinished = read_journaled_replies(path / "inflight", settled=entries).tasks.values()
     if unfinished:
         turns = sum(replies.turns for replies in unfinished)
-        line += f"; {len(unfinished)} of them resume after {turns} saved turns"
+        line += f"; {len(unfinished)} of them resume after {plural(turns, 'saved turn')}"
     return line

@@ -21,6 +21,7 @@ from runs.run_lock import locked, refuse_held
 from runs.shards import parse_shard
 from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.records import UnreadableRecord
+from toolsets.text import plural
 
 if TYPE_CHECKING:
     from runs.maintenance.verify import Report
@@ -65,9 +66,11 @@ class Checked:
             lines.append(f"{self.path}: repaired; unreadable data is in quarantine/")
             lines += [f"left: {problem.describe()}" for problem in self.left]
         if not self.left:
-            lines.append(f"{self.path}: {self.records:,} records, no problems found")
+            lines.append(f"{self.path}: {plural(self.records, 'record')}, no problems found")
         elif not self.repaired:
-            lines.append(f"{self.path}: {len(self.left):,} problems; --repair fixes what it can")
+            lines.append(
+                f"{self.path}: {plural(len(self.left), 'problem')}; --repair fixes what it can"
+            )
         return "\n".join([*lines, self.owed] if self.owed else lines)
 
 

@@ -139,9 +139,11 @@ def _check_records(path: Path, report: Report) -> Index:
 
 def _what_is_lost(line: bytes) -> str:
     """The message for a line that is not a record."""
+    from runs.store.record_types import check_types
+
     details = [f"id {named!r}"] if (named := id_in(line)) else []
     try:
-        read_object(line)
+        check_types(read_object(line))
     except DamagedLine as error:
         details.append(str(error))
     why = f" ({'; '.join(details)})" if details else ""

@@ -24,6 +24,7 @@ from runs.maintenance.problem import Problem
 from runs.protocol.batch_calls import task_of
 from runs.store.files import listed
 from runs.store.records import lines_from
+from toolsets.text import plural
 
 _NEXT: Mapping[State, Container[str]] = {
     "gathered": ("sending", "void"),
@@ -63,8 +64,8 @@ def check_batches(
     for job in jobs.values():
         if is_abandoned(job, ended):
             message = (
-                f"batch {job.batch}: its {len(job.ids):,} calls are paid for but no conversation "
-                "needs their results any more; no total includes their cost"
+                f"batch {job.batch}: {plural(len(job.ids), 'call')} paid for but no conversation "
+                "needs the results any more; no total includes their cost"
             )
             yield Problem("contradiction", steps, last[job.name], message)
         if job.state == "collected" and job.name in needed:
@@ -136,6 +137,6 @@ def _contradictions(
                 yield f"batch {line['batch']} of job {name} is also that of job {other.name}"
     if kind == "collected" and line["replies"] + line["failed"] != len(job.ids):
         yield (
-            f"job {name} has {len(job.ids):,} calls, but {line['replies']:,} replies and "
+            f"job {name} has {plural(len(job.ids), 'call')}, but {line['replies']:,} replies and "
             f"{line['failed']:,} failures"
         )

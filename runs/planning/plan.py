@@ -28,6 +28,7 @@ from runs.sources.kept_dataset import KeptDataset, keep_dataset
 from runs.store.files import temporary_for, training_file_of
 from toolsets.mcp.mcp_settings import WORKSPACE
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
+from toolsets.text import plural
 
 _BAD_ROWS_SHOWN = 20
 
@@ -214,24 +215,26 @@ def describe(plan: Plan) -> str:
     return "\n".join(
         [
             f"run        {config.run_dir}",
-            f"dataset    {config.dataset_file}: {scan.all_rows} usable rows, {scan.all_bad} bad",
+            f"dataset    {config.dataset_file}: {plural(scan.all_rows, 'usable row')}, "
+            f"{scan.all_bad:,} bad",
             *([f"shard      {scan.shard}: {scan.rows} of the rows"] if scan.shard else []),
-            f"tasks      {scan.rows} prompts x {config.num_samples} samples = "
+            f"tasks      {plural(scan.rows, 'prompt')} x {plural(config.num_samples, 'sample')} = "
             f"{scan.rows * config.num_samples}",
             *(f"model      {model}" for model in models),
             tools,
             f"sandbox    {plan.sandbox or 'not needed'}",
             _limits(config),
-            f"workers    {config.num_workers} x {config.agents_per_worker} conversations",
+            f"workers    {config.num_workers} x {plural(config.agents_per_worker, 'conversation')}",
         ]
     )
 
 
 def _limits(config: RunConfig) -> str:
+    attempts = plural(config.max_attempts, "attempt")
     if config.agent is None:
-        return f"limits     {config.max_turns} turns, {config.max_attempts} attempts"
+        return f"limits     {plural(config.max_turns, 'turn')}, {attempts}"
     seconds = f"{config.max_conversation_s:g} s, " if config.max_conversation_s else ""
-    return f"limits     {config.max_turns} model calls, {seconds}{config.max_attempts} attempts"
+    return f"limits     {plural(config.max_turns, 'model call')}, {seconds}{attempts}"
 
 
 def _describe(settings: ModelSettings, weight: float | None) -> str:
@@ -287,7 +290,7 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
     for words in _refused_wishes(plan):
         say(f"warning: {plan.config.dataset_file}: {words}")
     if not plan.config.row_setup and (columns := plan.scan.setup_columns):
-        named = ", ".join(f"{name} ({count:,} rows)" for name, count in columns.items())
+        named = ", ".join(f"{name} ({plural(count, 'row')})" for name, count in columns.items())
         say(
             f"warning: {plan.config.dataset_file}: columns ignored without --row_setup: "
             f"{named}; see docs/tools.md"
@@ -349,7 +352,7 @@ def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
         say(f"{source}{number}{row.line}: skipped: {row.reason}")
     more = len(rows) - _BAD_ROWS_SHOWN
     if more > 0:
-        say(f"{source}: {more} more bad rows; a run lists all in failures.jsonl")
+        say(f"{source}: {plural(more, 'more bad row')}; a run lists all in failures.jsonl")
     if rows and plan.config.rows is not None:
         usable, bad = plan.scan.all_rows, plan.scan.all_bad
         say(f"{source}: {usable:,} of {usable + bad:,} rows can run")

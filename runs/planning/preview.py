@@ -24,7 +24,7 @@ from runs.store.records import load_index
 from runs.tasks import Task
 from runs.totals.run_totals import RunTotals, compute_totals
 from toolsets.context import ToolContext
-from toolsets.text import clip
+from toolsets.text import clip, plural
 from toolsets.workspace.workspace import Workspace
 
 _SHOWN_CHARS = 2000
@@ -53,13 +53,13 @@ def _standing(plan: Plan) -> list[str]:
     spent = f"${found.spent_usd:,.4f}"
     if found.spent_unknown:
         spent = f"{spent} + unknown" if found.spent_usd else "unknown cost"
-    lines = [f"on disk    {found.done:,} tasks done{for_good}; {spent} spent so far"]
+    lines = [f"on disk    {plural(found.done, 'task')} done{for_good}; {spent} spent so far"]
     owed = found.pending + found.to_retry
-    lines.append(f"to do      {owed:,} tasks{_owed_in_words(plan, found)}")
+    lines.append(f"to do      {plural(owed, 'task')}{_owed_in_words(plan, found)}")
     if found.gone:
         lines.append(
-            f"removed    {found.gone:,} finished tasks are no longer part of the run; they leave "
-            "the training file, their records stay"
+            f"removed    {plural(found.gone, 'finished task')} no longer part of the run: out of "
+            "the training file, still in records.jsonl"
         )
     return lines
 
@@ -67,7 +67,9 @@ def _standing(plan: Plan) -> list[str]:
 def _owed_in_words(plan: Plan, found: RunTotals) -> str:
     parts = []
     if found.under_way:
-        parts.append(f"{found.under_way:,} in flight with {found.turns_under_way:,} turns saved")
+        parts.append(
+            f"{found.under_way:,} in flight with {plural(found.turns_under_way, 'turn')} saved"
+        )
     if found.to_retry:
         parts.append(f"{found.to_retry:,} failed, to be retried")
     if new := _new_tasks(plan):
@@ -168,8 +170,8 @@ def _unused_turns(plan: Plan) -> list[str]:
     of = f"of the first {read:,} rows" if read < plan.scan.rows else "rows"
     return [
         f"unused     {len(found):,} {of} have turns after their first user message, which are not "
-        f"sent: {sum(found.values()):,} user turns ({_plain(first)}: {turns:,}). The model answers "
-        "only the first message; to send a history, give `prompt` as a list"
+        f"sent: {plural(sum(found.values()), 'user turn')} ({_plain(first)}: {turns:,}). The "
+        "model answers only the first message; to send a history, give `prompt` as a list"
     ]
 
 

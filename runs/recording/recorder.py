@@ -41,6 +41,7 @@ from runs.store.records import RecordFile
 from runs.tasks import Task
 from toolsets import exact_json
 from toolsets.errors import HostError
+from toolsets.text import plural
 
 log = logging.getLogger(__name__)
 
@@ -308,7 +309,7 @@ class Recorder:
         self._records.sync()
         self._journal.finish(task.key)
         self._inflight.finish(task.key)
-        self._say(f"{task.id}: {record['status']} after {record['api_calls']} calls")
+        self._say(f"{task.id}: {record['status']} after {plural(record['api_calls'], 'call')}")
         return record
 
     def _failure(self, task: Task, error_class: str, words: str) -> Failure:

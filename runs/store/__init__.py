@@ -5,6 +5,7 @@ checksum        checksums of lines
 journal         read the journals of conversations in flight
 journal_writer  write them, with group commit
 records         records.jsonl
+record_types    the types of a record's fields
 index           records.idx, derived from records.jsonl
 reader          read records one by one
 failures        failures.jsonl

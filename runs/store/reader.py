@@ -89,12 +89,15 @@ def read_record(
 
     Raises `UnreadableRecord`.
     """
+    from runs.store.record_types import check_types  # msgspec: starts do not need it
+
     line = os.pread(records.fileno(), length, offset)
     try:
         record = read_object(line, loads)
         if task_key(record["id"], record["input_digest"]) != key:
             msg = "the index names another record for this place"
             raise DamagedLine(msg)
+        check_types(record)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise unreadable_record(records, offset, line, error) from error
     return Stored(record, line)

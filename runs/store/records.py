@@ -18,6 +18,7 @@ from runs.errors import EnvironmentStop, RunDirError
 from runs.store.checksum import DamagedLine, read_object
 from runs.store.files import (
     AppendFile,
+    StorageError,
     repair_tail,
     set_aside,
     storage_error,
@@ -33,6 +34,9 @@ _WRITE_BEHIND = 1 << 16
 HEAD = b'{"id":'
 """The beginning of a record (see `runs/record.py`): its id can be read without the rest."""
 AFTER_ID = b'","status":'
+
+_NO_RECORD = (ValueError, KeyError, TypeError, AttributeError)
+"""What reading the fields of a line raises that is not a record."""
 
 
 class UnreadableRecord(EnvironmentStop):
@@ -72,7 +76,11 @@ class RecordFile:
 
     def sync(self) -> None:
         """Make all appended records survive a power loss. The index can be rebuilt."""
-        self._records.check_is_there()
+        try:
+            self._records.check_is_there()
+        except StorageError:
+            self._write_rows()  # the next start misses these records and does not pay again
+            raise
         self._records.sync()
         self._write_rows()
 
@@ -127,8 +135,10 @@ def unreadable_record(
 
     `error` is what reading it as a record raised.
     """
+    from runs.store.record_types import check_types
+
     try:
-        read_object(line)
+        check_types(read_object(line))
     except DamagedLine as damage:
         error = damage
     why = str(error) if isinstance(error, DamagedLine) else "it lacks fields of a record"
@@ -215,12 +225,11 @@ def _matches_last_record(rows: bytes, records: Path, covered: int) -> bool:
     with records.open("rb") as file:
         file.seek(last.offset)
         line = file.read(last.length)
-    record = parse_record(line)
-    return (
-        record is not None
-        and line.endswith(b"\n")
-        and rows.endswith(RowMaker(rows).rows(index_fields(record), last.offset, last.length))
-    )
+    try:
+        row = RowMaker(rows).rows(index_fields(read_object(line)), last.offset, last.length)
+    except _NO_RECORD:
+        return False
+    return line.endswith(b"\n") and rows.endswith(row)
 
 
 def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> list[str]:
@@ -293,15 +302,16 @@ def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record of one line, None if it is not whole."""
+    """The record of one line, None if it is not whole or a field has another type."""
+    from runs.store.record_types import check_types  # msgspec: starts do not need it
+
     try:
         record = read_object(line)
+        check_types(record)
         RowMaker().rows(index_fields(record), 0, len(line))
-        texts = isinstance(record["id"], str) and isinstance(record["input_digest"], str)
-        whole = texts and isinstance(record["messages"], list) and isinstance(record["tools"], list)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except _NO_RECORD:
         return None
-    return record if whole else None
+    return record
 
 
 def _size(path: Path) -> int:

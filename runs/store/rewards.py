@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from toolsets.text import clip
+from toolsets.text import clip, plural
 
 MAIN = "reward"
 """The name of the reward that counts where no name is given."""
@@ -118,7 +118,8 @@ def _per_turn(name: Any, items: Any, turns: int | None) -> list[float | None]:
     if not isinstance(items, list | tuple):
         raise ValueError(f"{name!r}: {_shown(items)} is not a list with a reward for each turn")
     if turns is not None and len(items) != turns:
-        raise ValueError(f"{name!r} has {len(items)} rewards, and the conversation {turns} turns")
+        has = plural(len(items), "reward")
+        raise ValueError(f"{name!r} has {has}, and the conversation {plural(turns, 'turn')}")
     return [None if item is None else number_in(item) for item in items]
 
 

@@ -61,10 +61,14 @@ class Progress:
         total: int,
         run_dir: Path | None = None,
         tell: Callable[[str], object] | None = None,
+        tasks: str = "tasks",
+        turns: str = "turns",
     ) -> None:
         """`run_dir` is for progress.json. With `tell`, a function that takes messages for the user,
-        nothing is drawn: the terminal belongs to the caller."""
+        nothing is drawn: the terminal belongs to the caller. `tasks` and `turns` are the nouns for
+        what is counted."""
         self._total = total
+        self._tasks, self._turns = tasks, turns
         self._done = 0
         self._failed: Counter[str] = Counter()
         self._checked: Counter[bool | None] = Counter()
@@ -148,9 +152,10 @@ class Progress:
             self._shown_at = now
             if self._is_terminal:
                 with contextlib.suppress(OSError):
-                    self._bar.set_postfix_str(describe(state))
+                    self._bar.set_postfix_str(describe(state, self._turns))
             else:
-                self._say(f"{self._ended}/{self._total} tasks: {describe(state)}")
+                words = describe(state, self._turns)
+                self._say(f"{self._ended}/{self._total} {self._tasks}: {words}")
 
     @property
     def left(self) -> int:
@@ -165,7 +170,7 @@ class Progress:
     def close(self) -> None:
         """Draw the last state."""
         if self._is_terminal:
-            last = describe(self._state(0, "", time.monotonic()))
+            last = describe(self._state(0, "", time.monotonic()), self._turns)
             self._bar.set_postfix_str(last, refresh=False)
         with contextlib.suppress(OSError):
             self._bar.close()
@@ -243,7 +248,7 @@ class Progress:
                 temporary.unlink(missing_ok=True)
 
 
-def describe(state: Mapping[str, Any]) -> str:
+def describe(state: Mapping[str, Any], turns: str = "turns") -> str:
     """The state, also from `progress.json`, as text for the progress line."""
     parts = []
     if state["left_s"] is not None:
@@ -264,7 +269,7 @@ def describe(state: Mapping[str, Any]) -> str:
     if state["running"] and not state["turns"]:
         return ", ".join([*parts, "no reply yet"])
     parts += [
-        f"{state['turns_per_s']:.1f} turns/s",
+        f"{state['turns_per_s']:.1f} {turns}/s",
         f"tokens/s {_short(state['input_tokens_per_s'])} in "
         f"{_short(state['output_tokens_per_s'])} out",
     ]

@@ -46,6 +46,7 @@ from runs.supervisor.progress import Progress
 from runs.supervisor.task_queue import TaskQueue
 from runs.supervisor.worker_pool import KILL_AFTER_GRACE_S, WorkerPool
 from runs.tasks import Task
+from toolsets.text import plural
 
 log = logging.getLogger(__name__)
 
@@ -304,7 +305,7 @@ class Supervisor:
                 raise EnvironmentStop(msg)
         if worker.held:
             self._progress.say(
-                f"{worker.name} died; its {len(worker.held)} tasks continue in another worker"
+                f"{worker.name} died; another worker takes over {plural(len(worker.held), 'task')}"
             )
             self._take_over(worker)
         self._pool.start(self._setup)

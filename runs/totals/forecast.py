@@ -19,6 +19,7 @@ from runs.store.index import IndexEntry, own_work
 from runs.store.reader import open_records, read_record
 from runs.store.records import load_index
 from runs.totals.run_totals import RunTotals
+from toolsets.text import plural
 
 _CONFIDENCE = 0.95
 _RESAMPLES = 2000
@@ -140,7 +141,7 @@ def as_table(found: Forecast) -> str:
         ("failures %", found.failure_percent, "{:.1f}"),
     ]
     lines = [
-        f"forecast for {found.tasks:,} tasks from a random sample of {found.pilot:,} "
+        f"forecast for {plural(found.tasks, 'task')} from a random sample of {found.pilot:,} "
         f"({found.pilot_failed:,} failed), with 95 % intervals"
     ]
     for name, figure, form in rows:
@@ -150,8 +151,9 @@ def as_table(found: Forecast) -> str:
         interval = f"({form.format(figure.low)} to {form.format(figure.high)})"
         lines.append(f"  {name:<11}{form.format(figure.expected):>16}   {interval}")
     lines.append(
-        f"hours assume that the endpoint answers {found.conversations:,} conversations at a time "
-        "as fast as the sample, without retries"
+        "hours assume that the endpoint answers "
+        f"{plural(found.conversations, 'conversation')} at a time as fast as the sample, "
+        "without retries"
     )
     return "\n".join(lines)
 

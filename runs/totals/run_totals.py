@@ -21,6 +21,7 @@ from runs.store.journal import read_journaled_replies
 from runs.store.records import load_index
 from runs.store.settled import WORKER_DIED, Settled, is_settled
 from runs.totals.spending import spent_by_judges, sum_up_spending
+from toolsets.text import plural
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,8 +183,9 @@ def _add_work(totals: RunTotals, entry: IndexEntry) -> None:
 
 def as_table(totals: RunTotals) -> str:
     """The totals for a person: sums first, then their parts."""
+    unknown = totals.tokens_unknown
     lines = [
-        f"{totals.prompts} prompts x {totals.samples} = {totals.total} tasks"
+        f"{plural(totals.prompts, 'prompt')} x {totals.samples} = {plural(totals.total, 'task')}"
         + (f"  (shard {totals.shard} of the dataset)" if totals.shard else ""),
         f"  done       {totals.done:>9,}{_listed(totals.statuses, leave_out='failed')}",
         f"  failed     {totals.failed:>9,}{_listed(totals.failures)}",
@@ -191,17 +193,19 @@ def as_table(totals: RunTotals) -> str:
         f"  pending    {totals.pending:>9,}{_under_way(totals)}",
         f"turns {totals.turns:,}, tool calls {totals.tool_calls:,}, "
         f"tokens {totals.input_tokens:,} in and {totals.output_tokens:,} out"
-        + (f" (unknown for {totals.tokens_unknown:,} tasks)" if totals.tokens_unknown else ""),
+        + (f" (unknown for {unknown:,} of the tasks)" if unknown else ""),
         *_token_ids(totals),
         _cost(totals),
         *_checked(totals),
     ]
     if totals.to_retry:
-        lines.append(f"run the same command again to retry {totals.to_retry:,} failed tasks")
+        lines.append(
+            f"run the same command again to retry {plural(totals.to_retry, 'failed task')}"
+        )
     elif totals.failed > totals.failures.get(WORKER_DIED, 0):
         lines.append("all attempts are used up; raise --max_attempts to retry the failed tasks")
     if totals.gone:
-        lines.append(f"{totals.gone:,} records belong to rows that are no longer in the dataset")
+        lines.append(f"{plural(totals.gone, 'record')} of rows that are no longer in the dataset")
     return "\n".join(lines)
 
 
@@ -209,22 +213,20 @@ def _token_ids(totals: RunTotals) -> list[str]:
     if totals.token_ids is None:
         return []
     having, without = totals.token_ids["turns_with"], totals.token_ids["turns_without"]
-    return [f"token ids: {having:,} turns with, {without:,} turns without"]
+    return [f"token ids: {plural(having, 'turn')} with, {plural(without, 'turn')} without"]
 
 
 def _under_way(totals: RunTotals) -> str:
     if not totals.under_way:
         return ""
-    return f"  {totals.under_way:,} in flight, {totals.turns_under_way:,} turns saved"
+    return f"  {totals.under_way:,} in flight, {plural(totals.turns_under_way, 'turn')} saved"
 
 
 def _checked(totals: RunTotals) -> list[str]:
     line = describe(totals.checks)
     if line and totals.samples > 1:
-        line += (
-            f"; {totals.prompts_passed:,} of {totals.prompts_checked:,} prompts passed at least "
-            "once"
-        )
+        prompts = plural(totals.prompts_checked, "prompt")
+        line += f"; {totals.prompts_passed:,} of {prompts} passed at least once"
     return [line] if line else []
 
 
@@ -240,7 +242,7 @@ def _cost(totals: RunTotals) -> str:
 def _dollars(known: float, unknown: int, what: str) -> str:
     if unknown and not known:
         return "unknown"
-    return f"${known:,.4f}" + (f" (and unknown for {unknown:,} {what})" if unknown else "")
+    return f"${known:,.4f}" + (f" (and unknown for {unknown:,} of the {what})" if unknown else "")
 
 
 def _listed(counts: Mapping[str, int], leave_out: str = "") -> str:

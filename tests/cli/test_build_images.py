@@ -65,8 +65,8 @@ class TestPlayed:
         built = run(tmp_path, "build-images", "tasks")
         assert built.returncode == 0, built.stderr
         assert (
-            "tasks: 2 images built or there already, 0 failed; 1 tasks name an image, 1 tasks "
-            "cannot run (see `look`)"
+            "tasks: 2 images built or there already, 0 failed; 1 task naming an image, 1 task "
+            "that cannot run (see `look`)"
         ) in built.stdout
         assert log.read_text() == "one True\ntwo True\n"
         run(tmp_path, "build-images", "tasks")
@@ -81,7 +81,7 @@ class TestPlayed:
         assert built.returncode == 1
         assert "one: " in built.stderr
         assert "docker cannot build it: unknown instruction: broken" in built.stderr
-        assert "1 images built or there already, 1 failed" in built.stdout
+        assert "1 image built or there already, 1 failed" in built.stdout
         assert log.read_text() == "one True\ntwo True\n"
 
     def test_images_are_saved_once_for_machines_without_an_engine(

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from runs.dataset.scan import scan, tasks
-from runs.totals.forecast import _share, _total, sample_tasks
+from runs.totals.forecast import Estimate, Forecast, _share, _total, as_table, sample_tasks
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import lines, run, write_prompts, write_rows
 
@@ -57,6 +57,17 @@ class TestIntervals:
     def test_a_known_total_has_no_spread(self) -> None:
         figure = _total([1.0, 3.0], 0, Random(0), so_far=4.0)
         assert (figure.low, figure.expected, figure.high) == (4.0, 4.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(1, "for 1 task from | answers 1 conversation at"),
+     (2000, "for 2,000 tasks from | answers 2,000 conversations at")],
+)  # fmt: skip
+def test_counts_have_the_number_of_their_nouns(number: int, words: str) -> None:
+    zero = Estimate(0, 0, 0)
+    shown = as_table(Forecast(number, 1, 0, number, zero, zero, zero, zero, zero))
+    assert all(part in shown for part in words.split("|"))
 
 
 @pytest.mark.slow

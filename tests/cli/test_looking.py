@@ -244,8 +244,10 @@ def test_a_terminal_gets_colours_through_its_pager(cwd: Path, tmp_path: Path) ->
     assert "\x1b" not in plain
 
 
-def on_terminal(cwd: Path, env: dict[str, str], *args: object, **options: object) -> str:
-    """What a command that succeeds writes to a terminal."""
+def on_terminal(
+    cwd: Path, env: dict[str, str], *args: object, returncode: int = 0, **options: object
+) -> str:
+    """What a command that ends with `returncode` writes to a terminal."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         command(*args, **options), cwd=cwd, env=env, stdin=theirs, stdout=theirs, stderr=theirs
@@ -254,7 +256,7 @@ def on_terminal(cwd: Path, env: dict[str, str], *args: object, **options: object
         output = b""
         while chunk := read_terminal(ours):
             output += chunk
-        assert process.wait(timeout=PATIENCE_S) == 0
+        assert process.wait(timeout=PATIENCE_S) == returncode
     os.close(ours)
     return output.decode()
 

@@ -107,7 +107,7 @@ class TestDryRun:
         assert "on disk    5 tasks done; $0.0000 spent so far" in seen.stdout
         tried = "2 tasks: 1 failed, to be retried, 1 new since the last start"
         assert f"to do      {tried}" in seen.stdout
-        assert "removed    3 finished tasks are no longer part of the run" in seen.stdout
+        assert "removed    3 finished tasks no longer part of the run" in seen.stdout
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
     @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from export.conversation.own_work import own_of
+from export.conversation.style import Style
 from export.statistics import Statistics
 from export.training_files import export_run, route
 from runs.dataset.scan import scan, tasks
@@ -24,6 +25,7 @@ from tests.export.test_hermes import (
     result,
     user,
 )
+from tests.exporting import whole
 from tests.running import ids, lines, write_rows
 
 
@@ -46,9 +48,8 @@ def export(folder: Path, *records: dict[str, Any], pending: int = 0, **options: 
     found = scan(folder / "p.jsonl", max_samples=None)
     run_dir = folder / "r"
     run_dir.mkdir(exist_ok=True)
-    kept = {"attempt": 1, "tool_calls": [], "cost_usd": None}
     stored = [
-        record | kept | {"id": task.id, "input_digest": task.input_digest}
+        whole(record) | {"id": task.id, "input_digest": task.input_digest}
         for task, record in zip(tasks(found), records, strict=False)
     ]
     write_rows(run_dir / "records.jsonl", *stored)
@@ -74,7 +75,7 @@ class TestRequireReasoning:
     def test_sends_completed_rows_without_any_to_the_rejects(self, tmp_path: Path) -> None:
         """S2.18, S2.19: inline reasoning counts, and what ended early is not judged by it."""
         records = (PLAIN, THOUGHT, INLINE, EARLY, FAILED)
-        run_dir = export(tmp_path, *records, require_reasoning=True)
+        run_dir = export(tmp_path, *records, style=Style(require_reasoning=True))
         assert ids(tmp_path / "r.jsonl") == ["t1", "t2"]
         assert ids(run_dir / "exports" / "partial.jsonl") == ["t3"]
         without, _ = lines(run_dir / "exports" / "rejects.jsonl")
@@ -90,7 +91,7 @@ class TestRequireReasoning:
 
     def test_is_off_by_default_and_takes_back_nothing(self, tmp_path: Path) -> None:
         """S2.19: the record stays, so an export without the filter holds the row again."""
-        export(tmp_path, PLAIN, require_reasoning=True)
+        export(tmp_path, PLAIN, style=Style(require_reasoning=True))
         assert ids(tmp_path / "r.jsonl") == []
         run_dir = export(tmp_path, PLAIN)
         assert ids(tmp_path / "r.jsonl") == ["t0"]
@@ -101,11 +102,11 @@ class TestRequireReasoning:
         record = record_of(
             user(), assistant("", call(), reasoning="Hm."), result("r"), assistant("Hi.")
         )
-        assert route(record, require_reasoning=True).place == "training"
+        assert route(record, style=Style(require_reasoning=True)).place == "training"
 
     def test_a_row_that_breaks_a_rule_is_rejected_for_that(self) -> None:
         """S2.54."""
-        assert route(BROKEN, require_reasoning=True).reason == "arguments_not_json"
+        assert route(BROKEN, style=Style(require_reasoning=True)).reason == "arguments_not_json"
 
 
 def test_endings_by_reserved_tools_go_to_their_files(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from export.filters.verdicts import JudgeQuestions
 from export.recipe import Judge, load_recipe
 from runs.errors import ConfigError, EnvironmentStop, RunLocked
 from testing.fake_endpoint import FakeEndpoint
+from tests.cli.test_looking import on_terminal
 from tests.export.test_hermes import assistant, record_of, user
 from tests.exporting import exported, make_run, rejects, worked
 from tests.running import command, lines, run, wait_until
@@ -185,6 +186,19 @@ def test_damage_is_named_and_a_torn_line_set_aside(tmp_path: Path, endpoint: Fak
         path.write_bytes(json.dumps(damage).encode() + b"\n" + first)
         with pytest.raises(ConfigError, match=r"verdicts\.jsonl:1: not a verdict"):
             exported(source, formats="openai", filters=filters(endpoint))
+
+
+def test_it_has_the_progress_line_of_runs(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    source = answers(tmp_path, *(f"Answer {n}" for n in range(5)), "Answer 0")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"formats": "openai", "filters": filters(endpoint)}))
+    argv = ("export", str(source.run_dir))
+    shown = on_terminal(tmp_path, dict(os.environ), *argv, recipe=recipe)
+    line = shown.replace("\r\n", "\n").split("judge j: 5")[0].rstrip("\n").rpartition("\r")[2]
+    assert line.startswith("100%|██████████| 5/5 [")
+    assert ", done 5, failed 0, running 0, " in line
+    assert " calls/s, " in line
+    assert "%|" not in on_terminal(tmp_path, dict(os.environ), *argv, recipe=recipe)
 
 
 @pytest.mark.slow

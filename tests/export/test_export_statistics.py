@@ -16,8 +16,10 @@ from tests.running import run
 
 
 def record(turns: int, **changes: Any) -> dict[str, Any]:
-    calls = [{"name": "temp", "is_error": False, "duration_s": float(turns)}]
-    replies = [{"finish_reason": "stop", "started_at": 1.0, "duration_s": 0.5}] * turns
+    place = {"turn": 1, "call": 0, "started_at": 1.5}
+    calls = [{**place, "name": "temp", "is_error": False, "duration_s": float(turns)}]
+    reply = {"finish_reason": "stop", "usage": None, "started_at": 1.0, "duration_s": 0.5}
+    replies = [reply] * turns
     return worked(f"Done {turns}.", tool_calls=calls, turns=replies[:2], **changes)
 
 
@@ -59,12 +61,10 @@ def test_of_a_task_with_several_records_the_last_one_counts(tmp_path: Path) -> N
     source = make_run(tmp_path, worked(), worked())
     path = source.run_dir / "records.jsonl"
     path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[0])
-    assert statistics_of(source.run_dir, style=Style(), require_reasoning=False)["records"] == 2
+    assert statistics_of(source.run_dir, style=Style())["records"] == 2
 
 
 def test_of_a_run_with_reasoning_only_the_rest_is_not_kept(tmp_path: Path) -> None:
     source = make_run(tmp_path, worked(), record_of(user(), assistant("Yes.")))
     for require, kept in ((False, 2), (True, 1)):
-        assert (
-            statistics_of(source.run_dir, style=Style(), require_reasoning=require)["kept"] == kept
-        )
+        assert statistics_of(source.run_dir, style=Style(require_reasoning=require))["kept"] == kept

@@ -206,12 +206,12 @@ def test_the_training_file_of_a_run_can_have_them_too(tmp_path: Path) -> None:
     assert run(tmp_path, **SCRIPTED).returncode == 0
     (reject,) = lines(run_dir / "exports" / "rejects.jsonl")
     assert reject["detail"].endswith("; --accept_rows=unknown_tool keeps such rows")
-    assert statistics_of(run_dir, style=Style(), require_reasoning=False)["kept"] == 0
+    assert statistics_of(run_dir, style=Style())["kept"] == 0
     done = run(tmp_path, **SCRIPTED, accept_rows="unknown_tool")
     assert done.returncode == 0, done.stderr
     assert len(lines(training)) == 1
     accepting = style_of_run({"accept_rows": ["unknown_tool"]})
-    assert statistics_of(run_dir, style=accepting, require_reasoning=False)["kept"] == 1
+    assert statistics_of(run_dir, style=accepting)["kept"] == 1
     refused = run(tmp_path, **SCRIPTED, accept_rows="unfinished")
     assert refused.returncode == 2
     assert "accept_rows" in refused.stderr

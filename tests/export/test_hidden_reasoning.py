@@ -155,7 +155,7 @@ def test_other_formats_say_nothing_and_count_it(tmp_path: Path, name: str) -> No
 
 def test_hidden_reasoning_does_not_satisfy_a_reasoning_filter(tmp_path: Path) -> None:
     record = record_with(HIDDEN["counted"])
-    assert route(record, require_reasoning=True).reason == "no_reasoning"
+    assert route(record, style=Style(require_reasoning=True)).reason == "no_reasoning"
     source = make_run(tmp_path, record, record_with(chat()), record_with(chat(reasoning="Hm.")))
     left_out = rejects(source, formats="openai", filters={"min_reasoning": 1})
     assert left_out == dict.fromkeys(("t0", "t1"), "min_reasoning")
@@ -175,7 +175,7 @@ def test_statistics_and_the_card_count_it(tmp_path: Path) -> None:
     counts = {"assistant_turns": 3, "with_reasoning": 1, "without_reasoning": 2, "hidden": 1}
     assert manifest["statistics"]["reasoning"] == {**counts, "rows_with_any": 1}
     assert "1 more turns had some that the API hides" in (directory / "README.md").read_text()
-    found = statistics_of(source.run_dir, style=Style(), require_reasoning=False)
+    found = statistics_of(source.run_dir, style=Style())
     assert "reasoning in 33.3% of 3 turns, hidden by the API in 33.3%" in list(as_text(found, {}))
 
 

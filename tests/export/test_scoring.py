@@ -22,8 +22,9 @@ from export.dataset.build import Source
 from export.filters.asking import ask_all
 from runs.store.reader import stored_records
 from tests.answering import JSON, answering
+from tests.cli.test_looking import on_terminal
 from tests.exporting import make_run, worked
-from tests.running import command, lines, run, wait_until
+from tests.running import PATIENCE_S, command, lines, run, wait_until
 
 GRADERS = """
 from pathlib import Path
@@ -265,7 +266,7 @@ class TestAJudge:
             ("good", None, None, "neither a number nor a JSON object: 'good'"),
             ("", None, None, "neither a number nor a JSON object: ''"),
             ('{"a": "x"}', None, None, "the last line of the reply holds 'x'"),
-            ('{"turn_rewards": [0]}', None, None, "has 1 rewards, and the conversation 2 turns"),
+            ('{"turn_rewards": [0]}', None, None, "has 1 reward, and the conversation 2 turns"),
         ],
     )
     def test_scores_in_the_last_line_and_a_paid_reply_is_not_repeated(
@@ -282,6 +283,16 @@ class TestAJudge:
         assert (line["rewards"], line.get("turn_rewards")) == (rewards, by_turn)
         assert line["reply"] == reply
         assert (words or "None") in str(line["error"])
+
+    def test_has_the_progress_line_of_runs(self, tmp_path: Path) -> None:
+        make(tmp_path, 3)
+        with judging(lambda word: (400, said("")) if word == "1" else good(word)) as judge:
+            options = judge.options(tmp_path, prices=PRICES)
+            shown = on_terminal(tmp_path, dict(os.environ), "score", "r", returncode=1, **options)
+        line = shown.replace("\r\n", "\n").split("judge j: 3")[0].rstrip("\n").rpartition("\r")[2]
+        assert line.startswith("100%|██████████| 3/3 [")
+        assert "done 2, failed 1 (bad_request 1), running 0, $0.05 of ~$0.05, " in line
+        assert re.search(r", [0-9.]+ calls/s, tokens/s ", line), line
 
     def test_that_fails_is_asked_again(self, tmp_path: Path) -> None:
         source = make(tmp_path, 3)
@@ -366,6 +377,28 @@ class TestCallsInFlight:
         with pytest.raises(ValueError, match="broken"):
             asyncio.run(ask_all(range(3), ask, max_in_flight=3, keep=keep))
         assert sorted(kept) == ([1, 2] if breaks == "a call" else [0, 1, 2])
+
+    @pytest.mark.parametrize("most", [3, 9])
+    def test_are_shown_while_none_ends(self, most: int) -> None:
+        async def ask_them() -> None:
+            shown = asyncio.Event()
+
+            async def ask(item: int) -> int:
+                await shown.wait()
+                return item
+
+            def show(in_flight: int) -> None:
+                seen.append(in_flight)
+                shown.set()
+
+            work = ask_all(range(4), ask, max_in_flight=most, keep=found.extend, show=show)
+            await asyncio.wait_for(work, PATIENCE_S)
+
+        seen: list[int] = []
+        found: list[int] = []
+        asyncio.run(ask_them())
+        assert seen[0] == min(most, 4)
+        assert sorted(found) == list(range(4))
 
     def test_are_never_more_than_allowed(self) -> None:
         running = most = 0

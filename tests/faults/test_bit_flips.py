@@ -101,7 +101,7 @@ def test_only_the_task_of_a_flipped_record_runs_again(tmp_path: Path) -> None:
     repaired = run(tmp_path, "verify", "r", "--repair")
     assert repaired.returncode == 0, repaired.stdout
     assert f"records.jsonl:{number}: not a complete record (id 'p" in repaired.stdout
-    assert "to run 1 tasks" in repaired.stdout
+    assert "to run 1 task:" in repaired.stdout
     assert len(list((run_dir / "quarantine").iterdir())) == 1
     assert run(tmp_path, **SCRIPTED).returncode == 0
     assert run_dir.with_suffix(".jsonl").read_bytes() == right
@@ -142,7 +142,7 @@ def test_a_run_that_ends_with_pending_tasks_is_not_complete(tmp_path: Path) -> N
     totals = totals_of(tmp_path, said("Hi."), pending=3)
     code, reason = exit_of(Outcome(), totals)
     assert code == 4
-    assert "3 tasks have no record although the run has ended" in str(reason)
+    assert "3 tasks without a record although the run has ended" in str(reason)
     assert exit_of(Outcome(), totals, is_all=False) == (0, None)
 
 

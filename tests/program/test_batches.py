@@ -169,7 +169,7 @@ def test_a_run_with_calls_in_batches_cannot_be_merged(tmp_path: Path) -> None:
             assert process.wait(PATIENCE_S) == 130
         refused = run(tmp_path, "merge", "r", "--into=m")
         assert refused.returncode != 0
-        assert "2 calls are in batches, which are paid for" in refused.stderr
+        assert "2 calls in batches, already paid for" in refused.stderr
         assert run(tmp_path, "merge", "r", "--into=m", "--drop_unfinished").returncode == 0
 
 

@@ -231,6 +231,8 @@ def test_a_proxy_that_cannot_be_reached_is_named(
     error = ask(f"{scheme}://a-name-that-is-none.invalid/v1")
     assert str(error).startswith(f"the proxy http://{proxy.rpartition('@')[2]} ({variable}): ")
     assert words in str(error)
+    advice = f". Correct it, unset {variable}, or add a-name-that-is-none.invalid to NO_PROXY"
+    assert str(error).endswith(advice)
     assert (error.kind, error.is_lasting) == ("connection", "invalid" in proxy)
     assert "hidden" not in str(error)
 

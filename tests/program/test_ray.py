@@ -293,6 +293,46 @@ def test_no_cluster_at_the_address(tmp_path: Path) -> None:
     assert f"ray_address: {address}: cannot join" in done.stderr
 
 
+def test_a_cluster_whose_token_this_machine_lacks(tmp_path: Path, cluster: TwoNodes) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}
+    given = {**SCRIPTED, "executor": "ray", "ray_address": cluster.address}
+    done = run(tmp_path, env=environment, **given)
+    assert done.returncode == 2, done.stderr
+    assert f"ray_address: {cluster.address}: cannot join" in done.stderr
+    assert "~/.ray/auth_token" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_home_directory_that_takes_no_token(tmp_path: Path) -> None:
+    """The variables by which Ray does without it reach the cluster that the run starts."""
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
+    home, token = tmp_path / "home", tmp_path / "token"
+    home.write_text("no directory")
+    token.write_text("0123456789abcdef" * 4)
+    given = {**SCRIPTED, "executor": "ray"}
+    done = run(tmp_path, env={"HOME": str(home)}, **given)
+    assert done.returncode == 2, done.stderr
+    assert "cannot start a Ray cluster on this machine" in done.stderr
+    assert "RAY_AUTH_TOKEN_PATH" in done.stderr
+    for name, value in (("RAY_AUTH_TOKEN_PATH", token), ("RAY_AUTH_MODE", "disabled")):
+        environment = {"HOME": str(home), name: str(value)}
+        done = run(tmp_path, env=environment, **given | {"run_name": name})
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_run_in_the_directory_that_ray_made_for_a_job_is_refused(tmp_path: Path) -> None:
+    """`ray job submit --working-dir` runs the driver there; Ray deletes it some day."""
+    made = tmp_path / "working_dir_files" / "_ray_pkg_0123456789abcdef"
+    made.mkdir(parents=True)
+    write_rows(made / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
+    done = run(made, **SCRIPTED)
+    assert done.returncode == 2, done.stderr
+    assert "output_dir: trajectories" in done.stderr
+    assert not (made / "trajectories").exists()
+    assert run(made, **SCRIPTED, output_dir=tmp_path / "runs").returncode == 0
+
+
 def test_other_code_on_a_node(tmp_path: Path, cluster: TwoNodes) -> None:
     for room in ("agent", "runs", "toolsets"):
         shutil.copytree(ROOT / room, tmp_path / "other" / room)

@@ -25,6 +25,7 @@ test_storage          records, index, turn journal, lock
 test_index            the index of the records
 test_checks           verdicts of checks in records and filters
 test_verify           `verify`: damage found and repaired
+test_hand_edits       records that were edited by hand
 test_fork             `fork`: new branches from finished conversations
 test_merge            `merge`: several runs become one
 test_shards           `--shard`

@@ -322,7 +322,7 @@ class TestWrongAnswers:
     def test_a_status_that_is_named_holds_for_all_formats(
         self, tmp_path: Path, status: Any, given: set[str]
     ) -> None:
-        stopped = wrong("Hm.", status_reason="5 errors", notes=[{"reason": "expected"}])
+        stopped = wrong("Hm.", status_reason="5 errors", notes=[{"turn": 1, "reason": "expected"}])
         records = (right("Four."), wrong("Five."), stopped)
         source = make_run(tmp_path, *records, samples=3, prompts=EXPECTED)
         filters = {"exact_duplicates": False, **({} if status is None else {"status": status})}

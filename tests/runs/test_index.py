@@ -14,6 +14,7 @@ import pytest
 from runs.store.index import MARK, ROW_BYTES, Ending, Index, IndexEntry, RowMaker, index_fields
 from runs.store.records import RecordFile, load_index, parse_record
 from runs.tasks import task_key
+from tests.exporting import bare
 
 ENDINGS = [
     ("completed", None),
@@ -29,22 +30,20 @@ CHECKS = [{"passed": True, "reward": 0.25}, {"passed": False, "reward": 0.0}]
 def some_record(draw: random.Random, task: int) -> dict[str, Any]:
     status, error_class = draw.choice(ENDINGS)
     usage = {"input_tokens": draw.choice([None, 0, 2**40]), "output_tokens": draw.randrange(99)}
-    return {
-        "id": f"p{task}",
-        "status": status,
-        "error": error_class and {"class": error_class, "message": "m"},
-        "input_digest": "d",
-        "attempt": draw.randrange(1, 4),
-        "turns": [{}] * draw.randrange(4),
-        "tool_calls": [{}] * draw.randrange(9),
-        "usage": draw.choice([None, usage]),
-        "cost_usd": draw.choice([None, 0.25, 0, 1e-9]),
-        "messages": [],
-        "tools": [],
-        "check": draw.choice([None, *CHECKS]),
-        "row": {},
-        "text": "x" * draw.randrange(300),
-    }
+    turn = {"finish_reason": "stop", "started_at": 1.0, "duration_s": 0.5, "usage": None}
+    place = {"turn": 1, "call": 0, "started_at": 1.5, "duration_s": 0.25}
+    return bare(
+        f"p{task}",
+        status=status,
+        error=error_class and {"class": error_class, "message": "m"},
+        attempt=draw.randrange(1, 4),
+        turns=[turn] * draw.randrange(4),
+        tool_calls=[{**place, "name": "a", "is_error": False}] * draw.randrange(9),
+        usage=draw.choice([None, usage]),
+        cost_usd=draw.choice([None, 0.25, 0, 1e-9]),
+        check=draw.choice([None, *CHECKS]),
+        text="x" * draw.randrange(300),
+    )
 
 
 def write(run_dir: Path, seed: int, count: int) -> list[dict[str, Any]]:

@@ -145,5 +145,5 @@ def test_conversations_under_way_are_left_behind_only_where_that_is_wanted(cwd: 
     line = ["merge", "a", "b", "--into=m", "--dataset_file=all.jsonl"]
     refused = run(cwd, *line)
     assert refused.returncode == 2
-    assert "1 conversations with 1 turns are under way" in refused.stderr
+    assert "1 conversation with 1 turn under way" in refused.stderr
     assert run(cwd, *line, "--drop_unfinished").returncode == 0

@@ -64,6 +64,7 @@ def test_rates_are_those_of_the_last_seconds(progress: Progress) -> None:
 
 def test_the_forecast_takes_what_is_in_flight_to_be_half_way(progress: Progress) -> None:
     """10 of 100 ended and 20 half-way: 20 tasks' work has been paid."""
+    progress._started_at = float(round(progress._started_at))  # so that sums of seconds are exact
     progress.add(counters(turns=1, cost_usd=2.0))
     assert state_of(progress, running=20)["forecast_usd"] is None  # nothing has ended
     for _ in range(10):
@@ -117,7 +118,7 @@ def test_a_state_that_cannot_be_written_stops_nothing_and_leaves_nothing(tmp_pat
 def test_a_terminal_gets_one_line_that_fits(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [{"content": "Yes."}]})
     shown = on_terminal(tmp_path, dict(os.environ), **SCRIPTED)
-    line = shown.replace("\r\n", "\n").split("1 prompts x 1")[0].rstrip("\n").rpartition("\r")[2]
+    line = shown.replace("\r\n", "\n").split("1 prompt x 1")[0].rstrip("\n").rpartition("\r")[2]
     assert line.startswith("100%|██████████| 1/1 [")
     assert "done 1, failed 0, running 0, " in line
     plain = run(tmp_path, **SCRIPTED)

@@ -110,7 +110,7 @@ class TestAFunction:
             ("hang", "it took more than 0.5 s (--reward_timeout_s)"),
             ("text", "what it returned holds 'good', which is not a number"),
             ("nan", "what it returned holds nan, which is not a finite number"),
-            ("short", "what it returned 'ask' has 1 rewards, and the conversation 2 turns"),
+            ("short", "what it returned 'ask' has 1 reward, and the conversation 2 turns"),
             ("none", "what it returned holds None, which is not a number"),
         ],
     )

@@ -90,7 +90,7 @@ class TestRewardFiles:
             ("echo '{' > out/reward.json", "out/reward.json is not JSON"),
             ("echo '{\"a\": 1, \"b\": 1}' > out/reward.json", "has no number `reward` among a, b"),
             ("echo '{\"reward\": 1, \"turn_rewards\": [1]}' > out/reward.json",
-             "'reward' has 1 rewards, and the conversation 2 turns"),
+             "'reward' has 1 reward, and the conversation 2 turns"),
             ("mkdir out/reward.json; echo 1 > reward.txt", "'out/reward.json' is a directory"),
             # Nothing falls through to the next file.
             (": > out/reward.json; echo 1 > reward.txt", "out/reward.json is empty"),
@@ -158,7 +158,7 @@ class TestPrintedRewards:
 
     def test_a_reward_for_each_turn_needs_the_number_of_turns(self, tmp_path: Path) -> None:
         command = "echo '{\"turn_rewards\": ['$CONVERSATION_TURNS']}'"
-        with pytest.raises(CheckFailed, match="the last line of its output 'reward' has 1 rewards"):
+        with pytest.raises(CheckFailed, match="the last line of its output 'reward' has 1 reward,"):
             judged(tmp_path / "w", {"command": command}, turns=3)
         found = judged(tmp_path / "w", {"command": command}, turns=1)
         assert found["turn_rewards"] == {"reward": [1]}

@@ -620,11 +620,11 @@ def test_look_shows_columns_and_proposes_the_prompt(tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text("problem,answer\nWhat is 2 + 2?,4\n")
     shown = CliRunner().invoke(main, ["look", str(tmp_path / "p.csv")])
     assert shown.exit_code == 0, shown.output
-    assert "0 of 1 rows can be used" in shown.output
+    assert "0 of 1 row can be used" in shown.output
     assert f"--dataset_file={tmp_path / 'p.csv'} --columns=prompt=problem\n" in shown.output
     renamed = CliRunner().invoke(
         main, ["look", str(tmp_path / "p.csv"), "--columns=prompt=problem,expected=answer"]
     )
-    assert "1 of 1 rows can be used" in renamed.output
+    assert "1 of 1 row can be used" in renamed.output
     assert '{"prompt":"What is 2 + 2?","expected":"4"}' in renamed.output
     assert "p.csv --columns=prompt=problem,expected=answer\n" in renamed.output

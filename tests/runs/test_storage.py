@@ -17,6 +17,7 @@ from agent.messages import OUT_OF_PLACE, Event
 from agent.state.trajectory import Trajectory
 from runs.amounts import Cost
 from runs.batch_api.batch_log import BatchLog
+from runs.errors import RunDirError
 from runs.store.checksum import with_checksum
 from runs.store.failures import Failure, FailureFile, load_failed_attempts
 from runs.store.files import AppendFile, StorageError, repair_tail, replace_file
@@ -29,28 +30,16 @@ from runs.store.journal import (
 )
 from runs.store.journal_writer import JournalWriter
 from runs.store.reader import SharedTools
-from runs.store.records import RecordFile, load_index
+from runs.store.records import RecordFile, load_index, refuse_lost_records
 from runs.supervisor.budget import BudgetLog
 from runs.supervisor.damaged import set_aside_damaged
 from runs.tasks import BadRow, task_key
+from tests.exporting import bare
 from toolsets import exact_json
 
 
 def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, Any]:
-    return {
-        "id": task,
-        "status": status,
-        "error": None,
-        "input_digest": "d",
-        "attempt": attempt,
-        "turns": [{}],
-        "tool_calls": [],
-        "usage": None,
-        "cost_usd": None,
-        "messages": [],
-        "tools": [],
-        "text": "x" * 50,
-    }
+    return bare(task, status=status, attempt=attempt, text="x" * 50)
 
 
 def append(file: RecordFile, *records: dict[str, Any]) -> None:
@@ -77,6 +66,17 @@ def records(tmp_path: Path) -> Path:
     append(file, record("a"), record("b"), record("c", "max_turns"))
     file.close()
     return tmp_path
+
+
+def test_records_that_are_removed_before_their_first_sync_are_missed(tmp_path: Path) -> None:
+    file = open_records(tmp_path)
+    file.append(orjson.dumps(record("a")) + b"\n", index_fields(record("a")))
+    (tmp_path / "records.jsonl").unlink()
+    with pytest.raises(StorageError, match="removed or replaced"):
+        file.sync()
+    file.close()
+    with pytest.raises(RunDirError, match=r"missing, but records\.idx names records"):
+        refuse_lost_records(tmp_path)
 
 
 @contextmanager

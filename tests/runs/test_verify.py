@@ -24,6 +24,7 @@ from runs.store.checksum import read_object, with_checksum
 from runs.store.index import ROW_BYTES, mark_for
 from runs.tasks import task_key
 from tests.running import SCRIPTED, ids, lines, run, write_rows
+from toolsets.text import plural
 
 NOTE = {"tool_calls": [{"name": "write_file", "arguments": {"path": "n", "content": "1"}}]}
 
@@ -282,7 +283,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a batch that nobody takes": Damage(
         lambda p: note_batch(p, *ALL_STEPS[:3], task=workspace_of_first(p).name),
-        "batches.jsonl:3: batch b1: its 1 calls are paid for",
+        "batches.jsonl:3: batch b1: 1 call paid for",
     ),
     "a batch of unknown calls": Damage(
         lambda p: note_batch(p, *ALL_STEPS[1:3]),
@@ -308,7 +309,7 @@ DAMAGES: dict[str, Damage] = {
             on("batches.jsonl", lambda c: put(3, without(c[3], failed=2))(c)),
             lambda p: keep_results(p, RESULT),
         ),
-        "batches.jsonl:4: job w has 1 calls, but 1 replies and 2 failures",
+        "batches.jsonl:4: job w has 1 call, but 1 replies and 2 failures",
         repaired=False,
     ),
     "results that are gone": Damage(
@@ -409,7 +410,8 @@ def test_damage_is_named_repaired_and_costs_only_what_it_hit(path: Path, name: s
     assert content_of(path) == before, "without --repair nothing is written"
     repaired = checked(path, repair=True)
     assert (repaired.left == []) is damage.repaired, repaired.describe()
-    assert (f"to run {damage.again} tasks" in repaired.owed) is bool(damage.again)
+    words = f"to run {plural(damage.again, 'task')}"
+    assert (words in repaired.owed) is bool(damage.again)
     assert len(set(ids(path / "records.jsonl"))) == 5 - damage.again
     readable = [line for line in before["records.jsonl"].splitlines() if is_whole(line)]
     kept = b"".join(content_of(path).values())
@@ -511,7 +513,7 @@ def test_the_exit_code_says_what_verify_found(path: Path) -> None:
             assert f"pid {os.getpid()} on host" in refused.stderr
     repaired = run(cwd, "verify", "r", "--repair", "--read_data")
     assert repaired.returncode == 0
-    assert "to run 1 tasks" in repaired.stdout
+    assert "to run 1 task:" in repaired.stdout
     assert run(cwd, "verify", "nothing").returncode == 2
     assert run(cwd, **SCRIPTED, max_turns=3).returncode == 0
     assert len(ids(path / "records.jsonl")) == 5

@@ -312,7 +312,7 @@ class Transport:
             words = f"its name cannot be resolved ({words})"
         of_the_way = (aiohttp.ClientProxyConnectionError, aiohttp.ClientConnectorDNSError)
         if self._proxy and isinstance(error, of_the_way):
-            words = f"{self._proxy.words}: {words}"
+            words = f"{self._proxy.words}: {words}. Correct it, {self._proxy.instead}"
         elif self._proxy:
             words += f" (by way of {self._proxy.words})"
         words = key.out_of_text(words)

@@ -24,6 +24,7 @@ from typing import Any
 import orjson
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
@@ -43,10 +44,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _RAY_NEEDS = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"),
     *("HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "RAY_TMPDIR"),
+    *("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"),
 )
 _RAY_RESOURCES = ("num_cpus", "num_gpus", "memory")
 """The resources with options of their own in Ray."""
 
+_LOCAL = "local"
+"""The address for which Ray starts a cluster on this machine."""
 _HELLO_BYTES = 1 << 16
 _WATCH_EVERY_S = 1.0
 _REACH_S = 10.0
@@ -189,7 +193,7 @@ def _start_cluster(config: RunConfig) -> Mapping[str, str]:
     cpus = math.ceil(config.num_workers * config.worker_resources.get("num_cpus", 1))
     with environment_of(_RAY_NEEDS) as environment, _signals_blocked():
         _init(
-            "local",
+            _LOCAL,
             num_cpus=max(cpus, os.cpu_count() or 1),
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
@@ -219,14 +223,20 @@ def _init(address: str, **options: Any) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
         raise _cannot_join(address, error) from error
 
 
 def _cannot_join(address: str, error: Exception) -> ConfigError:
+    if address == _LOCAL:
+        return ConfigError(
+            f"executor: ray: cannot start a Ray cluster on this machine: {error}. Ray saves a "
+            "token in ~/.ray; where it cannot, name a file with a token in RAY_AUTH_TOKEN_PATH"
+        )
     return ConfigError(
         f"ray_address: {address}: cannot join this Ray cluster: {error}. `ray status` on this "
-        "machine must show it (`ray start --head` starts one)"
+        "machine must show it (`ray start --head` starts one); a cluster with a token needs the "
+        "same token here, in ~/.ray/auth_token"
     )
 
 
