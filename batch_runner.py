@@ -91,6 +91,8 @@ for command in (
 
 def cli() -> NoReturn:
     """`main` for a shell: as in click, but an interrupt exits with the code of its signal."""
+    # What we start inherits ignored signals, and bwrap waits for this one until it is killed.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     leave_first_place()
     open_missing_streams()
     try:

@@ -48,6 +48,11 @@ def requirements_problem(program: str, version: "tuple[int, int]") -> "str | Non
         found = ".".join(map(str, version))
         what = f"{program} needs Python {oldest} or newer; {sys.executable} is {found}"
         return f"{what}. {_what_to_do(program, 'python' + oldest)}"
+    if sys.flags.optimize > 1:
+        return (
+            f"{program} cannot run without docstrings, which describe its tools to the model: "
+            "unset PYTHONOPTIMIZE and leave out python -OO"
+        )
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         what = f"{sys.executable} does not have what the program needs ({', '.join(missing)})"

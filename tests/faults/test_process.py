@@ -25,6 +25,7 @@ from tests.running import (
     write_prompts,
     write_rows,
 )
+from tests.toolsets.test_sandbox import needs_bwrap
 
 
 def asking(endpoint: FakeEndpoint, **more: object) -> dict[str, Any]:
@@ -141,3 +142,25 @@ def test_a_low_limit_of_open_files_stops_the_run_and_is_nobodys_result(
     assert "Too many open files; raise the limit of open files (ulimit -n)" in stopped.stderr
     resume_and_judge(tmp_path, given, tasks=1)
     assert "Bad file descriptor" not in (tmp_path / "trajectories" / "r.jsonl").read_text()
+
+
+@needs_bwrap
+def test_a_run_whose_starter_ignores_the_ends_of_its_children_completes(tmp_path: Path) -> None:
+    """What a program starts inherits ignored signals; bwrap waits for SIGCHLD."""
+    call = {"tool_calls": [{"name": "terminal", "arguments": {"command": "echo out"}}]}
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [call, {"content": "y"}]})
+    given = {**SCRIPTED, "enabled_toolsets": "terminal", "sandbox": "bwrap"}
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ignoring, *command(**given)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    judge_run_dir(tmp_path / "trajectories" / "r", tasks=1)

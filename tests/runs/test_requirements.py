@@ -33,6 +33,15 @@ def test_without_its_packages_it_says_what_to_do(program: str, tmp_path: Path) -
     assert f"python {program} ..." in line or f" {ROOT / program} ..." in line
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_python_without_docstrings_is_refused(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-OO", ROOT / program, "hello"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {program} cannot run without docstrings")
+
+
 def test_an_old_python_is_named_with_the_one_that_is_needed() -> None:
     words = requirements_problem("batch_runner.py", (3, 9))
     assert words is not None
