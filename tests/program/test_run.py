@@ -749,7 +749,7 @@ def test_dry_run_says_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
     done = run(tmp_path, "--dry-run", **{**RUN, "model": "scripted"}, num_samples=3)
     assert done.returncode == 0
-    assert "1 prompt x 3 samples = 3 tasks" in done.stdout
+    assert "1 prompt x 3 samples = 3\n" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
 
 
