@@ -301,7 +301,7 @@ def test_a_worker_that_dies_loses_its_share_of_the_budget_but_not_the_run(tmp_pa
             endpoint.answer(None)
             assert process.wait(PATIENCE_S) in (0, 3)
         assert spent_in(tmp_path) <= 0.35
-        assert "died; its" in (tmp_path / "output.txt").read_text()
+        assert "died; another worker takes over" in (tmp_path / "output.txt").read_text()
         done = run(tmp_path, **{**asked, "max_run_cost_usd": 5})
         assert done.returncode == 0, done.stderr
 
