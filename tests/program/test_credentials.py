@@ -71,14 +71,19 @@ def test_a_killed_run_with_changing_credentials_pays_no_stored_call_again(
         **{"enabled_toolsets": "terminal", "sandbox": "local", "num_workers": 2, "batch_size": 4},
     }
     run_dir = tmp_path / "trajectories" / "r"
-    with FakeBatches(options=OPTIONS, token_file=token_file, calls_per_token=15) as api:
+    with FakeBatches(options=OPTIONS, token_file=token_file, calls_per_token=40) as api:
         config = {"endpoints": {"own": endpoint_of(way, api)}}
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
         stored: dict[tuple[str, int], int] = {}  # how often they were paid at the time
         for _ in range(KILLS):
             enough = api.answers = api.live.total() + 40
             with started(tmp_path, **given) as process:
-                wait_until(lambda enough=enough: api.live.total() == enough)
+                wait_until(
+                    lambda enough=enough, process=process: (
+                        api.live.total() == enough or process.poll() is not None
+                    )
+                )
+                assert process.poll() is None, (tmp_path / "output.txt").read_text()
                 assert not shows_secret(process.pid)
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
