@@ -701,6 +701,7 @@ def without_times(value: Any) -> Any:
 
 @settings(CALM, max_examples=4 * FEW)
 @given(scene=scenes())
+@pytest.mark.slow
 def test_events_change_nothing(stage: Stage, scene: Scene) -> None:
     watched, unwatched = (stage.play(scene, kind=kind) for kind in (Enduring, Unwatched))
     assert not unwatched.told
@@ -719,6 +720,7 @@ PROMPTS = st.lists(st.tuples(st.booleans(), st.sampled_from(["go", "yes", "more"
 @settings(CALM, max_examples=3 * FEW // 2)
 @given(scene=scenes(), first=st.sampled_from(["go", "list all"]), prompts=PROMPTS)
 @example(scene=Scene([say("", finish_reason="length")], {}), first="go", prompts=[])
+@pytest.mark.slow
 def test_a_session_and_its_fork_never_change_each_other(
     scene: Scene, first: str, prompts: list[tuple[bool, str]]
 ) -> None:

@@ -40,6 +40,7 @@ def work(name: str, image: str, steps: int = 2, **columns: Any) -> dict[str, Any
     return {"id": name, "prompt": prompt(name, steps, "fix"), "image": image, **columns}
 
 
+@pytest.mark.slow
 def test_an_agent_works_in_the_image_of_its_row(
     images: Path, tmp_path: Path, endpoint: AgentEndpoint
 ) -> None:

@@ -177,6 +177,7 @@ def test_the_text_protocol_gives_calls_as_any_other(tmp_path: Path) -> None:
     assert row["conversations"][-1]["value"] == "<think>\ndone\n</think>\nwrote it"
 
 
+@pytest.mark.slow
 def test_a_budget_needs_a_known_price_and_ends_conversations(tmp_path: Path) -> None:
     """S3.16, S3.20: refused before the first call; else ended before the tools."""
     write_prompts(tmp_path / "p.jsonl", 6)

@@ -341,6 +341,7 @@ def test_calls_of_all_workers_together_never_exceed_the_limit(
     assert sum(worker.permits for worker in workers) == limit
 
 
+@pytest.mark.slow
 def test_a_limit_on_calls_in_flight_holds_across_workers(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 16)
     with FakeEndpoint(turns=1, latency_s=0.3) as endpoint:
