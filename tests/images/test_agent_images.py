@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 from testing.agent_endpoint import AgentEndpoint
 from tests.images.test_image_runs import assert_nothing_is_left, records
 from tests.program.test_agent_runs import SCRIPT, options, prompt, scripted
-from tests.running import kill_session, run, started, wait_until, write_rows
+from tests.running import PATIENCE_S, kill_session, lines, run, started, wait_until, write_rows
+from toolsets.sandbox.inside.processes import descendants
 
 FIXED = "python3 -c 'from pkg.calc import add; assert add(5, 2) == 7'"
 OUTSIDE = "ls -d /shown /images /workspace 2> /dev/null"
@@ -152,6 +156,33 @@ def test_a_killed_agent_begins_again_in_a_new_copy_of_its_image(
     assert (record["api_calls"], record["set_aside"], record["diverged_at"]) == (5, [], None)
     assert record["agent"]["starts"] == 2
     assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_stop_while_an_agent_says_its_version_is_no_failed_attempt(
+    images: Path, tmp_path: Path, endpoint: AgentEndpoint
+) -> None:
+    """Nor does the agent start afterwards, only to have all its calls refused."""
+    write_rows(tmp_path / "p.jsonl", work("p", "python:1", steps=1))
+    version = ["sh", "-c", "sleep 600; echo 1.0"]
+    with started(tmp_path, **in_image(images, endpoint, version=version), grace_s=300) as process:
+        wait_until(lambda: _is_below(process.pid, b"sleep\x00600\x00"))
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(timeout=PATIENCE_S) == 130
+    assert not endpoint.exchanges
+    assert not lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
+    given = in_image(images, endpoint, version=["sh", "-c", "echo 1.0"])
+    assert run(tmp_path, **given, accept_config_change="agent").returncode == 0
+    assert records(tmp_path)["p"]["attempt"] == 1
+
+
+def _is_below(leader: int, command: bytes) -> bool:
+    """Whether a process with this command line runs below a run."""
+    for pid, _ in descendants(leader):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes() == command:
+                return True
+    return False
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ from runs.worker.durable_calls import Stops
 from runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
 from toolsets.installed import NotInstalled
-from toolsets.sandbox.base import ExecResult, SandboxError
+from toolsets.sandbox.base import ExecResult, Sandbox, SandboxError
 from toolsets.sandbox.programs import forwarding
 from toolsets.text import clip
 from toolsets.workspace.removal import remove_tree
@@ -58,8 +58,8 @@ _OUTPUT_BYTES = 32 * 1024
 _SHOWN = 300
 """Characters of an agent's output in the reason of a failure."""
 
-
 _ENDED = ExecResult(None, "", "", timed_out=False, truncated=False, duration_s=0.0)
+"""The result of a command that was ended because it could get no more replies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +174,10 @@ class AgentRunner:
                     output_bytes=_OUTPUT_BYTES,
                 )
                 if config.is_inside and agent.version_command:
-                    asked = await sandbox.exec(agent.version_command, timeout_s=VERSION_TIMEOUT_S)
-                    agent = agent.with_found(printed_version(agent, asked))
+                    asking = self._begin(
+                        sandbox, agent.version_command, timeout_s=VERSION_TIMEOUT_S
+                    )
+                    agent = agent.with_found(printed_version(agent, await self._result(asking)))
                 home = home or (HOME if is_isolated else str(beside))
                 values = {
                     "prompt": task.row.opening[-1]["content"],
@@ -203,33 +205,50 @@ class AgentRunner:
                     "port": _PORT,
                 }
                 argv, stdin = forwarding(terms, in_image=config.is_inside)
-                command = asyncio.create_task(sandbox.exec(argv, stdin=stdin))
+                command = self._begin(sandbox, argv, stdin=stdin)
                 return await self._ended(task, gateway, command), agent
             finally:
                 if sandbox is not None:
                     await sandbox.stop()
                 await gateway.close()
 
-    async def _ended(
-        self, task: AgentTask, gateway: Gateway, command: asyncio.Task[ExecResult]
-    ) -> ExecResult:
-        """Wait until a command has ended, or end it once it can get no more replies."""
+    def _begin(
+        self, sandbox: Sandbox, argv: Sequence[str], **given: Any
+    ) -> asyncio.Task[ExecResult]:
+        """Begin a command, which `stop` ends. Raises `Stopped`."""
+        if self._stops.is_stopping:
+            raise Stopped
+        command = asyncio.create_task(sandbox.exec(argv, **given))
         self._commands.add(command)
-        over = asyncio.create_task(_end_after(gateway.relay.ended, command))
+        command.add_done_callback(self._commands.discard)
+        return command
+
+    async def _result(self, command: asyncio.Task[ExecResult]) -> ExecResult:
+        """The result of a command; `_ENDED` if something other than `stop` ended it.
+
+        Raises `Stopped`.
+        """
         try:
-            result = await command
+            return await command
         except asyncio.CancelledError:
             me = asyncio.current_task()
             if me is not None and me.cancelling():
                 raise
             if self._stops.is_stopping:
                 raise Stopped from None
-            # It was still running when it could get no more replies.
             return _ENDED
+
+    async def _ended(
+        self, task: AgentTask, gateway: Gateway, command: asyncio.Task[ExecResult]
+    ) -> ExecResult:
+        """Wait until a command has ended, or end it once it can get no more replies."""
+        over = asyncio.create_task(_end_after(gateway.relay.ended, command))
+        try:
+            result = await self._result(command)
         finally:
             over.cancel()
-            self._commands.discard(command)
-        task.record(_exit_event(result))
+        if result is not _ENDED:
+            task.record(_exit_event(result))
         return result
 
     async def with_version(self, agent: CommandAgent) -> CommandAgent:
