@@ -94,10 +94,11 @@ def objects_in(value: Any, place: str) -> list[dict[str, Any]]:
 
 
 def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
-    """The schema of a tool in OpenAI form."""
-    function = {"name": name, "description": str(description or "")}
-    empty = {"type": "object", "properties": {}}
-    return {"type": "function", "function": {**function, "parameters": parameters or empty}}
+    """The schema of a tool in OpenAI form; without a schema of its arguments it takes none."""
+    if not isinstance(parameters, dict) or not parameters:
+        parameters = {"type": "object", "properties": {}}
+    function = {"name": name, "description": str(description or ""), "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def custom_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

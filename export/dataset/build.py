@@ -37,6 +37,9 @@ from runs.store.scores import Scores
 
 SCHEMA_VERSION = 1
 
+_UNKNOWN = "unknown"
+"""The model of an imported conversation that does not name it."""
+
 _OF_TEXTS = frozenset(("hermes", "openai", "llamafactory"))
 """Formats whose rows hold no more than the parts that `parse_ordinary` gives."""
 
@@ -187,7 +190,8 @@ class _Making:
             for candidate in candidates:
                 self._selected += 1
                 self._statistics.add(candidate.record, candidate.own)
-                self._models[candidate.record["model_returned"] or candidate.record["model"]] += 1
+                record = candidate.record
+                self._models[record["model_returned"] or record["model"] or _UNKNOWN] += 1
         for candidates, rejected in passed:
             for record, why in rejected:
                 self._rejected[why[0]] += 1

@@ -198,7 +198,7 @@ class _Record(_Conversation, kw_only=True, gc=False):
     attempt: int
     row: dict[str, Any]
     tools: list[OfferedTool]
-    model: str
+    model: str | None
     api: str
     toolsets: list[str]
     sandbox: str | None

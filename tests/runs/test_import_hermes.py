@@ -116,6 +116,26 @@ def test_an_imported_run_of_hermes_agent_can_be_resumed(theirs: Path) -> None:
     assert sorted(record["status"] for record in theirs_kept) == [*["completed"] * 3, "max_turns"]
 
 
+def test_rows_that_leave_things_open_can_be_exported(tmp_path: Path) -> None:
+    """They are complete conversations; running their prompts again would cost."""
+    script = [{"content": "ours"}]
+    rows = [{"prompt": f"Prompt {n}", "script": script} for n in range(2)]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    unnamed = row(0, "Prompt 0", ANSWER) | {"metadata": {}, "api_calls": None}
+    tools = [{"name": "terminal", "description": None, "parameters": ["command"]}]
+    unnamed["conversations"][0]["value"] = f"<tools>{json.dumps(tools)}</tools>"
+    (tmp_path / "theirs").mkdir()
+    write_rows(tmp_path / "theirs" / "batch_0.jsonl", unnamed, row(1, "Prompt 1", ANSWER))
+    imported = run(tmp_path, "import-hermes", "theirs", **SCRIPTED)
+    assert imported.returncode == 0, imported.stderr
+    assert "2 completed" in imported.stdout
+    exported = run(tmp_path, "export", "r", format="hermes,openai,atif,raw")
+    assert exported.returncode == 0, exported.stderr
+    manifest = json.loads((tmp_path / "trajectories/r/exports/dataset/manifest.json").read_bytes())
+    assert [one["model"] for one in manifest["models"]] == ["their-model", "unknown"]
+    assert run(tmp_path, "report", "r").returncode == 0
+
+
 def test_a_directory_that_is_not_a_run_of_hermes_agent_is_refused(theirs: Path) -> None:
     cwd = theirs.parent
     (cwd / "empty").mkdir()

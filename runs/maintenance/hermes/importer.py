@@ -18,6 +18,7 @@ from typing import Any
 
 import orjson
 
+from agent.models.parsing import text_or_none
 from runs.dataset.scan import Scan, tasks
 from runs.errors import ConfigError
 from runs.maintenance.hermes.sharegpt import ImportedConversation, read_conversation
@@ -154,7 +155,9 @@ def _rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
                 fields = exact_json.loads(line)
                 metadata = fields.get("metadata") or {}
                 conversation = read_conversation(
-                    fields["conversations"], model=metadata.get("model"), at=_time(metadata)
+                    fields["conversations"],
+                    model=text_or_none(metadata.get("model")),
+                    at=_time(metadata),
                 )
                 index = fields.get("prompt_index")
                 yield _Row(place, index if isinstance(index, int) else None, fields, conversation)
@@ -198,6 +201,7 @@ def _record(task: Task, row: _Row, run_dir: RunDir) -> dict[str, Any]:
     else:
         status = "errors" if fields.get("partial") else "max_turns"
     content = conversation.trajectory.to_record()
+    api_calls = fields.get("api_calls")
     return {
         "id": task.id,
         "status": status,
@@ -209,14 +213,14 @@ def _record(task: Task, row: _Row, run_dir: RunDir) -> dict[str, Any]:
         "attempt": 1,
         "row": task.columns,
         **content,
-        "api_calls": fields.get("api_calls", content["api_calls"]),
+        "api_calls": api_calls if type(api_calls) is int else content["api_calls"],
         "tools": conversation.tools,
         "options": {},
         "view_compacted": False,
         "model": content["model_returned"],
         "api": "hermes-agent",
         "endpoint": None,
-        "toolsets": list(fields.get("toolsets_used") or ()),
+        "toolsets": list(map(str, fields.get("toolsets_used") or ())),
         "sandbox": None,
         "seed": None,
         "config_digest": run_dir.digest,

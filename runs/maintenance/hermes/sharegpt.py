@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent.messages import Event, Message, NoteEvent, ReplyEvent, ResultEvent, ToolCall
+from agent.models.parsing import object_of
 from agent.reasoning import split_inline_reasoning
 from agent.state.trajectory import Trajectory
 
@@ -84,9 +85,9 @@ def _tools(system: str) -> list[dict[str, Any]]:
         {
             "type": "function",
             "function": {
-                "name": tool["name"],
-                "description": tool.get("description") or "",
-                "parameters": tool.get("parameters") or {},
+                "name": str(tool["name"]),
+                "description": str(tool.get("description") or ""),
+                "parameters": object_of(tool, "parameters"),
             },
         }
         for tool in _DECODER.decode(found[1])

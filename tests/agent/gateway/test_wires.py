@@ -407,3 +407,20 @@ def test_tools_with_free_text_are_tools_with_one_argument() -> None:
     assert completion.message["tool_calls"] == made["tool_calls"]
     assert completion.finish_reason == "tool_calls"
     assert assembled(wire, wire.stream_of(reply)) == reply
+
+
+@pytest.mark.parametrize("schema", [True, [], "object", 1])
+def test_a_schema_that_is_no_object_is_recorded_as_one(schema: Any) -> None:
+    """Some servers take any; the readers of records need objects."""
+    function = {"name": "f", "parameters": schema, "description": ["Does it."]}
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Go."}],
+        "tools": [{"type": "function", "function": function}],
+    }
+    [tool] = WIRES["openai_chat"].read("/v1/chat/completions", body).tools
+    assert tool["function"] == {
+        "name": "f",
+        "description": "['Does it.']",
+        "parameters": {"type": "object", "properties": {}},
+    }
