@@ -121,8 +121,8 @@ class Score(TypedDict):
 
 class _Schema(msgspec.Struct, gc=False):
     name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: Any = None
+    parameters: Any = None
 
 
 class OfferedTool(msgspec.Struct, gc=False):
