@@ -48,7 +48,7 @@ def funnel_of(run_dir: Path, scan: Scan, totals: RunTotals) -> dict[str, Any]:
     steps = [
         _step("rows", totals.prompts, _kinds(row.reason for row in scan.bad_rows)),
         _step("tasks", totals.total - totals.discarded, endings),
-        _step("completed", completed, {"check_failed": not_passed}),
+        _step("completed", completed, {"not_passed": not_passed}),
         _step("passed", completed - not_passed, {}),
     ]
     return {

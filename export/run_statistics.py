@@ -15,6 +15,7 @@ from typing import Any
 from export import reward_statistics
 from export.conversation.own_work import Own, own_of
 from export.conversation.reading import read_conversation
+from export.conversation.rewards import not_passed
 from export.conversation.style import Style
 from export.conversation.tools import names_of, tools_of
 from export.conversation.validity import Rejected
@@ -85,7 +86,7 @@ class RunStatistics:
     def _is_kept(self, record: Mapping[str, Any], own: Own) -> bool:
         if record["status"] != "completed":
             return False
-        if self._style.require_passed and judgement_of(record).passed is False:
+        if self._style.require_passed and not_passed(judgement_of(record)) is not None:
             return False
         try:
             conversation = read_conversation(record, own)

@@ -51,8 +51,8 @@ class Statistics:
         turns, counts = len(own.turns), own.counts
         self._statuses[record["status"]] += 1
         judgement = judgement_of(record)
-        if judgement.reward is not None:
-            self._checks.add(judgement.passed, judgement.reward)
+        failed = judgement.error is not None
+        self._checks.add(judgement.passed, judgement.reward, check_failed=failed)
         if scores := record.get("scores"):
             self._failed_scores += sum(score.get("error") is not None for score in scores)
         for toolset in record["toolsets"]:

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from export.conversation.reading import read_conversation
+from export.conversation.rewards import not_passed
 from export.conversation.row_json import dumps_row
 from export.conversation.style import Style
 from export.conversation.tolerance import how_to_keep
@@ -93,11 +94,9 @@ def route(
         return _reject(record, rejected.reason.value, detail)
     if style.require_reasoning and row["completed"] and not row["has_reasoning"]:
         return _reject(record, Reason.NO_REASONING.value, "no turn of the model holds reasoning")
-    if style.require_passed and row["completed"]:
-        judgement = judgement_of(record)
-        if judgement.passed is False:
-            detail = f"it did not pass its check; reward {judgement.reward:g}"
-            return _reject(record, Reason.CHECK_FAILED.value, detail)
+    wants_passed = style.require_passed and row["completed"]
+    if wants_passed and (why := not_passed(judgement_of(record))) is not None:
+        return _reject(record, why.reason.value, why.detail)
     place: Place = "training" if row["completed"] else "partial"
     return Routed(place, dumps_row(row), None, conversation.others)
 

@@ -69,8 +69,7 @@ def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
     """
     checks = CheckSums()
     for entry in entries:
-        if entry.reward is not None:
-            checks.add(entry.passed, entry.reward)
+        checks.add(entry.passed, entry.reward, check_failed=entry.check_failed)
     return {
         "records": len(entries),
         "statuses": dict(Counter(sorted(entry.status for entry in entries))),

@@ -13,6 +13,7 @@ from export.conversation.own_work import first_reply
 from report.facts import flags_of, row_of
 from report.formatting import count, dollars, moment, one_line, plain, seconds
 from runs.errors import ConfigError
+from runs.store.checks import judgement_of
 from toolsets import exact_json
 from toolsets.text import plural
 
@@ -71,6 +72,8 @@ class ConversationText:
         if row["reward"] is not None:
             result = {True: "check: passed, ", False: "check: failed, ", None: ""}[row["passed"]]
             yield f"{result}reward {row['reward']:g}"
+        if (without := judgement_of(record).error) is not None:
+            yield self._paint(plain(f"check without result: {without}"), fg="red")
         if row["rewards"]:
             named = (f"{name} {reward:g}" for name, reward in row["rewards"].items())
             yield plain(f"rewards: {', '.join(named)}")

@@ -98,6 +98,7 @@ def flags_of(record: Mapping[str, Any]) -> list[str]:
         "compacted": record["view_compacted"],
         "check passed": judgement.passed is True,
         "check failed": judgement.passed is False,
+        "check without result": judgement.error is not None,
     }
     return [name for name, is_set in flags.items() if is_set]
 

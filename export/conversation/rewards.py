@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from export.conversation.validity import Reason, Rejected
 from runs.store.checks import Judgement, judgement_of, rewards_of
 from runs.store.rewards import BY_TURN, MAIN
 
@@ -17,7 +18,17 @@ def reward_of(record: Mapping[str, Any], name: str | None = None) -> float | Non
 def judged(record: Mapping[str, Any], name: str | None) -> Judgement:
     """Whether a record passed its check, with the reward of this name."""
     found = judgement_of(record)
-    return found if name is None else Judgement(found.passed, reward_of(record, name))
+    return found if name is None else found._replace(reward=reward_of(record, name))
+
+
+def not_passed(judgement: Judgement) -> Rejected | None:
+    """Why a conversation is left out where only those that passed are wanted."""
+    if judgement.error is not None:
+        return Rejected(Reason.CHECK_FAILED, f"its check gave no result: {judgement.error}")
+    if judgement.passed is False:
+        detail = f"it did not pass its check; reward {judgement.reward:g}"
+        return Rejected(Reason.NOT_PASSED, detail)
+    return None
 
 
 def reward_facts(record: Mapping[str, Any]) -> dict[str, Any]:

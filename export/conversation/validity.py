@@ -62,8 +62,10 @@ class Reason(StrEnum):
     """No other sample of the prompt makes a pair with it."""
     NO_REASONING = "no_reasoning"
     """No turn of the model holds reasoning, and the run is exported with reasoning only."""
-    CHECK_FAILED = "check_failed"
+    NOT_PASSED = "not_passed"
     """It did not pass its check, and the run is exported without those."""
+    CHECK_FAILED = "check_failed"
+    """Its check gave no result, and the run is exported without those that did not pass."""
 
 
 class Rejected(Exception):

@@ -21,7 +21,7 @@ from export.filters.secrets import Scanner, make_scanner
 from export.filters.verdicts import Verdicts
 from export.recipe import AnswerCheck, Filters
 from runs.errors import ConfigError
-from runs.store.checks import ended_by_wrong_answer
+from runs.store.checks import CHECK_FAILED, ended_by_wrong_answer
 from toolsets.catalog.places import OwnToolError, import_place
 
 Record = Mapping[str, Any]
@@ -103,6 +103,8 @@ class RecordFilters:
             return _by_status(record)
         if self._filters.require_passed:
             judgement = judged(record, self._reward_name)
+            if judgement.error is not None:
+                return Rejection(CHECK_FAILED, judgement.error)
             if judgement.is_good(self._threshold) is False:
                 return Rejection("require_passed", f"did not pass, reward {judgement.reward:g}")
         return None
@@ -158,6 +160,8 @@ class RecordFilters:
             is_good = judgement.is_good(self._threshold)
             if is_good is not filters.passed:
                 outcome = {None: "was not checked", True: "passed", False: "did not pass"}[is_good]
+                if judgement.error is not None:
+                    yield Rejection(CHECK_FAILED, judgement.error)
                 yield Rejection("passed", outcome)
         if self._wrong is not None and (wrong := self._wrong(record)):
             yield Rejection("answer", wrong)

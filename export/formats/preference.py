@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from export.conversation.reading import lineage_of, metadata_of
-from export.conversation.rewards import reward_of
 from export.conversation.row_json import compact_json
 from export.conversation.style import Style
 from export.conversation.tools import Tools
@@ -41,7 +40,9 @@ class Sample:
 def sample_of(conversation: Conversation, style: Style) -> Sample:
     """Make a sample of a conversation; raises Rejected without a reward."""
     name = style.reward_name
-    reward = reward_of(conversation.record, name)
+    reward, error = judgement_of(conversation.record, name)[1:]
+    if error is not None:
+        raise Rejected(Reason.CHECK_FAILED, f"its check gave no result: {error}")
     if reward is None:
         named = "" if name is None else f": it has no reward named {name!r}"
         raise Rejected(Reason.NO_REWARD, f"nothing judged this conversation{named}")

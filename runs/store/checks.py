@@ -2,8 +2,9 @@
 
 A record is *checked* if the `check` of its row judged it, its answer was compared with the row's
 `expected` (`check_expected`), or a function or a judge scored it. It then has a *reward*, and
-*passed* or not if it was checked in one of the first two ways. If a check could not run, the task
-has failed and has neither.
+*passed* or not if it was checked in one of the first two ways. Where a check timed out, could not
+run or said nothing, its `error` is why (`CHECK_FAILED`): the record has neither, and its answer
+is not compared.
 
 `scores` in a record are results of functions and judges, oldest first. Each has the keys `source`
 (MODULE:FUNCTION or judge:MODEL), `version` (a digest of the code or the prompt), `rewards` (by
@@ -18,6 +19,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from runs.store.rewards import BY_TURN, MAIN, Rewards
+from toolsets.text import plural
+
+CHECK_FAILED = "check_failed"
+"""Stands in counts for a check that itself failed."""
 
 _WRONG_ANSWER = "not the expected"
 """The reason of a conversation that ended with a wrong answer begins with this."""
@@ -30,6 +35,8 @@ class Judgement(NamedTuple):
     """None if there was no check, or it gave only a reward."""
     reward: float | None
     """None if there was no check."""
+    error: str | None = None
+    """Why the check gave no result, where nothing else gave a reward of its name."""
 
     def is_good(self, threshold: float) -> bool | None:
         """Whether it passed; if unknown, whether its reward reaches `threshold`."""
@@ -55,8 +62,10 @@ def judgement_of(record: Mapping[str, Any], name: str | None = None) -> Judgemen
     named = rewards_of(record).named
     if name is not None:
         return Judgement(None, named.get(name))
-    reward = named.get(MAIN, next(iter(named.values()), None))
-    return Judgement(_checked(record).passed, reward)
+    passed, _, error = _checked(record)
+    # Where the check should have given it, a reward of another name does not stand for it.
+    reward = named.get(MAIN, None if error is not None else next(iter(named.values()), None))
+    return Judgement(passed, reward, error if reward is None else None)
 
 
 def rewards_of(record: Mapping[str, Any]) -> Rewards:
@@ -78,6 +87,8 @@ def rewards_of(record: Mapping[str, Any]) -> Rewards:
 def _checked(record: Mapping[str, Any]) -> Judgement:
     check = record.get("check")
     if isinstance(check, dict):
+        if (error := check.get("error")) is not None:
+            return Judgement(None, None, str(error))
         passed = check.get("passed")
         passed = passed if isinstance(passed, bool) else None
         reward = _finite(check.get("reward"))
@@ -129,6 +140,8 @@ class Checks:
     """Percentage of passed among passed and failed; None if there are none."""
     mean_reward: float | None
     """Over all checked records, to six digits."""
+    check_failed: int = 0
+    """Records whose check gave no result; they do not count as checked."""
 
 
 class CheckSums:
@@ -136,10 +149,14 @@ class CheckSums:
 
     def __init__(self) -> None:
         self._rewards = 0.0
+        self._check_failed = 0
         self._passed: dict[bool | None, int] = {None: 0, True: 0, False: 0}
 
-    def add(self, passed: bool | None, reward: float) -> None:
-        """Count a record that was checked."""
+    def add(self, passed: bool | None, reward: float | None, *, check_failed: bool = False) -> None:
+        """Count a record; `reward` is None if it was not checked."""
+        if reward is None:
+            self._check_failed += check_failed
+            return
         self._passed[passed] += 1
         self._rewards += reward
 
@@ -154,17 +171,21 @@ class CheckSums:
             round(100 * passed / (passed + failed), 2) if passed + failed else None,
             # The index has rewards in four bytes; further digits would be wrong.
             float(f"{self._rewards / checked:.6g}") if checked else None,
+            self._check_failed,
         )
 
 
 def describe(checks: Checks) -> str:
     """The sums in one line for a person; "" if nothing was checked."""
+    failed = checks.check_failed
+    without = f"{plural(failed, 'check')} failed and gave no reward (see `check.error`)"
     if not checks.checked:
-        return ""
+        return without if failed else ""
     line = f"checked {checks.checked:,}"
     if checks.pass_rate is not None:
         line += f": passed {checks.passed:,} ({checks.pass_rate:.1f}%)"
         line += f", did not pass {checks.failed:,}"
         if unjudged := checks.checked - checks.passed - checks.failed:
             line += f", only a reward {unjudged:,}"
-    return f"{line}; mean reward {checks.mean_reward:g}"
+    line += f"; mean reward {checks.mean_reward:g}"
+    return f"{line}; {without}" if failed else line

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 from agent.messages import MOST_TOKENS
-from runs.store.checks import judgement_of
+from runs.store.checks import CHECK_FAILED, judgement_of
 from runs.tasks import task_key
 
 ROW_BYTES = 64
@@ -73,10 +73,16 @@ class IndexEntry(NamedTuple):
     output_tokens: int | None
     cost_usd: float | None
     error_class: str | None
+    """Why the task failed; of others `CHECK_FAILED` if their check did."""
     passed: bool | None
     """See `runs.store.checks`."""
     reward: float | None
     """To seven digits."""
+
+    @property
+    def check_failed(self) -> bool:
+        """Whether its check gave no result."""
+        return self.error_class == CHECK_FAILED and self.status != "failed"
 
 
 class Ending(NamedTuple):
@@ -107,7 +113,7 @@ def index_fields(record: dict[str, Any]) -> list[Any]:
         usage.get("input_tokens"),
         usage.get("output_tokens"),
         record["cost_usd"],
-        error.get("class"),
+        error.get("class") or (CHECK_FAILED if judgement.error is not None else None),
         judgement.passed,
         judgement.reward,
     ]

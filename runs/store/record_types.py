@@ -105,6 +105,7 @@ class CheckResult(TypedDict):
 
     passed: NotRequired[Any]
     reward: NotRequired[Any]
+    error: NotRequired[str | None]
     rewards: NotRequired[dict[str, Number] | None]
     turn_rewards: NotRequired[dict[str, list[Number | None]] | None]
 

@@ -155,9 +155,9 @@ def compute_totals(
             totals.completed_passed += entry.passed
             totals.completed_not_passed += not entry.passed
         _add_work(totals, entry)
+        checks.add(entry.passed, entry.reward, check_failed=entry.check_failed)
         if entry.reward is None:
             continue
-        checks.add(entry.passed, entry.reward)
         prompt = number // scan.num_samples
         totals.prompts_checked += prompt != checked_prompt
         checked_prompt = prompt

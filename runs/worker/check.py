@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
 
 from runs.dataset.row_check import Check
-from runs.dataset.test_outcomes import PatternTimeout, outcomes, wrong_outcomes
+from runs.dataset.test_outcomes import MISSING, PatternTimeout, outcomes, wrong_outcomes
 from runs.store.rewards import MAIN, Rewards, finite_number, parse_rewards, printed_rewards
 from runs.worker.workspace_setup import SetupFailed, run_command, write_files
 from toolsets.builtin.command_result import sandbox_of
@@ -26,6 +26,10 @@ _SHOWN = 2000
 _MAX_REWARD_BYTES = 1 << 20
 _MAX_LOG_BYTES = 32 << 20
 _WRONG_SHOWN = 50
+_PATHS = 200
+"""Arguments of one command at most."""
+_NOT_FOUND, _NO_SHELL = 127, "sh: No such file or directory\n"
+"""How a sandbox says that there is no shell for the command."""
 
 TURNS_VARIABLE = "CONVERSATION_TURNS"
 """The variable with the number of turns, for checks that give rewards per turn."""
@@ -35,91 +39,132 @@ mode=$1; shift
 for file; do
     rm -rf -- "$file" || exit
     case $file in */*) directory=${file%/*};; *) directory=;; esac
-    [ -z "$directory" ] || mkdir -p -- "$directory" || exit
-    [ -z "$directory" ] || chmod "$mode" -- "$directory" || exit
+    [ -n "$directory" ] || continue
+    above=$directory
+    until [ -d "$above" ]; do
+        rm -f -- "$above"
+        case $above in ?*/*) above=${above%/*};; *) break;; esac
+    done
+    mkdir -p -- "$directory" || exit
+    # The user of an image may own none of it.
+    chmod "$mode" -- "$directory" 2>/dev/null || :
 done
 """
-"""Removes files, makes their directories, and sets the mode of these."""
+"""Removes files and what is no directory above them, makes their directories, and sets the mode."""
 
 Open = Callable[[str | None], Awaitable[ToolContext]]
 """Opens the workspace for the check as a user of its image; None: as the conversation's."""
 
 
-class CheckFailed(SetupFailed):
+class CheckFailed(Exception):
     """A check did not say what the workspace is worth."""
-
-    error_class = "check_failed"
 
 
 async def run_check(check: Check, open_as: Open, turns: int | None = None) -> dict[str, Any]:
     """Run the check of a workspace after a conversation of so many `turns`.
 
     It has passed if its exit code is 0, or as its tests or its reward say. Keys: `passed`,
-    `reward`, `exit_code` (None after a timeout), `stdout` and `stderr` (shortened), `duration_s`;
-    `tests`, `rewards` and `turn_rewards` where the check has them (see `runs.store.rewards`).
-    Raises `SetupFailed` if it could not run at all, `CheckFailed` if it gave no reward, or rewards
-    for another number of turns.
+    `reward`, `exit_code` (None if it did not end), `stdout` and `stderr` (shortened), `duration_s`;
+    `tests`, `rewards` and `turn_rewards` where the check has them (see `runs.store.rewards`). If it
+    timed out, could not run, or gave no reward or rewards for another number of turns, `passed` and
+    `reward` are None, and `error` is why. Raises `SetupFailed` if no sandbox could be opened.
     """
-    prepared = await open_as("root" if check.user else None)
+    context = await open_as("root" if check.user else None)
     try:
-        problem = await _prepare(prepared, check)
-        if problem is None and not check.user:
-            return await _run(prepared, check, turns)
-    finally:
-        await sandbox_of(prepared).stop()
-    if problem is not None:
-        return not_passed(problem)
-    context = await open_as(check.user)
-    try:
-        return await _run(context, check, turns)
+        result = unjudged("")
+        try:
+            await _prepare(context, check)
+            if check.user:
+                await sandbox_of(context).stop()
+                context = await open_as(check.user)
+            command = await _command(context, check, turns)
+            result |= {
+                "exit_code": command.exit_code,
+                "stdout": clip(command.stdout, max_chars=_SHOWN),
+                "stderr": clip(command.stderr, max_chars=_SHOWN),
+                "duration_s": round(command.duration_s, 3),
+            }
+            judged = await _judged(context, check, command, turns)
+        except CheckFailed as error:
+            return {**result, "error": str(error)}
+        del result["error"]
+        return result | judged
     finally:
         await sandbox_of(context).stop()
 
 
-async def _prepare(context: ToolContext, check: Check) -> str | None:
+def unjudged(error: str) -> dict[str, Any]:
+    """The result of a check that gave none, and why."""
+    return {
+        "passed": None,
+        "reward": None,
+        "error": error,
+        "exit_code": None,
+        "stdout": "",
+        "stderr": "",
+        "duration_s": 0.0,
+    }
+
+
+async def _prepare(context: ToolContext, check: Check) -> None:
     """Remove what an earlier check or the model left in the way, and write the check's files.
 
-    Returns why that is not possible: then the model's files are in the way, and the check fails.
+    Raises `CheckFailed` where that is not possible: what the model left is in the way.
     """
+    await _make_room(context, "u+rwx", [*check.files])
     written = [*check.reward_files]
     if check.tests is not None and check.tests.log is not None:
         written.append(check.tests.log)
     if written:
         mode = "a+rwx" if check.user else "u+rwx"
-        result = await run_command(context, ["sh", "-c", _CLEAR, "sh", mode, *written])
-        if result.exit_code != 0:
-            return f"cannot make room for {', '.join(written)}: {_said(result)}"
+        await _make_room(context, mode, written)
     try:
         await write_files(context, check.files)
     except SetupFailed as error:
-        return str(error)
+        raise CheckFailed(f"`check`: {error}") from error
     scripts = [path for path, content in check.files.items() if content.startswith(b"#!")]
     if scripts:
-        result = await run_command(context, ["chmod", "a+rx", "--", *scripts])
+        result = await _ran(context, ["chmod", "a+rx", "--", *scripts])
         if result.exit_code != 0:
-            return f"cannot make {', '.join(scripts)} executable: {_said(result)}"
-    return None
+            raise CheckFailed(f"cannot make {', '.join(scripts)} executable: {_said(result)}")
 
 
-async def _run(context: ToolContext, check: Check, turns: int | None) -> dict[str, Any]:
+async def _make_room(context: ToolContext, mode: str, paths: Sequence[str]) -> None:
+    for start in range(0, len(paths), _PATHS):
+        some = paths[start : start + _PATHS]
+        result = await _ran(context, ["sh", "-c", _CLEAR, "sh", mode, *some])
+        if result.exit_code != 0:
+            raise CheckFailed(f"cannot make room for {', '.join(some)}: {_said(result)}")
+
+
+async def _command(context: ToolContext, check: Check, turns: int | None) -> ExecResult:
     env = {**({} if turns is None else {TURNS_VARIABLE: str(turns)}), **check.env}
     exports = "".join(f"export {name}={shlex.quote(text)}; " for name, text in env.items())
-    result = await run_command(context, check.command, exports, timeout_s=check.timeout_s)
-    found: dict[str, Any] = {
-        "passed": result.exit_code == 0,
-        "reward": float(result.exit_code == 0),
-        "exit_code": result.exit_code,
-        "stdout": clip(result.stdout, max_chars=_SHOWN),
-        "stderr": clip(result.stderr, max_chars=_SHOWN),
-        "duration_s": round(result.duration_s, 3),
-    }
+    return await _ran(context, check.command, exports, timeout_s=check.timeout_s)
+
+
+async def _ran(context: ToolContext, *command: Any, **options: Any) -> ExecResult:
+    """See `run_command`. Raises `CheckFailed` where the sandbox cannot run it to its end."""
+    try:
+        return await run_command(context, *command, **options)
+    except SetupFailed as error:
+        raise CheckFailed(f"`check`: {error}") from error
+
+
+async def _judged(
+    context: ToolContext, check: Check, result: ExecResult, turns: int | None
+) -> dict[str, Any]:
+    """What the command of a check says. Raises `CheckFailed`."""
     if result.exit_code is None:
-        return found
+        raise CheckFailed(f"`check`: {_said(result)}")
     if check.tests is not None:
-        return found | await _of_tests(context, check, result)
+        return await _of_tests(context, check, result)
     if check.reward_files:
-        return found | await _of_files(context, check, result, turns)
-    return found | _printed(result.stdout, turns)
+        return await _of_files(context, check, result, turns)
+    if result.exit_code == _NOT_FOUND and result.stderr == _NO_SHELL:
+        raise CheckFailed(f"`check`: {result.stderr.strip()}")
+    passed = result.exit_code == 0
+    return {"passed": passed, "reward": float(passed), **_printed(result.stdout, turns)}
 
 
 async def _of_tests(context: ToolContext, check: Check, result: ExecResult) -> dict[str, Any]:
@@ -140,6 +185,8 @@ async def _of_tests(context: ToolContext, check: Check, result: ExecResult) -> d
     except PatternTimeout as error:
         raise CheckFailed(f"`check.tests.patterns`: {error}") from error
     wrong = wrong_outcomes(tests, found)
+    if tests.log is None and result.truncated and MISSING in wrong.values():
+        raise CheckFailed("`check.tests`: the output is too long to be kept; print it to a `log`")
     total = len(tests.must_pass) if tests.expected is None else len(tests.expected)
     return {
         "passed": not wrong,
@@ -177,7 +224,7 @@ async def _of_files(
 
 
 async def _exists(context: ToolContext, path: str) -> bool:
-    return (await run_command(context, ["test", "-e", path])).exit_code == 0
+    return (await _ran(context, ["test", "-e", path])).exit_code == 0
 
 
 def _rewards(content: bytes, *, is_json: bool, turns: int | None) -> Rewards:
@@ -223,20 +270,12 @@ def _by_name(rewards: Rewards) -> dict[str, Any]:
     return found if rewards.by_turn or rewards.named.keys() != {MAIN} else {}
 
 
-def not_passed(stderr: str) -> dict[str, Any]:
-    """The result of a check that what the model did made impossible."""
-    return {
-        "passed": False,
-        "reward": 0.0,
-        "exit_code": None,
-        "stdout": "",
-        "stderr": stderr,
-        "duration_s": 0.0,
-    }
-
-
 def _said(result: ExecResult) -> str:
     """How a command ended and the end of what it printed."""
-    how = "it timed out" if result.timed_out else f"exit code {result.exit_code}"
+    how = f"exit code {result.exit_code}"
+    if result.timed_out:
+        how = f"it timed out after {result.duration_s:.0f} s"
+    elif result.exit_code is None:
+        how = f"it filled the workspace ({result.full_mb} MB) and was stopped"
     output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
     return f"{how}: {output}" if output else how

@@ -165,7 +165,7 @@ class TaskRunner:
             else:
                 end = await self._converse(task, assignment, trajectory, row, context, kept=kept)
             diff = await self._spaces.diff(context)
-            check = await self._spaces.judge(context, row, _own_turns(trajectory, row))
+            check = await self._judged(task, assignment, context, row, trajectory)
         except ModelError as error:
             if self._calls.is_the_endpoints(error):
                 self._stops.halt(self._calls.describe(error))
@@ -215,6 +215,31 @@ class TaskRunner:
             provenance=self._setup.provenance,
             agent=row.agent,
         )
+
+    async def _judged(
+        self,
+        task: Task,
+        assignment: Assignment,
+        context: ToolContext,
+        row: RowTask,
+        trajectory: Trajectory,
+    ) -> dict[str, Any] | None:
+        """The result of the row's check; None without one.
+
+        Raises `SetupFailed` where no sandbox for it could be opened: the next attempt opens one,
+        and the last keeps the conversation.
+        """
+        try:
+            check = await self._spaces.judge(context, row, _own_turns(trajectory, row))
+        except SetupFailed as error:
+            if assignment["attempt"] < self._config.max_attempts:
+                raise
+            from runs.worker.check import unjudged
+
+            check = unjudged(str(error))
+        if check is not None and (why := check.get("error")) is not None:
+            log.warning("%s: its check gave no reward: %s", task.id, why)
+        return check
 
     async def _converse(
         self,

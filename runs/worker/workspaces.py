@@ -168,7 +168,7 @@ class Workspaces:
         """
         if row.setup is None or row.setup.check is None:
             return None
-        from runs.worker.check import not_passed, run_check
+        from runs.worker.check import run_check, unjudged
 
         # Processes that the model left running could affect the check.
         await sandbox_of(context).stop()
@@ -186,7 +186,7 @@ class Workspaces:
                 try:
                     judged = await self._fresh(context, row, root.with_name(f"{root.name}.fresh"))
                 except DiffError as error:
-                    return not_passed(str(error))
+                    return unjudged(f"`check`: {error}")
             return await run_check(check, open_as, turns)
         finally:
             if judged != root:

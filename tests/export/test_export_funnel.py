@@ -86,7 +86,7 @@ def test_each_step_says_what_was_lost_and_why(tmp_path: Path) -> None:
             "count": 9,
             "lost": {"failed: ModelError": 1, "failed: Timeout": 1, "max_turns": 1, "pending": 1},
         },
-        {"name": "completed", "count": 5, "lost": {"check_failed": 1}},
+        {"name": "completed", "count": 5, "lost": {"not_passed": 1}},
         {"name": "passed", "count": 4, "lost": {}},
     ]
     assert (found["samples"], found["unchecked"], found["exports"]) == (1, 3, [])
@@ -138,7 +138,7 @@ def test_stats_shows_the_funnel(tmp_path: Path) -> None:
     for line in (
         *("left out 2 bad row: no `prompt` field (fields: id)", "tasks 9"),
         *("left out 1 failed: Timeout", "left out 1 pending", "left out 1 max_turns"),
-        *("completed 5", "left out 1 check_failed", "passed 4 of these, 3 were not checked"),
+        *("completed 5", "left out 1 not_passed", "passed 4 of these, 3 were not checked"),
         "exported 4 rows of hermes in r.jsonl, from 4 of 13 tasks",
         "left out 1 marker_in_text",
     ):

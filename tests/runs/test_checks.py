@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from export.reward_statistics import RewardStatistics
 from report.facts import row_of
-from runs.store.checks import Checks, CheckSums, describe
+from runs.store.checks import Checks, CheckSums, describe, judgement_of
 from runs.store.index import MARK, Index, RowMaker, index_fields
 from tests.answering import JSON, answering
 from tests.export.test_hermes import assistant, call
@@ -26,7 +27,12 @@ ROWS: list[dict[str, Any]] = [
     {"id": "bad", "check": "false"},
     {"id": "plain"},
 ]
-CHECKS = {"checked": 3, "passed": 1, "failed": 2, "pass_rate": 33.33, "mean_reward": 0.5}
+CHECKS = {
+    **{"checked": 3, "passed": 1, "failed": 2, "pass_rate": 33.33, "mean_reward": 0.5},
+    "check_failed": 0,
+}
+FAILED = {"passed": None, "reward": None, "error": "it timed out"}
+"""The result of a check that failed itself."""
 EXPECTED = [{"expected": "4"}]
 """The columns of a row whose answers are compared."""
 TOLD = "checked 3: passed 1 (33.3%), did not pass 2; mean reward 0.5"
@@ -66,6 +72,16 @@ class TestSums:
         assert sums.sums() == Checks(3, 1, 1, 50.0, 0.5)
         parts = "passed 1 (50.0%), did not pass 1, only a reward 1"
         assert describe(sums.sums()) == f"checked 3: {parts}; mean reward 0.5"
+
+    def test_leave_out_checks_that_failed_themselves(self) -> None:
+        sums = CheckSums()
+        sums.add(None, None, check_failed=True)
+        told = "1 check failed and gave no reward (see `check.error`)"
+        assert describe(sums.sums()) == told
+        sums.add(True, 1.0)
+        sums.add(None, None)
+        assert sums.sums() == Checks(1, 1, 0, 100.0, 1.0, 1)
+        assert describe(sums.sums()).endswith(f"mean reward 1; {told}")
 
     def test_say_no_rate_where_only_rewards_are_known(self) -> None:
         sums = CheckSums()
@@ -176,7 +192,7 @@ class TestWhatIsRequired:
         assert [row["id"] for row in lines(training)] == ["good", "plain"]
         exports = tmp_path / "trajectories" / "r" / "exports"
         left_out = {line["id"]: line["reason"] for line in lines(exports / "rejects.jsonl")}
-        assert left_out == {"half": "check_failed", "bad": "check_failed"}
+        assert left_out == {"half": "not_passed", "bad": "not_passed"}
         assert json.loads(run(tmp_path, "stats", "r", "--json").stdout)["kept"] == 2
         assert run(tmp_path, "export", "r").returncode == 0
         assert len(lines(training)) == 2, "an export does what the run did last"
@@ -232,6 +248,7 @@ class TestTheReport:
         [
             ({"check": {"passed": True, "reward": 1.0}}, True, 1.0, "check passed"),
             ({"check": {"passed": False, "reward": 0.5}}, False, 0.5, "check failed"),
+            ({"check": FAILED}, None, None, "check without result"),
             ({"check": None}, None, None, None),
             (
                 {
@@ -260,6 +277,59 @@ class TestTheReport:
         row = row_of(record)
         assert (row["passed"], row["reward"]) == (passed, reward)
         assert [name for name in row["flags"] if name.startswith("check")] == [flag] * bool(flag)
+
+
+class TestACheckThatFailedItself:
+    """Its conversation is neither good nor bad, whoever asks."""
+
+    def failed(self, answer: str, **more: Any) -> dict[str, Any]:
+        return worked(answer, check=FAILED, **more)
+
+    def test_is_no_training_data_where_passing_is_asked_for(self, tmp_path: Path) -> None:
+        source = make_run(
+            tmp_path, judged(1.0, "A"), judged(0.0, "B"), self.failed("C"), self.failed("D"),
+            samples=4,
+        )  # fmt: skip
+        required: Any = {"filters": {"require_passed": True}}
+        assert [row["id"] for row in rows(source, "openai", **required)] == ["t0"]
+        assert rejects(source, formats="openai", **required)["t0#s3"] == "check_failed"
+        for passed in (True, False):
+            left_out = rejects(source, formats="openai", filters={"passed": passed})
+            assert left_out["t0#s2"] == left_out["t0#s3"] == "check_failed"
+        assert len(rows(source, "openai")) == 4
+
+    def test_makes_no_pair_and_no_label(self, tmp_path: Path) -> None:
+        score = {"source": "f", "version": "1", "error": None, "rewards": {"f": 0.0}}
+        source = make_run(
+            tmp_path, judged(1.0, "A"), self.failed("B"), self.failed("C", scores=[score]),
+            samples=3,
+        )  # fmt: skip
+        assert rows(source, "dpo") == []
+        assert [row["label"] for row in rows(source, "kto")] == [True]
+        assert rejects(source, formats="kto") == {"t0#s1": "check_failed", "t0#s2": "check_failed"}
+        assert [row["label"] for row in rows(source, "kto", reward_name="f")] == [False]
+
+    def test_is_left_out_of_rates(self) -> None:
+        statistics = RewardStatistics(2)
+        for number, check in enumerate([{"passed": True, "reward": 1.0}, FAILED]):
+            statistics.add(worked(check=check, prompt_id="p", sample=number))
+        found = statistics.to_json()
+        assert found["pass_at"] == {"1": 100.0}
+        assert found["by_name"]["reward"]["records"] == 1
+
+    def test_is_not_stood_for_by_other_rewards_or_answers(self) -> None:
+        score = {"rewards": {"style": 0.7}, "error": None}
+        assert judgement_of(self.failed("A", scores=[score])) == (None, None, "it timed out")
+        own = {"rewards": {"reward": 0.7}, "error": None}
+        assert judgement_of(self.failed("A", scores=[own])) == (None, 0.7, None)
+        compared: Any = {"options": {"check_expected": True}, "row": {"expected": "A"}}
+        assert judgement_of(self.failed("A", **compared)).passed is None
+
+    def test_has_its_place_in_the_index(self) -> None:
+        record = self.failed("A", attempt=1)
+        record |= {"input_digest": "d", "tool_calls": [], "cost_usd": None}
+        entry = Index(MARK + RowMaker().rows(index_fields(record), 0, 9)).entry(2)
+        assert (entry.check_failed, entry.passed, entry.reward) == (True, None, None)
 
 
 class TestWrongAnswers:

@@ -147,9 +147,10 @@ def test_shells_and_interpreters_start_in_the_row_s_directory(tmp_path: Path, sa
 
 
 @pytest.mark.slow
-def test_a_check_that_takes_too_long_has_not_passed(tmp_path: Path) -> None:
+def test_a_check_that_takes_too_long_gives_no_reward(tmp_path: Path) -> None:
     record = record_of(tmp_path, {"check": "sleep 60"}, command_timeout_s=0.3)
-    assert (record["check"]["passed"], record["check"]["exit_code"]) == (False, None)
+    assert (record["check"]["passed"], record["check"]["reward"]) == (None, None)
+    assert record["status"] == "completed"
 
 
 def test_a_set_up_that_fails_is_a_failure_with_its_output(tmp_path: Path) -> None:
@@ -184,21 +185,18 @@ def test_empty_columns_are_as_good_as_none() -> None:
 
 
 def test_files_and_processes_of_the_model_cannot_influence_the_check(tmp_path: Path) -> None:
-    """Neither a directory in the place of the check's file, nor a process that rewrites it."""
-    tamper = "(while sleep 0.05; do echo 'exit 0' > hidden.sh; done) >/dev/null 2>&1 &"
-    in_the_way = calls(call("write_file", path="hidden.sh/x", content=""))
+    """Neither what is in the place of the check's file, nor a process that rewrites it."""
+    tamper = "(while sleep 0.05; do echo 'exit 0' > a/b/hidden.sh; done) >/dev/null 2>&1 &"
     rows = [
         {"script": [calls(call("terminal", command=tamper)), ANSWER]},
-        {"script": [in_the_way, ANSWER]},
+        {"script": [calls(call("write_file", path="a/b/hidden.sh/x", content="")), ANSWER]},
+        {"script": [calls(call("write_file", path="a", content="")), ANSWER]},
     ]
-    check = {"command": "sleep 0.4; sh hidden.sh", "files": {"hidden.sh": "exit 7"}}
+    check = {"command": "sleep 0.4; sh a/b/hidden.sh", "files": {"a/b/hidden.sh": "exit 7"}}
     records = records_of(
         tmp_path, *({**row, "check": check} for row in rows), enabled_toolsets="file,terminal"
     )
-    judged = {record["tool_calls"][0]["name"]: record["check"] for record in records}
-    assert judged["terminal"]["exit_code"] == 7
-    assert (judged["write_file"]["passed"], judged["write_file"]["reward"]) == (False, 0.0)
-    assert "directory" in judged["write_file"]["stderr"]
+    assert [record["check"]["exit_code"] for record in records] == [7, 7, 7]
     assert {record["status"] for record in records} == {"completed"}
 
 
