@@ -10,7 +10,7 @@ import click
 
 from cli.exit_codes import errors_as_exit_codes
 from cli.export_options import asks_for_dataset, dataset_options, make_dataset
-from cli.shared import run_dir_argument, show_run
+from cli.shared import output_dir_option, run_argument, run_dir_argument, show_run
 from runs.process.console import say, show
 from toolsets.text import plural
 
@@ -19,7 +19,8 @@ PROBLEMS = 6
 
 
 @click.command()
-@run_dir_argument
+@run_argument("run", required=False)
+@output_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
     "--watch",
@@ -29,12 +30,21 @@ PROBLEMS = 6
     metavar="[SECONDS]",
     help="Repeat every SECONDS (default: 5) until the run ends.",
 )
-def status(run: str, output_dir: Path, as_json: bool, watch: float | None) -> None:
-    """Show the progress and totals of RUN, during the run or afterwards."""
+def status(run: str | None, output_dir: Path, as_json: bool, watch: float | None) -> None:
+    """Show the progress and totals of RUN, during the run or afterwards.
+
+    Without a RUN, list the runs in the output directory.
+    """
+    if run is None and watch is not None:
+        raise click.UsageError("--watch needs a RUN")
     from api.stored_run import open_run
+    from report.run_list import show_runs
     from report.status import show_status
 
     with errors_as_exit_codes():
+        if run is None:
+            show_runs(output_dir, as_json=as_json)
+            return
         show_status(open_run(run, output_dir), as_json=as_json, every_s=watch)
 
 

@@ -83,6 +83,7 @@ def score(
     if given and judge is None:
         raise click.UsageError(f"--{next(iter(given))} means nothing without --judge")
     from api.stored_run import open_run
+    from export.reasons import lines_of
 
     with errors_as_exit_codes():
         stored = open_run(run, output_dir)
@@ -92,14 +93,15 @@ def score(
 
             config = _judge_config(stored, judge, given)
             prompt = load_prompt(judge_prompt)
-            scores, failed, _ = score_by_judge(
+            scores, failed = score_by_judge(
                 stored.path, config, prompt, max_in_flight=max_in_flight
             )
         else:
             from export.scoring.by_functions import score_by_functions
 
             scores, failed = score_by_functions(stored.path, places, timeout_s=reward_timeout_s)
-    show(f"{stored.path / 'scores.jsonl'}: {plural(scores, 'score')}, {failed:,} of them failed")
+    of_them = f"{plural(scores, 'score')}, {sum(failed.values()):,} of them failed"
+    show("\n".join([f"{stored.path / 'scores.jsonl'}: {of_them}", *lines_of(failed)]))
     sys.exit(1 if failed else 0)
 
 

@@ -16,6 +16,7 @@ from toolsets.text import plural
 
 if TYPE_CHECKING:
     from api.start import RunEnd
+    from export.conversation.style import Style
     from runs.planning.plan import Plan
     from runs.totals.run_totals import RunTotals
 
@@ -87,9 +88,10 @@ def run_dir_argument(function: Any) -> Any:
     return run_argument("run")(output_dir_option(function))
 
 
-def run_argument(name: str) -> Callable[[Any], Any]:
+def run_argument(name: str, *, required: bool = True) -> Callable[[Any], Any]:
     """A parameter that names a run; completion offers those in the output directory."""
-    return click.argument(name, metavar="RUN", shell_complete=_runs)
+    metavar = "RUN" if required else "[RUN]"
+    return click.argument(name, metavar=metavar, required=required, shell_complete=_runs)
 
 
 def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -137,7 +139,10 @@ def show_run(path: Path, totals: RunTotals) -> None:
     """Print the totals and the training files of a run."""
     import orjson
 
+    from export.conversation.style import style_of_run
+    from export.reasons import lines_of
     from runs.batch_api.totals import compute_batch_totals
+    from runs.run_dir import read_run_json
     from runs.totals.run_totals import as_table
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
@@ -145,9 +150,10 @@ def show_run(path: Path, totals: RunTotals) -> None:
     lines = [as_table(totals)]
     if failed := statistics.get("failed_scores"):
         lines.append(
-            f"{plural(failed, 'score')} of reward functions failed: `run.log` has the reasons, "
+            f"{plural(failed, 'score')} of reward functions failed; "
             f"`score {path.name} --reward ...` calls the functions again"
         )
+        lines += lines_of(statistics["failed_score_reasons"])
     if (batches := compute_batch_totals(path)) is not None:
         lines.append(batches.describe())
     for file in manifest["files"]:
@@ -158,7 +164,13 @@ def show_run(path: Path, totals: RunTotals) -> None:
         f"  rejected   {count:>9,}  {reason}"
         for reason, count in manifest["rejected_by_reason"].items()
     ]
-    if manifest["exported"] and _has_empty_thoughts_only(path, statistics["reasoning"]):
+    style = style_of_run(read_run_json(path)["config"])
+    if totals.completed_not_passed and not style.require_passed:
+        lines.append(
+            f"{plural(totals.completed_not_passed, 'completed conversation')} did not pass the "
+            "check; --require_passed leaves them out of the training file"
+        )
+    if manifest["exported"] and _has_empty_thoughts_only(style, statistics["reasoning"]):
         lines.append(
             "No reply has reasoning, so every gpt turn begins with an empty <think> block; "
             "--empty_think=omit leaves these blocks out."
@@ -166,12 +178,8 @@ def show_run(path: Path, totals: RunTotals) -> None:
     show("\n".join(lines))
 
 
-def _has_empty_thoughts_only(path: Path, reasoning: Mapping[str, int]) -> bool:
+def _has_empty_thoughts_only(style: Style, reasoning: Mapping[str, int]) -> bool:
     """Whether all turns of the training file have an empty <think> block."""
-    from export.conversation.style import style_of_run
-    from runs.run_dir import read_run_json
-
-    style = style_of_run(read_run_json(path)["config"])
     return style.empty_think == "keep" and not (
         reasoning["with_reasoning"] or reasoning.get("hidden")
     )

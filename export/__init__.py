@@ -6,6 +6,7 @@ formats/        the formats of rows
 recipe          formats, style, filters and splits of an export
 filters/        which conversations become rows
 reward_statistics  rewards by name and by prompt, pass@k
+reasons         why something failed, by kind
 statistics      counts over records
 record_order    records in the order of the dataset
 run_statistics  the command `stats`
@@ -31,6 +32,7 @@ SEAM = (
     "filters.filters",
     "formats.hermes",
     "funnel",
+    "reasons",
     "recipe",
     "reward_statistics",
     "run_statistics",

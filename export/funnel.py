@@ -6,27 +6,20 @@ manifest, which counted it.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from export.reasons import Reasons
 from runs.dataset.scan import Scan
 from runs.errors import RunDirError
 from runs.store.files import training_file_of
 from runs.totals.run_totals import RunTotals
 
 _MANIFEST = "manifest.json"
-
-_VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-"""A part of a reason that differs from row to row."""
-
-_MOST_REASONS = 10
-_MOST_CHARS = 90
 
 
 def funnel_of(run_dir: Path, scan: Scan, totals: RunTotals) -> dict[str, Any]:
@@ -45,8 +38,11 @@ def funnel_of(run_dir: Path, scan: Scan, totals: RunTotals) -> dict[str, Any]:
     endings.update({f"failed: {name}": count for name, count in totals.failures.items()})
     endings["pending"] = totals.pending
     not_passed = totals.completed_not_passed
+    bad_rows = Reasons("bad row: ")
+    for row in scan.bad_rows:
+        bad_rows.add(row.reason)
     steps = [
-        _step("rows", totals.prompts, _kinds(row.reason for row in scan.bad_rows)),
+        _step("rows", totals.prompts, bad_rows.to_json()),
         _step("tasks", totals.total - totals.discarded, endings),
         _step("completed", completed, {"not_passed": not_passed}),
         _step("passed", completed - not_passed, {}),
@@ -91,15 +87,6 @@ def _sorted(lost: Mapping[str, int]) -> dict[str, int]:
     """The reasons that occurred, the most frequent first."""
     ordered = sorted(lost.items(), key=lambda reason: (-reason[1], reason[0]))
     return {reason: count for reason, count in ordered if count}
-
-
-def _kinds(reasons: Iterable[str]) -> dict[str, int]:
-    """Reasons of bad rows, without their values; rare ones together."""
-    kinds = Counter(f"bad row: {_VALUE.sub('…', reason)[:_MOST_CHARS]}" for reason in reasons)
-    named = dict(islice(_sorted(kinds).items(), _MOST_REASONS))
-    if rest := kinds.total() - sum(named.values()):
-        named["bad row: other reasons"] = rest
-    return named
 
 
 def _training_file(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:

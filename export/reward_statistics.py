@@ -163,8 +163,6 @@ def as_text(found: Mapping[str, Any]) -> Iterator[str]:
             )
     if found["pass_at"]:
         yield ", ".join(f"pass@{k} {percent:g}%" for k, percent in found["pass_at"].items())
-    if failed := found["failed_scores"]:
-        yield f"{failed:,} scores failed; `show RUN ID --json` has the reasons under `scores`"
 
 
 def _chance(count: int, passed: int, k: int) -> float:

@@ -19,6 +19,7 @@ from export.conversation.rewards import not_passed
 from export.conversation.style import Style
 from export.conversation.tools import names_of, tools_of
 from export.conversation.validity import Rejected
+from export.reasons import lines_of
 from export.reward_statistics import RewardStatistics
 from export.statistics import Statistics
 from runs.store.checks import Checks, describe, judgement_of
@@ -26,6 +27,7 @@ from runs.store.index import own_work
 from runs.store.reader import stored_records
 from runs.store.settled import NO_LIMIT
 from runs.totals.spending import spent_by, spent_by_judges
+from toolsets.text import plural
 
 _SHARES = (0.5, 0.9, 0.99)
 
@@ -171,6 +173,9 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
     if lines := list(reward_statistics.as_text(found["rewards"])):
         yield ""
         yield from lines
+    if failed := found.get("failed_scores"):
+        yield f"{plural(failed, 'score')} failed; `show RUN ID` has the reason of each"
+        yield from lines_of(found["failed_score_reasons"])
     yield ""
     head = ("mean", "p50", "p90", "p99", "max")
     yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)

@@ -14,6 +14,7 @@ from typing import Any
 from agent.messages import MOST_TOKENS
 from export.conversation.own_work import Counts, Own
 from export.conversation.tools import names_of, tools_of
+from export.reasons import Reasons
 from runs.store.checks import CheckSums, judgement_of
 
 _TOKENS = (
@@ -38,7 +39,7 @@ class Statistics:
         self._statuses: Counter[str] = Counter()
         self._toolsets: Counter[str] = Counter()
         self._checks = CheckSums()
-        self._failed_scores = 0
+        self._failed_scores = Reasons()
         self._turns = 0
         self._turns_with_token_ids = 0
         self._most_turns = 0
@@ -54,7 +55,9 @@ class Statistics:
         failed = judgement.error is not None
         self._checks.add(judgement.passed, judgement.reward, check_failed=failed)
         if scores := record.get("scores"):
-            self._failed_scores += sum(score.get("error") is not None for score in scores)
+            for score in scores:
+                if (error := score.get("error")) is not None:
+                    self._failed_scores.add(f"{score['source']}: {error}")
         for toolset in record["toolsets"]:
             self._toolsets[toolset] += 1
         self._turns += turns
@@ -76,7 +79,8 @@ class Statistics:
 
         `checks` are sums of `runs.store.checks.Checks`.
 
-        `failed_scores` counts reward functions that failed; it is absent if none did.
+        `failed_scores` counts reward functions that failed, `failed_score_reasons` why; they are
+        absent if none did.
 
         `token_ids` counts turns with and without the ids of their tokens; it is absent if no turn
         has them.
@@ -99,7 +103,7 @@ class Statistics:
             },
             "rows": dict(sorted(self._statuses.items())),
             "checks": asdict(self._checks.sums()),
-            **({"failed_scores": self._failed_scores} if self._failed_scores else {}),
+            **self._failures_of_scores(),
             "toolsets": [
                 {"toolset": name, "rows": count, "percent": _percent(count, rows)}
                 for name, count in sorted(self._toolsets.items())
@@ -121,6 +125,11 @@ class Statistics:
                 "wall": None if first is None or last is None else last - first,
             },
         }
+
+    def _failures_of_scores(self) -> dict[str, Any]:
+        reasons = self._failed_scores.to_json()
+        counts = {"failed_scores": sum(reasons.values()), "failed_score_reasons": reasons}
+        return counts if reasons else {}
 
     def _token_ids(self) -> dict[str, Any]:
         having = self._turns_with_token_ids

@@ -4,6 +4,7 @@ formatting         numbers, times and texts for a terminal
 facts              a conversation as a row of the report's table
 conversation_text  a conversation as text for a terminal
 status             the status of a run
+run_list           the runs in a directory
 live               the full-screen view
 comparison         two runs side by side
 page/              the report page
@@ -17,5 +18,6 @@ SEAM = (
     "formatting",
     "live",
     "page.writer",
+    "run_list",
     "status",
 )

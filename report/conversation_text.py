@@ -128,7 +128,7 @@ class ConversationText:
         function = call["function"]
         time = "" if took is None else self._paint(f" {seconds(took)}", dim=True)
         yield self._paint(f"--> {one_line(function['name'], _ID_CHARS)}", fg="yellow") + time
-        yield from _arguments(function["arguments"])
+        yield from _values(function["arguments"])
         if call["id"] in self._inner:
             yield from self._inside(self._inner[call["id"]])
         result = self._results.get(call["id"])
@@ -140,7 +140,7 @@ class ConversationText:
             kind = result.get("details", {}).get("failure") or "reported"
             failure = self._paint(f" failed: {plain(str(kind))}", fg="red")
         yield self._paint("<--", fg="yellow") + failure
-        yield indent(plain(result["content"]), _STEP)
+        yield from _values(result["content"])
         yield from self._notes(result)
 
     def _notes(self, message: Mapping[str, Any]) -> Iterator[str]:
@@ -200,13 +200,13 @@ def _facts(turn: Mapping[str, Any]) -> str:
     )
 
 
-def _arguments(text: str) -> Iterable[str]:
-    """Each argument by name; the text itself if it is not a JSON object."""
+def _values(text: str) -> Iterable[str]:
+    """Each value of a JSON object by name; the text itself if it is none."""
     try:
         values = exact_json.loads(text)
     except exact_json.JSONDecodeError:
         values = None
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or not values:
         yield indent(plain(text), _STEP)
         return
     for name, value in values.items():

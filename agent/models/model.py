@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from agent.deadline import Deadline
 from agent.messages import FinishReason, Message, Usage
 from agent.models.connection import DIRECT_CONNECTION, Connection
+from agent.models.providers import NO_KEY
 from agent.stream_events import StreamHandler
 from agent.tokens import Sampled
 from toolsets import exact_json
@@ -202,6 +203,10 @@ class ModelSettings:
         if self.connection.headers_env:
             names = ", ".join(self.connection.headers_env.values())
             return f"They are in the environment variables of headers_env: {names}."
+        if self.key_env == NO_KEY:
+            return f"No key was sent: {self.reference} needs none, or --key_env is {NO_KEY}."
+        if self.key_env is None:
+            return f"The key is that of {self.key_variable}, if it is set (see --key_env)."
         return f"The key is that of the environment variable {self.key_variable} (see --key_env)."
 
     @property

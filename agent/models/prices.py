@@ -171,6 +171,26 @@ def is_known(settings: ModelSettings) -> bool:
     return _find(settings.name, settings.provider) is not None
 
 
+def table_price(settings: ModelSettings) -> Price | None:
+    """The table's dollars per million tokens of a short request; None where it has none."""
+    if (found := _find(settings.name, settings.provider)) is None:
+        return None
+    from genai_prices import Usage
+
+    size = 1000
+
+    def dollars(**tokens: int) -> float:
+        return round(_cost(found, Usage(**tokens)) * (_MILLION / size), 6)
+
+    read = dollars(input_tokens=size)
+    return Price(
+        input=read,
+        output=dollars(output_tokens=size),
+        cache_read=dollars(input_tokens=size, cache_read_tokens=size),
+        cache_write=dollars(input_tokens=size, cache_write_tokens=size),
+    )
+
+
 def load_table() -> None:
     """Import the price table, but not the HTTP client with which it could update itself.
 

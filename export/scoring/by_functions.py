@@ -5,22 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from agent.session import run_here
 from export.filters.asking import ask_all
-from export.scoring.score_file import open_scores, unscored
+from export.reasons import Reasons
+from export.scoring.score_file import Scored, open_scores, unscored
 from runs.scoring.functions import RewardFunctions, check_functions
 from runs.store.scores import score_key
 from runs.tasks import task_key
-
-
-class Scored(NamedTuple):
-    """What a command has scored."""
-
-    scores: int
-    failed: int
-    """Scores among these that failed; the next `score` repeats them."""
 
 
 def score_by_functions(run_dir: Path, places: Sequence[str], *, timeout_s: float) -> Scored:
@@ -32,14 +25,17 @@ def score_by_functions(run_dir: Path, places: Sequence[str], *, timeout_s: float
     versions = check_functions(places)
     with open_scores(run_dir) as file:
         done = {place: file.done(place, version) for place, version in versions.items()}
-        scores = failed = 0
+        scores = 0
+        failed = Reasons()
 
         def keep(results: list[list[tuple[str, str, Mapping[str, Any]]]]) -> None:
-            nonlocal scores, failed
+            nonlocal scores
             found = [score for result in results for score in result]
             file.append(found)
             scores += len(found)
-            failed += sum(score["error"] is not None for _, _, score in found)
+            for _, _, score in found:
+                if score["error"] is not None:
+                    failed.add(f"{score['source']}: {score['error']}")
 
         async def score_all() -> None:
             functions = {place: RewardFunctions([place], timeout_s=timeout_s) for place in versions}
@@ -67,7 +63,7 @@ def score_by_functions(run_dir: Path, places: Sequence[str], *, timeout_s: float
                     await function.close()
 
         run_here(score_all())
-    return Scored(scores, failed)
+    return Scored(scores, failed.to_json())
 
 
 def _workspace(run_dir: Path, record: Mapping[str, Any]) -> Path | None:

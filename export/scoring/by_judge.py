@@ -19,9 +19,10 @@ from agent.models.prices import is_known
 from agent.models.resolve import SCRIPTED, read_key
 from agent.session import run_here
 from export.filters.asking import JudgeCalls, RetryMessages, ask_all, stop_where_useless
+from export.reasons import Reasons
 from export.scoring.judge_budget import JudgeBudget
 from export.scoring.judge_prompt import JudgePrompt, rewards_in_reply
-from export.scoring.score_file import ScoreFile, open_scores, unscored
+from export.scoring.score_file import Scored, ScoreFile, open_scores, unscored
 from runs.config.models import settings_of
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
@@ -33,16 +34,6 @@ _Scored = tuple[str, str, dict[str, Any]]
 """The key and the id of a record, and its score."""
 
 
-class Judged(NamedTuple):
-    """What a judge has scored."""
-
-    scores: int
-    failed: int
-    """Scores among these that failed."""
-    cost_usd: float
-    """Of this command, as far as it is known."""
-
-
 class _Asked(NamedTuple):
     scored: _Scored
     failure: ModelError | None
@@ -50,7 +41,7 @@ class _Asked(NamedTuple):
 
 def score_by_judge(
     run_dir: Path, config: RunConfig, prompt: JudgePrompt, *, max_in_flight: int
-) -> Judged:
+) -> Scored:
     """Ask the model of `config` about each record that it has not scored with this prompt.
 
     `max_run_cost_usd` of `config` limits the dollars of all judge calls for this run. Raises
@@ -70,7 +61,7 @@ def score_by_judge(
             if budget is not None:
                 budget.close()
             calls.close()
-    return Judged(calls.asked, calls.failed, calls.cost_usd)
+    return Scored(calls.asked, asking.failed.to_json())
 
 
 def _settings(config: RunConfig) -> ModelSettings:
@@ -110,6 +101,7 @@ class _Asking:
         }
         self._done = file.done(*self._source.values())
         self._has_answered = bool(self._done)
+        self.failed = Reasons()
         self.calls = JudgeCalls(settings.reference, total=sum(1 for _ in self._unscored()))
 
     def _unscored(self) -> Iterator[tuple[dict[str, Any], Sequence[str]]]:
@@ -163,6 +155,8 @@ class _Asking:
     def _keep(self, found: list[_Asked]) -> None:
         self._file.append(asked.scored for asked in found)
         for (_, _, score), failure in found:
+            if score["error"] is not None:
+                self.failed.add(score["error"])
             if failure is None:
                 self.calls.replied(score)
             kind = "no score" if failure is None else failure.kind

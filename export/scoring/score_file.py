@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from runs.store.checksum import with_checksum
 from runs.store.files import AppendFile, alone_in, repair_tail
@@ -15,6 +15,14 @@ from runs.store.scores import NAME, read_scores, score_key
 from toolsets import exact_json
 
 Record = Mapping[str, Any]
+
+
+class Scored(NamedTuple):
+    """What a command has scored."""
+
+    scores: int
+    failed: Mapping[str, int]
+    """Why scores among these failed, with counts; the next `score` repeats those of functions."""
 
 
 class ScoreFile:

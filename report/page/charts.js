@@ -2,7 +2,8 @@
 
 const WIDTH = 340;
 const NAMES = 116; // the part of a row of bars that is for names
-const AMOUNTS = 98; // and that for what stands behind a bar
+const PER_CHARACTER = 6.4; // at most, in the size of charts; what stands behind a bar decides its room
+const MOST_NAME = 17;
 
 function sum(list, key) {
   return list.reduce((total, row) => total + (row[key] ?? 0), 0);
@@ -28,10 +29,11 @@ function chart(title, words, body) {
 function bars(title, words, items) {
   const shown = items.slice(0, 10);
   const most = Math.max(1, ...shown.map((item) => item.parts.reduce((t, [, n]) => t + n, 0)));
+  const room = WIDTH - NAMES - 8 - PER_CHARACTER * Math.max(0, ...shown.map((item) => item.words.length));
   const drawn = shown.map((item, n) => {
     let x = NAMES;
     const parts = item.parts.map(([kind, amount]) => {
-      const width = (amount / most) * (WIDTH - NAMES - AMOUNTS);
+      const width = (amount / most) * room;
       const rect = svg("rect", { class: kind, x, y: 5, width, height: 13, rx: 2 });
       x += width;
       return rect;
@@ -43,7 +45,7 @@ function bars(title, words, items) {
       click: item.pick,
       keydown: (event) => ["Enter", " "].includes(event.key) && (event.preventDefault(), item.pick()),
     };
-    const name = item.name.length > 19 ? `${item.name.slice(0, 18)}…` : item.name;
+    const name = item.name.length > MOST_NAME ? `${item.name.slice(0, MOST_NAME - 1)}…` : item.name;
     return svg("g", { transform: `translate(0 ${n * 23})`, ...pick },
       svg("title", {}, `${item.name}: ${item.words}`),
       svg("rect", { class: "hit", width: WIDTH, height: 23 }),

@@ -41,21 +41,40 @@ function reasoningOf(message) {
   return { reasoning, text: found.length > 1 ? text.trimStart() : text };
 }
 
-// The arguments of a call by name, texts as texts; what is no JSON object as it was written.
-function argumentsBlock(text) {
-  let values;
+// The object or list that a JSON text holds, its numbers as they are written; undefined for other text.
+function parsed(text) {
+  if (!/^\s*[{[]/.test(text)) return undefined;
+  const exact = (key, value, context) =>
+    typeof value === "number" && context && String(value) !== context.source ? JSON.rawJSON?.(context.source) ?? value : value;
   try {
-    values = JSON.parse(text);
+    return JSON.parse(text, exact);
   } catch {
-    return textBlock(text, "malformed");
+    return undefined;
   }
-  if (values === null || typeof values !== "object" || Array.isArray(values)) return textBlock(text, "malformed");
-  const entries = Object.entries(values);
-  if (!entries.length) return h("p", { class: "soft" }, "no arguments");
-  return h("dl", { class: "arguments" }, entries.map(([name, value]) => [
+}
+
+const isObject = (value) => value !== undefined && !Array.isArray(value);
+
+// The values of an object by name, texts as texts.
+function valuesBlock(values, kind = "") {
+  return h("dl", { class: `arguments ${kind}` }, Object.entries(values).map(([name, value]) => [
     h("dt", {}, name),
     h("dd", {}, textBlock(typeof value === "string" ? value : jsonText(value))),
   ]));
+}
+
+// The arguments of a call by name; what is no JSON object as it was written.
+function argumentsBlock(text) {
+  const values = parsed(text);
+  if (!isObject(values)) return textBlock(text, "malformed");
+  return Object.keys(values).length ? valuesBlock(values) : h("p", { class: "soft" }, "no arguments");
+}
+
+// The result of a call: what is a JSON object by name, a list indented, any other text as it is.
+function resultBlock(text) {
+  const value = parsed(text);
+  if (isObject(value) && Object.keys(value).length) return valuesBlock(value, "result");
+  return textBlock(Array.isArray(value) ? jsonText(value) : text, "result");
 }
 
 function callBlock(call, result, facts, inner) {
@@ -67,7 +86,7 @@ function callBlock(call, result, facts, inner) {
       state && h("strong", { class: "mark" }, state)),
     h("div", { class: "sides" },
       h("div", {}, h("h5", {}, "arguments"), argumentsBlock(call.function.arguments)),
-      h("div", {}, h("h5", {}, "result"), result ? textBlock(result.content, "result") : h("p", { class: "soft" }, "none"),
+      h("div", {}, h("h5", {}, "result"), result ? resultBlock(result.content) : h("p", { class: "soft" }, "none"),
         notesOf(result), details && fold("facts", "details", () => jsonBlock(details)))),
     inner && fold("inner", `conversation of ${inner.name}, ${plural(inner.turns.length, "turn")}`, () => messagesOf(inner)));
 }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
-from pathlib import Path
+from collections.abc import Mapping
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from api.stored_run import StoredRun
@@ -16,6 +16,7 @@ from report.page.page import render_page
 from report.page.pieces import INLINE_BYTES, Pieces
 from report.page.training_form import training_form
 from runs.errors import RunDirError
+from runs.sources.source import HUB_PREFIX
 from runs.store.failures import failures_by_class
 from runs.store.files import StorageError, replace_file
 from runs.store.settled import NO_LIMIT
@@ -105,7 +106,7 @@ def _about(stored: StoredRun) -> dict[str, Any]:
         "is_running": stored.holder is not None,
         "tasks": run["dataset"]["rows"] * run["config"]["num_samples"],
         "bad_rows": run["dataset"]["bad_rows"],
-        "dataset": os.path.basename(run["dataset"]["path"]),  # noqa: PTH119 - text, not a path here
+        "dataset": _dataset_name(run["dataset"]),
         "meaning": run["meaning"],
         "history": run["history"],
         "versions": run["versions"],
@@ -114,6 +115,15 @@ def _about(stored: StoredRun) -> dict[str, Any]:
         "spent": spent_by(stored.path, run["config"].get("max_attempts", NO_LIMIT))._asdict(),
         "judges": spent_by_judges(stored.path)._asdict(),
     }
+
+
+def _dataset_name(dataset: Mapping[str, Any]) -> str:
+    """What the user gave as the dataset, without the directories of this machine.
+
+    What is not JSONL was copied to a file whose name is a digest, which would tell nobody anything.
+    """
+    source = (dataset.get("source") or {}).get("source") or dataset["path"]
+    return str(source) if source.startswith(HUB_PREFIX) else PurePath(source).name
 
 
 class _Distinct:

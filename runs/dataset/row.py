@@ -49,6 +49,8 @@ ERROR_COLUMN = "row_error"
 """Why a row has no prompt: what it was made from cannot be used."""
 
 CHAT_COLUMNS = ("messages", "conversations")
+EXPECTED = "expected"
+"""The column with the expected answer, for `check_expected`."""
 
 USUAL_PROMPTS = (
     *("question", "instruction", "problem_statement", "problem", "text", "query", "task"),
@@ -147,6 +149,12 @@ class RowRules:
         agent = self.agent and _agent_of(self.agent, columns, opening)
         return RowTask(opening, spec, image, setup, fork, limits, agent)
 
+    def ignores_expected(self, columns: Mapping[str, Any]) -> bool:
+        """Whether a row has the column `expected`, and its answer is not compared with it."""
+        if columns.get(EXPECTED) is None:
+            return False
+        return not of_row(self.options, columns).check_expected
+
     def rollout_columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that affect the conversation."""
         names = ["prompt" if "prompt" in columns else _chat_column(columns), ROW_COLUMN]
@@ -154,7 +162,7 @@ class RowRules:
             names.append("script")
         options = of_row(self.options, columns)
         if options.check_expected:
-            names.append("expected")
+            names.append(EXPECTED)
         if options.awaiting_input:
             names.append("user_replies")
         names.append(TURNS_COLUMN)
@@ -372,7 +380,7 @@ def _agent_of(
 
 
 def _expected(columns: Mapping[str, Any]) -> str:
-    expected = columns.get("expected")
+    expected = columns.get(EXPECTED)
     if isinstance(expected, bool) or not isinstance(expected, str | int | float):
         msg = f"`expected` must be text or a number, for check_expected (got {kind_of(expected)})"
         raise ValueError(msg)

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, TypedDict
 import orjson
 
 from runs.dataset.lines import ContentDigest, read_row_at, read_rows
-from runs.dataset.row import RowRules, with_plain_prompt
+from runs.dataset.row import EXPECTED, RowRules, with_plain_prompt
 from runs.dataset.row_image import add_asked
 from runs.dataset.row_setup import TELLTALE_COLUMNS
 from runs.errors import DatasetChanged, DatasetError
@@ -81,7 +81,8 @@ class Scan:
     setup_columns: dict[str, int]
     """Number of usable rows that have each of `row_setup.TELLTALE_COLUMNS`."""
     asked: dict[str, int]
-    """What rows ask for that the run may refuse; see `row_image.add_asked`."""
+    """What rows ask for that the run may refuse; see `row_image.add_asked`. `expected`: usable
+    rows with this column whose answers are not compared with it."""
     keys: bytes
     """The keys of all tasks, 16 bytes each; samples of a prompt are adjacent."""
 
@@ -136,6 +137,8 @@ def scan(
         for name in TELLTALE_COLUMNS:
             if row.columns.get(name) is not None:
                 setup_columns[name] = setup_columns.get(name, 0) + 1
+        if rules.ignores_expected(row.columns):
+            asked[EXPECTED] = asked.get(EXPECTED, 0) + 1
         if rules.inside:
             add_asked(asked, row.columns)
         fingerprint.update(_canonical(row.columns))

@@ -28,7 +28,7 @@ from runs.tasks import BadRow
 
 NAME = "dataset.idx"
 
-_FORMAT = 5
+_FORMAT = 6
 """Raise it when rows are read or identified in another way, or the layout of the file changes."""
 
 _DIGEST_BYTES = 32

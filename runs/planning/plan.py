@@ -11,12 +11,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from agent.models.model import ModelSettings, Price
+from agent.models.prices import table_price
+from agent.models.resolve import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
 from runs.config.models import Setups, called_models, set_up_models, unpriced
 from runs.config.run_config import RunConfig
 from runs.config.sandboxes import image_sandboxes, problem_of_sandbox
 from runs.config.toolsets import catalog_of, with_listed_servers
+from runs.dataset.row import EXPECTED
 from runs.dataset.scan import Scan
 from runs.dataset.scan_cache import NAME, cached_scan
 from runs.errors import ConfigError, DatasetError
@@ -224,6 +227,7 @@ def describe(plan: Plan) -> str:
             tools,
             f"sandbox    {plan.sandbox or 'not needed'}",
             _limits(config),
+            f"budget     {_budget(config)}",
             f"workers    {config.num_workers} x {plural(config.agents_per_worker, 'conversation')}",
         ]
     )
@@ -237,21 +241,33 @@ def _limits(config: RunConfig) -> str:
     return f"limits     {plural(config.max_turns, 'model call')}, {seconds}{attempts}"
 
 
+def _budget(config: RunConfig) -> str:
+    usd, tokens = config.max_run_cost_usd, config.max_run_tokens
+    parts = [] if usd is None else [f"${usd:,g}"]
+    parts += [] if tokens is None else [f"{tokens:,} tokens"]
+    return " and ".join(parts) or "none (--max_run_cost_usd sets one)"
+
+
 def _describe(settings: ModelSettings, weight: float | None) -> str:
     place = f" at {settings.base_url}" if settings.base_url else ", offline"
     weighed = "" if weight is None else f", weight {weight:g}"
     words = f"{settings.name} ({settings.api}{place}{weighed})"
-    return words if settings.own_price is None else f"{words}, {_own_price(settings.own_price)}"
+    if settings.api == SCRIPTED:
+        return words
+    if (own := settings.own_price) is not None:
+        return f"{words}, your prices: {_price(own)}"
+    known = table_price(settings)
+    return f"{words}, {'price unknown' if known is None else f'known prices: {_price(known)}'}"
 
 
-def _own_price(price: Price) -> str:
-    """The user's own price, shown so that mistakes are seen before they cost."""
+def _price(price: Price) -> str:
+    """A price, shown so that mistakes are seen before they cost."""
     cached = ", ".join(
         f"${dollars:g} {what}"
         for dollars, what in ((price.cache_read, "cache read"), (price.cache_write, "cache write"))
         if dollars != price.input
     )
-    words = f"your prices: ${price.input:g} in and ${price.output:g} out per million tokens"
+    words = f"${price.input:g} in and ${price.output:g} out per million tokens"
     return f"{words} ({cached})" if cached else words
 
 
@@ -300,6 +316,11 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
 def _refused_wishes(plan: Plan) -> Iterator[str]:
     """What rows ask for and do not get."""
     asked, config = plan.scan.asked, plan.config
+    if (rows := asked.get(EXPECTED, 0)) and not config.reward:
+        yield (
+            f"{plural(rows, 'row')} with a column `{EXPECTED}`, which is only recorded: without "
+            "--check_expected no answer is compared with it"
+        )
     if (rows := asked.get("network", 0)) and not config.network:
         yield f"{rows:,} rows ask for a network, which they do not get without --network"
     if (rows := asked.get("check.network", 0)) and not config.check_network:

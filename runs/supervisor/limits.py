@@ -57,10 +57,17 @@ class RunLimits:
         for endpoint in self._endpoints.values():
             endpoint.share(ready)
 
+    def pause_s(self) -> float:
+        """Seconds until calls may be sent again, where all endpoints have asked for a pause."""
+        now = time.monotonic()
+        until = [shared.limiter.cool_down_until - now for shared in self._endpoints.values()]
+        return max(0.0, min(until, default=0.0))
+
     def describe(self) -> str:
         """For the progress line; "" while only the user's own limits apply."""
+        pause = f"paused by the endpoint for {pause_s:.0f} s" if (pause_s := self.pause_s()) else ""
         busy = f"workers at {self._busy:.0%} of a core" if self._busy >= _BUSY else ""
-        return ", ".join(filter(None, (self._describe_endpoints(), busy)))
+        return ", ".join(filter(None, (self._describe_endpoints(), pause, busy)))
 
     def _describe_endpoints(self) -> str:
         probed = [shared for shared in self._endpoints.values() if shared.limiter.is_probed]

@@ -135,8 +135,11 @@ class Progress:
         self._messages.append(message)
         self._say(message)
 
-    def show(self, running: int, limit: str) -> None:
-        """Draw the current state from time to time; `limit` describes what limits calls."""
+    def show(self, running: int, limit: str, *, pause_s: float = 0.0) -> None:
+        """Draw the current state from time to time.
+
+        `limit` describes what limits calls; for `pause_s` seconds more none can be sent.
+        """
         now = time.monotonic()
         draws = self._tell is None and now - self._shown_at >= (
             _DRAW_EVERY_S if self._is_terminal else _PLAIN_EVERY_S
@@ -144,7 +147,7 @@ class Progress:
         writes = self._file is not None and now - self._written_at >= _WRITE_EVERY_S
         if not draws and not writes:
             return
-        state = self._state(running, limit, now)
+        state = self._state(running, limit, now, pause_s)
         if writes:
             self._written_at = now
             self._write(state)
@@ -170,7 +173,7 @@ class Progress:
     def close(self) -> None:
         """Draw the last state."""
         if self._is_terminal:
-            last = describe(self._state(0, "", time.monotonic()), self._turns)
+            last = describe(self._state(0, "", time.monotonic(), 0.0), self._turns)
             self._bar.set_postfix_str(last, refresh=False)
         with contextlib.suppress(OSError):
             self._bar.close()
@@ -195,7 +198,7 @@ class Progress:
         else:
             say(message)
 
-    def _state(self, running: int, limit: str, now: float) -> dict[str, Any]:
+    def _state(self, running: int, limit: str, now: float, pause_s: float) -> dict[str, Any]:
         """The state to show, JSON-ready; see `describe`."""
         work, left = self._work, self.left
         latest = _Work(now, work["turns"], work["input_tokens"], work["output_tokens"])
@@ -207,6 +210,7 @@ class Progress:
         # Count conversations in flight as half done: the quick ones end first.
         worked = self._ended_now + running / 2
         left_s = (now - self._started_at) * (left - running / 2) / worked if worked else 0.0
+        left_s = max(left_s, pause_s)
         return {
             "pid": os.getpid(),
             "at": time.time(),

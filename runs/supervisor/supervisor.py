@@ -164,7 +164,7 @@ class Supervisor:
         self.limits.share(self._pool.workers)
         self._grant_budget()
         self._serve_batches()
-        self._progress.show(self._pool.held, self._describe())
+        self._progress.show(self._pool.held, self._describe(), pause_s=self.limits.pause_s())
         self._due = time.monotonic() + _TICK_S
 
     def _acknowledge_finished(self) -> None:

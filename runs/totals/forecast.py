@@ -134,10 +134,10 @@ def forecast(
 def as_table(found: Forecast) -> str:
     """The forecast for a person."""
     rows = [
-        ("dollars", found.dollars, "{:,.2f}"),
+        ("dollars", found.dollars, _form_of_dollars(found.dollars)),
         ("tokens in", found.input_tokens, "{:,.0f}"),
         ("tokens out", found.output_tokens, "{:,.0f}"),
-        ("hours left", found.hours, "{:,.2f}"),
+        ("time left", *_time_left(found.hours)),
         ("failures %", found.failure_percent, "{:.1f}"),
     ]
     lines = [
@@ -151,11 +151,25 @@ def as_table(found: Forecast) -> str:
         interval = f"({form.format(figure.low)} to {form.format(figure.high)})"
         lines.append(f"  {name:<11}{form.format(figure.expected):>16}   {interval}")
     lines.append(
-        "hours assume that the endpoint answers "
+        "the time assumes that the endpoint answers "
         f"{plural(found.conversations, 'conversation')} at a time as fast as the sample, "
         "without retries"
     )
     return "\n".join(lines)
+
+
+def _form_of_dollars(dollars: Estimate | None) -> str:
+    """Cents, or four digits below a dollar."""
+    return "{:,.2f}" if dollars is None or dollars.expected >= 1 else "{:,.4f}"
+
+
+def _time_left(hours: Estimate) -> tuple[Estimate, str]:
+    """The remaining time in the largest unit that it fills, and its form."""
+    per_hour, unit = next(
+        (item for item in ((1, "h"), (60, "min")) if hours.expected * item[0] >= 1), (3600, "s")
+    )
+    figures = (per_hour * hour for hour in (hours.expected, hours.low, hours.high))
+    return Estimate(*figures), f"{{:,.1f}} {unit}"
 
 
 class _Duration(NamedTuple):

@@ -70,6 +70,21 @@ def test_counts_have_the_number_of_their_nouns(number: int, words: str) -> None:
     assert all(part in shown for part in words.split("|"))
 
 
+@pytest.mark.parametrize(
+    ("hours", "words"),
+    [((3.0, 1.5, 4.25), "3.0 h   (1.5 h to 4.2 h)"),
+     ((0.05, 0.01, 0.06), "3.0 min   (0.6 min to 3.6 min)"),
+     ((0.0009, 0.0002, 0.001), "3.2 s   (0.7 s to 3.6 s)")],
+)  # fmt: skip
+def test_a_short_time_is_not_a_zero_of_hours(hours: tuple[float, ...], words: str) -> None:
+    zero = Estimate(0, 0, 0)
+    shown = as_table(
+        Forecast(9, 3, 0, 9, Estimate(0.0013, 0.001, 0.002), zero, zero, Estimate(*hours), zero)
+    )
+    assert words in shown
+    assert "0.0013   (0.0010 to 0.0020)" in shown
+
+
 @pytest.mark.slow
 def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> None:
     rows = [{"id": f"q{n}", "prompt": "x" * (n * 37 % 2900)} for n in range(1, 301)]
@@ -88,7 +103,7 @@ def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> No
         told = orjson.loads((run_dir / "estimate.json").read_bytes())
         again = run(tmp_path, "estimate", "--pilot=60", **asked)
         assert len(lines(run_dir / "records.jsonl")) == 60
-        assert again.stdout.split("hours")[0] == pilot.stdout.split("hours")[0]
+        assert again.stdout.split("time left")[0] == pilot.stdout.split("time left")[0]
 
         whole = run(tmp_path, **asked)
         assert whole.returncode == 0, whole.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,6 +19,7 @@ from api.stored_run import StoredRun
 from report.comparison import as_text, compare
 from report.conversation_text import ConversationText, turn_as_json
 from report.page.writer import write_report
+from report.run_list import runs_of
 from report.status import run_status
 from runs.errors import ConfigError, EnvironmentStop, RunDirError
 from runs.run_lock import locked
@@ -126,6 +128,32 @@ def test_a_run_that_is_not_there_is_one_line_with_those_that_are(cwd: Path, name
         "error: trajectories/nope: no such run; runs there: other, r; "
         "give their directory by --output_dir\n",
     )
+
+
+def test_status_without_a_run_lists_the_runs(cwd: Path, tmp_path: Path) -> None:
+    listed = run(cwd, "status").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == ["other", "r"]
+    assert re.match(r"r +not running, done 3 of 3, begun \d{4}-\d\d-\d\d \d\d:\d\d", listed[1])
+    found = json.loads(run(cwd, "status", "--json").stdout)
+    assert [(one["name"], one["tasks"], one["pending"]) for one in found] == [
+        ("other", 3, 0), ("r", 3, 0),
+    ]  # fmt: skip
+    assert run(cwd, "status", "--watch").returncode == 2
+    none = run(tmp_path, "status")
+    assert (none.returncode, none.stderr) == (
+        2, "error: trajectories: no runs in this directory; --output_dir names another\n",
+    )  # fmt: skip
+
+
+def test_a_running_run_is_listed_with_its_progress(cwd: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "trajectories" / "r"
+    shutil.copytree(cwd / "trajectories" / "r", copy)
+    state = {"total": 9, "done": 4, "failed": {"timeout": 1}}
+    (copy / "progress.json").write_text(json.dumps(state))
+    with locked(copy):
+        (found,) = runs_of(tmp_path / "trajectories")
+    counts = [found[key] for key in ("state", "tasks", "done", "failed", "pending")]
+    assert counts == ["running", 9, 4, 1, 4]
 
 
 def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: Path) -> None:

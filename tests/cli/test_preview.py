@@ -110,6 +110,38 @@ class TestDryRun:
         assert "removed    3 finished tasks no longer part of the run" in seen.stdout
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
+    def test_it_shows_what_calls_cost_and_what_may_be_spent(self, tmp_path: Path) -> None:
+        write_rows(tmp_path / "p.jsonl", {"prompt": "x"})
+        given: dict[str, Any] = {
+            "run_name": "r",
+            "dataset_file": "p.jsonl",
+            "enabled_toolsets": "file",
+        }
+        key = {"OPENAI_API_KEY": "k"}
+        known = run(tmp_path, "--dry_run", **given, model="openai:gpt-4o", env=key).stdout
+        assert "known prices: $2.5 in and $10 out per million tokens ($1.25 cache read)" in known
+        assert "\nbudget     none (--max_run_cost_usd sets one)\n" in known
+        options: dict[str, Any] = {
+            "model": "nobody-knows-it",
+            "base_url": "http://127.0.0.1:9",
+            "max_run_tokens": 20_000,
+            "max_tokens": 100,
+        }
+        unknown = run(tmp_path, "--dry_run", **given, **options).stdout
+        assert "price unknown" in unknown
+        assert "\nbudget     20,000 tokens\n" in unknown
+
+    def test_it_warns_of_answers_that_nothing_is_compared_with(self, tmp_path: Path) -> None:
+        rows: list[dict[str, Any]] = [{**row, "expected": "y"} for row in ROWS[:3]]
+        rows[0]["agent_options"] = {"check_expected": True}
+        write_rows(tmp_path / "p.jsonl", *rows)
+        warned = run(tmp_path, "--dry_run", **SCRIPTED).stderr
+        assert (
+            "2 rows with a column `expected`, which is only recorded: without --check_expected no "
+            "answer is compared with it"
+        ) in warned
+        assert "expected" not in run(tmp_path, "--dry_run", "--check_expected", **SCRIPTED).stderr
+
     @pytest.mark.slow
     def test_it_refuses_what_the_start_would(self, finished: Path) -> None:
         for option in ("--dry_run", "--on_bad_row=skip"):

@@ -57,7 +57,7 @@ def scores(source: Source) -> list[dict[str, Any]]:
 
 def counts(found: Any) -> tuple[int, int]:
     """How many scores a command gave, and how many failed."""
-    words = found.stdout.rpartition(": ")[2].split()
+    words = found.stdout.splitlines()[0].rpartition(": ")[2].split()
     return int(words[0]), int(words[2])
 
 
@@ -85,6 +85,9 @@ class TestFunctions:
         source = make_run(tmp_path, worked(), worked(), prompts=[{"fault": "x"}, {}])
         done = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
         assert (done.returncode, counts(done)) == (1, (2, 1))
+        assert "\n          1  graders:length: ValueError: x (graders.py:…)" in done.stdout
+        told = run(tmp_path, "stats", "r", output_dir=".").stdout
+        assert "1 score failed; `show RUN ID` has the reason of each\n          1  graders:" in told
         (failed,) = [line for line in scores(source) if line["error"]]
         assert (failed["id"], failed["rewards"]) == ("t0", None)
         assert failed["error"] == "ValueError: x (graders.py:7)"

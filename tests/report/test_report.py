@@ -309,3 +309,14 @@ def test_a_report_replaces_nothing_but_a_report(run_dir: Path, tmp_path: Path) -
     page.touch()
     for _ in range(2):
         assert write_report(StoredRun(run_dir), page).path.read_text().startswith("<!doctype html>")
+
+
+def test_a_dataset_has_the_name_that_the_user_gave(tmp_path: Path) -> None:
+    """Not that of its copy as JSONL, which is a digest."""
+    (tmp_path / "questions.csv").write_text("id,prompt\na,Hi\n")
+    (tmp_path / "script.yaml").write_text("- content: Done.\n")
+    given = {**SCRIPTED, "dataset_file": "questions.csv", "script_file": "script.yaml"}
+    done = run(tmp_path, **given)
+    assert done.returncode == 0, done.stderr
+    path = write_report(StoredRun(tmp_path / "trajectories" / "r")).path
+    assert Scripts(path.read_text()).json("meta-data")["dataset"] == "questions.csv"

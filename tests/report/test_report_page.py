@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,9 @@ import orjson
 import pytest
 
 from api.stored_run import StoredRun
+from report.page.page import embedded
 from report.page.writer import write_report
-from tests.report.test_report import HOSTILE_ID, ROWS
+from tests.report.test_report import HOSTILE_ID, ROWS, Scripts
 from tests.running import SCRIPTED, lines, run, write_rows
 
 if TYPE_CHECKING:
@@ -210,6 +211,65 @@ def test_keys_lead_through_the_table_and_a_conversation(page: Page) -> None:
     assert page.locator("#help").is_visible()
     page.keyboard.press("Escape")
     assert not page.locator("#help").is_visible()
+
+
+def edited(report: Path, name: str, change: Callable[[Any], None]) -> Path:
+    """A copy of a report with other data in the script element `name`."""
+    head, start, rest = report.read_text().partition(f'id="{name}">')
+    data, end, tail = rest.partition("</script>")
+    found = orjson.loads(data)
+    change(found)
+    copy = report.with_name(f"edited {name}.html")
+    copy.write_bytes(
+        f"{head}{start}".encode() + embedded(orjson.dumps(found)) + f"{end}{tail}".encode()
+    )
+    return copy
+
+
+RESULTS = {
+    '{"exit_code": 12345678901234567890, "out": "one\\ntwo", "more": {"x": 1.0}}':
+        'exit_code12345678901234567890outone\ntwomore{\n  "x": 1.0\n}',
+    '[1, {"a": null}]': '[\n  1,\n  {\n    "a": null\n  }\n]',
+    "12345678901234567890": "12345678901234567890",
+    "{not json}": "{not json}",
+    "{}": "{}",
+}  # fmt: skip
+
+
+def test_a_result_that_is_json_is_shown_by_name(context: BrowserContext, report: Path) -> None:
+    """Texts as texts, numbers as they were written; other results stay as they are."""
+
+    def change(records: Any) -> None:
+        (plain,) = (record for record in records if record["id"] == "plain")
+        before, reply, result, *after = plain["messages"]
+        calls = [{**reply["tool_calls"][0], "id": f"c{n}"} for n in range(len(RESULTS))]
+        results = [
+            {**result, "tool_call_id": f"c{n}", "content": text} for n, text in enumerate(RESULTS)
+        ]
+        plain["messages"] = [before, {**reply, "tool_calls": calls}, *results, *after]
+
+    with opened(context, edited(report, "records-data", change)) as page:
+        go_to(page, "plain")
+        assert page.locator(".call .result").all_text_contents() == list(RESULTS.values())
+
+
+def test_no_label_of_a_chart_is_cut(context: BrowserContext, report: Path) -> None:
+    """As of a run of 20,000 rows with long names of tools."""
+    place = Scripts(report.read_text()).json("meta-data")["columns"].index("tools")
+
+    def change(rows: Any) -> None:
+        rows[0][place] = {"search_and_replace_in_files": [20000, 12345], "wwwwwwwwww": [9999, 9998]}
+
+    with opened(context, edited(report, "rows-data", change)) as page:
+        assert "20K, 12.3K failed" in page.locator("#charts").inner_text()
+        cut = page.locator("#charts svg text").evaluate_all(
+            """texts => texts.filter(text => {
+              const view = text.ownerSVGElement.getBoundingClientRect();
+              const box = text.getBoundingClientRect();
+              return box.left < view.left - 0.5 || box.right > view.right + 0.5;
+            }).map(text => text.textContent)"""
+        )
+        assert cut == []
 
 
 def test_a_conversation_shows_all_that_was_said(page: Page) -> None:

@@ -107,7 +107,12 @@ class TestSums:
 
 class TestARun:
     def test_says_at_its_end_what_the_checks_said(self, cwd: Path) -> None:
-        assert TOLD in (cwd / "end.txt").read_text().splitlines()
+        told = (cwd / "end.txt").read_text().splitlines()
+        assert TOLD in told
+        assert (
+            "2 completed conversations did not pass the check; --require_passed leaves them out "
+            "of the training file"
+        ) in told
 
     def test_keeps_it_in_its_files(self, cwd: Path) -> None:
         run_dir = cwd / "trajectories" / "r"
@@ -188,7 +193,8 @@ class TestWhatIsRequired:
         training = tmp_path / "trajectories" / "r.jsonl"
         start(tmp_path)
         assert len(lines(training)) == 4
-        start(tmp_path, "--require_passed")
+        told = start(tmp_path, "--require_passed")
+        assert "--require_passed leaves" not in told
         assert [row["id"] for row in lines(training)] == ["good", "plain"]
         exports = tmp_path / "trajectories" / "r" / "exports"
         left_out = {line["id"]: line["reason"] for line in lines(exports / "rejects.jsonl")}

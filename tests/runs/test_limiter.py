@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -383,3 +385,11 @@ def test_workers_that_use_up_their_cores_are_what_limits() -> None:
         limits.on_busy(0.98)
     assert limits.describe() == "workers at 97% of a core"
     assert limits.report()[0]["limited_by"] == "workers"
+
+
+def test_a_pause_of_the_endpoint_is_told() -> None:
+    limits = RunLimits({"u k": EndpointLimits(start=9, ceiling=9, rpm=None, tpm=None)})
+    assert limits.pause_s() == 0.0
+    limits.on_refusal("u k", retry_after_s=60.0, sent_at=time.monotonic())
+    assert 50.0 < limits.pause_s() <= 60.0
+    assert re.search(r"paused by the endpoint for [56]\d s", limits.describe())

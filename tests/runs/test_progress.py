@@ -21,7 +21,7 @@ def counters(**more: Any) -> Counters:
 
 
 def state_of(progress: Progress, *, running: int = 0, limit: str = "") -> dict[str, Any]:
-    return progress._state(running, limit, progress._started_at + 10.0)
+    return progress._state(running, limit, progress._started_at + 10.0, 0.0)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_silent_endpoint_is_seen(progress: Progress) -> None:
 def test_rates_are_those_of_the_last_seconds(progress: Progress) -> None:
     progress.add(counters(turns=20, input_tokens=5_000, output_tokens=300))
     assert "2.0 turns/s, tokens/s 500 in 30 out" in describe(state_of(progress))
-    later = progress._state(0, "", progress._started_at + 45.0)
+    later = progress._state(0, "", progress._started_at + 45.0, 0.0)
     assert later["turns_per_s"] == 0
 
 
@@ -74,6 +74,13 @@ def test_the_forecast_takes_what_is_in_flight_to_be_half_way(progress: Progress)
     assert state["forecast_usd"] == pytest.approx(1.0 + 2.0 / 20 * 100)
     assert state["left_s"] == pytest.approx(10.0 / 20 * 80)
     assert "left 00:40, done 10, failed 0, running 20, $3.00 of ~$11.00, " in describe(state)
+
+
+def test_the_time_that_is_left_includes_a_pause_of_the_endpoint(progress: Progress) -> None:
+    for _ in range(98):
+        progress.task_ended(failure=None)
+    state = progress._state(2, "", progress._started_at + 10.0, 57.0)
+    assert "left 00:57, done 98" in describe(state)
 
 
 def test_at_the_end_the_forecast_is_what_was_spent(progress: Progress) -> None:

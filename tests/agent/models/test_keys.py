@@ -251,3 +251,17 @@ def test_no_file_of_a_run_holds_a_piece_of_the_key(tmp_path: Path, stream_replie
     assert not [path for path in files if PIECE.encode() in path.read_bytes()]
     [records] = [path for path in files if path.name == "records.jsonl"]
     assert records.read_bytes().count(MARK.encode()) >= 5
+
+
+@pytest.mark.parametrize(
+    ("key_env", "words"),
+    [
+        ("none", "No key was sent: "),
+        (None, "The key is that of OPENAI_API_KEY, if it is set (see --key_env)."),
+        ("MY_KEY", "The key is that of the environment variable MY_KEY (see --key_env)."),
+    ],
+)
+def test_a_refusal_says_whose_key_was_sent(key_env: str | None, words: str) -> None:
+    settings = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=key_env)
+    assert settings.key_source.startswith(words)
+    assert "variable none" not in settings.key_source
