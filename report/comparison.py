@@ -9,6 +9,7 @@ from typing import Any
 
 from api.stored_run import StoredRun
 from report.formatting import count, dollars, one_line
+from runs.config.fingerprint import with_defaults
 from runs.store.checks import CheckSums
 from runs.store.index import IndexEntry
 from runs.store.settled import NO_LIMIT
@@ -30,7 +31,7 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
     runs = [stored.identity for stored in (first, second)]
     entries = [dict(stored.entries()) for stored in (first, second)]
     before, after = entries
-    meanings = [run["meaning"] for run in runs]
+    meanings = [with_defaults(run["meaning"]) for run in runs]
     both = [task_id for task_id in before if task_id in after]
     return {
         "runs": [

@@ -32,7 +32,7 @@ from zlib import crc32
 
 import orjson
 
-from runs.config.fingerprint import default_meaning, digest_of, meaning_of
+from runs.config.fingerprint import digest_of, meaning_of, with_defaults
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.dataset.scan_cache import NAME, save_scan
@@ -336,12 +336,11 @@ def _run_json(
                 "requested; each shard needs its own --run_name (`merge` joins all shards)"
             )
             raise ConfigError(msg)
-        # Options that the program did not have then count as defaults.
-        then = default_meaning() | before["meaning"]
+        then, now = with_defaults(before["meaning"]), with_defaults(meaning)
         changes = {
-            key: {"from": then.get(key), "to": meaning[key]}
+            key: {"from": then.get(key), "to": now[key]}
             for key in meaning
-            if then.get(key) != meaning[key]
+            if then.get(key) != now[key]
         }
         refused = {key: change for key, change in changes.items() if key not in accept_changes}
         if refused and _holds_work(path):

@@ -1,6 +1,7 @@
 """Tests by room and level; each folder names its files.
 
 toolsets/ agent/ runs/ export/ report/ cli/   tests of the room of that name
+stored_runs/        runs of earlier commits go on
 images/             working in container images
 program/            the whole program: real processes, endpoints on loopback, signals
 faults/             the fault matrix of tests/faults/README.md

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import orjson
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from runs.config.run_config import RunConfig
 from toolsets import exact_json
@@ -49,13 +52,46 @@ def meaning_of(config: RunConfig) -> dict[str, Any]:
     return fields
 
 
-def default_meaning() -> dict[str, Any]:
-    """`meaning_of` a config with default values; fields without a default are left out."""
+def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
+    """A fingerprint with the defaults of options that its version did not have.
+
+    This also fills in what objects inside it lack, such as a subagent. Compare fingerprints by
+    this only: a run of an earlier version must not differ by a new option.
+    """
+    fields = {name: field for name, field in RunConfig.model_fields.items() if _is_meaning(name)}
+    given = {"endpoints": {}, **_defaults(fields), **meaning}
     return {
-        name: field.get_default(call_default_factory=True)
-        for name, field in RunConfig.model_fields.items()
-        if _is_meaning(name) and not field.is_required()
-    } | {"endpoints": {}}
+        name: _completed(value, fields[name].annotation) if name in fields else value
+        for name, value in given.items()
+    }
+
+
+def _defaults(fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    return {
+        name: to_jsonable_python(field.get_default(call_default_factory=True))
+        for name, field in fields.items()
+        if not field.is_required()
+    }
+
+
+def _completed(value: Any, annotation: Any) -> Any:
+    """A JSON value with the defaults of the models that its type names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if not isinstance(value, dict):
+            return value
+        fields = annotation.model_fields
+        return {
+            name: _completed(item, fields[name].annotation) if name in fields else item
+            for name, item in (_defaults(fields) | value).items()
+        }
+    parts = get_args(annotation)
+    if get_origin(annotation) is dict and isinstance(value, dict):
+        return {name: _completed(item, parts[1]) for name, item in value.items()}
+    if get_origin(annotation) is tuple and isinstance(value, list):
+        return [_completed(item, parts[0]) for item in value]
+    for part in parts:
+        value = _completed(value, part)
+    return value
 
 
 def digest_of(meaning: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runs.config.fingerprint import with_defaults
 from runs.config.loading import load_config
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
@@ -75,9 +76,8 @@ def common_config(
     """
     first_path, first = runs[0]
     for path, identity in runs[1:]:
-        if identity["digest"] != first["digest"]:
-            one, other = first["meaning"], identity["meaning"]
-            keys = [key for key in one | other if one.get(key) != other.get(key)]
+        one, other = with_defaults(first["meaning"]), with_defaults(identity["meaning"])
+        if keys := [key for key in one | other if one.get(key) != other.get(key)]:
             msg = (
                 f"{path}: its config differs from that of {first_path} in {', '.join(keys)}; "
                 "merging them would mix different data"

@@ -35,6 +35,7 @@ from runs.store.index import (
     RowMaker,
     checked_bytes,
     index_fields,
+    is_earlier_index,
     is_index,
 )
 from runs.store.journal import key_and_order, segments
@@ -184,14 +185,17 @@ class _Index:
         self._compared = len(MARK)
         self.problems: list[Problem] = []
         """At most one: after a wrong row, all following rows are wrong."""
+        self._is_earlier = is_earlier_index(self._rows)
+        if self._is_earlier:
+            return  # no problem: the next start makes it again
         if self._rows and not is_index(self._rows):
-            self._add_problem(None, "not an index of this version; it will be made again")
+            self._add_problem(None, "not an index; it will be made again")
         elif self._rows and not checked_bytes(self._rows):
             self._add_problem(None, "checksum mismatch; it will be made again")
 
     def compare(self, number: int, rows: bytes | None) -> None:
         """Compare the index with the `rows` of record `number`, None if it is unreadable."""
-        if self.problems:
+        if self.problems or self._is_earlier:
             return
         start, self._compared = self._compared, self._compared + len(rows or b"")
         if start >= len(self._rows):
@@ -202,7 +206,7 @@ class _Index:
 
     def end(self, records: int) -> None:
         """Check that no row follows that of the last of `records` records."""
-        if not self.problems and len(self._rows) > self._compared:
+        if not (self.problems or self._is_earlier) and len(self._rows) > self._compared:
             self._add_problem(
                 records + 1, "continues after the last record; the next start cuts it"
             )

@@ -27,7 +27,8 @@ from runs.store.checks import CHECK_FAILED, judgement_of
 from runs.tasks import task_key
 
 ROW_BYTES = 64
-_FORMAT = f"batch records index 2, {sys.byteorder}".encode()
+_VERSION = 2
+_FORMAT = f"batch records index {_VERSION}, {sys.byteorder}".encode()
 MARK = _FORMAT.ljust(ROW_BYTES - 1) + b"\n"
 """Row 0 of an index without a checksum."""
 
@@ -333,6 +334,12 @@ def mark_for(size: int, checksum: int) -> bytes:
 def is_index(content: bytes) -> bool:
     """Whether this is an index of this version."""
     return content.startswith(_FORMAT) and content[ROW_BYTES - 1 : ROW_BYTES] == b"\n"
+
+
+def is_earlier_index(content: bytes) -> bool:
+    """Whether an earlier version of this program wrote this index; it is made again."""
+    earlier = (b"batch records index %d," % version for version in range(1, _VERSION))
+    return content.startswith(tuple(earlier))
 
 
 def checked_bytes(content: bytes) -> int:

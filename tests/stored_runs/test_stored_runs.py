@@ -1,0 +1,116 @@
+"""Runs of earlier commits resume, verify and export with this one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from runs.config.fingerprint import meaning_of, with_defaults
+from runs.config.run_config import RunConfig
+from testing.fake_endpoint import FakeEndpoint
+from tests.running import lines, run
+from tests.stored_runs.make import CONVERSATIONS, FINISHED, INPUTS, KILLED, REPLIES, TURNS
+from toolsets.mcp.mcp_settings import McpServer
+
+HERE = Path(__file__).parent
+COMMITS = ("cc79584", "837301e")
+
+
+@pytest.fixture(params=COMMITS)
+def stored(request: pytest.FixtureRequest) -> Path:
+    return HERE / str(request.param)
+
+
+@pytest.fixture
+def cwd(stored: Path, tmp_path: Path) -> Path:
+    """A directory with copies of the runs of one commit."""
+    shutil.copytree(stored, tmp_path / "trajectories")
+    for name in INPUTS:
+        shutil.copy(HERE / name, tmp_path)
+    for name in ("finished", "killed"):
+        file = tmp_path / "trajectories" / name / "run.json"
+        identity = json.loads(file.read_text())
+        identity["dataset"]["path"] = str(tmp_path / f"{name}.jsonl")  # moved with the run
+        identity.pop("crc32", None)
+        file.write_text(json.dumps(identity))
+    return tmp_path
+
+
+def assert_verifies(cwd: Path, name: str) -> None:
+    checked = run(cwd, "verify", name)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_a_complete_run_starts_again_and_its_training_file_is_the_same(
+    cwd: Path, stored: Path
+) -> None:
+    (cwd / "trajectories" / "finished.jsonl").unlink()
+    again = run(cwd, *FINISHED)
+    assert again.returncode == 1, again.stderr  # of one failed row, as at its own commit
+    for name in ("finished.jsonl", "finished/exports/partial.jsonl", "finished/records.jsonl"):
+        assert (cwd / "trajectories" / name).read_bytes() == (stored / name).read_bytes()
+    assert_verifies(cwd, "finished")
+
+
+def test_a_run_verifies_as_it_was_left(cwd: Path) -> None:
+    assert_verifies(cwd, "finished")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("status", "finished"),
+        ("stats", "finished"),
+        ("report", "finished"),
+        ("show", "finished", "answer"),
+        ("export", "finished", "--format=openai,raw"),
+        ("fork", "finished", "--run_name=branches", "--at_turn=1", "--n=2", "--not_passed"),
+        ("merge", "finished", "--into=merged"),
+    ],
+    ids=lambda args: args[0],
+)
+def test_commands_read_it(cwd: Path, args: tuple[str, ...]) -> None:
+    done = run(cwd, *args)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_any_option_may_be_missing(tmp_path: Path) -> None:
+    """As in the run.json of a version that did not have it."""
+    agents = [{"name": "counter", "description": "Counts."}]
+    server = McpServer(command="serve")
+    config = RunConfig(
+        dataset_file=tmp_path / "p.jsonl",
+        run_name="r",
+        model="scripted",
+        subagents=agents,
+        mcp={"raw": server},
+        simulated_user={"system_prompt": "A user."},
+    )
+    meaning = json.loads(json.dumps(meaning_of(config)))
+    given = {"model": "scripted", "subagents": agents, "mcp": meaning["mcp"]}
+    given["simulated_user"] = {"system_prompt": "A user."}
+    assert with_defaults(given) == with_defaults(meaning)
+    given["subagents"] = [{**agents[0], "max_turns": 3}]
+    assert with_defaults(given) != with_defaults(meaning)
+
+
+def test_runs_of_two_commits_have_the_same_options(tmp_path: Path) -> None:
+    for commit in COMMITS:
+        shutil.copytree(HERE / commit / "finished", tmp_path / commit)
+    compared = run(tmp_path, "compare", *COMMITS, "--json", output_dir=".")
+    assert compared.returncode == 0, compared.stderr
+    assert '"options": {}' in compared.stdout
+
+
+def test_a_killed_run_asks_only_for_the_replies_that_it_does_not_have(cwd: Path) -> None:
+    with FakeEndpoint(latency_s=0.0, turns=TURNS, tool="write_file") as endpoint:
+        done = run(cwd, *KILLED, f"--base_url={endpoint.openai_url}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert endpoint.journal()["requests"] == CONVERSATIONS * TURNS - REPLIES
+    records = lines(cwd / "trajectories" / "killed" / "records.jsonl")
+    assert [len(record["turns"]) for record in records] == [TURNS] * CONVERSATIONS
+    assert_verifies(cwd, "killed")
