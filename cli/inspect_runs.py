@@ -63,9 +63,9 @@ def export(run: str, output_dir: Path, **flags: Any) -> None:
     with errors_as_exit_codes():
         stored = open_run(run, output_dir)
         path, scan, config = stored.path, stored.scan, stored.config
+        refuse_narrowing(path, scan, config, stored.identity, accepted=())
         if asks_for_dataset(flags):
             sys.exit(make_dataset(path, scan, num_samples=config.num_samples, flags=flags))
-        refuse_narrowing(path, scan, config, stored.identity, accepted=())
         totals = write_results(path, scan, config)
     if totals.pending:
         say(f"warning: {plural(totals.pending, 'pending task')} not in the training file")

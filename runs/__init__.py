@@ -34,6 +34,7 @@ SEAM = (
     "batch_api.totals",
     "config.endpoint_config",
     "config.endpoints",
+    "config.fingerprint",
     "config.loading",
     "config.models",
     "config.option_types",

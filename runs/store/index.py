@@ -190,16 +190,16 @@ class Index(Mapping[bytes, IndexEntry]):
     def __getitem__(self, key: bytes) -> IndexEntry:
         if len(key) == 16:
             for row in reversed(self._by_bucket.get(int.from_bytes(key[:2], sys.byteorder), ())):
-                if self._key(row) == key:
+                if self.key(row) == key:
                     return self.entry(row)
         raise KeyError(key)
 
     def __iter__(self) -> Iterator[bytes]:
         for rows in self._by_bucket.values():
-            yield from {self._key(row): None for row in rows}
+            yield from {self.key(row): None for row in rows}
 
     def __len__(self) -> int:
-        return sum(len({self._key(row) for row in rows}) for rows in self._by_bucket.values())
+        return sum(len({self.key(row) for row in rows}) for rows in self._by_bucket.values())
 
     def entry(self, row: int) -> IndexEntry:
         """The record of one row; rows of records start at 1."""
@@ -227,7 +227,7 @@ class Index(Mapping[bytes, IndexEntry]):
         """All records in file order, including those that a later record replaces."""
         for row, length in enumerate(_column(self._view, _LENGTHS)):
             if row and length:
-                yield self._key(row), self.entry(row)
+                yield self.key(row), self.entry(row)
 
     def counting(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """The record of each task that counts, in file order."""
@@ -239,7 +239,7 @@ class Index(Mapping[bytes, IndexEntry]):
         seen = set()
         lengths = _column(self._view, _LENGTHS)
         for row in range(len(lengths) - 1, 0, -1):
-            if lengths[row] and (key := self._key(row)) not in seen:
+            if lengths[row] and (key := self.key(row)) not in seen:
                 seen.add(key)
                 yield key, self.entry(row)
 
@@ -286,7 +286,7 @@ class Index(Mapping[bytes, IndexEntry]):
         for rows in self._by_bucket.values():
             last: dict[bytes, int] = {}
             for row in rows:
-                key = self._key(row)
+                key = self.key(row)
                 if key in last:
                     yield last[key], row
                 last[key] = row
@@ -308,7 +308,8 @@ class Index(Mapping[bytes, IndexEntry]):
             others += len(found)
         return rows, others
 
-    def _key(self, row: int) -> bytes:
+    def key(self, row: int) -> bytes:
+        """The task key of the record of one row."""
         return self._rows[ROW_BYTES * row : ROW_BYTES * row + 16]
 
     @cached_property

@@ -57,7 +57,7 @@ class TestNarrowing:
         assert run(finished, "export", "r").returncode == 0
         # What is left counts anew.
         less = run(finished, **{**wanted, "max_samples": 4})
-        assert "leaves out 1 of the 5 finished tasks of this run, and its row would" in less.stderr
+        assert "leaves out 1 of the 5 finished tasks of this run, such as 'p4'" in less.stderr
         assert run(finished, **SCRIPTED).returncode == 0
         assert training(finished) == 8
 
@@ -69,19 +69,63 @@ class TestNarrowing:
         assert training(tmp_path) == 5
 
     @pytest.mark.slow
-    def test_an_edited_dataset_is_accepted_and_a_cut_one_refused(self, finished: Path) -> None:
-        write_rows(finished / "p.jsonl", *ROWS[2:])
-        assert run(finished, **SCRIPTED).returncode == 0
-        assert training(finished) == 6
-        write_rows(finished / "p.jsonl", *ROWS[2:4])
+    @pytest.mark.parametrize(
+        "others",
+        [
+            ROWS[:7],
+            ROWS[2:4],
+            [{**row, "id": f"other{n}"} for n, row in enumerate(ROWS)],
+            [*ROWS[1:], {**ROWS[0], "id": "new"}],
+        ],
+        ids=["cut", "part", "replaced", "one replaced"],
+    )
+    def test_a_dataset_without_finished_rows_is_refused(
+        self, finished: Path, others: list[Any]
+    ) -> None:
+        write_rows(finished / "p.jsonl", *others)
+        gone = sorted({str(row["id"]) for row in ROWS} - {row["id"] for row in others})
         for refused in (run(finished, **SCRIPTED), run(finished, "export", "r")):
             assert refused.returncode == 2
-            assert "4 of the 6 finished tasks of this run are no longer in it" in refused.stderr
-            assert "was it cut off?" in refused.stderr
+            assert f"{len(gone)} of the 8 finished tasks of this run" in refused.stderr
+            assert f"such as {gone[0]!r}" in refused.stderr
+            assert "--accept_config_change=dataset_file" in refused.stderr
+        assert training(finished) == 8
+
+    @pytest.mark.slow
+    def test_rows_that_were_left_out_once_may_stay_out(self, finished: Path) -> None:
+        accept = {**SCRIPTED, "accept_config_change": "dataset_file"}
+        write_rows(finished / "p.jsonl", *ROWS[2:])
+        assert run(finished, **accept).returncode == 0
+        assert run(finished, **SCRIPTED).returncode == 0
+        assert run(finished, "export", "r", "--format=openai").returncode == 0
         assert training(finished) == 6
-        given = {**SCRIPTED, "accept_config_change": "dataset_file"}
-        assert run(finished, **given).returncode == 0
-        assert training(finished) == 2
+        write_rows(finished / "p.jsonl", *ROWS[3:])
+        assert "1 of the 6 finished tasks" in run(finished, **SCRIPTED).stderr
+        write_rows(finished / "p.jsonl", *ROWS)
+        assert run(finished, **SCRIPTED).returncode == 0
+        assert training(finished) == 8
+        write_rows(finished / "p.jsonl", *ROWS[2:])
+        again = run(finished, "export", "r", "--format=openai")
+        assert "2 of the 8 finished tasks" in again.stderr, "they were restored, and left again"
+
+    @pytest.mark.slow
+    def test_an_unknown_last_dataset_hides_nothing(self, finished: Path) -> None:
+        (finished / "trajectories" / "r" / "dataset.idx").unlink()
+        write_rows(finished / "p.jsonl", *ROWS[:7])
+        assert "1 of the 8 finished tasks" in run(finished, **SCRIPTED).stderr
+
+    @pytest.mark.slow
+    def test_edited_added_and_failed_rows_are_no_loss(self, tmp_path: Path) -> None:
+        reads = {"name": "read_file", "arguments": {"path": "x"}}
+        failing = {"id": "fails", "prompt": "x", "script": [{"tool_calls": [reads]}]}
+        write_rows(tmp_path / "p.jsonl", *ROWS, failing)
+        given = {**SCRIPTED, "num_samples": 2}
+        assert run(tmp_path, **given).returncode == 1
+        edited = {**ROWS[0], "prompt": "Say it otherwise"}
+        added = {**ROWS[0], "id": "added"}
+        write_rows(tmp_path / "p.jsonl", edited, *ROWS[1:], added)
+        assert run(tmp_path, **given).returncode == 0
+        assert training(tmp_path) == 18
 
     @pytest.mark.slow
     def test_a_fresh_run_may_have_fewer_rows(self, finished: Path) -> None:
@@ -102,7 +146,8 @@ class TestDryRun:
         new = {"id": "new", "prompt": "z", "script": [{"content": "y"}]}
         write_rows(tmp_path / "p.jsonl", *ROWS[3:], failing, new)
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-        seen = run(tmp_path, "--dry_run", **SCRIPTED)
+        accepted = {**SCRIPTED, "accept_config_change": "dataset_file"}
+        seen = run(tmp_path, "--dry_run", **accepted)
         assert seen.returncode == 0, seen.stderr
         assert "on disk    5 tasks done; $0.0000 spent so far" in seen.stdout
         tried = "2 tasks: 1 failed, to be retried, 1 new since the last start"

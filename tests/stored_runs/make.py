@@ -78,7 +78,7 @@ def _is_between_replies(endpoint: FakeEndpoint, run: Path) -> bool:
     records = run / "records.jsonl"
     finished = records.read_bytes().count(b"\n") if records.exists() else 0
     seen = endpoint.journal()
-    return seen["replies"] == REPLIES and seen["in_flight"] == CONVERSATIONS - finished
+    return bool(seen["replies"] == REPLIES and seen["in_flight"] == CONVERSATIONS - finished)
 
 
 if __name__ == "__main__":

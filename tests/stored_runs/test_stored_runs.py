@@ -13,7 +13,6 @@ from runs.config.run_config import RunConfig
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import lines, run
 from tests.stored_runs.make import CONVERSATIONS, FINISHED, INPUTS, KILLED, REPLIES, TURNS
-from toolsets.mcp.mcp_settings import McpServer
 
 HERE = Path(__file__).parent
 COMMITS = ("cc79584", "837301e")
@@ -80,21 +79,22 @@ def test_commands_read_it(cwd: Path, args: tuple[str, ...]) -> None:
 
 def test_any_option_may_be_missing(tmp_path: Path) -> None:
     """As in the run.json of a version that did not have it."""
-    agents = [{"name": "counter", "description": "Counts."}]
-    server = McpServer(command="serve")
-    config = RunConfig(
-        dataset_file=tmp_path / "p.jsonl",
-        run_name="r",
-        model="scripted",
-        subagents=agents,
-        mcp={"raw": server},
-        simulated_user={"system_prompt": "A user."},
-    )
+    agent = {"name": "counter", "description": "Counts."}
+    user = {"system_prompt": "A user."}
+    options = {
+        "dataset_file": tmp_path / "p.jsonl",
+        "run_name": "r",
+        "model": "scripted",
+        "subagents": [agent],
+        "mcp": {"raw": {"command": "serve"}},
+        "simulated_user": user,
+    }
+    config = RunConfig.model_validate(options)
     meaning = json.loads(json.dumps(meaning_of(config)))
-    given = {"model": "scripted", "subagents": agents, "mcp": meaning["mcp"]}
-    given["simulated_user"] = {"system_prompt": "A user."}
+    given = {"model": "scripted", "subagents": [agent], "simulated_user": user}
+    given["mcp"] = meaning["mcp"]
     assert with_defaults(given) == with_defaults(meaning)
-    given["subagents"] = [{**agents[0], "max_turns": 3}]
+    given["subagents"] = [{**agent, "max_turns": 3}]
     assert with_defaults(given) != with_defaults(meaning)
 
 
