@@ -137,7 +137,7 @@ def _use_of(name: str, columns: dict[str, Any]) -> str:
     """What a run does with a column of this name, when these columns are there."""
     from runs.dataset.row import CHAT_COLUMNS, MODEL_COLUMN
     from runs.dataset.row_image import IMAGE_COLUMNS, INSIDE_COLUMNS
-    from runs.dataset.row_setup import TELLTALE_COLUMNS
+    from runs.dataset.row_setup import HISTORY_COLUMNS, TELLTALE_COLUMNS
     from runs.dataset.row_user import TURNS_COLUMN, USER_COLUMN
     from runs.dataset.scan import ID_COLUMNS
 
@@ -159,6 +159,7 @@ def _use_of(name: str, columns: dict[str, Any]) -> str:
         MODEL_COLUMN: "one of --models",
         **dict.fromkeys(INSIDE_COLUMNS, "how to work in the image, with --workspace=image"),
         **dict.fromkeys(IMAGE_COLUMNS, "the image, with --sandbox=docker"),
+        **dict.fromkeys(HISTORY_COLUMNS, "the history that stays, with --workspace=image"),
         **dict.fromkeys(TELLTALE_COLUMNS, "prepares or judges the workspace, with --row_setup"),
     }
     return uses.get(name, "kept with the record")

@@ -3,20 +3,29 @@
 Columns, read if the run has `row_setup`: `files` ({path: text, or {"base64": …}}), `setup` (a
 command or a list of them), `cwd` (where shells start), and `check` (see
 `runs.dataset.row_check`). Where the workspace is a directory of an image, paths may be absolute,
-and `hide` lists the paths of the image that are away until the check.
+`hide` lists the paths of the image that are away until the check, and of the history of its
+repository only what leads to `base_commit` stays, unless the row has `keep_history`. These two are
+not part of a row's identity: they change what the model could see, not what it is asked.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from runs.dataset.row_check import Check, CheckPlace, read_check
 from runs.dataset.row_files import absolute_path, read_directory, read_files
+from runs.dataset.row_image import read_flag
+from toolsets.text import clip
 
 COLUMNS = ("files", "setup", "cwd", "check")
 TELLTALE_COLUMNS = ("check", "files", "setup")
 """Those with names that other datasets hardly use: rows that have them may need `row_setup`."""
+
+HISTORY_COLUMNS = ("base_commit", "keep_history")
+_COMMIT = re.compile(r"[^-\s][^\s]*")
+"""No name of a commit may look like an option of git."""
 
 
 class RowSetup(NamedTuple):
@@ -28,6 +37,8 @@ class RowSetup(NamedTuple):
     check: Check | None
     hidden: tuple[str, ...] = ()
     """Paths of the image that are away until the check."""
+    base_commit: str | None = None
+    """The commit whose history stays, as git names one; "": no history; None: all of it."""
 
 
 def read_row_setup(
@@ -65,7 +76,16 @@ def read_row_setup(
         read_directory(columns.get("cwd"), "cwd"),
         check,
         hidden,
+        _base_commit(columns) if inside else None,
     )
+
+
+def _base_commit(columns: Mapping[str, Any]) -> str | None:
+    raw = columns.get("base_commit")
+    if raw is not None and not (isinstance(raw, str) and (not raw or _COMMIT.fullmatch(raw))):
+        shown = clip(repr(raw), max_chars=200)
+        raise ValueError(f"`base_commit`: {shown} is not a commit as git names one")
+    return None if read_flag(columns.get("keep_history"), "keep_history") else raw
 
 
 def _hidden(raw: Any) -> tuple[str, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from runs.dataset.row_setup import RowSetup
@@ -26,8 +27,6 @@ class SetupFailed(Exception):
 
 async def set_up_workspace(context: ToolContext, row: RowSetup) -> None:
     """Write the files and run the commands. Raises `SetupFailed` with the reason."""
-    mark = half_set_up(context.workspace.root)
-    await asyncio.to_thread(mark.touch)
     await write_files(context, row.files)
     for command in row.commands:
         result = await run_command(context, command)
@@ -39,6 +38,14 @@ async def set_up_workspace(context: ToolContext, row: RowSetup) -> None:
         result = await run_command(context, ["rm", "-rf", "--", *row.hidden])
         if result.exit_code != 0:
             raise SetupFailed(f"`hide`: {clip(result.stderr.strip(), max_chars=_SHOWN)}")
+
+
+@asynccontextmanager
+async def setting_up(root: Path) -> AsyncIterator[None]:
+    """What is done with a workspace until it is set up; a crash or an error leaves its mark."""
+    mark = half_set_up(root)
+    await asyncio.to_thread(mark.touch)
+    yield
     await asyncio.to_thread(mark.unlink, missing_ok=True)
 
 

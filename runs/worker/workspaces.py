@@ -14,9 +14,10 @@ from typing import Any
 from runs.config.sandboxes import image_sandboxes
 from runs.dataset.row import RowTask
 from runs.dataset.row_check import Check
+from runs.dataset.row_setup import RowSetup
 from runs.protocol.worker_setup import WorkerSetup
 from runs.scoring.image_requests import Inside
-from runs.worker.workspace_setup import SetupFailed, half_set_up, set_up_workspace
+from runs.worker.workspace_setup import SetupFailed, half_set_up, set_up_workspace, setting_up
 from toolsets.browser.process import Browsers
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
@@ -80,7 +81,8 @@ class Workspaces:
             await asyncio.to_thread(remove_tree, root)
         kept = root.exists()
         if row.setup is not None and not kept:
-            await set_up_workspace(context, row.setup)
+            async with setting_up(root):
+                await set_up_workspace(context, row.setup)
         return context, kept
 
     async def _prepare_image(self, context: ToolContext, row: RowTask) -> tuple[ToolContext, bool]:
@@ -95,18 +97,16 @@ class Workspaces:
             await asyncio.to_thread(remove_tree, root)
         kept = await asyncio.to_thread(sandbox.is_kept)
         context = self._inside(context, sandbox, root)
-        mark = half_set_up(root)
         try:
             if kept:
                 await self._made(sandbox)
             else:
-                await asyncio.to_thread(mark.touch)
-                await asyncio.to_thread(sandbox.discard)
-                await self._made(sandbox)
-                if row.setup is not None:
-                    await set_up_workspace(context, row.setup)
-                await begin_diff(context)
-                await asyncio.to_thread(mark.unlink, missing_ok=True)
+                async with setting_up(root):
+                    await asyncio.to_thread(sandbox.discard)
+                    await self._made(sandbox)
+                    if row.setup is not None:
+                        await _set_up_in_image(context, row.setup)
+                    await begin_diff(context)
         except BaseException:
             await context.close(remove=False)
             raise
@@ -250,11 +250,10 @@ class Workspaces:
             await asyncio.to_thread(sandbox.discard)
             await self._made(sandbox)
             if row.setup is not None:
-                await set_up_workspace(fresh, row.setup._replace(hidden=()))
+                await _set_up_in_image(fresh, row.setup._replace(hidden=()))
             await apply_diff(fresh, patch)
         except BaseException:
             await fresh.close(remove=True)
-            await asyncio.to_thread(half_set_up(root).unlink, missing_ok=True)
             raise
         await sandbox.stop()
         return root
@@ -330,6 +329,18 @@ class Workspaces:
             workspace_mb=min(config.workspace_mb, own.disk_mb or config.workspace_mb),
             network=config.network and self._in_images is None,
         )
+
+
+async def _set_up_in_image(context: ToolContext, row: RowSetup) -> None:
+    """Set up a workspace inside an image, up to the history that it shows.
+
+    A fresh copy for a check has no more of it: what the model wrote runs there.
+    """
+    await set_up_workspace(context, row)
+    if row.base_commit is not None:
+        from runs.worker.history import remove_history
+
+        await remove_history(context, row.base_commit)
 
 
 def _image_of(row: RowTask) -> str | None:

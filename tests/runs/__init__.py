@@ -6,6 +6,7 @@ test_agents           agents in a config: presets, versions, and options that ar
 test_dataset          reading prompts
 test_sources          datasets in other forms than plain JSONL
 test_row_setup        rows that bring files, and checks of the final state
+test_history          what is left of a repository's history before a conversation
 test_row_images       columns that name an image, and how to work and judge in it
 test_rows_files       rows files: other datasets become rows of a run
 test_harbor           Harbor task directories as rows
