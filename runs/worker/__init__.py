@@ -5,8 +5,7 @@ task_runner      runs one task, up to its record
 durable_calls    no model call before earlier replies are on disk
 calls            the open models and their limiters
 parent_keys      keys that the parent sends
-call_limiter     limits the worker's calls to one endpoint
-token_bucket     limits rates per minute
+call_limiter     limits the worker's calls to one endpoint, also per minute
 budget_share     the worker's share of the budget
 batch_api_model  a model whose calls are made by a Batch API
 agents/          agents that run as commands

@@ -22,8 +22,7 @@ from runs.protocol.messages import unpack
 from runs.supervisor.limiter import MAX_COOL_DOWN_S, Limiter, share_out
 from runs.supervisor.limits import RunLimits
 from runs.worker.budget_share import WorkerBudget
-from runs.worker.call_limiter import CallLimiter
-from runs.worker.token_bucket import TokenBucket
+from runs.worker.call_limiter import CallLimiter, TokenBucket
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import lines, run, write_prompts
 
