@@ -26,8 +26,10 @@ _BURST_S = 1.0
 
 
 class TokenBucket:
-    """A rate limit that is known in advance: tokens that refill at a steady rate. Taking more than there are leaves a debt, and the next
-    call waits until it is paid off."""
+    """A rate limit that is known in advance: tokens that refill at a steady rate.
+
+    Taking more than there are leaves a debt, and the next call waits until it is paid off.
+    """
 
     def __init__(self, per_minute: float | None, *, now: float, initial: float = 1.0) -> None:
         """`per_minute` None means no limit. Times are seconds of one monotonic clock.
