@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from toolsets.exact_json import objects_among
+
 _OPENING = re.compile(
     r"\s*<(?P<tag>think|thinking|reasoning|REASONING_SCRATCHPAD)>(?P<text>.*?)</(?P=tag)>",
     re.DOTALL,
@@ -70,9 +72,9 @@ def _hidden(block: Mapping[str, Any]) -> Iterator[str]:
     elif kind is None:  # a message of the OpenAI chat dialect
         if _is_signed(block):
             yield "reasoning"
-        for thought in _objects(block.get("thinking_blocks")):
+        for thought in objects_among(block.get("thinking_blocks")):
             yield from _hidden(thought)
-        for detail in _objects(block.get("reasoning_details")):
+        for detail in objects_among(block.get("reasoning_details")):
             if detail.get("data") or detail.get("signature"):
                 yield "reasoning"
 
@@ -82,7 +84,3 @@ def _is_signed(part: Mapping[str, Any]) -> bool:
     extra = part.get("extra_content")
     google = extra.get("google") if isinstance(extra, dict) else None
     return isinstance(google, dict) and bool(google.get("thought_signature"))
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -108,6 +108,11 @@ def is_nested_too_deep(json_text: bytes) -> bool:
     return bool(brackets)
 
 
+def objects_among(value: Any) -> list[dict[str, Any]]:
+    """The objects in a list; none of anything else."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
 def within_64_bits(value: Any) -> Any:
     """The value with each integer beyond signed 64 bits as the text of its digits."""
     if isinstance(value, dict):

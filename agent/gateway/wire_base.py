@@ -172,13 +172,13 @@ class Wire(ABC):
             return False
         try:
             return self.is_end(orjson.loads(data))
-        except (orjson.JSONDecodeError, AttributeError):
+        except (orjson.JSONDecodeError, AttributeError, TypeError):
             return False
 
     def is_end(self, event: Any) -> bool:
         """Whether an event in which one of `ends` occurs ends the reply.
 
-        May raise `AttributeError` where an event has another form.
+        May raise `AttributeError` and `TypeError` where an event has another form.
         """
         return event.get("type") in self.ends
 

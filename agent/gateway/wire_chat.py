@@ -21,6 +21,7 @@ from agent.models.dialects.openai_chat import API, flat_text, read_message
 from agent.models.errors import ModelError
 from agent.models.parsing import object_of
 from toolsets import exact_json
+from toolsets.exact_json import objects_among
 
 _READ_ELSEWHERE = frozenset(
     {
@@ -61,7 +62,7 @@ class ChatWire(Wire):
     def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.stream_of`."""
         head = {"id": body.get("id", ""), "created": 0, **body, "object": "chat.completion.chunk"}
-        usage, choices = head.pop("usage", None), head.pop("choices", [])
+        usage, choices = head.pop("usage", None), objects_among(head.pop("choices", []))
         events = [sse({**head, "choices": [_delta_of(choice)]}) for choice in choices]
         for choice in choices:
             ends = {"index": choice.get("index", 0), "finish_reason": choice.get("finish_reason")}
@@ -85,8 +86,8 @@ class ChatWire(Wire):
 
 def _delta_of(choice: Mapping[str, Any]) -> dict[str, Any]:
     """A choice as one part of a stream, without its end."""
-    message = dict(choice.get("message") or {})
-    if calls := message.get("tool_calls"):
+    message = dict(object_of(choice, "message"))
+    if calls := objects_among(message.get("tool_calls")):
         message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
     others = {key: choice[key] for key in choice if key not in ("message", "finish_reason")}
     return {"index": 0, **others, "delta": message, "finish_reason": None}

@@ -23,6 +23,7 @@ from agent.messages import Message
 from agent.models.dialects.gemini import API, read_parts
 from agent.models.errors import ModelError
 from toolsets import exact_json
+from toolsets.exact_json import objects_among
 
 _PATH = re.compile(r"(?P<version>/v1[a-z0-9]*)?/models/(?P<model>[^/:]*):(?P<method>\w+)$")
 _OPERATIONS: Mapping[str, Operation] = {
@@ -113,7 +114,7 @@ class GeminiWire(Wire):
 
     def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.stream_of`: the reply without its end, then its end."""
-        candidates = body.get("candidates") or []
+        candidates = objects_among(body.get("candidates"))
         begun = [{k: c[k] for k in c if k != "finishReason"} for c in candidates]
         ended = [
             {key: candidate[key] for key in ("finishReason", "index") if key in candidate}

@@ -98,8 +98,8 @@ def _start_and_deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[di
         case {"type": "text", "text": str(text)}:
             start["text"] = ""
             deltas.append({"type": "text_delta", "text": text})
-            if citations := start.pop("citations", None):
-                deltas += [{"type": "citations_delta", "citation": one} for one in citations]
+            cited = start.pop("citations") if isinstance(start.get("citations"), list) else []
+            deltas += [{"type": "citations_delta", "citation": one} for one in cited]
         case {"type": "thinking", "thinking": str(thought)}:
             start["thinking"] = ""
             deltas.append({"type": "thinking_delta", "thinking": thought})

@@ -20,6 +20,7 @@ from agent.gateway.wire_base import Wire, sse
 from agent.messages import Message, Role
 from agent.models.dialects.openai_responses import API, read_output
 from agent.models.errors import ModelError
+from toolsets.exact_json import objects_among
 
 _READ_ELSEWHERE = frozenset(
     {
@@ -99,7 +100,7 @@ def _begun(item: Mapping[str, Any]) -> dict[str, Any]:
 def _events_of_item(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     match item:
         case {"type": "message", "content": list(parts)}:
-            for n, part in enumerate(parts):
+            for n, part in enumerate(objects_among(parts)):
                 field = "refusal" if part.get("type") == "refusal" else "text"
                 kind = "refusal" if field == "refusal" else "output_text"
                 text, place = str(part.get(field) or ""), {"content_index": n}
@@ -109,14 +110,14 @@ def _events_of_item(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 yield {"type": f"response.{kind}.done", **place, field: text, **logprobs}
                 yield {"type": "response.content_part.done", **place, "part": part}
         case {"type": "reasoning"}:
-            for n, part in enumerate(item.get("summary") or ()):
+            for n, part in enumerate(objects_among(item.get("summary"))):
                 text, place = str(part.get("text") or ""), {"summary_index": n}
                 added = {**part, "text": ""}
                 yield {"type": "response.reasoning_summary_part.added", **place, "part": added}
                 yield {"type": "response.reasoning_summary_text.delta", **place, "delta": text}
                 yield {"type": "response.reasoning_summary_text.done", **place, "text": text}
                 yield {"type": "response.reasoning_summary_part.done", **place, "part": part}
-            for n, part in enumerate(item.get("content") or ()):
+            for n, part in enumerate(objects_among(item.get("content"))):
                 text, place = str(part.get("text") or ""), {"content_index": n}
                 yield {"type": "response.reasoning_text.delta", **place, "delta": text}
                 yield {"type": "response.reasoning_text.done", **place, "text": text}

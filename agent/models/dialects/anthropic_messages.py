@@ -214,7 +214,7 @@ def read_reply(body: bytes) -> Completion:
     blocks = reply.get("content")
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise ModelError("malformed", "the reply's content is not a list of blocks")
-    finish_reason = _FINISH_REASONS.get(reply.get("stop_reason") or "")
+    finish_reason = _FINISH_REASONS.get(text_or_none(reply.get("stop_reason")) or "")
     if finish_reason is None:
         raise ModelError("malformed", f"the reply's stop_reason is {reply.get('stop_reason')!r}")
     return Completion(

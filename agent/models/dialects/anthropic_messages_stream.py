@@ -71,7 +71,7 @@ class MessagesAssembly:
             self._tell({"type": "text_delta", "text": text})
 
     def _add_delta(self, block: Growing, delta: Mapping[str, Any]) -> None:
-        if not delta.keys() <= _DELTA_FIELDS and delta.get("type") in _KNOWN_DELTAS:
+        if not delta.keys() <= _DELTA_FIELDS and _text(delta, "type") in _KNOWN_DELTAS:
             merge(block.fields, unknown_in(delta, _DELTA_FIELDS))
         match delta.get("type"):
             case "text_delta":

@@ -7,6 +7,7 @@ from typing import Any
 
 from agent.models.dialects.assembly import Growing, to_body
 from agent.stream_events import StreamHandler
+from toolsets.exact_json import objects_among
 
 _TEXT_FIELDS = frozenset({"text", "thought", "thoughtSignature"})
 
@@ -26,7 +27,7 @@ class GeminiAssembly:
                 self._reply[key] = {**self._reply.get(key, {}), **value}
             elif key != "candidates" and value is not None:
                 self._reply[key] = value
-        for candidate in _objects(part.get("candidates")):
+        for candidate in objects_among(part.get("candidates")):
             index = candidate.get("index")
             place = index if isinstance(index, int) else 0
             self._candidates.setdefault(place, _Candidate()).add(candidate)
@@ -40,7 +41,7 @@ class GeminiAssembly:
 
     def _tell_parts(self, candidate: Mapping[str, Any]) -> None:
         content = candidate.get("content")
-        for part in _objects(content.get("parts")) if isinstance(content, dict) else ():
+        for part in objects_among(content.get("parts")) if isinstance(content, dict) else ():
             if isinstance(text := part.get("text"), str) and text:
                 kind = "thinking_delta" if part.get("thought") else "text_delta"
                 self._tell({"type": kind, "text": text})  # type: ignore[typeddict-item] # of two
@@ -62,7 +63,7 @@ class _Candidate:
         if not isinstance(content, dict):
             return
         self._content |= {key: value for key, value in content.items() if key != "parts"}
-        for part in _objects(content.get("parts")):
+        for part in objects_among(content.get("parts")):
             self._add_part(part)
 
     def _add_part(self, part: Mapping[str, Any]) -> None:
@@ -88,7 +89,3 @@ class _Candidate:
         if self._parts:
             content["parts"] = [part.build() for part in self._parts]
         return {**({"content": content} if content else {}), **self._fields}
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -219,7 +219,7 @@ def read_reply(body: bytes) -> Completion:
     raw = choice.get("message")
     if not isinstance(raw, dict):
         raise ModelError("malformed", "the reply's choice has no message")
-    finish_reason = _FINISH_REASONS.get(choice.get("finish_reason") or "")
+    finish_reason = _FINISH_REASONS.get(text_or_none(choice.get("finish_reason")) or "")
     if finish_reason is None:
         raise ModelError(
             "malformed", f"the reply's finish_reason is {choice.get('finish_reason')!r}"

@@ -13,6 +13,7 @@ from typing import Any
 from agent.models.dialects.assembly import Growing, to_body
 from agent.models.dialects.unknown_fields import merge, unknown_in
 from agent.stream_events import StreamHandler
+from toolsets.exact_json import objects_among
 
 _CALL_FIELDS = frozenset({"id", "type", "function", "index"})
 _FUNCTION_FIELDS = frozenset({"name", "arguments"})
@@ -60,7 +61,7 @@ class ChatAssembly:
                 self._reply[key] = part[key]
         if not part.keys() <= _PART_FIELDS:
             merge(self._reply, unknown_in(part, _PART_FIELDS))
-        for choice in _objects(part.get("choices")):
+        for choice in objects_among(part.get("choices")):
             if index := choice.get("index"):
                 self._add_other(index, choice)
                 continue
@@ -105,8 +106,10 @@ class ChatAssembly:
         texts = {key: text for key in _TEXTS if (text := _text_of(delta.get(key)))}
         for key, text in texts.items():
             self._message.append(key, text)
-        details = [self._add_detail(detail) for detail in _objects(delta.get("reasoning_details"))]
-        for block in _objects(delta.get("thinking_blocks")):
+        details = [
+            self._add_detail(detail) for detail in objects_among(delta.get("reasoning_details"))
+        ]
+        for block in objects_among(delta.get("thinking_blocks")):
             self._add_block(block)
         # Some servers say the same thought under two or three names.
         thought = texts.get("reasoning_content") or texts.get("reasoning") or "".join(details)
@@ -115,7 +118,7 @@ class ChatAssembly:
         for key in ("content", "refusal"):
             if key in texts:
                 self._tell({"type": "text_delta", "text": texts[key]})
-        for call in _objects(delta.get("tool_calls")):
+        for call in objects_among(delta.get("tool_calls")):
             self._add_call(call)
 
     def _add_detail(self, detail: Mapping[str, Any]) -> str:
@@ -209,14 +212,10 @@ def _place(detail: Mapping[str, Any]) -> tuple[Any, Any]:
     return detail.get("type"), detail.get("index")
 
 
-def _objects(value: Any) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
 def _text_of(value: Any) -> str:
     """Text as it is, or that of a list of parts."""
     if isinstance(value, list):
-        return "".join(_text_of(part.get("text")) for part in _objects(value))
+        return "".join(_text_of(part.get("text")) for part in objects_among(value))
     return value if isinstance(value, str) else ""
 
 

@@ -25,6 +25,7 @@ from agent.models.parsing import (
     text_or_none,
 )
 from agent.reasoning import split_inline_reasoning
+from toolsets.exact_json import objects_among
 
 API = "openai_responses"
 
@@ -163,17 +164,13 @@ def _assistant_items(message: Message) -> list[dict[str, Any]]:
 def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
     """They describe what was said, and can be many times as long."""
     parts = item.get("content")
-    if not isinstance(parts, list) or not any(part.get("logprobs") for part in _objects(parts)):
+    if not isinstance(parts, list) or not any(p.get("logprobs") for p in objects_among(parts)):
         return item
     shown = [
         {key: part[key] for key in part if key != "logprobs"} if isinstance(part, dict) else part
         for part in parts
     ]
     return {**item, "content": shown}
-
-
-def _objects(parts: Sequence[Any]) -> list[dict[str, Any]]:
-    return [part for part in parts if isinstance(part, dict)]
 
 
 def _without_open_thought(items: list[dict[str, Any]]) -> list[dict[str, Any]]:

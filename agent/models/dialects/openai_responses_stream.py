@@ -37,8 +37,12 @@ class ResponsesAssembly:
             }:
                 keys = ("output_index", "type", "summary_index", "content_index")
                 self._tell_text("thinking_delta", text, *map(part.get, keys))
-            case {"type": "response.function_call_arguments.delta", "delta": str(text)}:
-                if call := self._calls.get(part.get("output_index", -1)):
+            case {
+                "type": "response.function_call_arguments.delta",
+                "delta": str(text),
+                "output_index": int(n),
+            }:
+                if call := self._calls.get(n):
                     self._tell_input(call, text)
             case {"type": "response.output_item.added", "output_index": int(n), "item": dict(item)}:
                 self._begin(n, item)
