@@ -5,6 +5,7 @@ prepared             requests whose URL or credentials change
 call_timeouts        time limits of calls in flight
 event_stream         server-sent events
 relayed              calls whose requests other programs wrote
+tls                  why TLS failed
 transport            one request and its reply
 unsupported_options  options that an endpoint refuses are left out
 endpoint             a model at an endpoint, without retries

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
@@ -32,6 +32,7 @@ from agent.models.client.prepared import (
     with_query,
 )
 from agent.models.client.relayed import OnEvent, RelayRequest
+from agent.models.client.tls import describe_failure, is_of_tls
 from agent.models.dialects.assembly import Assembly
 from agent.models.errors import ModelError
 from agent.models.keys import Key
@@ -197,7 +198,7 @@ class Transport:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 words = f"no complete reply within {settings.attempt_timeout_s:g} s"
                 raise ModelError("timeout", words) from error
-            raise self._of_the_connection(error, key) from error
+            raise await self._of_the_connection(error, key) from error
         finally:
             self._timeouts.end(timeout)
 
@@ -234,33 +235,32 @@ class Transport:
         """
         url, headers, _, key = prepared
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s)
-        with self._failures(key):
+        async with self._failures(key):
             return await self._session.request(
                 method, url, data=body, headers=headers, allow_redirects=False, timeout=timeout
             )
 
     async def read(self, response: aiohttp.ClientResponse, key: Key) -> bytes:
         """The whole body of a response; raises what it says if its status is an error."""
-        with self._failures(key):
-            async with response:
-                if not 200 <= response.status < 300:
-                    raise await self._refusal(response, key)
-                return self.clean(await _whole(response), key)
+        async with self._failures(key), response:
+            if not 200 <= response.status < 300:
+                raise await self._refusal(response, key)
+            return self.clean(await _whole(response), key)
 
     async def parts(
         self, response: aiohttp.ClientResponse, key: Key
     ) -> AsyncGenerator[bytes, None]:
         """The body of a response, of any length."""
-        with self._failures(key):
+        async with self._failures(key):
             async for part in response.content.iter_any():
                 yield part
 
-    @contextlib.contextmanager
-    def _failures(self, key: Key) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _failures(self, key: Key) -> AsyncIterator[None]:
         try:
             yield
         except (aiohttp.ClientError, OSError) as error:
-            raise self._of_the_connection(error, key) from error
+            raise await self._of_the_connection(error, key) from error
 
     async def close(self) -> None:
         """Release all connections."""
@@ -287,28 +287,31 @@ class Transport:
             words += "; it wants a user and a password, as in http://USER:PASSWORD@HOST:PORT"
         return ModelError("connection", words, was_sent=False, is_lasting=True)
 
-    def _of_the_connection(
+    async def _of_the_connection(
         self, error: aiohttp.ClientError | OSError, key: Key
     ) -> ModelError | HostError:
         """A failure to connect, a cut connection, or what came was no HTTP or beyond measure."""
         if isinstance(error, aiohttp.ClientHttpProxyError):
             return self._refusal_of_the_proxy(error.status, error.message)
         cause: BaseException = error
-        is_lasting = False
+        is_unresolved = False
         while isinstance(cause, aiohttp.ClientConnectorError):
-            is_lasting = is_lasting or isinstance(cause, aiohttp.ClientConnectorDNSError)
+            is_unresolved = is_unresolved or isinstance(cause, aiohttp.ClientConnectorDNSError)
             cause = cause.os_error
         unsent = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
         was_sent = not isinstance(error, unsent)
         words = ""
-        if isinstance(cause, OSError):
+        if isinstance(error, aiohttp.ClientConnectorError) and is_of_tls(cause):
+            port = None if self._proxy else error.port
+            words = await describe_failure(cause, error.host, port)
+        elif isinstance(cause, OSError):
             if cause.errno in HOST_ERRNOS:
                 return HostError(f"model call: {describe(cause.errno)}")
             # asyncio puts an address where the system's words belong; look-ups of names have none.
             number = cause.errno or 0
             words = (os.strerror(number) if number > 0 else cause.strerror) or ""
         words = words or ": ".join(filter(None, (type(cause).__name__, str(cause))))
-        if is_lasting:
+        if is_unresolved:
             words = f"its name cannot be resolved ({words})"
         of_the_way = (aiohttp.ClientProxyConnectionError, aiohttp.ClientConnectorDNSError)
         if self._proxy and isinstance(error, of_the_way):
@@ -316,6 +319,7 @@ class Transport:
         elif self._proxy:
             words += f" (by way of {self._proxy.words})"
         words = key.out_of_text(words)
+        is_lasting = is_unresolved or isinstance(cause, ssl.SSLError)
         return ModelError("connection", words, was_sent=was_sent, is_lasting=is_lasting)
 
     async def _read_stream(
