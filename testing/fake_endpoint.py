@@ -157,6 +157,10 @@ class Connection(asyncio.Protocol):
         match method, path:
             case "POST", _ if path in DIALECTS:
                 self._accept(path, headers, body)
+            case "GET", "/v1/models":
+                named = {"object": "list", "data": [{"id": "fake-model", "query": query}]}
+                is_known = headers.get("authorization") == f"Bearer {self._options.key}"
+                self._send(frame(200 if is_known else 401, named))
             case "GET", "/journal":
                 self._send(frame(200, self._tally.view(full="full=1" in query)))
             case "POST", "/reset":

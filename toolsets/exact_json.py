@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -34,6 +36,9 @@ _STEP = 6
 _FEW = 16
 """Up to this many places, checking each is faster than scanning the whole text, however short."""
 _DIGITS_AS_ZERO = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
+
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\n\r]*")
 
 _INT64 = range(-(2**63), 2**63)
 _64_BITS = range(-(2**63), 2**64)
@@ -106,6 +111,41 @@ def is_nested_too_deep(json_text: bytes) -> bool:
             return False
         brackets = brackets.replace(b"[]", b"")
     return bool(brackets)
+
+
+def repeated_key(content: bytes, read: Mapping[str, Any]) -> str | None:
+    """A key that a JSON object, or an object directly in it, has twice; None if there is none.
+
+    `read` is what reading `content` gave, where one of the two is gone.
+    """
+    inner = (value for value in read.values() if isinstance(value, dict))
+    written = (b'"%b"' % key.encode() for key in chain(read, *inner))
+    # Most keys are written once, and nowhere else: to scan a body takes milliseconds.
+    if b"\\u00" not in content and all(content.count(key) == 1 for key in written):
+        return None
+    return _repeated_key(content.decode(), levels=2)
+
+
+def _repeated_key(text: str, *, levels: int) -> str | None:
+    keys: set[str] = set()
+    at = text.index("{") + 1
+    while (at := _after_space(text, at)) < len(text) and text[at] == '"':
+        key, at = _DECODER.raw_decode(text, at)
+        if key in keys:
+            return str(key)
+        keys.add(key)
+        at = _after_space(text, _after_space(text, at) + 1)
+        value, end = _DECODER.raw_decode(text, at)
+        has_more = levels > 1 and isinstance(value, dict)
+        if has_more and (inner := _repeated_key(text[at:end], levels=levels - 1)) is not None:
+            return inner
+        at = _after_space(text, end) + 1
+    return None
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()
 
 
 def objects_among(value: Any) -> list[dict[str, Any]]:

@@ -51,7 +51,9 @@ class Mistake(NamedTuple):
         return f"{where}: {self.reason}" if where else self.reason
 
     def with_value(self) -> str:
-        """The reason and the value that was given."""
+        """The reason and the value that was given; for a missing key that would be all others."""
+        if self.kind == "missing":
+            return self.reason
         return f"{self.reason} (got {clip(repr(self.value), max_chars=_SHOWN_CHARS)})"
 
 

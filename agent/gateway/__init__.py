@@ -12,6 +12,7 @@ wires           the dialects by name
 threads         the fold of an agent's calls into conversations
 lines           the conversations that the threads make up
 answers         replies on their way to agents, and who asked for them again
+listing         lists of models
 relay           makes the calls of an agent, and records them
 server          the HTTP server that agents talk to
 

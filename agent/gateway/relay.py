@@ -170,22 +170,15 @@ class Relay:
         """The reply to a request that costs nothing and is not recorded."""
         if refusal := self._stop():
             return Answer(refusal)
-        bodies: list[bytes] = []
         in_path = _MODEL_IN_PATH.search(call.path)
         name = in_path[1] if in_path else str(call.body.get("model"))
         try:
             route = self._route(call.wire.api, name)
-            request = _request(call, route, None)
-            await route.model.complete(replace(request, read=partial(_keep, bodies, _free)))
+            return await ask_freely(route.model, _request(call, route, None))
         except RefusedModel as error:
             return Answer(Refusal(_STOP, "model", str(error)))
-        except ModelError as error:
-            return Answer(_refusal_of(error))
         except Exception as error:
             return Answer(self._fail(error))
-        reply = Answer()
-        reply.finish(bodies[-1:])
-        return reply
 
     async def close(self) -> None:
         """Wait for the calls in flight, up to their time limits, and record them.
@@ -378,6 +371,25 @@ def _request(call: AgentCall, route: Route, asked: WireRequest | None) -> RelayR
         headers=wire.request_headers(call.headers),
         max_tokens=None if most is None else most * _choices(body),
         read=_free,
+    )
+
+
+async def ask_freely(model: RetryingModel, request: RelayRequest) -> Answer:
+    """The endpoint's answer to a request that costs nothing, or its refusal."""
+    bodies: list[bytes] = []
+    try:
+        await model.complete(replace(request, read=partial(_keep, bodies, _free)))
+    except ModelError as error:
+        return Answer(_refusal_of(error))
+    reply = Answer()
+    reply.finish(bodies[-1:])
+    return reply
+
+
+def free_request(path: str, headers: Mapping[str, str]) -> RelayRequest:
+    """A GET request for `path`, below the root of an endpoint; see `ask_freely`."""
+    return RelayRequest(
+        method="GET", path=path, body=b"", headers=headers, max_tokens=0, read=_free
     )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 from aiohttp import web
 
 from agent.gateway.answers import Answer, Refusal
+from agent.gateway.listing import List, names_only
+from agent.gateway.reading import path_of
 from agent.gateway.relay import AgentCall, Relay
 from agent.gateway.wire import WireError
 from agent.gateway.wire_base import Wire
@@ -32,16 +34,24 @@ _CLOSE_S = 2.0
 
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 _JSON = "application/json"
+NO_NAMES = names_only(())
+"""The list of models where none is known."""
 
 
 class Gateway:
     """Relays the model calls of one agent and records them; see `Relay`."""
 
     def __init__(
-        self, relay: Relay, *, wires: Collection[str], keepalive_s: float = KEEPALIVE_S
+        self,
+        relay: Relay,
+        *,
+        wires: Collection[str],
+        models: List = NO_NAMES,
+        keepalive_s: float = KEEPALIVE_S,
     ) -> None:
-        """`wires` are the dialects that the agent may speak."""
+        """`wires` are the dialects that the agent may speak; `models` says which models it has."""
         self.relay = relay
+        self._models = models
         self._wires = [WIRES[api] for api in wires]
         self._keepalive_s = keepalive_s
         self._key: str | None = None
@@ -83,7 +93,7 @@ class Gateway:
         if self._key is not None and not is_key(request, self._key):
             return _refused(wire, Refusal(401, "auth", "the key is not that of this gateway"))
         if wire is None:
-            return _probed(request, path)
+            return await self._probed(request, path)
         operation = wire.operation(request.method, path)
         if operation == "other":
             if "upgrade" in request.headers:
@@ -109,6 +119,18 @@ class Gateway:
             await response.prepare(request)
             await response.write_eof()
             return response
+
+    async def _probed(self, request: web.BaseRequest, path: str) -> web.Response:
+        """Answer other requests: clients check whether a server responds, and its models."""
+        plain = path_of(path)
+        if request.method in ("GET", "HEAD"):
+            if not plain:
+                return web.Response()
+            if plain.endswith("/models"):
+                reply = await self._models(path, _headers_of(request))
+                return _whole(None, reply)
+        words = f"{request.method} {path}: the gateway answers model calls only"
+        return _refused(None, Refusal(404, "not_found", words))
 
     async def _send_events(
         self, request: web.BaseRequest, reply: Answer, wire: Wire
@@ -185,12 +207,19 @@ async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:
         raise WireError(f"the request is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise WireError("the request is not a JSON object")
-    headers: Mapping[str, str] = {name.lower(): value for name, value in request.headers.items()}
+    if key := exact_json.repeated_key(content, body):
+        words = "it is there twice, and servers differ in which of the two they take; send it once"
+        raise WireError(f"{key}: {words}")
+    headers = _headers_of(request)
     repeats = headers.get("x-stainless-retry-count", "0")
     return AgentCall(wire, path, headers, content, body, is_repeat=repeats not in ("", "0"))
 
 
-def _whole(wire: Wire, reply: Answer) -> web.Response:
+def _headers_of(request: web.BaseRequest) -> Mapping[str, str]:
+    return {name.lower(): value for name, value in request.headers.items()}
+
+
+def _whole(wire: Wire | None, reply: Answer) -> web.Response:
     if reply.refusal is not None:
         return _refused(wire, reply.refusal)
     return web.Response(body=b"".join(reply.parts), content_type=_JSON)
@@ -204,15 +233,3 @@ def _refused(wire: Wire | None, refusal: Refusal) -> web.Response:
     # Clients of some SDKs ask again on other words than the status.
     headers = {"x-should-retry": "false"} if status == 400 else {}
     return web.Response(status=status, body=body, content_type=_JSON, headers=headers)
-
-
-def _probed(request: web.BaseRequest, path: str) -> web.Response:
-    """Answer other requests: clients check whether a server responds and which models it has."""
-    plain = path.partition("?")[0].rstrip("/")
-    if request.method in ("GET", "HEAD"):
-        if not plain:
-            return web.Response()
-        if plain.endswith("/models"):
-            return web.json_response({"object": "list", "data": []})
-    words = f"{request.method} {path}: the gateway answers model calls only"
-    return _refused(None, Refusal(404, "not_found", words))

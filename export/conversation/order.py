@@ -2,7 +2,8 @@
 
 Such agents speak several times in a row: reminders after results, several messages before the first
 reply, system messages in the middle. Every trainer wants: system, user, assistant, results, and so
-on. What would be out of order is added to the message before it, as the model read it there.
+on. What would be out of order is added to the message before it, as the model read it there;
+`OWN_CHARS` of a result says where its own text ends.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _THREAD = "thread#"
+
+OWN_CHARS = "own_chars"
+"""In a result that others' words were added to: the length of its own text."""
 
 
 def is_agents(part: Mapping[str, Any]) -> bool:
@@ -37,8 +41,10 @@ def _merged(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         if role in ("assistant", "tool") or (before == "system" and role in ("system", "user")):
             merged.append(message)
         elif before in ("user", "tool"):
-            content = f"{merged[-1]['content']}\n\n{message['content']}"
-            merged[-1] = {**merged[-1], "content": content}
+            earlier = merged[-1]
+            own = {OWN_CHARS: len(earlier["content"])} if before == "tool" else {}
+            content = f"{earlier['content']}\n\n{message['content']}"
+            merged[-1] = {**own, **earlier, "content": content}
         else:
             merged.append({**message, "role": "user"})
     return merged

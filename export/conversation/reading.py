@@ -17,7 +17,7 @@ import msgspec
 from agent.reasoning import hides_reasoning, opens_reasoning, split_inline_reasoning
 from export.conversation.authors import with_authors
 from export.conversation.ending import is_answered, plain_ending
-from export.conversation.order import ends_with_a_call, in_order, is_agents
+from export.conversation.order import OWN_CHARS, ends_with_a_call, in_order, is_agents
 from export.conversation.own_work import Own, own_of, tool_stats
 from export.conversation.rewards import reward_facts
 from export.conversation.row_json import Token, control_token, read_arguments, write_json
@@ -290,7 +290,8 @@ def _read_result(message: Mapping[str, Any], call: Call, number: int) -> Result:
     content = message.get("content")
     if not isinstance(content, str):
         content = text_of(message, where=f"result of turn {number}")
-    return Result(call.id, call.name, content, bool(message.get("is_error")))
+    is_error = bool(message.get("is_error"))
+    return Result(call.id, call.name, content, is_error, message.get(OWN_CHARS))
 
 
 def metadata_for(

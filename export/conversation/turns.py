@@ -41,6 +41,8 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     name: str
     content: str
     is_error: bool
+    own_chars: int | None = None
+    """The length of the tool's own text, if words of the user or the system follow it."""
 
 
 class Said(msgspec.Struct, frozen=True, gc=False):

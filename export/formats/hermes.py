@@ -25,6 +25,7 @@ from export.conversation.reading import (
     with_hidden_reasoning,
 )
 from export.conversation.row_json import (
+    TOOL_RESPONSE,
     Repeated,
     compact_json,
     content_json,
@@ -32,9 +33,10 @@ from export.conversation.row_json import (
     write_json,
 )
 from export.conversation.style import Style
-from export.conversation.tolerance import Flaw
+from export.conversation.tolerance import Flaw, Tolerance
 from export.conversation.tools import Tools, once
 from export.conversation.turns import Conversation, Entry, Said, Turn
+from export.conversation.validity import Reason
 
 _NO_REASONING = "<think>\n</think>\n"
 """Begins a turn without reasoning, so that every turn begins with a think block."""
@@ -115,7 +117,7 @@ def _conversations(
             continue
         conversations.append({"from": "gpt", "value": _gpt_value(entry, no_reasoning)})
         if entry.results:
-            conversations.append({"from": "tool", "value": _tool_value(entry)})
+            conversations.append({"from": "tool", "value": _tool_value(entry, style.tolerance)})
     return conversations
 
 
@@ -155,13 +157,19 @@ def _gpt_value(turn: Turn, no_reasoning: str) -> str:
     return "".join(parts).rstrip()
 
 
-def _tool_value(turn: Turn) -> str:
-    blocks = []
+def _tool_value(turn: Turn, tolerance: Tolerance) -> str:
+    blocks, said = [], []
     for result in turn.results:
         # No marker spans the space before "content", so one search finds those of both parts.
         body = escape_markers(
             f'{{"tool_call_id": {write_json(result.id)}, "name": {write_json(result.name)},'
-            f' "content": {content_json(result.content)}}}'
+            f' "content": {content_json(result.content[: result.own_chars])}}}'
         )
+        if result.own_chars is not None:
+            where = f"what follows the results of turn {turn.number}"
+            said.append(result.content[result.own_chars :].strip())
+            refuse_control_tokens(said[-1], tolerance, where=where)
+            if found := TOOL_RESPONSE.search(said[-1]):
+                tolerance.refuse([Flaw(Reason.MARKER_IN_RESULT, f"{where}: {found[0]}")])
         blocks.append(f"<tool_response>\n{body}\n</tool_response>")
-    return "\n".join(blocks)
+    return "\n".join([*blocks, *said])

@@ -54,6 +54,8 @@ def read_agent(value: Any) -> Any:
     from toolsets.yaml_file import read_yaml
 
     loaded = read_yaml(path, "agent")
+    if isinstance(loaded, dict) and loaded.keys() == {"agent"}:
+        loaded = loaded["agent"]  # as in a config file
     if not isinstance(loaded, dict):
         msg = f"{path}: must have `key: value` lines, such as command and speaks"
         raise ValueError(msg)

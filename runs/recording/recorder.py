@@ -213,7 +213,7 @@ class Recorder:
             is_stopping=lambda: self._is_stopping,
             ends_with=partial(self._stops_recording, name),
         )
-        return Gateway(relay, wires=tuple(WIRES))
+        return Gateway(relay, wires=tuple(WIRES), models=self._upstream.list_models)
 
     def _stops_recording(self, name: str, error: ModelError) -> bool:
         log.warning("%s: a call failed: %s: %s", name, error.kind, error)

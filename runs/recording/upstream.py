@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agent.gateway.relay import RefusedModel, Route
+from agent.gateway.answers import Answer
+from agent.gateway.listing import api_asked, path_below_root
+from agent.gateway.relay import RefusedModel, Route, ask_freely, free_request
+from agent.gateway.server import NO_NAMES
+from agent.gateway.wires import WIRES
 from agent.models.client.retrying import Retry
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
@@ -158,6 +162,17 @@ class Upstream:
         """The model that answers a call. Raises `RefusedModel`."""
         settings = self._models.find(api, name)
         return Route(self.calls.pool.get(settings))
+
+    async def list_models(self, path: str, headers: Mapping[str, str]) -> Answer:
+        """The endpoint's own list of models; see `agent.gateway.listing`."""
+        own, setups = self._models.settings, self._models.setups
+        api = api_asked(path, headers, own.api)
+        settings = setups[api].settings if api in setups else own
+        if settings.connection.client is not None:  # these know no such request
+            return await NO_NAMES(path, headers)
+        sent = {name: headers[name] for name in WIRES[settings.api].headers if name in headers}
+        request = free_request(path_below_root(settings.api, path), sent)
+        return await ask_freely(self.calls.pool.get(settings), request)
 
     def has_failed(self, error: ModelError) -> bool:
         """Whether a failed call stops the recording.

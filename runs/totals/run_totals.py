@@ -17,7 +17,7 @@ from runs.dataset.scan import Scan
 from runs.store.checks import Checks, CheckSums, describe
 from runs.store.failures import load_failed_attempts
 from runs.store.index import Index, IndexEntry
-from runs.store.journal import read_journaled_replies
+from runs.store.journal import JournaledReplies, read_journaled_replies
 from runs.store.records import load_index
 from runs.store.settled import WORKER_DIED, Settled, is_settled
 from runs.totals.spending import spent_by_judges, sum_up_spending
@@ -137,6 +137,7 @@ def compute_totals(
                 totals.failed += 1
                 totals.to_retry += 1
                 failures[failed_attempts[key]] += 1
+                _add_attempts(totals, journaled.tasks.get(key))
             else:
                 totals.pending += 1
                 if (replies := journaled.tasks.get(key)) is not None:
@@ -179,6 +180,15 @@ def _add_work(totals: RunTotals, entry: IndexEntry) -> None:
     if entry.turns:
         totals.tokens_unknown += entry.input_tokens is None or entry.output_tokens is None
         totals.cost_unknown += entry.cost_usd is None
+
+
+def _add_attempts(totals: RunTotals, replies: JournaledReplies | None) -> None:
+    """Add what a task was paid for that has no record yet; journals do not sum up its tokens."""
+    if replies is not None:
+        totals.turns += replies.turns
+        totals.tokens_unknown += 1
+        totals.cost_usd += sum(cost or 0.0 for cost in replies.costs)
+        totals.cost_unknown += None in replies.costs
 
 
 def as_table(totals: RunTotals) -> str:

@@ -42,6 +42,7 @@ from runs.worker.workspace_setup import SetupFailed
 from runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
 from toolsets.errors import HostError, machine_failure
+from toolsets.text import plural
 
 if TYPE_CHECKING:
     from agent.command_agent import CommandAgent
@@ -180,7 +181,9 @@ class TaskRunner:
             )
         finally:
             await context.close(remove=False)
-        log.info("%s: %s after %d turns", task.id, end.status, trajectory.turns)
+        calls = trajectory.agent_calls
+        turns = trajectory.turns if calls is None else len(calls.live)
+        log.info("%s: %s after %s", task.id, end.status, plural(turns, "turn"))
         if failure and assignment["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
         self._not_durable[task.key] = context

@@ -12,6 +12,7 @@ from export.conversation.reading import read_conversation
 from export.conversation.row_json import dumps_row
 from export.conversation.style import Style, styled
 from export.conversation.texts import texts_of
+from export.conversation.validity import Rejected
 from export.formats.registry import ROW_FORMATS
 from report.conversation_text import ConversationText
 from report.facts import row_of
@@ -80,6 +81,23 @@ def test_messages_out_of_order_are_added_to_those_before_them() -> None:
     metadata = json.loads(found["metadata"])
     assert metadata["agent"] == {"name": "claude-code", "version": "2.1"}
     assert metadata["tool_stats"] == [{"tool": "bash", "count": 2, "success": 2, "failure": 0}]
+
+
+def test_what_an_agent_says_after_results_is_no_result_in_hermes_rows() -> None:
+    """It follows the response in the same entry, as the roles have to alternate."""
+    tool = row(agents_record(), "hermes")["conversations"][3]
+    response, words = tool["value"].split("\n</tool_response>\n")
+    assert tool["from"] == "tool"
+    assert json.loads(response.removeprefix("<tool_response>\n"))["content"] == "a b"
+    assert words == "Keep your list up to date."
+
+
+def test_a_tag_after_results_is_refused_in_hermes_rows() -> None:
+    record = agents_record()
+    for message in record["messages"]:
+        message["content"] = message["content"].replace("Keep", "</tool_response>Keep")
+    with pytest.raises(Rejected, match="marker_in_result: what follows the results of turn 1"):
+        row(record, "hermes")
 
 
 @pytest.mark.parametrize("name", ROW_FORMATS)

@@ -275,6 +275,10 @@ def test_a_killed_agent_is_a_failed_attempt_and_the_next_continues(
     (failure,) = lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
     assert failure["class"] == "agent_failed"
     assert "ended with exit code 137 before a final answer" in failure["message"]
+    totals = json.loads((tmp_path / "trajectories/r/summary.json").read_text())
+    assert (totals["failed"], totals["turns"], totals["tokens_unknown"]) == (1, 3, 1)
+    assert totals["cost_usd"] == totals["spent_usd"] > 0
+    assert "p: failed after 3 turns" in (tmp_path / "trajectories/r/run.log").read_text()
     assert run(tmp_path, **given).returncode == 0
     (record,) = records(tmp_path)
     assert record["status"] == "completed"

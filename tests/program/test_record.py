@@ -155,6 +155,17 @@ def test_a_program_says_how_its_session_ended(tmp_path: Path, endpoint: FakeEndp
     assert (record["status"], record["status_reason"]) == ("failed", "the tests fail")
 
 
+def test_the_list_of_models_is_the_endpoints_own(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    """Asked with the real key, before and within a session, which it does not begin."""
+    with recording(tmp_path, endpoint) as world:
+        for at in ("", "/sessions/one"):
+            status, said = world.ask("GET", f"{at}/v1/models?limit=5")
+            assert (status, said["data"]) == (200, [{"id": "fake-model", "query": "limit=5"}])
+            world.talk("First.", at="/sessions/one")
+        assert stop(world.process) == 0
+    assert set(records(tmp_path)) == {"one"}
+
+
 def test_silence_ends_a_session(tmp_path: Path, endpoint: FakeEndpoint) -> None:
     """The recording goes on; the same name begins another session."""
     with recording(tmp_path, endpoint, silence_s=0.2) as world:

@@ -51,6 +51,21 @@ def test_an_agent_can_be_a_file_beside_the_config(tmp_path: Path) -> None:
     assert found.agent.name == "mine"
 
 
+def test_the_file_of_an_agent_can_be_a_part_of_a_config(tmp_path: Path) -> None:
+    """As docs/agents.md shows it."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("agent:\n  command: [run, '{prompt}']\n  speaks: openai_chat\n")
+    found = config(agent=str(file)).agent
+    assert found is not None
+    assert (found.name, found.command) == ("mine", ("run", "{prompt}"))
+
+
+def test_a_missing_key_is_named_without_all_the_others() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(agent={"speaks": "openai_chat", "env": {"A": "x" * 50}})
+    assert str(caught.value) == "--agent, in command: Field required"
+
+
 @pytest.mark.parametrize(
     ("agent", "words"),
     [

@@ -22,6 +22,7 @@ class RelayRequest(Request):
     """
 
     messages: Sequence[Message] = ()
+    method: str = "POST"
     path: str
     """Below the root of the endpoint, with the query."""
     body: bytes

@@ -159,7 +159,7 @@ class Transport:
         assembly = None if request.assembly is None else request.assembly()
         prepared = prepared._replace(headers=headers)
         if (on_event := request.on_event) is None:
-            return await self._post(prepared, settings, assembly)
+            return await self._post(prepared, settings, assembly, method=request.method)
         has_begun = False
 
         def pass_on(raw: bytes, data: str | None) -> None:
@@ -180,11 +180,14 @@ class Transport:
         settings: ModelSettings,
         assembly: Assembly | None,
         on_event: OnEvent | None = None,
+        method: str = "POST",
     ) -> bytes:
         url, headers, body, key = prepared
         timeout = self._timeouts.begin()
         # A redirect would take the key along to wherever it points.
-        sending = self._session.post(url, data=body, headers=headers, allow_redirects=False)
+        sending = self._session.request(
+            method, url, data=body, headers=headers, allow_redirects=False
+        )
         try:
             async with timeout, sending as response:
                 if not 200 <= response.status < 300:

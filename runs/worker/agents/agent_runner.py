@@ -19,6 +19,7 @@ from typing import Any
 
 from agent.command_agent import CommandAgent, fill
 from agent.gateway.lines import lines_of
+from agent.gateway.listing import names_only
 from agent.gateway.relay import CallLimits, RefusedModel, Relay, Route
 from agent.gateway.server import Gateway
 from agent.loop.steps import Finish
@@ -144,7 +145,9 @@ class AgentRunner:
             volatile=task.agent.what_varies,
             is_stopping=lambda: self._stops.is_stopping,
         )
-        return Gateway(relay, wires=task.agent.speaks)
+        aliases = (name for name in task.agent.aliases if not any(mark in name for mark in "*?["))
+        models = names_only([setup.settings.name, *aliases])
+        return Gateway(relay, wires=task.agent.speaks, models=models)
 
     async def _run_command(
         self, task: AgentTask, gateway: Gateway

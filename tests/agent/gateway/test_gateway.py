@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -12,6 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 
+from agent.gateway.listing import names_only
 from agent.gateway.relay import CallLimits, RefusedModel, Route
 from agent.gateway.server import MAX_REQUEST_BYTES
 from agent.models.client.open_model import open_model
@@ -262,6 +264,42 @@ def test_what_is_no_request_is_refused(api: str, body: bytes) -> None:
             assert _error(said)["message"]
             assert not world.endpoint.asked
             assert (await world.read())[0] == 200
+
+    asyncio.run(run())
+
+
+def test_the_list_of_models_can_be_read_by_clients_of_each_api() -> None:
+    reply = asyncio.run(names_only(["m", "other", "m"])("/v1/models", {}))
+    said = orjson.loads(b"".join(reply.parts))
+    assert [(model["id"], model["type"], model["object"]) for model in said["data"]] == [
+        *(("m", "model", "model"), ("other", "model", "model"))
+    ]
+    assert [model["name"] for model in said["models"]] == ["models/m", "models/other"]
+    assert said["has_more"] is False
+
+
+@EACH
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda body: b'{"model": "cheap", ' + body[1:],
+        lambda body: b'{"mod\\u0065l" : "cheap", ' + body[1:],
+        lambda body: b'{"generationConfig": {"n": 1, "n": 2}, ' + body[1:],
+    ],
+)
+def test_a_body_with_a_key_that_is_there_twice_is_refused(
+    api: str, spoil: Callable[[bytes], bytes]
+) -> None:
+    """The gateway would judge one of the two, and the endpoint may take the other."""
+
+    async def run() -> None:
+        async with relayed(api) as world:
+            body = orjson.dumps(ask(note={"text": 'key "model": and "model"', "model": [{}]}))
+            status, said = await world.read(spoil(body))
+            assert status == 400
+            assert "it is there twice" in _error(said)["message"]
+            assert not world.endpoint.asked
+            assert (await world.read(body))[0] == 200
 
     asyncio.run(run())
 
