@@ -22,7 +22,9 @@ Other rooms import only the modules in `SEAM`.
 
 SEAM = (
     "command_agent",
+    "gateway.answers",
     "gateway.lines",
+    "gateway.listing",
     "gateway.relay",
     "gateway.server",
     "gateway.wire",
