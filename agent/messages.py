@@ -283,6 +283,8 @@ class ExchangeEvent(TypedDict):
     """Tools that the provider would have run, and that were removed from the request."""
     reply: ReplyEvent
     """Its `turn` is that of the thread."""
+    ids: NotRequired[list[str]]
+    """The ids of the reply's calls as the agent got them, if the record needs others."""
     body: dict[str, Any]
     """The body of the reply, to answer an equal call with. Streams: put together."""
 

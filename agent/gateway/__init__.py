@@ -9,6 +9,7 @@ wire_messages   Anthropic messages
 wire_responses  OpenAI Responses
 wire_gemini     Gemini's generateContent
 wires           the dialects by name
+repeats         which recorded reply an agent repeats
 threads         the fold of an agent's calls into conversations
 lines           the conversations that the threads make up
 answers         replies on their way to agents, and who asked for them again

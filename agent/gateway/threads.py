@@ -8,11 +8,12 @@ all calls aside; those that are asked for again become part of their conversatio
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agent.gateway.canonical import CallsInOrder, message_digest
+from agent.gateway.repeats import Repeated, Repeats
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireRequest
 from agent.messages import AgentEvent, AgentExitEvent, ExchangeEvent, Message, ToolCall
 
@@ -50,20 +51,13 @@ class Thread:
             self.replies = [reply for reply in parent.replies if reply[0] < shared]
         self._digests: list[bytes] = []
         self._calls = CallsInOrder()
-        self._ids: list[str] = []
 
     def digests(self, volatile: Volatile) -> list[bytes]:
         """One per message, as those of a request."""
         for message in self.messages[len(self._digests) :]:
             self._digests.append(message_digest(message, self._calls, volatile))
-            made = message.get("tool_calls", ())
-            self._calls.add(made)
-            self._ids += [call["id"] for call in made]
+            self._calls.add(message.get("tool_calls", ()))
         return self._digests
-
-    def call_ids(self) -> list[str]:
-        """The ids of all calls, in order; `digests` must have been asked for."""
-        return self._ids
 
     def replies_within(self, shared: int) -> int:
         """How many of its first messages are recorded replies."""
@@ -87,6 +81,7 @@ class Threads:
         """How often the agent's command was started."""
         self.exit: AgentExitEvent | None = None
         """How the last start ended, if it did."""
+        self._repeats = Repeats()
         self._recent_of: dict[int, WireRequest] = {}
         self._ends: list[tuple[int, int]] = []
         """The thread of each call, and how many messages it had after the reply."""
@@ -185,17 +180,20 @@ class Threads:
 
     def place(self, request: WireRequest) -> Placement:
         """Where a request belongs now: call it once its reply is complete."""
-        source, shared = self._longest(request.digests)
+        repeated = self._repeated(request)
+        source, shared = self._longest(repeated.digests)
         added = request.messages[shared:]
-        echoes = self._echoes(source, shared, request)
-        ids = self._call_ids(source, shared, added, echoes)
-        asked = [call["id"] for part in request.parts for call in part.calls]
-        if ids != asked:
-            added = _with_ids(added, request.messages[:shared], asked, ids)
+        echoes = self._echoes(source, shared, request, repeated)
+        replies = {at: number for at, number in source.replies if at < shared} if source else {}
+        replies |= {shared + at: number for at, number in echoes}
+        recorded = self._recorded_calls(source, shared, request, replies)
+        ids = [call["id"] for made in recorded for call in made]
+        if ids != [call["id"] for part in request.parts for call in part.calls]:
+            added = self._with_ids(request, shared, replies, recorded)
         continues = source is not None and shared == len(source.messages)
         if source and continues and source.tools and not request.tools:
             # After an answer, a call without tools is about the conversation, not part of it.
-            continues = bool(_calls(source.messages[-1]))
+            continues = bool(source.messages[-1].get("tool_calls"))
         thread = source.number if source and continues else len(self.threads)
         tools = source.tools if source else []
         self._remember(thread, request)
@@ -229,53 +227,72 @@ class Threads:
                 best, rank = thread, mine
         return best, rank[0]
 
-    def _echoes(self, source: Thread | None, shared: int, request: WireRequest) -> list[list[int]]:
+    def _repeated(self, request: WireRequest) -> Repeated:
+        for exchange in self.exchanges[self._repeats.count :]:
+            thread, end = self.end_of(exchange["number"])
+            self._repeats.add(exchange, end - 1, thread.digests(self.volatile))
+        return self._repeats.find(request, self.volatile, self.live)
+
+    def _echoes(
+        self, source: Thread | None, shared: int, request: WireRequest, repeated: Repeated
+    ) -> list[list[int]]:
         """The recorded replies among the messages after the first `shared`.
 
         An agent that changes earlier messages repeats the replies after them.
         """
-        repeated = [
-            n
-            for n in range(shared, len(request.messages))
-            if request.messages[n]["role"] == "assistant"
-        ]
-        if not repeated:
-            return []
-        numbers: defaultdict[bytes, list[int]] = defaultdict(list)
-        for number in range(len(self.exchanges)):
-            thread, end = self.end_of(number)
-            numbers[thread.digests(self.volatile)[end - 1]].append(number)
         last = max((n for at, n in source.replies if at < shared), default=-1) if source else -1
         echoes = []
-        for n in repeated:
-            if known := numbers.get(request.digests[n]):
+        for n in range(shared, len(request.messages)):
+            if request.messages[n]["role"] != "assistant":
+                continue
+            if (number := repeated.replies.get(n)) is None:
+                known = self._repeats.with_digest(repeated.digests[n])
                 later = [number for number in known if number > last]
-                last = (
-                    min(later, key=lambda number: (number not in self.live, number))
-                    if (later)
-                    else known[-1]
+                number = min(
+                    later,
+                    key=lambda number: (number not in self.live, number),
+                    default=known[-1] if known else None,
                 )
-                echoes.append([n - shared, last])
+            if number is not None:
+                last = number
+                echoes.append([n - shared, number])
         return echoes
 
-    def _call_ids(
+    def _recorded_calls(
+        self, source: Thread | None, shared: int, request: WireRequest, replies: Mapping[int, int]
+    ) -> list[Sequence[ToolCall]]:
+        """The calls of each message of a request as the record has them."""
+        before = source.messages[:shared] if source else []
+        after = enumerate(request.messages[shared:], shared)
+        said = (
+            self.exchanges[replies[n]]["reply"]["message"] if n in replies else message
+            for n, message in after
+        )
+        return [message.get("tool_calls", ()) for message in (*before, *said)]
+
+    def _with_ids(
         self,
-        source: Thread | None,
+        request: WireRequest,
         shared: int,
-        added: Sequence[Message],
-        echoes: Sequence[Sequence[int]],
-    ) -> list[str]:
-        """The ids that all calls of a request have in the record."""
-        if source is None or shared == len(source.messages):
-            ids = list(source.call_ids()) if source else []
-        else:
-            ids = [call["id"] for message in source.messages[:shared] for call in _calls(message)]
-        numbers = {at: number for at, number in echoes}  # noqa: C416 - lists of two
-        for n, message in enumerate(added):
-            if n in numbers:
-                message = self.exchanges[numbers[n]]["reply"]["message"]
-            ids += [call["id"] for call in _calls(message)]
-        return ids
+        replies: Mapping[int, int],
+        recorded: Sequence[Sequence[ToolCall]],
+    ) -> list[Message]:
+        """The messages after the first `shared`, with the ids of the record.
+
+        An agent makes its own ids where a server gives none, and some servers repeat ids.
+        """
+        new: dict[str, str] = {}
+        mapped = []
+        for n, message in enumerate(request.messages):
+            asked = _ids(message.get("tool_calls", ()))
+            got = _ids(self._repeats.calls(replies[n])) if n in replies else asked
+            # Where an agent has left calls out, those that it kept are found by the ids it got.
+            pairs = zip(got if {*asked} <= {*got} else asked, _ids(recorded[n]), strict=False)
+            new.update(pairs)
+            if n >= shared:
+                id = message.get("tool_call_id", "")
+                mapped.append({**message, "tool_call_id": new.get(id, id)} if id else message)
+        return mapped
 
     def _remember(self, thread: int, request: WireRequest) -> None:
         self._recent_of.pop(thread, None)
@@ -284,8 +301,8 @@ class Threads:
             del self._recent_of[next(iter(self._recent_of))]
 
 
-def _calls(message: Message) -> Sequence[ToolCall]:
-    return message.get("tool_calls", ())
+def _ids(calls: Sequence[ToolCall]) -> list[str]:
+    return [call["id"] for call in calls]
 
 
 def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
@@ -294,25 +311,3 @@ def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
         if left != right:
             return n
     return min(len(one), len(other))
-
-
-def _with_ids(
-    added: Sequence[Message], shared: Sequence[Message], asked: Sequence[str], ids: Sequence[str]
-) -> list[Message]:
-    """The messages with the ids of the record.
-
-    An agent makes its own ids where a server gives none, and some servers repeat ids.
-    """
-    count = sum(len(_calls(message)) for message in shared)
-    new = dict(zip(asked[:count], ids[:count], strict=True))
-    mapped = []
-    for message in added:
-        if message["role"] == "tool":
-            id = message["tool_call_id"]
-            message = {**message, "tool_call_id": new.get(id, id)}
-        elif made := _calls(message):
-            end = count + len(made)
-            new.update(zip(asked[count:end], ids[count:end], strict=True))
-            count = end
-        mapped.append(message)
-    return mapped

@@ -123,7 +123,7 @@ def _ended_at(reply: ReplyEvent) -> float:
 
 
 def _set_aside(event: ExchangeEvent) -> dict[str, Any]:
-    hidden = ("kind", "reply", "body", "echoes")
+    hidden = ("kind", "reply", "body", "echoes", "ids")
     reply = {key: value for key, value in event["reply"].items() if key != "kind"}
     return {key: value for key, value in event.items() if key not in hidden} | reply
 

@@ -147,6 +147,7 @@ def exchange_event(
     """The call of an agent, once its whole reply is there: `body`, and what it says."""
     placed = threads.place(request)
     reply = reply_event(placed.turn, completion, clock, discarded=None)
+    got = [call["id"] for call in reply["message"].get("tool_calls", ())]
     make_ids_unique(reply["message"], placed.call_ids, turn=placed.turn)
     event = ExchangeEvent(
         kind="exchange",
@@ -162,6 +163,8 @@ def exchange_event(
     )
     if placed.of is not None:
         event["of"] = placed.of
+    if got != [call["id"] for call in reply["message"].get("tool_calls", ())]:
+        event["ids"] = got
     if placed.echoes:
         event["echoes"] = placed.echoes
     if placed.tools is not None:

@@ -4,6 +4,7 @@ talking              agents as they talk to a model, and a gateway without conne
 test_wires           requests are read, replies are written
 test_clients         the providers' own clients take what is written
 test_threads         calls become conversations
+test_repeats         replies that agents repeat in other words
 test_agent_journals  calls in the journals of a run
 relaying             a gateway between an endpoint and an agent that tests play
 test_relay           what reaches the endpoint and the agent, and in which order
