@@ -9,8 +9,8 @@ else as the only reply that followed the same messages.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from operator import eq
+from collections.abc import Collection, Iterable, Sequence
+from operator import eq, is_
 from typing import NamedTuple
 
 from agent.gateway.canonical import CallsInOrder, message_digest
@@ -41,10 +41,24 @@ class _Reply(NamedTuple):
 class Repeated(NamedTuple):
     """What was found in the messages of a request."""
 
+    messages: list[Message]
     digests: list[bytes]
     """One per message; those of replies that were found are the replies' own."""
     replies: dict[int, int]
     """The numbers of these replies, by the positions of the messages."""
+    is_whole: bool
+    """No call of these replies is missing."""
+
+    def same(self, messages: Sequence[Message]) -> int:
+        """How many first messages are the very same ones."""
+        if not self.is_whole:
+            return 0
+        most = min(len(messages), len(self.messages))
+        pairs = enumerate(map(is_, self.messages, messages))
+        return next((n for n, is_same in pairs if not is_same), most)
+
+
+_NOTHING = Repeated([], [], {}, is_whole=True)
 
 
 class Repeats:
@@ -87,12 +101,25 @@ class Repeats:
         """The calls of a reply, with the ids that the agent got."""
         return self._replies[number].calls
 
-    def find(self, request: WireRequest, volatile: Volatile, live: Collection[int]) -> Repeated:
-        """The replies that a request repeats; of several, one of `live` is more likely."""
-        messages, digests = request.messages, list(request.digests)
-        replies: dict[int, int] = {}
+    def find(
+        self,
+        request: WireRequest,
+        volatile: Volatile,
+        *,
+        live: Collection[int],
+        before: Iterable[Repeated],
+    ) -> Repeated:
+        """The replies that a request repeats; of several, one of `live` is more likely.
+
+        What `before`, of earlier requests, has of the same messages is not looked for again.
+        """
+        messages = request.messages
+        best = max(before, key=lambda earlier: earlier.same(messages), default=_NOTHING)
+        same = best.same(messages)
+        digests = best.digests[:same] + request.digests[same:]
+        replies = {n: number for n, number in best.replies.items() if n < same}
         calls: CallsInOrder | None = None  # needed once a message has not all calls of its reply
-        for n, message in enumerate(messages):
+        for n, message in enumerate(messages[same:], same):
             if message["role"] == "assistant":
                 made = _calls(message)
                 if (reply := self._find(message, n, digests, live)) is not None:
@@ -106,7 +133,7 @@ class Repeats:
                     calls.add(made)
             elif calls is not None and message["role"] == "tool":
                 digests[n] = message_digest(message, calls, volatile)
-        return Repeated(digests, replies)
+        return Repeated(messages, digests, replies, is_whole=calls is None)
 
     def _find(
         self, message: Message, n: int, digests: Sequence[bytes], live: Collection[int]
@@ -119,6 +146,8 @@ class Repeats:
             for reply in self._by_place.get((n, id), ())
             if reply.digests[n - 1 : n] == digests[n - 1 : n]
         ]
+        if len(here) == 1:  # as nearly always; to compare takes time
+            return here[0]
         if here:
             return max(
                 here,

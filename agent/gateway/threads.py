@@ -82,7 +82,7 @@ class Threads:
         self.exit: AgentExitEvent | None = None
         """How the last start ended, if it did."""
         self._repeats = Repeats()
-        self._recent_of: dict[int, WireRequest] = {}
+        self._recent_of: dict[int, tuple[WireRequest, Repeated]] = {}
         self._ends: list[tuple[int, int]] = []
         """The thread of each call, and how many messages it had after the reply."""
         self._tools: list[list[dict[str, Any]]] = []
@@ -105,7 +105,7 @@ class Threads:
     @property
     def recent(self) -> list[WireRequest]:
         """The latest requests of the latest threads, for `Wire.read`; none after a resume."""
-        return [*reversed(self._recent_of.values())]
+        return [request for request, _ in reversed(self._recent_of.values())]
 
     @property
     def diverged_at(self) -> int | None:
@@ -196,7 +196,7 @@ class Threads:
             continues = bool(source.messages[-1].get("tool_calls"))
         thread = source.number if source and continues else len(self.threads)
         tools = source.tools if source else []
-        self._remember(thread, request)
+        self._remember(thread, request, repeated)
         return Placement(
             thread=thread,
             shared=shared,
@@ -231,7 +231,8 @@ class Threads:
         for exchange in self.exchanges[self._repeats.count :]:
             thread, end = self.end_of(exchange["number"])
             self._repeats.add(exchange, end - 1, thread.digests(self.volatile))
-        return self._repeats.find(request, self.volatile, self.live)
+        before = (repeated for _, repeated in self._recent_of.values())
+        return self._repeats.find(request, self.volatile, live=self.live, before=before)
 
     def _echoes(
         self, source: Thread | None, shared: int, request: WireRequest, repeated: Repeated
@@ -294,9 +295,9 @@ class Threads:
                 mapped.append({**message, "tool_call_id": new.get(id, id)} if id else message)
         return mapped
 
-    def _remember(self, thread: int, request: WireRequest) -> None:
+    def _remember(self, thread: int, request: WireRequest, repeated: Repeated) -> None:
         self._recent_of.pop(thread, None)
-        self._recent_of[thread] = request
+        self._recent_of[thread] = request, repeated
         if len(self._recent_of) > _MOST_RECENT:
             del self._recent_of[next(iter(self._recent_of))]
 
