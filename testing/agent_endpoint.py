@@ -2,7 +2,9 @@
 
 It speaks the OpenAI chat, OpenAI Responses, Anthropic messages and Gemini dialects. A prompt that
 holds [NAME steps=N] gets N replies that each run a shell command by whatever tool the request
-offers for that, then a text. Ids of calls are random, as those of real models.
+offers for that, then a text. With run=all they do what coding agents do: read, write and edit
+files, keep a list, make several calls at once, make calls that fail, and start subagents. Ids of
+calls are random, as those of real models.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -25,14 +27,62 @@ from testing.fake_answers import DIALECTS
 from testing.fake_script import JSON, Reply
 
 _TASK = re.compile(r"\[(\w+) steps=(\d+)(?: run=(\w+))?\]")
+_ID = re.compile(r"call_(\d+)_[0-9a-f]{16}")
 _SHELLS = ("Bash", "bash", "exec_command", "shell", "shell_command", "run_shell_command")
 _SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _COMMANDS = {
     None: "echo {name}-{step} >> notes.txt && cat notes.txt",
     "clock": "date +%s%N",
     "fix": "sed -i s/-/+/ pkg/calc.py && cat pkg/calc.py",
+    "log": "cd /workspace && echo {name}-{step} >> {name}.log && cat {name}.log",
 }
 """What a step runs, by the name in its prompt; the clock's output is never the same."""
+ALL = "all"
+_FILE = {"file_path": "/workspace/{name}.txt"}
+_DEEDS: Sequence[Sequence[tuple[str, JSON]]] = (
+    [("shell", {"command": _COMMANDS["log"]})],
+    [("write", {**_FILE, "content": "alpha\nbeta\nbeta\n"})],
+    [("read", _FILE), ("shell", {"command": _COMMANDS["log"]}), ("list", {"path": "/workspace"})],
+    [("edit", {**_FILE, "old_string": "alpha", "new_string": "gamma"})],
+    [("edit", {**_FILE, "old_string": "beta", "new_string": "delta", "replace_all": True})],
+    [("edit", {**_FILE, "old_string": "no such text", "new_string": "none"})],
+    [
+        (
+            "todo",
+            {"todos": [{"content": "Work", "status": "pending", "priority": "high", "id": "1"}]},
+        )
+    ],
+    [
+        ("subagent", {"prompt": "Please work on [{name}a steps=2 run=log]"}),
+        ("subagent", {"prompt": "Please work on [{name}b steps=2 run=log]"}),
+    ],
+    [("shell", {"command": "cd /workspace && cat {name}.txt {name}*.log && seq 30000"})],
+)
+"""What the steps of run=all do: the calls of each, by what their tool is for."""
+STEPS = len(_DEEDS)
+"""How many steps run=all has."""
+_TOOLS: Mapping[str, Sequence[str]] = {
+    "shell": _SHELLS,
+    "write": ("Write", "write", "write_file"),
+    "read": ("Read", "read", "read_file"),
+    "list": ("Glob", "glob", "list_directory"),
+    "edit": ("Edit", "edit", "replace"),
+    "todo": ("TodoWrite", "todowrite", "todo_write", "TaskCreate"),
+    "subagent": ("Agent", "agent", "task", "invoke_agent"),
+}
+"""The names that agents give to tools."""
+_NAMES = {
+    "cmd": "command",
+    "filePath": "file_path",
+    "dir_path": "path",
+    "oldString": "old_string",
+    "newString": "new_string",
+    "replaceAll": "replace_all",
+    "allow_multiple": "replace_all",
+}
+"""The names that agents give to arguments, and those in `_DEEDS`."""
+_KINDS = {"task": "general", "invoke_agent": "generalist"}
+"""What a tool for subagents calls one that has all tools; "general-purpose" for others."""
 _FILLERS = {"string": "step", "boolean": False, "integer": 1, "number": 1, "array": []}
 
 
@@ -192,12 +242,13 @@ def _words(request: JSON) -> str:
 def _reply(request: JSON, reasoning: str) -> Reply:
     text, calls = _due(request)
     words = _words(request)
+    step = _steps_made(request, words) + 1
     return Reply(
         key=(secrets.token_hex(6), 1),
         model=str(request.get("model")),
         thought=reasoning,
         text=text,
-        calls=[{"id": secrets.token_hex(8), **call} for call in calls],
+        calls=[{"id": f"call_{step}_{secrets.token_hex(8)}", **call} for call in calls],
         finish="tool_calls" if calls else "stop",
         input_tokens=len(words) // 4,
         cached_tokens=0,
@@ -209,18 +260,28 @@ def _due(request: JSON) -> tuple[str, list[JSON]]:
     """The text and the calls that are due at this point of the conversation."""
     words = _words(request)
     task = _TASK.search(words)
-    shell = next(_shells(request), None)
-    if task is None or shell is None:
+    tools = dict(_tools(request))
+    if task is None or not any(name in tools for name in _SHELLS):
         return "A title", []
     name, steps, run = task[1], int(task[2]), task[3]
-    step = sum(_is_call(item) for item in _items(request)) + 1
-    tool, schema = shell
+    step = _steps_made(request, words) + 1
+    if step <= steps and run == ALL:
+        calls = [_call(tools, kind, given, name, step) for kind, given in _DEEDS[step - 1]]
+        return f"Step {step}.", calls
     if step <= steps:
-        command = _COMMANDS[run].format(name=name, step=step)
-        return "", [{"name": tool, "arguments": _arguments(schema, command)}]
+        return "", [_call(tools, "shell", {"command": _COMMANDS[run]}, name, step)]
     if _SUBMIT in words:
-        return "", [{"name": tool, "arguments": _arguments(schema, f"echo {_SUBMIT}")}]
-    return f"Finished {name} in {steps} steps.", []
+        return "", [_call(tools, "shell", {"command": f"echo {_SUBMIT}"}, name, step)]
+    said = f"Finished {name} in {steps} steps."
+    if "complete_task" in tools:
+        given = orjson.dumps({"result": {"response": said}}).decode()
+        return "", [{"name": "complete_task", "arguments": given}]
+    return said, []
+
+
+def _steps_made(request: JSON, words: str) -> int:
+    """How many replies of this conversation had calls, by their ids if they have some."""
+    return max((int(n) for n in _ID.findall(words)), default=sum(map(_is_call, _items(request))))
 
 
 def _items(request: JSON) -> list[JSON]:
@@ -236,9 +297,8 @@ def _is_call(item: JSON) -> bool:
     return any(block.get("type") == "tool_use" or "functionCall" in block for block in blocks or ())
 
 
-def _shells(request: JSON) -> Iterator[tuple[str, JSON]]:
-    """The tools that run a shell command, best first: names and schemas of their parameters."""
-    tools: dict[str, JSON] = {}
+def _tools(request: JSON) -> Iterator[tuple[str, JSON]]:
+    """The tools of a request: names, and schemas of their parameters."""
     for tool in request.get("tools") or ():
         for function in tool.get("functionDeclarations") or [tool.get("function", tool)]:
             schema = (
@@ -247,19 +307,33 @@ def _shells(request: JSON) -> Iterator[tuple[str, JSON]]:
                 or function.get("parametersJsonSchema")
             )
             if schema:
-                tools[function.get("name", "")] = schema
-    return ((name, tools[name]) for name in _SHELLS if name in tools)
+                yield function.get("name", ""), schema
 
 
-def _arguments(schema: JSON, command: str) -> str:
-    """The arguments that run a command, with a filler for whatever else is required."""
-    known = schema["properties"]
-    name = "cmd" if "cmd" in known else "command"
-    is_list = known[name].get("type") == "array"
-    given: dict[str, Any] = {name: ["bash", "-lc", command] if is_list else command}
-    for required in schema.get("required", ()):
-        given.setdefault(required, _FILLERS[str(known[required].get("type", "string")).lower()])
-    return orjson.dumps(given).decode()
+def _call(tools: Mapping[str, JSON], kind: str, given: JSON, name: str, step: int) -> JSON:
+    """A call of the tool for something, or of the shell where the agent has none for it."""
+    tool = next((known for known in _TOOLS[kind] if known in tools), None)
+    if tool is None:
+        tool = next(known for known in _SHELLS if known in tools)
+        given = {"command": "echo {name}"}
+    known = tools[tool]["properties"]
+    given = {"subagent_type": _KINDS.get(tool, "general-purpose"), **given}
+    given["agent_name"] = given["subagent_type"]
+    filled = orjson.dumps(given).replace(b"{name}", name.encode())
+    given = orjson.loads(filled.replace(b"{step}", b"%d" % step))
+    arguments = {key: given[_NAMES.get(key, key)] for key in known if _NAMES.get(key, key) in given}
+    for key in ("command", "cmd"):
+        if key in arguments and known[key].get("type") == "array":
+            arguments[key] = ["bash", "-lc", arguments[key]]
+    if "todos" in arguments:
+        parts = known["todos"]["items"]["properties"]
+        arguments["todos"] = [
+            {key: todo[key] for key in todo if key in parts} for todo in arguments["todos"]
+        ]
+    for required in tools[tool].get("required", ()):
+        filler = _FILLERS[str(known[required].get("type", "string")).lower()]
+        arguments.setdefault(required, filler)
+    return {"name": tool, "arguments": orjson.dumps(arguments).decode()}
 
 
 def _gemini_body(request: JSON, path: str, reasoning: str) -> JSON:
