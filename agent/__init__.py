@@ -23,7 +23,7 @@ Other rooms import only the modules in `SEAM`.
 SEAM = (
     "command_agent",
     "gateway.answers",
-    "gateway.lines",
+    "gateway.conversations.lines",
     "gateway.listing",
     "gateway.relay",
     "gateway.server",

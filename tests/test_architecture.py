@@ -33,7 +33,7 @@ agent/deadline agent/messages agent/reasoning agent/stream_events agent/tokens a
 agent/models/dialects agent/models/client agent/models/batches agent/gateway/wire
 agent/gateway/canonical agent/gateway/reading agent/gateway/wire_base agent/gateway/wire_chat
 agent/gateway/wire_messages agent/gateway/wire_responses agent/gateway/wire_gemini
-agent/gateway/wires agent/gateway/threads agent/gateway/lines agent/state agent/options
+agent/gateway/wires agent/gateway/conversations agent/state agent/options
 agent/command_agent agent/loop agent/gateway agent/views agent/setup agent/runner agent/session
 agent/flat
 

@@ -9,9 +9,7 @@ wire_messages   Anthropic messages
 wire_responses  OpenAI Responses
 wire_gemini     Gemini's generateContent
 wires           the dialects by name
-repeats         which recorded reply an agent repeats
-threads         the fold of an agent's calls into conversations
-lines           the conversations that the threads make up
+conversations/  what an agent's calls become
 answers         replies on their way to agents, and who asked for them again
 listing         lists of models
 relay           makes the calls of an agent, and records them

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from agent.gateway.answers import Answer, Answers, Refusal
-from agent.gateway.threads import Threads
+from agent.gateway.conversations.threads import Threads
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
 from agent.gateway.wire_base import Wire
 from agent.loop.rules import unknown_use

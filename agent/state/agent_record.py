@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent.gateway.lines import Line, lines_of
-from agent.gateway.threads import Threads
+from agent.gateway.conversations.lines import Line, lines_of
+from agent.gateway.conversations.threads import Threads
 from agent.messages import ExchangeEvent, ReplyEvent
 from agent.state.sums import cost_of, usage_of
 

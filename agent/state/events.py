@@ -23,7 +23,7 @@ from agent.tokens import to_stored
 from toolsets.tool import ASKS, ToolResult
 
 if TYPE_CHECKING:
-    from agent.gateway.threads import Threads
+    from agent.gateway.conversations.threads import Threads
     from agent.gateway.wire import WireRequest
 
 

@@ -33,7 +33,7 @@ from agent.state.sums import cost_of, usage_of
 from agent.state.tally import Tally
 
 if TYPE_CHECKING:
-    from agent.gateway.threads import Threads
+    from agent.gateway.conversations.threads import Threads
 
 CONTINUE_CUT = "continue_cut"
 """The note that asks for the rest of a text that was cut by the token limit."""
@@ -144,7 +144,9 @@ class Trajectory:
                 if event["kind"] == "exchange":
                     self._pay(event["reply"])
                 if self.agent_calls is None:
-                    from agent.gateway.threads import Threads  # few runs have agents that call
+                    from agent.gateway.conversations.threads import (
+                        Threads,  # few runs have agents that call
+                    )
 
                     self.agent_calls = Threads()
                 self.agent_calls.apply(event)

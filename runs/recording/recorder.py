@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from aiohttp import web
 
-from agent.gateway.lines import lines_of
+from agent.gateway.conversations.lines import lines_of
 from agent.gateway.relay import CallLimits, Relay
 from agent.gateway.server import Gateway, server_of
 from agent.gateway.wire import WireError

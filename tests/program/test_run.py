@@ -839,8 +839,8 @@ NOT_FOR_A_PLAIN_RUN = {
     *("toolsets.images.names", "toolsets.images.users", "toolsets.sandbox.image_bwrap"),
     *("toolsets.sandbox.inside.namespaces", "runs.worker.diff", "runs.worker.check"),
     *("runs.dataset.test_outcomes", "runs.sources.harbor", "runs.sources.rows_file"),
-    *("runs.sources.templates", "agent.gateway.canonical", "agent.gateway.lines"),
-    *("agent.gateway.threads", "agent.state.agent_record", "agent.gateway.wire"),
+    *("runs.sources.templates", "agent.gateway.canonical", "agent.gateway.conversations.lines"),
+    *("agent.gateway.conversations.threads", "agent.state.agent_record", "agent.gateway.wire"),
     *("runs.config.agent_program", "toolsets.yaml_file", "runs.worker.replay"),
 }
 """What only runs with images, checks, rows files or agents that are commands need."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.command_agent import CommandAgent, fill
-from agent.gateway.lines import lines_of
+from agent.gateway.conversations.lines import lines_of
 from agent.gateway.listing import names_only
 from agent.gateway.relay import CallLimits, RefusedModel, Relay, Route
 from agent.gateway.server import Gateway

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent.gateway.threads import Threads
+from agent.gateway.conversations.threads import Threads
 from agent.gateway.wire import Volatile, WireRequest
 from agent.gateway.wire_base import Wire
 from agent.gateway.wires import WIRES

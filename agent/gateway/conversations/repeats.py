@@ -38,7 +38,7 @@ class _Reply(NamedTuple):
         return sum(map(eq, self.digests[: self.at], digests))
 
 
-class Repeated(NamedTuple):
+class Found(NamedTuple):
     """What was found in the messages of a request."""
 
     messages: list[Message]
@@ -58,7 +58,7 @@ class Repeated(NamedTuple):
         return next((n for n, is_same in pairs if not is_same), most)
 
 
-_NOTHING = Repeated([], [], {}, is_whole=True)
+_NOTHING = Found([], [], {}, is_whole=True)
 
 
 class Repeats:
@@ -107,8 +107,8 @@ class Repeats:
         volatile: Volatile,
         *,
         live: Collection[int],
-        before: Iterable[Repeated],
-    ) -> Repeated:
+        before: Iterable[Found],
+    ) -> Found:
         """The replies that a request repeats; of several, one of `live` is more likely.
 
         What `before`, of earlier requests, has of the same messages is not looked for again.
@@ -133,7 +133,7 @@ class Repeats:
                     calls.add(made)
             elif calls is not None and message["role"] == "tool":
                 digests[n] = message_digest(message, calls, volatile)
-        return Repeated(messages, digests, replies, is_whole=calls is None)
+        return Found(messages, digests, replies, is_whole=calls is None)
 
     def _find(
         self, message: Message, n: int, digests: Sequence[bytes], live: Collection[int]

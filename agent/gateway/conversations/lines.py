@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent.gateway.threads import Thread, Threads
+from agent.gateway.conversations.threads import Thread, Threads
 from agent.messages import ExchangeEvent, Message
 from agent.reasoning import split_inline_reasoning
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent.gateway.canonical import CallsInOrder, message_digest
-from agent.gateway.repeats import Repeated, Repeats
+from agent.gateway.conversations.repeats import Found, Repeats
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireRequest
 from agent.messages import AgentEvent, AgentExitEvent, ExchangeEvent, Message, ToolCall
 
@@ -82,7 +82,7 @@ class Threads:
         self.exit: AgentExitEvent | None = None
         """How the last start ended, if it did."""
         self._repeats = Repeats()
-        self._recent_of: dict[int, tuple[WireRequest, Repeated]] = {}
+        self._recent_of: dict[int, tuple[WireRequest, Found]] = {}
         self._ends: list[tuple[int, int]] = []
         """The thread of each call, and how many messages it had after the reply."""
         self._tools: list[list[dict[str, Any]]] = []
@@ -227,7 +227,7 @@ class Threads:
                 best, rank = thread, mine
         return best, rank[0]
 
-    def _repeated(self, request: WireRequest) -> Repeated:
+    def _repeated(self, request: WireRequest) -> Found:
         for exchange in self.exchanges[self._repeats.count :]:
             thread, end = self.end_of(exchange["number"])
             self._repeats.add(exchange, end - 1, thread.digests(self.volatile))
@@ -235,7 +235,7 @@ class Threads:
         return self._repeats.find(request, self.volatile, live=self.live, before=before)
 
     def _echoes(
-        self, source: Thread | None, shared: int, request: WireRequest, repeated: Repeated
+        self, source: Thread | None, shared: int, request: WireRequest, repeated: Found
     ) -> list[list[int]]:
         """The recorded replies among the messages after the first `shared`.
 
@@ -295,7 +295,7 @@ class Threads:
                 mapped.append({**message, "tool_call_id": new.get(id, id)} if id else message)
         return mapped
 
-    def _remember(self, thread: int, request: WireRequest, repeated: Repeated) -> None:
+    def _remember(self, thread: int, request: WireRequest, repeated: Found) -> None:
         self._recent_of.pop(thread, None)
         self._recent_of[thread] = request, repeated
         if len(self._recent_of) > _MOST_RECENT:
