@@ -70,7 +70,7 @@ def dataset_options(function: Any) -> Any:
         click.option(
             "--require_passed",
             is_flag=True,
-            help="Leave out conversations that failed their check.",
+            help="Leave out conversations that did not pass.",
         ),
         click.option(
             "--per_turn",

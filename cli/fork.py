@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ _FILTERS = ("status", "min_reward", "max_reward", "passed")
 @click.option("--status", metavar="NAME,...", help="Endings to branch from.  [default: any]")
 @click.option("--min_reward", metavar="NUMBER", type=float, help="Minimum reward.")
 @click.option("--max_reward", metavar="NUMBER", type=float, help="Maximum reward.")
-@click.option("--passed/--not_passed", default=None, help="Result of the check.")
+@click.option("--passed/--not_passed", default=None, help="By check, else by reward.")
 @click.option(
     "--recipe", type=click.Path(path_type=Path), help="Recipe with filters; see `export`."
 )
@@ -73,13 +74,17 @@ def fork(
             identity, starting.config_file, given, branches=branches, fresh=starting.fresh
         )
         refuse_held(config.run_dir)  # before writing a dataset beside it
+        left_out = Counter[str]()
         forked = write_forks(
             config.dataset_file,
-            chosen_records(stored, recipe=recipe, ids=ids, limit=limit, **filters),
+            chosen_records(
+                stored, recipe=recipe, ids=ids, limit=limit, left_out=left_out, **filters
+            ),
             run=identity["run_name"],
             turn=at_turn,
             rules=stored.config.row_rules(identity["api"]),
             fresh=starting.fresh,
+            left_out=left_out,
         )
         config = config.model_copy(update={"dataset_file": forked.path})
         show(forked.describe())
@@ -93,11 +98,13 @@ def chosen_records(
     recipe: Path | None = None,
     ids: Path | None = None,
     limit: int | None = None,
+    left_out: Counter[str] | None = None,
     **filters: Any,
 ) -> Iterator[dict[str, Any]]:
     """The records to branch from, in the order written.
 
-    `filters` are fields of `Filters` that override those of the recipe. Raises `ConfigError`.
+    `filters` are fields of `Filters` that override those of the recipe; `left_out` counts those
+    that they leave out. Raises `ConfigError`.
     """
     from itertools import islice
 
@@ -117,12 +124,17 @@ def chosen_records(
         raise ConfigError(f"--{first.keys[0]}: {first.with_value()}") from error
     keep = RecordFilters(checked, threshold=read.preference.threshold, reward_name=read.reward_name)
     wanted = _wanted(ids)
-    found = (
-        record
-        for record in stored.records()
-        if (wanted is None or record["id"] in wanted) and keep.rejection(record) is None
-    )
-    return islice(found, limit)
+
+    def is_chosen(record: dict[str, Any]) -> bool:
+        if wanted is not None and record["id"] not in wanted:
+            return False
+        rejection = keep.rejection(record)
+        if rejection is not None and left_out is not None:
+            filter_name, detail = rejection
+            left_out[detail if filter_name == "passed" else f"by the filter {filter_name}"] += 1
+        return rejection is None
+
+    return islice(filter(is_chosen, stored.records()), limit)
 
 
 def _wanted(ids: Path | None) -> set[str] | None:

@@ -167,8 +167,8 @@ def show_run(path: Path, totals: RunTotals) -> None:
     style = style_of_run(read_run_json(path)["config"])
     if totals.completed_not_passed and not style.require_passed:
         lines.append(
-            f"{plural(totals.completed_not_passed, 'completed conversation')} did not pass the "
-            "check; --require_passed leaves them out of the training file"
+            f"{plural(totals.completed_not_passed, 'completed conversation')} did not pass; "
+            "--require_passed leaves them out of the training file"
         )
     if manifest["exported"] and _has_empty_thoughts_only(style, statistics["reasoning"]):
         lines.append(

@@ -27,43 +27,43 @@ def funnel_of(run_dir: Path, scan: Scan, totals: RunTotals) -> dict[str, Any]:
 
     `steps` are rows, tasks, completed and passed, each with `name`, `count`, and as `lost` the
     counts by reason of what does not reach the next step; tasks are the remaining rows times
-    `samples`. `unchecked` conversations count as passed. `exports` are the training file and each
-    format of the dataset in its default directory, with `rows`, `used` (conversations), `tasks`
-    (bad rows included) and `lost`; `tasks` minus all `lost` is `used`. An export is `outdated` if
-    conversations have ended since. Raises `RunDirError` for a manifest that cannot be read.
+    `samples`. The last step is there if anything was checked or scored. `exports` are the training
+    file and each format of the dataset in its default directory, with `rows`, `used`
+    (conversations), `tasks` (bad rows included) and `lost`; `tasks` minus all `lost`
+    is `used`. An export is `outdated` if conversations have ended since. Raises `RunDirError` for
+    a manifest that cannot be read.
     """
     completed = totals.statuses.get("completed", 0)
     endings = Counter(totals.statuses)
     del endings["completed"], endings["failed"]
     endings.update({f"failed: {name}": count for name, count in totals.failures.items()})
     endings["pending"] = totals.pending
-    not_passed = totals.completed_not_passed
+    passed, not_passed = totals.completed_passed, totals.completed_not_passed
+    unknown = completed - passed - not_passed
     bad_rows = Reasons("bad row: ")
     for row in scan.bad_rows:
         bad_rows.add(row.reason)
     steps = [
         _step("rows", totals.prompts, bad_rows.to_json()),
         _step("tasks", totals.total - totals.discarded, endings),
-        _step("completed", completed, {"not_passed": not_passed}),
-        _step("passed", completed - not_passed, {}),
+        _step("completed", completed, {}),
     ]
+    if passed or not_passed:
+        lost = {"not_passed": not_passed, "neither checked nor scored": unknown}
+        steps[-1:] = [_step("completed", completed, lost), _step("passed", passed, {})]
     return {
         "samples": totals.samples,
         "steps": steps,
-        "unchecked": completed - totals.completed_passed - not_passed,
         "exports": [*_training_file(run_dir, totals), *_dataset(run_dir, totals)],
     }
 
 
 def funnel_as_text(found: Mapping[str, Any]) -> Iterator[str]:
     """The funnel as lines."""
-    samples, unchecked = found["samples"], found["unchecked"]
+    samples = found["samples"]
     for step in found["steps"]:
-        note = ""
-        if step["name"] == "tasks" and samples > 1:
-            note = f"  {samples:,} samples per row"
-        elif step["name"] == "passed" and unchecked:
-            note = f"  of these, {unchecked:,} were not checked"
+        is_sampled = step["name"] == "tasks" and samples > 1
+        note = f"  {samples:,} samples per row" if is_sampled else ""
         yield f"{step['name']:<12}{step['count']:>12,}{note}"
         yield from _lost(step["lost"])
     for export in found["exports"]:

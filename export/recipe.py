@@ -43,6 +43,7 @@ from export.formats.registry import (
 from runs.config.loading import read_mapping
 from runs.config.option_types import AcceptedRows
 from runs.errors import ConfigError
+from runs.store.checks import THRESHOLD
 from toolsets.validation import UNKNOWN_KEY, Mistake, Pattern, did_you_mean, mistakes_in
 
 FormatName = Literal[
@@ -215,8 +216,8 @@ class Preference(_Part):
 
     min_margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """dpo: the rewards of a pair differ by more than this."""
-    threshold: Number = 0.5
-    """kto: rewards from here on are good, unless the check says whether it passed."""
+    threshold: Number = THRESHOLD
+    """kto and filters: rewards from here on pass, where no check judged the conversation."""
 
 
 class Card(_Part):

@@ -14,9 +14,6 @@ from typing import Any
 
 from runs.store.checks import judgement_of, rewards_of
 
-THRESHOLD = 0.5
-"""A reward from here on passes, where no check says whether the conversation passed."""
-
 MAX_NAMES = 100
 """Names beyond these are only counted: a program can give any number of them."""
 
@@ -84,7 +81,7 @@ class RewardStatistics:
             _add(self._all, name, 0, reward)
             if self._has_groups:
                 _add(self._groups, name, prompt, reward)
-        is_good = judgement_of(record).is_good(THRESHOLD)
+        is_good = judgement_of(record).passed
         if self._has_groups and is_good is not None:
             if (missing := prompt + 1 - len(self._judged)) > 0:
                 self._judged.extend([0] * missing)

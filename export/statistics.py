@@ -53,7 +53,7 @@ class Statistics:
         self._statuses[record["status"]] += 1
         judgement = judgement_of(record)
         failed = judgement.error is not None
-        self._checks.add(judgement.passed, judgement.reward, check_failed=failed)
+        self._checks.add(judgement.verdict, judgement.reward, check_failed=failed)
         if scores := record.get("scores"):
             for score in scores:
                 if (error := score.get("error")) is not None:

@@ -70,7 +70,7 @@ def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
     """
     checks = CheckSums()
     for entry in entries:
-        checks.add(entry.passed, entry.reward, check_failed=entry.check_failed)
+        checks.add(entry.verdict, entry.reward, check_failed=entry.check_failed)
     return {
         "records": len(entries),
         "statuses": dict(Counter(sorted(entry.status for entry in entries))),

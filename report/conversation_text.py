@@ -70,8 +70,8 @@ class ConversationText:
         if error := record["error"]:
             yield self._paint(plain(f"{error['class']}: {error['message']}"), fg="red")
         if row["reward"] is not None:
-            result = {True: "check: passed, ", False: "check: failed, ", None: ""}[row["passed"]]
-            yield f"{result}reward {row['reward']:g}"
+            result = "passed" if row["passed"] else "not passed"
+            yield f"{result}, reward {row['reward']:g}"
         if (without := judgement_of(record).error) is not None:
             yield self._paint(plain(f"check without result: {without}"), fg="red")
         if row["rewards"]:

@@ -96,8 +96,8 @@ def flags_of(record: Mapping[str, Any]) -> list[str]:
         "resumed": record["resumes"],
         "calls set aside": record.get("set_aside"),
         "compacted": record["view_compacted"],
-        "check passed": judgement.passed is True,
-        "check failed": judgement.passed is False,
+        "passed": judgement.passed is True,
+        "not passed": judgement.passed is False,
         "check without result": judgement.error is not None,
     }
     return [name for name, is_set in flags.items() if is_set]

@@ -214,7 +214,7 @@ class RunState(NamedTuple):
     """Tasks that failed and are not retried."""
     passed: int
     not_passed: int
-    """Tasks that passed their check, or did not."""
+    """Tasks that passed, or did not."""
     has_answers: bool
     """An endpoint has answered in an earlier start."""
     spent: Cost
@@ -254,7 +254,8 @@ def _state_of(
     remaining = array("I")
     counts = Counter[bool]()
     passed = Counter[bool | None]()
-    for number, ending in enumerate(found.endings(rows)):
+    outcomes = zip(found.endings(rows), found.passed(rows), strict=True)
+    for number, (ending, has_passed) in enumerate(outcomes):
         if only is not None and scan.key(number) not in only:
             continue
         is_failed = ending is not None and ending.status == "failed"
@@ -264,7 +265,7 @@ def _state_of(
             remaining.append(number)
         else:
             counts[is_failed] += 1
-            passed[ending.passed] += 1
+            passed[has_passed] += 1
     return RunState(
         settled,
         remaining,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from export.conversation.validity import Reason, Rejected
-from runs.store.checks import Judgement, judgement_of, rewards_of
+from runs.store.checks import THRESHOLD, Judgement, judgement_of, rewards_of
 from runs.store.rewards import BY_TURN, MAIN
 
 
@@ -26,7 +26,8 @@ def not_passed(judgement: Judgement) -> Rejected | None:
     if judgement.error is not None:
         return Rejected(Reason.CHECK_FAILED, f"its check gave no result: {judgement.error}")
     if judgement.passed is False:
-        detail = f"it did not pass its check; reward {judgement.reward:g}"
+        by = "its check" if judgement.verdict is False else f"the reward {THRESHOLD:g}"
+        detail = f"it did not pass {by}; reward {judgement.reward:g}"
         return Rejected(Reason.NOT_PASSED, detail)
     return None
 

@@ -159,7 +159,11 @@ class RecordFilters:
         if filters.passed is not None:
             is_good = judgement.is_good(self._threshold)
             if is_good is not filters.passed:
-                outcome = {None: "was not checked", True: "passed", False: "did not pass"}[is_good]
+                outcome = {
+                    None: "neither checked nor scored",
+                    True: "passed",
+                    False: "did not pass",
+                }[is_good]
                 if judgement.error is not None:
                     yield Rejection(CHECK_FAILED, judgement.error)
                 yield Rejection("passed", outcome)

@@ -160,9 +160,9 @@ function checkItems(list, pick) {
     return { name, parts: [[kind, n]], words: `${short(n)}, ${percent(n, list.length)}`, pick: () => pick(flag) };
   };
   return [
-    item("passed", "good", (row) => row.passed === true, "check passed"),
-    item("failed", "bad", (row) => row.passed === false, "check failed"),
-    item("not checked", "rest", (row) => row.reward == null, "no check"),
+    item("passed", "good", (row) => row.passed === true, "passed"),
+    item("not passed", "bad", (row) => row.passed === false, "not passed"),
+    item("not checked or scored", "rest", (row) => row.reward == null, "not checked or scored"),
   ].filter(({ parts: [[, n]] }) => n);
 }
 
@@ -226,7 +226,7 @@ function drawTiles(list) {
   $("tiles").replaceChildren(
     tile("Trajectories", count(list.length), `of ${plural(meta.tasks, "task")}`),
     tile("Completed", percent(completed, list.length), count(completed)),
-    ...(isChecked ? [tile("Passed", percent(passed, judged), `${count(passed)} of ${count(judged)} checked, ${meanReward(list)}`)] : []),
+    ...(isChecked ? [tile("Passed", percent(passed, judged), `${count(passed)} of ${count(judged)} checked or scored, ${meanReward(list)}`)] : []),
     ...rewardTiles(tile).filter(Boolean),
     tile("Turns", short(sum(list, "turns")), list.length ? `${(sum(list, "turns") / list.length).toFixed(1)} each` : ""),
     tile("Tool calls", short(sum(list, "calls")), `${percent(sum(list, "failed_calls"), sum(list, "calls"))} failed`),

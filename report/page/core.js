@@ -48,7 +48,7 @@ const digits = (n) => (n == null ? "?" : String(Number(n.toPrecision(3))));
 
 function checkWords(row) {
   const reward = `reward ${row.reward}`;
-  return row.passed == null ? reward : `${row.passed ? "passed" : "failed"}, ${reward}`;
+  return row.passed == null ? reward : `${row.passed ? "passed" : "not passed"}, ${reward}`;
 }
 
 function dollars(usd) {

@@ -131,11 +131,11 @@ function onKey(event) {
 }
 
 // Each step of the funnel, and below it why some did not reach the next.
-function funnelRows({ steps, samples, unchecked, exports }) {
+function funnelRows({ steps, samples, exports }) {
   const line = (name, amount, words) => h("tr", {},
     h("th", { scope: "row" }, name), h("td", { class: "number" }, amount === null ? "" : count(amount)), h("td", {}, words));
   const lost = (part) => Object.entries(part.lost).map(([reason, n]) => line("", n, `left out: ${visible(reason)}`));
-  const notes = { tasks: samples > 1 ? `${count(samples)} samples per row` : "", passed: unchecked ? `of these, ${count(unchecked)} were not checked` : "" };
+  const notes = { tasks: samples > 1 ? `${count(samples)} samples per row` : "" };
   return [
     ...steps.flatMap((step) => [line(step.name, step.count, notes[step.name] ?? ""), ...lost(step)]),
     ...exports.flatMap((part) => [

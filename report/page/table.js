@@ -40,7 +40,7 @@ const FLAGS = {
   "a training row": (row) => row.exported === "training",
   "a partial row": (row) => row.exported === "partial",
   "no row: rejected": (row) => row.exported === "rejects",
-  "no check": (row) => row.reward == null && isChecked,
+  "not checked or scored": (row) => row.reward == null && isChecked,
 };
 
 function link(row, turn) {

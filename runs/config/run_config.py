@@ -181,7 +181,7 @@ class RunConfig(SandboxOptions):
     )
     require_passed: bool = running(
         False,
-        "Training file: leave out conversations that failed their check.",
+        "Training file: leave out conversations that did not pass.",
     )
     accept_rows: AcceptedRows = running(
         (),

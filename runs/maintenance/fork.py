@@ -37,7 +37,7 @@ class ForkedRows:
     """The dataset of the branches."""
     rows: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Number of other conversations, by the reason why they cannot be forked."""
+    """Number of other conversations, by the reason: a filter, or why they cannot be forked."""
 
     def describe(self) -> str:
         """A line for the rows, and one per reason."""
@@ -127,15 +127,17 @@ def write_forks(
     turn: int,
     rules: RowRules,
     fresh: bool,
+    left_out: Counter[str] | None = None,
 ) -> ForkedRows:
     """Write a dataset to `path` with branches of `records` after `turn`.
 
     `run` is the name of their run, `rules` are its row rules. If `path` has other branches and
     `fresh` is given, that file stays with the run that is moved aside, and the new dataset gets a
-    number. Raises `ConfigError` if no record can be forked, or if `path` has other branches and
+    number. `left_out` counts what `records` leave out as they are read. Raises `ConfigError` if no
+    record can be forked, or if `path` has other branches and
     `fresh` is not given.
     """
-    forked = ForkedRows(path)
+    forked = ForkedRows(path, left_out=Counter() if left_out is None else left_out)
     rules = replace(rules, with_forks=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_for(path)

@@ -1,10 +1,10 @@
-"""The results of checks, and their sums.
+"""The results of checks and scores, whether a conversation passed, and the sums of both.
 
-A record is *checked* if the `check` of its row judged it, its answer was compared with the row's
-`expected` (`check_expected`), or a function or a judge scored it. It then has a *reward*, and
-*passed* or not if it was checked in one of the first two ways. Where a check timed out, could not
-run or said nothing, its `error` is why (`CHECK_FAILED`): the record has neither, and its answer
-is not compared.
+A record is *checked* if the `check` of its row judged it, or its answer was compared with the
+row's `expected` (`check_expected`): it then has a verdict and a reward. It is *scored* if a
+function, a judge or a check gave it a reward. It can be both, or neither. `has_passed` is the one
+rule for all counts, filters and exports. Where a check timed out, could not run or said nothing,
+its `error` is why (`CHECK_FAILED`): it gave neither, and the answer is not compared.
 
 `scores` in a record are results of functions and judges, oldest first. Each has the keys `source`
 (MODULE:FUNCTION or judge:MODEL), `version` (a digest of the code or the prompt), `rewards` (by
@@ -21,6 +21,9 @@ from typing import Any, NamedTuple
 from runs.store.rewards import BY_TURN, MAIN, Rewards
 from toolsets.text import plural
 
+THRESHOLD = 0.5
+"""A reward from here on passes, where no check judged the conversation."""
+
 CHECK_FAILED = "check_failed"
 """Stands in counts for a check that itself failed."""
 
@@ -28,28 +31,43 @@ _WRONG_ANSWER = "not the expected"
 """The reason of a conversation that ended with a wrong answer begins with this."""
 
 
-class Judgement(NamedTuple):
-    """The result of a check."""
+def has_passed(
+    verdict: bool | None, reward: float | None, threshold: float = THRESHOLD
+) -> bool | None:
+    """Whether a conversation passed: as its check says, else whether its reward is high enough.
 
-    passed: bool | None
-    """None if there was no check, or it gave only a reward."""
+    None if it was neither checked nor scored.
+    """
+    if verdict is not None or reward is None:
+        return verdict
+    return reward >= threshold
+
+
+class Judgement(NamedTuple):
+    """The result of the check and the scores of a record."""
+
+    verdict: bool | None
+    """Of the check; None if there was none, or it gave only a reward."""
     reward: float | None
-    """None if there was no check."""
+    """None if it was neither checked nor scored."""
     error: str | None = None
     """Why the check gave no result, where nothing else gave a reward of its name."""
 
+    @property
+    def passed(self) -> bool | None:
+        """See `has_passed`."""
+        return has_passed(self.verdict, self.reward)
+
     def is_good(self, threshold: float) -> bool | None:
-        """Whether it passed; if unknown, whether its reward reaches `threshold`."""
-        if self.passed is not None or self.reward is None:
-            return self.passed
-        return self.reward >= threshold
+        """Whether it passed by another threshold."""
+        return has_passed(self.verdict, self.reward, threshold)
 
 
 _UNCHECKED = Judgement(None, None)
 
 
 def judgement_of(record: Mapping[str, Any], name: str | None = None) -> Judgement:
-    """The result of a record's check; without a check, whether its answer was as expected.
+    """The result of a record's check and scores; without a check, of comparing its answer.
 
     The reward is the one with this name. Without a name it is `reward`, the number that the check
     gave, else 1.0 or 0.0; if nothing gave a `reward`, it is the first in `rewards_of`. A
@@ -62,10 +80,10 @@ def judgement_of(record: Mapping[str, Any], name: str | None = None) -> Judgemen
     named = rewards_of(record).named
     if name is not None:
         return Judgement(None, named.get(name))
-    passed, _, error = _checked(record)
+    verdict, _, error = _checked(record)
     # Where the check should have given it, a reward of another name does not stand for it.
     reward = named.get(MAIN, None if error is not None else next(iter(named.values()), None))
-    return Judgement(passed, reward, error if reward is None else None)
+    return Judgement(verdict, reward, error if reward is None else None)
 
 
 def rewards_of(record: Mapping[str, Any]) -> Rewards:
@@ -89,13 +107,13 @@ def _checked(record: Mapping[str, Any]) -> Judgement:
     if isinstance(check, dict):
         if (error := check.get("error")) is not None:
             return Judgement(None, None, str(error))
-        passed = check.get("passed")
-        passed = passed if isinstance(passed, bool) else None
+        verdict = check.get("passed")
+        verdict = verdict if isinstance(verdict, bool) else None
         reward = _finite(check.get("reward"))
-        if reward is None and passed is not None:
-            reward = float(passed)
+        if reward is None and verdict is not None:
+            reward = float(verdict)
         if reward is not None:
-            return Judgement(passed, reward)
+            return Judgement(verdict, reward)
     return _by_expected_answer(record)
 
 
@@ -120,26 +138,29 @@ def _by_expected_answer(record: Mapping[str, Any]) -> Judgement:
     if not options.get("check_expected") or record["row"].get("expected") is None:
         return _UNCHECKED
     if record["status"] == "completed":
-        return Judgement(passed=True, reward=1.0)
+        return Judgement(verdict=True, reward=1.0)
     was_wrong = any(note.get("reason") == "expected" for note in record.get("notes") or ())
     if record["status"] == "errors" and (was_wrong or ended_by_wrong_answer(record)):
-        return Judgement(passed=False, reward=0.0)
+        return Judgement(verdict=False, reward=0.0)
     return _UNCHECKED
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Sums over the checks of many records."""
+    """Sums over the checks and scores of many records."""
 
     checked: int
-    """Records with a check."""
+    """Records that a check judged."""
+    scored: int
+    """Other records with a reward."""
     passed: int
+    """Of both kinds; see `has_passed`."""
     failed: int
     """Records that did not pass."""
     pass_rate: float | None
     """Percentage of passed among passed and failed; None if there are none."""
     mean_reward: float | None
-    """Over all checked records, to six digits."""
+    """Over all records with a reward, to six digits."""
     check_failed: int = 0
     """Records whose check gave no result; they do not count as checked."""
 
@@ -149,43 +170,47 @@ class CheckSums:
 
     def __init__(self) -> None:
         self._rewards = 0.0
-        self._check_failed = 0
-        self._passed: dict[bool | None, int] = {None: 0, True: 0, False: 0}
+        self._check_failed = self._checked = self._scored = self._passed = 0
 
-    def add(self, passed: bool | None, reward: float | None, *, check_failed: bool = False) -> None:
-        """Count a record; `reward` is None if it was not checked."""
+    def add(
+        self, verdict: bool | None, reward: float | None, *, check_failed: bool = False
+    ) -> None:
+        """Count a record; `reward` is None if it was neither checked nor scored."""
         if reward is None:
             self._check_failed += check_failed
             return
-        self._passed[passed] += 1
+        if verdict is None:
+            self._scored += 1
+        else:
+            self._checked += 1
+        self._passed += has_passed(verdict, reward) is True
         self._rewards += reward
 
     def sums(self) -> Checks:
         """The sums so far."""
-        passed, failed = self._passed[True], self._passed[False]
-        checked = passed + failed + self._passed[None]
+        known = self._checked + self._scored
         return Checks(
-            checked,
-            passed,
-            failed,
-            round(100 * passed / (passed + failed), 2) if passed + failed else None,
+            self._checked,
+            self._scored,
+            self._passed,
+            known - self._passed,
+            round(100 * self._passed / known, 2) if known else None,
             # The index has rewards in four bytes; further digits would be wrong.
-            float(f"{self._rewards / checked:.6g}") if checked else None,
+            float(f"{self._rewards / known:.6g}") if known else None,
             self._check_failed,
         )
 
 
 def describe(checks: Checks) -> str:
-    """The sums in one line for a person; "" if nothing was checked."""
+    """The sums in one line for a person; "" if nothing was checked or scored."""
     failed = checks.check_failed
     without = f"{plural(failed, 'check')} failed and gave no reward (see `check.error`)"
-    if not checks.checked:
+    if checks.pass_rate is None:
         return without if failed else ""
-    line = f"checked {checks.checked:,}"
-    if checks.pass_rate is not None:
-        line += f": passed {checks.passed:,} ({checks.pass_rate:.1f}%)"
-        line += f", did not pass {checks.failed:,}"
-        if unjudged := checks.checked - checks.passed - checks.failed:
-            line += f", only a reward {unjudged:,}"
-    line += f"; mean reward {checks.mean_reward:g}"
+    kinds = {"checked": checks.checked, "scored": checks.scored}
+    counted = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items() if number)
+    line = f"{counted}: passed {checks.passed:,} ({checks.pass_rate:.1f}%"
+    if checks.scored:
+        line += f"; without a check by a reward of {THRESHOLD:g} or more"
+    line += f"), did not pass {checks.failed:,}; mean reward {checks.mean_reward:g}"
     return f"{line}; {without}" if failed else line

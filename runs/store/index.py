@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 from agent.messages import MOST_TOKENS
-from runs.store.checks import CHECK_FAILED, judgement_of
+from runs.store.checks import CHECK_FAILED, has_passed, judgement_of
 from runs.tasks import task_key
 
 ROW_BYTES = 64
@@ -38,13 +38,14 @@ of each, then the low 32 bits of each), reward, dollars."""
 _ENDING = Struct("=16xQI2x34s")
 """Offset of the next record, 0, and the ending: status, check result and error class, separated
 by NUL."""
-_Column = tuple[Literal["Q", "I", "H", "d"], int, int]
+_Column = tuple[Literal["Q", "I", "H", "f", "d"], int, int]
 """A column of the rows: type, place in the row, and items of this type per row."""
 _OFFSETS: _Column = ("Q", 2, 8)
 _LENGTHS: _Column = ("I", 6, 16)
 _ENDINGS: _Column = ("H", 14, 32)
 _BUCKETS: _Column = ("H", 0, 32)
 _TURNS: _Column = ("I", 8, 16)
+_REWARDS: _Column = ("f", 13, 16)
 _COSTS: _Column = ("d", 7, 8)
 _MOST_ATTEMPTS = 2**16 - 1
 _LOW = 2**32 - 1
@@ -52,8 +53,8 @@ _NO_TOKENS = 2**48 - 1
 """Stands for an unknown number of tokens."""
 _MAX_REWARD = 3.4e38
 """The range of a four-byte float."""
-_PASSED = {None: "", True: "passed", False: "not"}
-_HAS_PASSED = {word: has_passed for has_passed, word in _PASSED.items()}
+_WORDS = {None: "", True: "passed", False: "not"}
+_VERDICTS = {word: verdict for verdict, word in _WORDS.items()}
 _CHUNK = 1 << 13
 _FINE = 2**16 - 1
 """Buckets in which a key is found at once."""
@@ -75,10 +76,15 @@ class IndexEntry(NamedTuple):
     cost_usd: float | None
     error_class: str | None
     """Why the task failed; of others `CHECK_FAILED` if their check did."""
-    passed: bool | None
-    """See `runs.store.checks`."""
+    verdict: bool | None
+    """Of its check; see `runs.store.checks`."""
     reward: float | None
     """To seven digits."""
+
+    @property
+    def passed(self) -> bool | None:
+        """See `has_passed`."""
+        return has_passed(self.verdict, self.reward)
 
     @property
     def check_failed(self) -> bool:
@@ -90,12 +96,14 @@ class Ending(NamedTuple):
     """How a record ended; many records share one."""
 
     status: str
-    passed: bool | None
+    verdict: bool | None
     error_class: str | None
 
 
-PASSED = 10
-"""The place of `passed` among the `index_fields` of a record."""
+def passed_in(fields: list[Any]) -> bool | None:
+    """Whether the record with these `index_fields` passed."""
+    verdict, reward = fields[10:]
+    return has_passed(verdict, reward)
 
 
 def index_fields(record: dict[str, Any]) -> list[Any]:
@@ -115,7 +123,7 @@ def index_fields(record: dict[str, Any]) -> list[Any]:
         usage.get("output_tokens"),
         record["cost_usd"],
         error.get("class") or (CHECK_FAILED if judgement.error is not None else None),
-        judgement.passed,
+        judgement.verdict,
         judgement.reward,
     ]
 
@@ -147,9 +155,9 @@ class RowMaker:
         `fields` are its `index_fields`. Raises `ValueError` if a type is wrong.
         """
         task_id, digest, status, attempt, turns, calls, read, written, cost, *more = fields
-        failure, passed, reward = more
+        failure, verdict, reward = more
         try:
-            text = "\0".join((status, _PASSED[passed], failure or ""))
+            text = "\0".join((status, _WORDS[verdict], failure or ""))
             ending = text.encode()[:34].ljust(34, b"\0")
             number = self._numbers.get(ending, len(self._numbers))
             row = _RECORD.pack(
@@ -207,7 +215,7 @@ class Index(Mapping[bytes, IndexEntry]):
             _RECORD.unpack_from(self._view, ROW_BYTES * row)
         )
         read, written = tokens[0] << 32 | tokens[2], tokens[1] << 32 | tokens[3]
-        status, passed, error_class = self._endings[ending]
+        status, verdict, error_class = self._endings[ending]
         return IndexEntry(
             offset,
             length,
@@ -219,7 +227,7 @@ class Index(Mapping[bytes, IndexEntry]):
             written if written < MOST_TOKENS else None,
             None if isnan(cost) else cost,
             error_class,
-            passed,
+            verdict,
             None if isnan(reward) else reward,
         )
 
@@ -260,6 +268,19 @@ class Index(Mapping[bytes, IndexEntry]):
         numbers = _column(self._view, _ENDINGS)
         for row in rows:
             yield self._endings[numbers[row]] if row else None
+
+    def passed(self, rows: Iterable[int]) -> Iterator[bool | None]:
+        """Whether the records in these rows passed; None for row 0."""
+        rewards = _column(self._view, _REWARDS)
+        numbers = _column(self._view, _ENDINGS)
+        verdicts = [ending.verdict for ending in self._endings]
+        for row in rows:
+            if not row:
+                yield None
+            elif (verdict := verdicts[numbers[row]]) is not None or isnan(rewards[row]):
+                yield verdict
+            else:
+                yield has_passed(None, rewards[row])
 
     def has_turns(self) -> bool:
         """Whether any record has a model reply."""
@@ -411,10 +432,10 @@ def _storable(tokens: int | None) -> int:
 
 def _parse_ending(ending: bytes) -> Ending:
     status, _, rest = ending.rstrip(b"\0").decode(errors="replace").partition("\0")
-    passed, _, error_class = rest.partition("\0")
+    verdict, _, error_class = rest.partition("\0")
     # Few words, many entries: keep each word once.
     return Ending(
-        intern(status), _HAS_PASSED.get(passed), intern(error_class) if error_class else None
+        intern(status), _VERDICTS.get(verdict), intern(error_class) if error_class else None
     )
 
 

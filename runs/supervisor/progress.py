@@ -92,7 +92,7 @@ class Progress:
     def task_ended(self, *, failure: str | None, passed: bool | None = None) -> None:
         """A task has ended in this start; `failure` is its failure class, if it failed.
 
-        `passed` is the result of its check, None without one.
+        `passed` is None if it was neither checked nor scored.
         """
         self._ended_now += 1
         self._checked[passed] += 1
@@ -265,7 +265,7 @@ def describe(state: Mapping[str, Any], turns: str = "turns") -> str:
         f"running {state['running']}",
     ]
     if checked := state.get("checked"):  # older versions do not write it
-        parts.insert(-2, f"passed {state['passed']} of {checked} checked")
+        parts.insert(-2, f"passed {state['passed']} of {checked}")
     if state["cost_usd"] or state["cost_unknown"]:
         parts.append(_cost(state))
     if state["limit"]:

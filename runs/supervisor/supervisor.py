@@ -33,7 +33,7 @@ from runs.record import dump_record, make_record
 from runs.run_dir import RunDir
 from runs.store.failures import Failure, FailureFile
 from runs.store.files import StorageError
-from runs.store.index import PASSED, index_fields
+from runs.store.index import index_fields, passed_in
 from runs.store.journal import Inflight, next_worker_number
 from runs.store.records import RecordFile
 from runs.store.settled import WORKER_DIED
@@ -217,7 +217,7 @@ class Supervisor:
                     self._start.failures.append(Failure(**header["failure"]))
                 self._start.records.append(payload, header["fields"])
                 failed = header["failure"] and header["failure"]["error_class"]
-                self._progress.task_ended(failure=failed, passed=header["fields"][PASSED])
+                self._progress.task_ended(failure=failed, passed=passed_in(header["fields"]))
                 self._finished.append((worker, key))
             case "failed":
                 failure = Failure(**header["failure"])

@@ -48,9 +48,9 @@ class RunTotals:
     statuses: Mapping[str, int] = field(default_factory=dict)
     """Records by status."""
     completed_passed: int = 0
-    """Completed conversations that passed their check."""
+    """Completed conversations that passed; see `runs.store.checks.has_passed`."""
     completed_not_passed: int = 0
-    """Completed conversations that did not pass it; the others were not checked."""
+    """Completed conversations that did not; the others were neither checked nor scored."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """Failed tasks by class."""
     turns: int = 0
@@ -77,7 +77,7 @@ class RunTotals:
     checks: Checks
     """Results of checks over the records that count; see `runs.store.checks`."""
     prompts_checked: int = 0
-    """Prompts with a sample that was checked."""
+    """Prompts with a sample that was checked or scored."""
     prompts_passed: int = 0
     """Prompts with a sample that passed: pass@k, where k is the number of samples."""
     gone: int
@@ -156,7 +156,7 @@ def compute_totals(
             totals.completed_passed += entry.passed
             totals.completed_not_passed += not entry.passed
         _add_work(totals, entry)
-        checks.add(entry.passed, entry.reward, check_failed=entry.check_failed)
+        checks.add(entry.verdict, entry.reward, check_failed=entry.check_failed)
         if entry.reward is None:
             continue
         prompt = number // scan.num_samples

@@ -86,10 +86,14 @@ def test_each_step_says_what_was_lost_and_why(tmp_path: Path) -> None:
             "count": 9,
             "lost": {"failed: ModelError": 1, "failed: Timeout": 1, "max_turns": 1, "pending": 1},
         },
-        {"name": "completed", "count": 5, "lost": {"not_passed": 1}},
-        {"name": "passed", "count": 4, "lost": {}},
+        {
+            "name": "completed",
+            "count": 5,
+            "lost": {"neither checked nor scored": 3, "not_passed": 1},
+        },
+        {"name": "passed", "count": 1, "lost": {}},
     ]
-    assert (found["samples"], found["unchecked"], found["exports"]) == (1, 3, [])
+    assert (found["samples"], found["exports"]) == (1, [])
 
 
 def test_exports_are_told_with_what_their_manifests_counted(tmp_path: Path) -> None:
@@ -138,7 +142,12 @@ def test_stats_shows_the_funnel(tmp_path: Path) -> None:
     for line in (
         *("left out 2 bad row: no `prompt` field (fields: id)", "tasks 9"),
         *("left out 1 failed: Timeout", "left out 1 pending", "left out 1 max_turns"),
-        *("completed 5", "left out 1 not_passed", "passed 4 of these, 3 were not checked"),
+        *(
+            "completed 5",
+            "left out 1 not_passed",
+            "left out 3 neither checked nor scored",
+            "passed 1",
+        ),
         "exported 4 rows of hermes in r.jsonl, from 4 of 13 tasks",
         "left out 1 marker_in_text",
     ):
@@ -194,7 +203,7 @@ def test_the_report_holds_the_funnel_and_no_path(tmp_path: Path) -> None:
     stored = StoredRun(tmp_path / "trajectories" / "r")
     found = _meta(stored)["funnel"]
     assert found == stored.funnel()
-    assert [step["count"] for step in found["steps"]] == [4, 3, 3, 3]
+    assert [step["count"] for step in found["steps"]] == [4, 3, 3]
     assert found["exports"][0]["rows"] == 3
     dataset.unlink()
     assert _meta(StoredRun(stored.path))["funnel"] is None
@@ -234,10 +243,11 @@ def test_every_step_adds_up(
     stored = StoredRun(source.run_dir)
     totals = compute_totals(source.run_dir, source.scan, stored.config)
     found = funnel_of(source.run_dir, source.scan, totals)
-    rows, tasks, completed, reached = found["steps"]
+    rows, tasks, completed, *more = found["steps"]
     assert (rows["count"] - sum(rows["lost"].values())) * samples == tasks["count"]
     assert tasks["count"] - sum(tasks["lost"].values()) == completed["count"]
-    assert completed["count"] - sum(completed["lost"].values()) == reached["count"]
+    for reached in more:
+        assert completed["count"] - sum(completed["lost"].values()) == reached["count"]
     assert len(found["exports"]) == 5
     for export in found["exports"]:
         assert export["tasks"] - sum(export["lost"].values()) == export["used"]

@@ -138,13 +138,13 @@ def test_the_funnel_leads_from_rows_to_training_rows(page: Page, run_dir: Path) 
         re.sub(r"\s+", " ", text).strip()
         for text in page.locator("#funnel-table tr").all_inner_texts()
     ]
-    rows, tasks, completed, passed = found["steps"]
+    rows, tasks, completed = found["steps"]
     assert lines[0] == f"rows {rows['count']}"
     assert f"tasks {tasks['count']}" in lines
     for reason, count in tasks["lost"].items():
         assert f"{count} left out: {reason}" in lines
     assert f"completed {completed['count']}" in lines
-    assert f"passed {passed['count']} of these, {passed['count']} were not checked" in lines
+    assert not any(line.startswith("passed") for line in lines), "nothing was checked or scored"
     (training,) = found["exports"]
     assert f"exported {training['rows']} rows of hermes in r.jsonl" in "\n".join(lines)
     assert training["lost"]
@@ -352,18 +352,18 @@ def test_checks_and_rewards_are_shown_and_can_be_filtered(
     run_dir = tmp_path / "trajectories" / "r"
     with opened(context, write_report(StoredRun(run_dir), run_dir / "report.html").path) as page:
         tile = page.locator("#tiles div", has_text="Passed").locator("dd")
-        assert tile.text_content() == "50%1 of 2 checked, mean reward 0.625"
+        assert tile.text_content() == "50%1 of 2 checked or scored, mean reward 0.625"
         assert page.locator("#charts b", has_text="Rewards").count() == 1
         page.get_by_role("button", name="Check", exact=True).click()
         assert shown_ids(page) == ["good", "bad", "none"]
         cells = page.locator("#rows tr:not(.gap) td:nth-child(9)").all_text_contents()
         assert cells == ["✓ 1", "✗ 0.25", ""]
-        page.get_by_role("button", name="Filter by failed: 1").click()
+        page.get_by_role("button", name="Filter by not passed: 1").click()
         assert shown_ids(page) == ["bad"]
-        assert page.input_value("#by-flag") == "check failed"
-        page.select_option("#by-flag", "no check")
+        assert page.input_value("#by-flag") == "not passed"
+        page.select_option("#by-flag", "not checked or scored")
         assert shown_ids(page) == ["none"]
-        page.select_option("#by-flag", "check passed")
+        page.select_option("#by-flag", "passed")
         page.click("text=good")
         assert "passed, reward 1" in (page.locator("#reader dl").first.text_content() or "")
 

@@ -13,8 +13,8 @@ import pytest
 
 from export.reward_statistics import RewardStatistics
 from report.facts import row_of
-from runs.store.checks import Checks, CheckSums, describe, judgement_of
-from runs.store.index import MARK, Index, RowMaker, index_fields
+from runs.store.checks import Checks, CheckSums, describe, has_passed, judgement_of
+from runs.store.index import MARK, Index, RowMaker, index_fields, passed_in
 from tests.answering import JSON, answering
 from tests.export.test_hermes import assistant, call
 from tests.exporting import exported, judged, make_run, rejects, rows, worked
@@ -28,7 +28,7 @@ ROWS: list[dict[str, Any]] = [
     {"id": "plain"},
 ]
 CHECKS = {
-    **{"checked": 3, "passed": 1, "failed": 2, "pass_rate": 33.33, "mean_reward": 0.5},
+    **{"checked": 3, "scored": 0, "passed": 1, "failed": 2, "pass_rate": 33.33, "mean_reward": 0.5},
     "check_failed": 0,
 }
 FAILED = {"passed": None, "reward": None, "error": "it timed out"}
@@ -66,12 +66,14 @@ def cwd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestSums:
     def test_are_of_what_was_checked(self) -> None:
         sums = CheckSums()
-        assert (sums.sums(), describe(sums.sums())) == (Checks(0, 0, 0, None, None), "")
-        for passed, reward in ((True, 1.0), (False, 0.25), (None, 0.25)):
-            sums.add(passed, reward)
-        assert sums.sums() == Checks(3, 1, 1, 50.0, 0.5)
-        parts = "passed 1 (50.0%), did not pass 1, only a reward 1"
-        assert describe(sums.sums()) == f"checked 3: {parts}; mean reward 0.5"
+        assert (sums.sums(), describe(sums.sums())) == (Checks(0, 0, 0, 0, None, None), "")
+        for verdict, reward in ((True, 1.0), (False, 0.25), (None, 0.25)):
+            sums.add(verdict, reward)
+        assert sums.sums() == Checks(2, 1, 1, 2, 33.33, 0.5)
+        assert describe(sums.sums()) == (
+            "checked 2, scored 1: passed 1 (33.3%; without a check by a reward of 0.5 or more), "
+            "did not pass 2; mean reward 0.5"
+        )
 
     def test_leave_out_checks_that_failed_themselves(self) -> None:
         sums = CheckSums()
@@ -80,13 +82,32 @@ class TestSums:
         assert describe(sums.sums()) == told
         sums.add(True, 1.0)
         sums.add(None, None)
-        assert sums.sums() == Checks(1, 1, 0, 100.0, 1.0, 1)
+        assert sums.sums() == Checks(1, 0, 1, 0, 100.0, 1.0, 1)
         assert describe(sums.sums()).endswith(f"mean reward 1; {told}")
 
-    def test_say_no_rate_where_only_rewards_are_known(self) -> None:
+    @pytest.mark.parametrize(
+        ("verdict", "reward", "passed"),
+        [
+            (True, 0.1, True),
+            (False, 0.9, False),
+            (None, 0.5, True),
+            (None, 0.49, False),
+            (None, None, None),
+        ],
+    )
+    def test_count_as_the_one_rule_says(
+        self, verdict: bool | None, reward: float | None, passed: bool | None
+    ) -> None:
+        check = {"passed": verdict, "reward": reward}
+        record = worked(check=check, input_digest="d", tool_calls=[], cost_usd=None, attempt=1)
+        fields = index_fields(record)
+        index = Index(MARK + RowMaker().rows(fields, 0, 9))
+        assert has_passed(verdict, reward) is judgement_of(record).passed is passed
+        assert [index.entry(2).passed, *index.passed([2]), passed_in(fields)] == [passed] * 3
         sums = CheckSums()
-        sums.add(None, 0.75)
-        assert describe(sums.sums()) == "checked 1; mean reward 0.75"
+        sums.add(verdict, reward)
+        counted = sums.sums()
+        assert (counted.passed, counted.failed) == (passed is True, passed is False)
 
     @pytest.mark.parametrize("reward", [0.1, -3.0, 1e300, float("-inf"), 10**400, True, None])
     def test_any_reward_of_a_check_fits_the_index(self, reward: Any) -> None:
@@ -110,7 +131,7 @@ class TestARun:
         told = (cwd / "end.txt").read_text().splitlines()
         assert TOLD in told
         assert (
-            "2 completed conversations did not pass the check; --require_passed leaves them out "
+            "2 completed conversations did not pass; --require_passed leaves them out "
             "of the training file"
         ) in told
 
@@ -163,7 +184,7 @@ class TestARun:
 
         with started(tmp_path, "--row_setup", **{**SCRIPTED, "sandbox": "local"}) as process:
             wait_until(has_counted)
-            assert "passed 1 of 3 checked" in run(tmp_path, "status", "r").stdout
+            assert "passed 1 of 3, failed" in run(tmp_path, "status", "r").stdout
             (tmp_path / "go").touch()
             assert process.wait() == 0
 
@@ -182,6 +203,46 @@ class TestARun:
     def test_without_checks_says_nothing_of_them(self, tmp_path: Path) -> None:
         write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
         assert "checked" not in start(tmp_path)
+
+
+class TestScored:
+    """Without a check, functions say what a conversation is worth, everywhere alike."""
+
+    REWARD = "def grade(conversation, workspace, row):\n    return row['worth']\n"
+
+    @pytest.fixture
+    def scored(self, tmp_path: Path) -> Path:
+        (tmp_path / "grade.py").write_text(self.REWARD)
+        worth = {"a": 1, "b": 0.5, "c": 0.25, "d": 0}
+        write_rows(
+            tmp_path / "p.jsonl",
+            *(
+                {"id": id, "prompt": "x", "worth": w, "script": [say("y")]}
+                for id, w in worth.items()
+            ),
+        )
+        told = start(tmp_path, reward="grade.py:grade", num_samples=2)
+        assert "scored 8: passed 4 (50.0%; without a check by a reward of 0.5 or more)" in told
+        assert "2 of 4 prompts passed at least once" in told
+        assert "4 completed conversations did not pass" in told
+        return tmp_path
+
+    def test_is_told_alike(self, scored: Path) -> None:
+        stats = json.loads(run(scored, "stats", "r", "--json").stdout)
+        assert stats["checks"] == read(scored / "trajectories" / "r" / "summary.json")["checks"]
+        assert (stats["checks"]["passed"], stats["checks"]["pass_rate"]) == (4, 50.0)
+        assert stats["rewards"]["pass_at"]["1"] == 50.0
+        told = run(scored, "stats", "r").stdout
+        assert re.search(r"^passed +4$", told, re.MULTILINE)
+        assert re.search(r"left out +4  not_passed$", told, re.MULTILINE)
+
+    @pytest.mark.slow
+    def test_is_forked_and_exported_alike(self, scored: Path) -> None:
+        forked = run(scored, "fork", "r", "--not_passed", "--at_turn=1", "--n=1", run_name="b")
+        assert re.search(r"^ +4 left out: passed$", forked.stdout + forked.stderr, re.MULTILINE)
+        start(scored, "--require_passed", reward="grade.py:grade", num_samples=2)
+        rows = lines(scored / "trajectories" / "r.jsonl")
+        assert [row["id"].partition("#")[0] for row in rows] == ["a", "a", "b", "b"]
 
 
 class TestWhatIsRequired:
@@ -252,8 +313,8 @@ class TestTheReport:
     @pytest.mark.parametrize(
         ("changes", "passed", "reward", "flag"),
         [
-            ({"check": {"passed": True, "reward": 1.0}}, True, 1.0, "check passed"),
-            ({"check": {"passed": False, "reward": 0.5}}, False, 0.5, "check failed"),
+            ({"check": {"passed": True, "reward": 1.0}}, True, 1.0, "passed"),
+            ({"check": {"passed": False, "reward": 0.5}}, False, 0.5, "not passed"),
             ({"check": FAILED}, None, None, "check without result"),
             ({"check": None}, None, None, None),
             (
@@ -263,7 +324,7 @@ class TestTheReport:
                     "options": {"check_expected": True},
                     "row": {"prompt": "Go.", "expected": "7"},
                 },
-                *(False, 0.0, "check failed"),
+                *(False, 0.0, "not passed"),
             ),
         ],
     )
@@ -282,7 +343,7 @@ class TestTheReport:
         record.setdefault("status_reason", None)
         row = row_of(record)
         assert (row["passed"], row["reward"]) == (passed, reward)
-        assert [name for name in row["flags"] if name.startswith("check")] == [flag] * bool(flag)
+        assert [name for name in row["flags"] if "passed" in name] == [flag] * bool(flag)
 
 
 class TestACheckThatFailedItself:

@@ -209,8 +209,9 @@ def test_tasks_are_matched_with_their_records(tmp_path: Path, seed: int) -> None
     assert found == [expected.get(key) for key in keys]
     assert [index.get(key) for key in keys] == found
     assert list(index.endings(rows)) == [
-        entry and Ending(entry.status, entry.passed, entry.error_class) for entry in found
+        entry and Ending(entry.status, entry.verdict, entry.error_class) for entry in found
     ]
+    assert list(index.passed(rows)) == [entry and entry.passed for entry in found]
     assert others == len(expected) - len(known)
     assert len(index) == len(expected)
     assert sorted(entry.offset for _, entry in index.records())[0] == 0

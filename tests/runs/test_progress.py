@@ -45,7 +45,7 @@ def test_what_was_checked_is_counted(progress: Progress) -> None:
     for passed in (True, None, False):
         progress.task_ended(failure=None, passed=passed)
     progress.found_ended(done=3, failed=0, passed=2, not_passed=1)
-    assert "done 6, passed 3 of 5 checked, failed 0, running" in describe(state_of(progress))
+    assert "done 6, passed 3 of 5, failed 0, running" in describe(state_of(progress))
 
 
 def test_a_silent_endpoint_is_seen(progress: Progress) -> None:

@@ -212,8 +212,10 @@ class TestARun:
                 "graders.py:named",
             ]
             assert record["scores"][1]["rewards"] == {"reward": 0.25, "files": 1}
-        assert "checked 4; mean reward 0.25" in done.stdout
-        assert "\n3 scores of reward functions failed: " in done.stdout
+        assert (
+            "scored 4: passed 0 (0.0%; without a check by a reward of 0.5 or more)" in done.stdout
+        )
+        assert "\n3 scores of reward functions failed; " in done.stdout
         assert run(tmp_path, "verify", "r").returncode == 0
 
     @pytest.mark.slow
