@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
 from math import isnan, nan
@@ -102,8 +102,7 @@ class Ending(NamedTuple):
 
 def passed_in(fields: list[Any]) -> bool | None:
     """Whether the record with these `index_fields` passed."""
-    verdict, reward = fields[10:]
-    return has_passed(verdict, reward)
+    return has_passed(*fields[10:])
 
 
 def index_fields(record: dict[str, Any]) -> list[Any]:
@@ -269,18 +268,12 @@ class Index(Mapping[bytes, IndexEntry]):
         for row in rows:
             yield self._endings[numbers[row]] if row else None
 
-    def passed(self, rows: Iterable[int]) -> Iterator[bool | None]:
+    def passed(self, rows: Collection[int]) -> Iterator[bool | None]:
         """Whether the records in these rows passed; None for row 0."""
         rewards = _column(self._view, _REWARDS)
-        numbers = _column(self._view, _ENDINGS)
-        verdicts = [ending.verdict for ending in self._endings]
-        for row in rows:
-            if not row:
-                yield None
-            elif (verdict := verdicts[numbers[row]]) is not None or isnan(rewards[row]):
-                yield verdict
-            else:
-                yield has_passed(None, rewards[row])
+        for row, ending in zip(rows, self.endings(rows), strict=True):
+            reward = None if isnan(rewards[row]) else rewards[row]
+            yield None if ending is None else has_passed(ending.verdict, reward)
 
     def has_turns(self) -> bool:
         """Whether any record has a model reply."""
