@@ -8,8 +8,9 @@ result of the row's check; see `run_check`), `scores` (only with `--reward`; see
 `end_diff`; only with `--workspace=image`), `tools` (schemas as offered), `options` (those of the
 conversation that are not defaults), `view_compacted` (the model saw parts shortened or as a
 summary), and the provenance: `model` (as requested), `api`, `endpoint`, `toolsets`, `sandbox`,
-`seed`, `config_digest`, `versions`, `finished_at` (epoch seconds), `schema_version`. On disk a
-checksum follows (see `runs.store.checksum`).
+`image` (with `--workspace=image`: its `reference` in the row and its `digest`, that of the
+configuration), `seed`, `config_digest`, `versions`, `finished_at` (epoch seconds),
+`schema_version`. On disk a checksum follows (see `runs.store.checksum`).
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def make_record(
     attempt: int,
     provenance: Provenance,
     agent: CommandAgent | None = None,
+    image: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Build the record of a task that has ended with the model and tools of `setup`.
 
@@ -86,6 +88,7 @@ def make_record(
         "endpoint": setup.settings.base_url,
         "toolsets": setup.names(),
         "sandbox": provenance.sandbox,
+        **({} if image is None else {"image": image}),
         "seed": provenance.seed,
         "config_digest": provenance.config_digest,
         "versions": provenance.versions,

@@ -296,6 +296,7 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
             config_digest=run_dir.digest,
             versions=run_dir.versions,
         ),
+        images=run_dir.images,
         script=plan.script,
         limits=limits,
         budget=budget_of(plan.config),

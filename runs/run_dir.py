@@ -34,6 +34,7 @@ import orjson
 
 from runs.config.fingerprint import digest_of, meaning_of, with_defaults
 from runs.config.run_config import RunConfig
+from runs.config.sandboxes import replaced_images
 from runs.dataset.scan import Scan
 from runs.dataset.scan_cache import NAME, save_scan
 from runs.errors import ConfigError, EnvironmentStop, RunDirError
@@ -50,6 +51,7 @@ from runs.store.files import (
 from runs.store.records import refuse_lost_records
 from runs.tasks import SCHEMA_VERSION
 from toolsets import exact_json
+from toolsets.text import clip
 
 _RUN_KEYS = {
     "api": str,
@@ -62,8 +64,14 @@ _RUN_KEYS = {
 
 _CHECKSUM = "crc32"
 
+IMAGES = "images"
+"""The key of run.json with digests of images, and of --accept_config_change."""
+
 _ENDPOINT_KEYS = ("model", "models", "base_url", "endpoints")
 """Keys of a config that determine its endpoints."""
+
+_SHOWN = 1000
+"""Maximum characters of a changed value in a message."""
 
 _DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
@@ -83,6 +91,8 @@ class RunDir:
     lock_fd: int
     directory_fds: Mapping[Path, int]
     """Open descriptors of the directories `inflight` and `workspaces`."""
+    images: dict[str, str]
+    """The digests of images that finished conversations worked in, by reference."""
 
     @property
     def inflight(self) -> Path:
@@ -129,6 +139,15 @@ class RunDir:
                 "continue."
             )
         return None
+
+    def keep_image(self, reference: str, digest: str) -> None:
+        """Keep in run.json which image a conversation worked in: later ones need the same.
+
+        To be called before its record is written.
+        """
+        if reference not in self.images:
+            self.images[reference] = digest
+            write_run_json(self.path, read_run_json(self.path) | {IMAGES: self.images})
 
     def close(self) -> None:
         """Release the lock."""
@@ -201,7 +220,7 @@ def open_run_dir(
         path / name: os.open(path / name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         for name in ("inflight", "workspaces")
     }
-    return RunDir(path, run["digest"], run["versions"], same_endpoints, lock_fd, fds)
+    return RunDir(path, run["digest"], run["versions"], same_endpoints, lock_fd, fds, run[IMAGES])
 
 
 def check_reopening(config: RunConfig, scan: Scan, accept_changes: Sequence[str] = ()) -> bool:
@@ -311,7 +330,7 @@ def _run_json(
     accept_changes: Sequence[str],
 ) -> dict[str, Any]:
     meaning = meaning_of(config)
-    known = (*meaning, *NARROWING)
+    known = (*meaning, *NARROWING, IMAGES)
     if unknown := [key for key in accept_changes if key not in known]:
         msg = (
             f"--accept_config_change: {', '.join(unknown)}: unknown key; the possible keys are "
@@ -319,6 +338,7 @@ def _run_json(
         )
         raise ConfigError(msg)
     history: list[dict[str, Any]] = []
+    images: dict[str, str] = {}
     created = time.time()
     if before is None:
         if _holds_work(path):
@@ -342,6 +362,13 @@ def _run_json(
             for key in meaning
             if then.get(key) != now[key]
         }
+        images = before.get(IMAGES, {})
+        if config.is_inside and (replaced := replaced_images(config, images)):
+            changes[IMAGES] = {
+                "from": {name: images[name] for name in replaced},
+                "to": replaced,
+            }
+            images = images | replaced
         refused = {key: change for key, change in changes.items() if key not in accept_changes}
         if refused and _holds_work(path):
             raise ConfigError(_explain_changes(path, refused))
@@ -357,6 +384,7 @@ def _run_json(
         "dataset": dataset_of(scan),
         "versions": {"python": platform.python_version(), **versions_of(_VERSIONS_OF)},
         "history": history,
+        IMAGES: images,
     }
 
 
@@ -384,7 +412,7 @@ def _holds_work(path: Path) -> bool:
 def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:
     lines = [f"{path}: this run has another config; mixing the two would spoil the data:"]
     lines += [
-        f"  {key}: the run has {change['from']!r}, now {change['to']!r}"
+        f"  {key}: the run has {_shown(change['from'])}, now {_shown(change['to'])}"
         for key, change in changes.items()
     ]
     lines.append(
@@ -392,6 +420,10 @@ def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:
         f"--accept_config_change={','.join(changes)} to continue with the new values."
     )
     return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    return clip(repr(value), max_chars=_SHOWN)
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from runs.config.run_config import RunConfig
 from toolsets.errors import ToolError
@@ -30,6 +31,12 @@ def problem_of_sandbox(config: RunConfig) -> str | None:
     return sandbox_problem(
         config.sandbox, image=config.docker_image, engine=config.container_engine
     )
+
+
+def replaced_images(config: RunConfig, known: Mapping[str, str]) -> dict[str, str]:
+    """The digests of those images that are others now than `known`; missing ones do not count."""
+    found = image_sandboxes(config).digests(known) if known else {}
+    return {name: digest for name, digest in found.items() if digest != known[name]}
 
 
 def remove_leftover_containers(config: RunConfig) -> None:

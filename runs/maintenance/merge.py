@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.errors import ConfigError, RunDirError
 from runs.maintenance.verify_batches import open_calls
-from runs.run_dir import dataset_of, write_run_json
+from runs.run_dir import IMAGES, dataset_of, write_run_json
 from runs.run_lock import locked
 from runs.shards import check_shards
 from runs.sources.kept_dataset import link_kept
@@ -171,6 +172,7 @@ def _make(
         "config": {**first["config"], **{key: config.to_json()[key] for key in _OWN_KEYS}},
         "dataset": dataset,
         "history": [*first["history"], {"at": time.time(), "merged": sources}],
+        IMAGES: dict(chain(*(run.get(IMAGES, {}).items() for _, run in reversed(runs)))),
     }
     write_run_json(making, identity)
     return taken, equal

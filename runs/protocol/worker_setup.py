@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from agent.models.scripted import ScriptedTurn
@@ -29,6 +29,8 @@ class WorkerSetup:
     budget: Cost | None
     proven: frozenset[str]
     """Base URLs that have answered before."""
+    images: Mapping[str, str] = field(default_factory=dict)
+    """The digests of images that finished conversations used, by reference."""
     place: str = ""
     """Names the storage with the workspaces; "" for the run directory."""
     is_remote: bool = False

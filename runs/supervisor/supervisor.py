@@ -215,6 +215,8 @@ class Supervisor:
                 self._release(worker, key)
                 if header["failure"]:
                     self._start.failures.append(Failure(**header["failure"]))
+                if header["image"]:
+                    self._start.run_dir.keep_image(**header["image"])
                 self._start.records.append(payload, header["fields"])
                 failed = header["failure"] and header["failure"]["error_class"]
                 self._progress.task_ended(failure=failed, passed=passed_in(header["fields"]))

@@ -39,7 +39,7 @@ from runs.tasks import Task
 from runs.worker.calls import Calls
 from runs.worker.durable_calls import StoppableModel, Stops
 from runs.worker.workspace_setup import SetupFailed
-from runs.worker.workspaces import Workspaces
+from runs.worker.workspaces import Prepared, Workspaces
 from toolsets.context import ToolContext
 from toolsets.errors import HostError, machine_failure
 from toolsets.text import plural
@@ -157,14 +157,15 @@ class TaskRunner:
         end = Finish("failed")
         failure = check = diff = None
         try:
-            context, kept = await self._spaces.prepare(context, row, place=assignment["place"])
+            prepared = await self._spaces.prepare(context, row, place=assignment["place"])
+            context = prepared.context
             if row.agent is not None and self._agents is not None:
                 row = row._replace(agent=await self._agents.with_version(row.agent))
                 end, agent = await self._run_agent(task, assignment, trajectory, row, context)
                 row = row._replace(agent=agent)
                 context = await self._spaces.reopened(context, row)
             else:
-                end = await self._converse(task, assignment, trajectory, row, context, kept=kept)
+                end = await self._converse(task, assignment, trajectory, row, prepared)
             diff = await self._spaces.diff(context)
             check = await self._judged(task, assignment, context, row, trajectory)
         except ModelError as error:
@@ -217,6 +218,7 @@ class TaskRunner:
             attempt=assignment["attempt"],
             provenance=self._setup.provenance,
             agent=row.agent,
+            image=self._spaces.image(row),
         )
 
     async def _judged(
@@ -250,10 +252,9 @@ class TaskRunner:
         assignment: Assignment,
         trajectory: Trajectory,
         row: RowTask,
-        context: ToolContext,
-        *,
-        kept: bool,
+        prepared: Prepared,
     ) -> Finish:
+        context, kept, why_new = prepared
         setup = setup_of_task(self._setups, self._config, task)
 
         until_kept = self._until_kept(task)
@@ -284,7 +285,7 @@ class TaskRunner:
             restarted = RestartedEvent(
                 kind="restarted",
                 turn=trajectory.turns,
-                reason="the workspace was lost",
+                reason=why_new,
                 at=time.time(),
             )
             journal(restarted)
@@ -409,6 +410,7 @@ def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> by
         key=task.key.hex(),
         fields=index_fields(record),
         failure=failure and failure._asdict(),
+        image=None if failure else record.get("image"),
     )
 
 

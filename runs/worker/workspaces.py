@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from runs.config.sandboxes import image_sandboxes
 from runs.dataset.row import RowTask
@@ -30,6 +30,20 @@ from toolsets.sandbox.image_files import ImageFiles, ImageSandbox
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import Workspace
 
+_IMAGE = "image"
+"""The file beside a conversation's layer that has the digest of the image beneath it."""
+LOST = "the workspace was lost"
+
+
+class Prepared(NamedTuple):
+    """A workspace that is set up."""
+
+    context: ToolContext
+    kept: bool
+    """It is from an earlier assignment."""
+    why_new: str = LOST
+    """Why not, if there was an earlier one."""
+
 
 class Workspaces:
     """Opens the workspaces of one worker's tasks."""
@@ -42,6 +56,8 @@ class Workspaces:
         self._in_images: ImageSandboxes | None = None
         if setup.config.is_inside and setup.provenance.sandbox is not None:
             self._in_images = image_sandboxes(setup.config)
+        self._digests = dict(setup.images)
+        """Of images that conversations of the run used, by reference: they must not change."""
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def open(self, key: bytes, row: RowTask, *, resumed: bool) -> ToolContext:
@@ -58,10 +74,8 @@ class Workspaces:
             resumed=resumed,
         )
 
-    async def prepare(
-        self, context: ToolContext, row: RowTask, *, place: str
-    ) -> tuple[ToolContext, bool]:
-        """Prepare a workspace as its row says; return whether it is from an earlier assignment.
+    async def prepare(self, context: ToolContext, row: RowTask, *, place: str) -> Prepared:
+        """Prepare a workspace as its row says.
 
         `place` is where the workspace of that assignment is. Raises `SetupFailed`.
         """
@@ -83,16 +97,17 @@ class Workspaces:
         if row.setup is not None and not kept:
             async with setting_up(root):
                 await set_up_workspace(context, row.setup)
-        return context, kept
+        return Prepared(context, kept)
 
-    async def _prepare_image(self, context: ToolContext, row: RowTask) -> tuple[ToolContext, bool]:
+    async def _prepare_image(self, context: ToolContext, row: RowTask) -> Prepared:
         """As `prepare`, for a workspace inside an image."""
         from runs.worker.diff import begin_diff
 
         spec = self._spec_of(row)
         root = context.workspace.root
         sandbox = await self._sandbox_in_image(root, row, spec)
-        if half_set_up(root).exists():
+        is_other = await asyncio.to_thread(_image_was_replaced, root, sandbox.image_digest)
+        if half_set_up(root).exists() or is_other:
             await asyncio.to_thread(sandbox.discard)
             await asyncio.to_thread(remove_tree, root)
         kept = await asyncio.to_thread(sandbox.is_kept)
@@ -107,10 +122,18 @@ class Workspaces:
                     if row.setup is not None:
                         await _set_up_in_image(context, row.setup)
                     await begin_diff(context)
+                    await asyncio.to_thread((root / _IMAGE).write_text, sandbox.image_digest)
         except BaseException:
             await context.close(remove=False)
             raise
-        return context, kept
+        return Prepared(context, kept, "the image was replaced" if is_other else LOST)
+
+    def image(self, row: RowTask) -> dict[str, str] | None:
+        """The image that a conversation works in, for its record; None if it has not got one."""
+        reference = self._spec_of(row).reference
+        if (digest := self._digests.get(reference)) is None:
+            return None
+        return {"reference": reference, "digest": digest}
 
     async def for_agent(
         self,
@@ -276,11 +299,18 @@ class Workspaces:
         # One of the conversations that wait for an image occupies a thread, not each.
         async with self._waiting[spec.reference]:
             try:
-                return await asyncio.to_thread(
+                made = await asyncio.to_thread(
                     self._in_images.make, Workspace(root), limits or self._limits(row), spec, extras
                 )
             except ToolError as error:
                 raise SetupFailed(f"{self._node()}{error}") from error
+        before = self._digests.setdefault(spec.reference, made.image_digest)
+        if before != made.image_digest:
+            raise SetupFailed(
+                f"{self._node()}image {spec.reference!r} was replaced during the run: it was "
+                f"{before}, now it is {made.image_digest}"
+            )
+        return made
 
     def _node(self) -> str:
         """Which machine a message is about, where a run has several."""
@@ -341,6 +371,14 @@ async def _set_up_in_image(context: ToolContext, row: RowSetup) -> None:
         from runs.worker.history import remove_history
 
         await remove_history(context, row.base_commit)
+
+
+def _image_was_replaced(root: Path, digest: str) -> bool:
+    """Whether the layer of a conversation is above another image; False where there is none."""
+    try:
+        return (root / _IMAGE).read_text() != digest
+    except FileNotFoundError:
+        return False
 
 
 def _image_of(row: RowTask) -> str | None:

@@ -88,6 +88,20 @@ def test_a_killed_conversation_continues_in_its_container(tmp_path: Path) -> Non
     assert_nothing_is_left(tmp_path)
 
 
+@pytest.mark.usefixtures("engine")
+def test_an_image_that_was_replaced_is_refused_by_name(tmp_path: Path) -> None:
+    podman("tag", "localhost/python:1", "localhost/own:1")
+    write_rows(tmp_path / "p.jsonl", row("a", "own:1", terminal("true")))
+    assert run(tmp_path, **PODMAN).returncode == 0
+    digest = "sha256:" + podman("image", "inspect", "--format", "{{.Id}}", "localhost/own:1")
+    assert records_of(tmp_path)["a"]["image"] == {"reference": "own:1", "digest": digest}
+    podman("tag", "localhost/shell:1", "localhost/own:1")
+    done = run(tmp_path, **PODMAN)
+    assert done.returncode == 2
+    assert f"images: the run has {{'own:1': '{digest}'}}" in done.stderr
+    assert_nothing_is_left(tmp_path)
+
+
 def _begun(label: str) -> int:
     """How many conversations have reached their second turn."""
     names = podman("ps", "--filter", f"label=batch-trajectories.run={label}", "--format",

@@ -135,7 +135,7 @@ PULLING = """\
 #!/bin/sh
 echo "$1 $2" >> {log}
 case "$1 $2" in
-"image inspect") test -e {pulled} && echo '{{"WorkingDir": "/app"}}' ;;
+"image inspect") test -e {pulled} && echo '1234 {{"WorkingDir": "/app"}}' ;;
 "pull --quiet") echo pulled >> {pulled} ;;
 esac
 """
@@ -154,7 +154,7 @@ def test_a_missing_image_is_pulled_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert not pulled.exists()
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: image_config("podman", "a:1", "missing"), range(8)))
-    assert found == [{"WorkingDir": "/app"}] * 8
+    assert found == [({"WorkingDir": "/app"}, "sha256:1234")] * 8
     assert pulled.read_text() == "pulled\n"
 
 

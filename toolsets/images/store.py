@@ -32,6 +32,8 @@ class UnpackedImage:
 
     path: Path
     """Holds the tree in `rootfs`."""
+    digest: str
+    """Of the image's configuration."""
     env: dict[str, str]
     workdir: str
     user: str
@@ -107,7 +109,9 @@ class ImageStore:
                     if not (place / _CONFIG).exists():
                         self._unpack(image, place)
             config = orjson.loads((place / _CONFIG).read_bytes())
-            return UnpackedImage(place, config["env"], config["workdir"], config["user"])
+            return UnpackedImage(
+                place, image.config_digest, config["env"], config["workdir"], config["user"]
+            )
         except OSError as error:
             if (words := machine_failure(error)) is not None:
                 raise HostError(f"image {reference!r}: {words}") from error

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import orjson
 
 from toolsets.images.image_error import ImageError
+from toolsets.images.names import full_name
 from toolsets.locked import locked
 from toolsets.sandbox.base import Limits, SandboxError
 from toolsets.sandbox.cgroup import Group
@@ -114,12 +115,14 @@ class DockerImageSandbox(DockerSandbox):
         engine: str,
         run: str,
         config: Mapping[str, Any],
+        digest: str,
     ) -> None:
-        """`run` names the run among all on this machine; `config` is that of the image."""
+        """`run` names the run among all on this machine; `config` and `digest` are the image's."""
         super().__init__(workspace, limits, image=spec.reference, engine=engine)
         self._spec = spec
         self._run = run
         self._config = config
+        self.image_digest = digest
         self.home = spec.workdir or str(config.get("WorkingDir") or "/")
         self._container = f"bt-{run}-{_plain(workspace.root.name)}"
 
@@ -241,8 +244,8 @@ def engine_warning(engine: str) -> str | None:
     return None
 
 
-def image_config(engine: str, image: str, pull: Pull) -> dict[str, Any]:
-    """The configuration of an image, which is pulled where it is missing and may be pulled.
+def image_config(engine: str, image: str, pull: Pull) -> tuple[dict[str, Any], str]:
+    """The configuration of an image and its digest; it is pulled where it is missing and may be.
 
     One process of this user pulls at a time. Raises `ImageError` with the engine's words.
     """
@@ -258,6 +261,15 @@ def image_config(engine: str, image: str, pull: Pull) -> dict[str, Any]:
     if found is None:
         raise ImageError(f"image {image!r}: {engine} does not have it (--pull=missing pulls it)")
     return found
+
+
+def image_digests(engine: str) -> dict[str, str]:
+    """The digests of the configurations of all images that the engine has, by `full_name`."""
+    done = _ask(engine, ["images", "--no-trunc", "--format", "{{.ID}} {{.Repository}}:{{.Tag}}"])
+    if done.returncode != 0:
+        raise SandboxError(f"sandbox {engine}: images: {_words(done)}")
+    listed = (line.partition(" ") for line in done.stdout.decode().splitlines())
+    return {full_name(name): _digest(found) for found, _, name in listed}
 
 
 def build_image(
@@ -320,12 +332,18 @@ def _plain(name: str) -> str:
     return name.replace(".", "-")
 
 
-def _config_of(engine: str, image: str) -> dict[str, Any] | None:
-    done = _ask(engine, ["image", "inspect", "--format", "{{json .Config}}", image])
+def _config_of(engine: str, image: str) -> tuple[dict[str, Any], str] | None:
+    done = _ask(engine, ["image", "inspect", "--format", "{{.Id}} {{json .Config}}", image])
     if done.returncode != 0:
         return None
-    config = orjson.loads(done.stdout)
-    return config if isinstance(config, dict) else {}
+    digest, _, raw = done.stdout.partition(b" ")
+    config = orjson.loads(raw)
+    return config if isinstance(config, dict) else {}, _digest(digest.decode())
+
+
+def _digest(found: str) -> str:
+    """As Docker writes it; Podman leaves the name of the hash out."""
+    return found if ":" in found else f"sha256:{found}"
 
 
 def _lock_of(image: str) -> Path:

@@ -5,10 +5,13 @@ A sandbox that does not work is refused; another never replaces it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolsets.images.image_error import ImageError
+from toolsets.images.names import full_name
 from toolsets.sandbox.base import ExecResult, Extras, Limits, Sandbox, SandboxError
 from toolsets.sandbox.bwrap import BwrapSandbox, bwrap_problem
 from toolsets.sandbox.docker import (
@@ -18,6 +21,7 @@ from toolsets.sandbox.docker import (
     docker_problem,
     engine_warning,
     image_config,
+    image_digests,
     run_label,
 )
 from toolsets.sandbox.fork_servers import FORK_SERVERS
@@ -128,6 +132,22 @@ class ImageSandboxes:
             return str(error)
         return None
 
+    def digests(self, references: Collection[str]) -> dict[str, str]:
+        """The digests of those images that are here; see `ImageSandbox.image_digest`.
+
+        Raises `SandboxError` where an engine does not answer.
+        """
+        found = {}
+        known = {} if self._store is not None else image_digests(self._engine)
+        for reference in references:
+            if self._store is None:
+                if digest := known.get(full_name(reference)):
+                    found[reference] = digest
+                continue
+            with suppress(ImageError):
+                found[reference] = self._store.find(reference).config_digest
+        return found
+
     def warning(self) -> str | None:
         """What makes images slow here; None if nothing does."""
         if self._store is None:
@@ -163,13 +183,15 @@ class ImageSandboxes:
             return BwrapImageSandbox(workspace, limits, image=image, spec=spec, extras=extras)
         if extras is not None:
             raise SandboxError(_NO_AGENTS)
+        config, digest = image_config(self._engine, spec.reference, self._pull)
         return DockerImageSandbox(
             workspace,
             limits,
             spec=spec,
             engine=self._engine,
             run=run_label(self._run_dir),
-            config=image_config(self._engine, spec.reference, self._pull),
+            config=config,
+            digest=digest,
         )
 
 

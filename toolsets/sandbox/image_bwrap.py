@@ -71,6 +71,7 @@ class BwrapImageSandbox(BwrapSandbox):
         """
         super().__init__(workspace, limits, extras)
         self._image = image
+        self.image_digest = image.digest
         self.is_continued = (workspace.root / "upper").exists()
         self._network = spec.network or limits.network
         self._user = user_of(image, spec.user)

@@ -30,6 +30,10 @@ class ImageSandbox(Sandbox, Protocol):
     """A sandbox in an image: the files are inside, and what changes lasts until it is discarded."""
 
     @property
+    def image_digest(self) -> str:
+        """Of the image's configuration, which names its layers: for all sandboxes the same."""
+
+    @property
     def user_home(self) -> str | None:
         """HOME of the user that commands run as; None where only the engine knows it."""
 
