@@ -39,7 +39,7 @@ from runs.tasks import Task
 from runs.worker.calls import Calls
 from runs.worker.durable_calls import StoppableModel, Stops
 from runs.worker.workspace_setup import SetupFailed
-from runs.worker.workspaces import Prepared, Workspaces
+from runs.worker.workspaces import PreparedWorkspace, Workspaces
 from toolsets.context import ToolContext
 from toolsets.errors import HostError, machine_failure
 from toolsets.text import plural
@@ -252,7 +252,7 @@ class TaskRunner:
         assignment: Assignment,
         trajectory: Trajectory,
         row: RowTask,
-        prepared: Prepared,
+        prepared: PreparedWorkspace,
     ) -> Finish:
         context, kept, why_new = prepared
         setup = setup_of_task(self._setups, self._config, task)

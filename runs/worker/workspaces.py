@@ -35,7 +35,7 @@ _IMAGE = "image"
 LOST = "the workspace was lost"
 
 
-class Prepared(NamedTuple):
+class PreparedWorkspace(NamedTuple):
     """A workspace that is set up."""
 
     context: ToolContext
@@ -74,7 +74,7 @@ class Workspaces:
             resumed=resumed,
         )
 
-    async def prepare(self, context: ToolContext, row: RowTask, *, place: str) -> Prepared:
+    async def prepare(self, context: ToolContext, row: RowTask, *, place: str) -> PreparedWorkspace:
         """Prepare a workspace as its row says.
 
         `place` is where the workspace of that assignment is. Raises `SetupFailed`.
@@ -97,9 +97,9 @@ class Workspaces:
         if row.setup is not None and not kept:
             async with setting_up(root):
                 await set_up_workspace(context, row.setup)
-        return Prepared(context, kept)
+        return PreparedWorkspace(context, kept)
 
-    async def _prepare_image(self, context: ToolContext, row: RowTask) -> Prepared:
+    async def _prepare_image(self, context: ToolContext, row: RowTask) -> PreparedWorkspace:
         """As `prepare`, for a workspace inside an image."""
         from runs.worker.diff import begin_diff
 
@@ -126,7 +126,7 @@ class Workspaces:
         except BaseException:
             await context.close(remove=False)
             raise
-        return Prepared(context, kept, "the image was replaced" if is_other else LOST)
+        return PreparedWorkspace(context, kept, "the image was replaced" if is_other else LOST)
 
     def image(self, row: RowTask) -> dict[str, str] | None:
         """The image that a conversation works in, for its record; None if it has not got one."""
