@@ -2,6 +2,7 @@
 
 messages       messages and events, as they are stored
 tokens         token ids and log-probabilities as they were sampled
+parts          parts of messages that are not text
 reasoning      reasoning inside the text of a reply, and encrypted reasoning
 deadline       the time limit of a conversation
 stream_events  events for a caller while a conversation runs
@@ -53,6 +54,7 @@ SEAM = (
     "models.resolve",
     "models.scripted",
     "options",
+    "parts",
     "reasoning",
     "runner",
     "session",

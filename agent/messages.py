@@ -39,7 +39,8 @@ class ProviderBlocks(TypedDict):
 
     In the chat dialect it is one object with all unknown fields of the message. `api` names the
     dialect that wrote `blocks`; only that dialect may read them. `agent.reasoning` recognizes
-    encrypted thoughts in them.
+    encrypted thoughts in them. In other messages of agents they are what is no text
+    (`agent.parts`).
     """
 
     api: str

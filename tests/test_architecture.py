@@ -29,8 +29,8 @@ toolsets/sandbox
 toolsets/context toolsets/space toolsets/docstring toolsets/signature toolsets/tool toolsets/toolbox
 toolsets/builtin toolsets/web toolsets/browser toolsets/catalog toolsets/mcp
 
-agent/deadline agent/messages agent/reasoning agent/stream_events agent/tokens agent/models
-agent/models/dialects agent/models/client agent/models/batches agent/gateway/wire
+agent/deadline agent/messages agent/parts agent/reasoning agent/stream_events agent/tokens
+agent/models agent/models/dialects agent/models/client agent/models/batches agent/gateway/wire
 agent/gateway/canonical agent/gateway/reading agent/gateway/wire_base agent/gateway/wire_chat
 agent/gateway/wire_messages agent/gateway/wire_responses agent/gateway/wire_gemini
 agent/gateway/wires agent/gateway/conversations agent/state agent/options

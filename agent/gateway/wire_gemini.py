@@ -210,4 +210,5 @@ def _read_result(id: str, result: Mapping[str, Any]) -> Message:
     if not isinstance(text, str):
         text = exact_json.dumps(given).decode()
     name = str(result.get("name") or "")
-    return Message(role="tool", tool_call_id=id, name=name, content=text, is_error=is_error)
+    said = message_of(API, "tool", [{"text": text}, *objects_among(result.get("parts"))])
+    return {**said, "tool_call_id": id, "name": name, "is_error": is_error}

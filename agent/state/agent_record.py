@@ -7,6 +7,7 @@ from typing import Any
 from agent.gateway.conversations.lines import Line, lines_of
 from agent.gateway.conversations.threads import Threads
 from agent.messages import ExchangeEvent, ReplyEvent
+from agent.parts import Parts
 from agent.state.sums import cost_of, usage_of
 
 MAIN = "main"
@@ -41,7 +42,10 @@ def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
         }
         for line in (*main, *lines.others)
     ]
-    record["set_aside"] = [_set_aside(event) for event in lines.set_aside]
+    record["set_aside"] = [
+        {**_set_aside(event), "added": threads.parts.whole(event["added"])}
+        for event in lines.set_aside
+    ]
     record["rewritten"] = [
         {
             "exchanges": changed.calls,
@@ -54,6 +58,11 @@ def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
     ]
     record["diverged_at"] = threads.diverged_at
     record["agent"] = _facts(threads)
+    parts = Parts()
+    for place in (*([record] if main else ()), *record["inner"], *record["rewritten"]):
+        place["messages"] = parts.once(place["messages"])
+    for call in record["set_aside"]:
+        call["added"] = parts.once(call["added"])
     return record
 
 

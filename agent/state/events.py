@@ -157,7 +157,7 @@ def exchange_event(
         asked=request.model,
         thread=placed.thread,
         shared=placed.shared,
-        added=placed.added,
+        added=threads.parts.once(placed.added),
         reply=reply,
         body=body,
     )

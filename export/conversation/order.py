@@ -44,7 +44,14 @@ def _merged(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             earlier = merged[-1]
             own = {OWN_CHARS: len(earlier["content"])} if before == "tool" else {}
             content = f"{earlier['content']}\n\n{message['content']}"
-            merged[-1] = {**own, **earlier, "content": content}
+            blocks = [*_blocks_of(earlier), *_blocks_of(message)]
+            others = {"provider_blocks": {"blocks": blocks}} if blocks else {}
+            merged[-1] = {**own, **earlier, **others, "content": content}
         else:
             merged.append({**message, "role": "user"})
     return merged
+
+
+def _blocks_of(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    blocks: Sequence[Mapping[str, Any]] = (message.get("provider_blocks") or {}).get("blocks", ())
+    return blocks

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from agent.parts import kind_of_part, parts_of
 from agent.reasoning import hides_reasoning, opens_reasoning, split_inline_reasoning
 from export.conversation.authors import with_authors
 from export.conversation.ending import is_answered, plain_ending
@@ -103,6 +104,7 @@ def read_entries(
     number = 1
     parts: list[Mapping[str, Any]] = []
     results: dict[str, Mapping[str, Any]] = {}
+    flaws += flaws_of_parts(messages)
     for message in messages:
         role = message["role"]
         if role == "tool":
@@ -119,6 +121,17 @@ def read_entries(
     if parts:
         entries.append(_read_turn(parts, results, number, flaws))
     return entries
+
+
+def flaws_of_parts(messages: Iterable[Mapping[str, Any]]) -> list[Flaw]:
+    """A flaw for each part of the messages that is not text."""
+    flaws = []
+    for place, message in enumerate(messages, start=1):
+        for part in parts_of(message):
+            reason = Reason.HAS_IMAGES if kind_of_part(part) == "image" else Reason.HAS_FILES
+            what = part.get("type") or part.get("kind") or next(iter(part), "part")
+            flaws.append(Flaw(reason, f"message {place}: a part of the type {what!r}"))
+    return flaws
 
 
 def text_of(message: Mapping[str, Any], *, where: str) -> str:

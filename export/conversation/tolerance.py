@@ -17,7 +17,9 @@ Tokens = Literal["template", "all"]
 
 _TAGS = {Reason.MARKER_IN_TEXT, Reason.MARKER_IN_ARGUMENTS, Reason.MARKER_IN_RESULT}
 _NO_OBJECT = {Reason.ARGUMENTS_NOT_JSON, Reason.ARGUMENTS_NOT_OBJECT}
-_ANYWHERE = {Reason.CONTROL_TOKEN, Reason.UNKNOWN_TOOL}
+_PARTS = {Reason.HAS_IMAGES, Reason.HAS_FILES}
+"""Formats hold a placeholder of such a part, which is not what the model saw."""
+_ANYWHERE = {Reason.CONTROL_TOKEN, Reason.UNKNOWN_TOOL, *_PARTS}
 
 HOLDS: Mapping[str, frozenset[Reason]] = {
     # Calls are text there, so arguments that are not an object become a string.
@@ -53,10 +55,11 @@ class Tolerance:
     def of(self, format_name: str) -> Tolerance:
         """The same, limited to flaws that a format can represent.
 
-        `atif` accepts all of these by itself: nothing tokenizes its documents.
+        `atif` accepts these by itself, unless parts are missing: nothing tokenizes its documents.
         """
         held = HOLDS[format_name]
-        return replace(self, accepts=held if format_name == "atif" else self.accepts & held)
+        own = held - _PARTS if format_name == "atif" else frozenset()
+        return replace(self, accepts=own | (self.accepts & held))
 
     def refuses(self, flaw: Flaw) -> bool:
         """Whether a row is refused for a flaw."""

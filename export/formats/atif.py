@@ -12,6 +12,7 @@ JSON, for example) is only named in `extra`: the parent's model saw nothing but 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,7 +22,7 @@ from export.conversation.order import in_order
 from export.conversation.own_work import own_of
 from export.conversation.reading import metadata_of, read_entries, system_of
 from export.conversation.style import Style, styled
-from export.conversation.tolerance import STRICT, Flaw
+from export.conversation.tolerance import STRICT, Flaw, Tolerance
 from export.conversation.turns import Conversation, Said, Turn
 from export.conversation.validity import Reason, Rejected
 from toolsets.exact_json import within_64_bits
@@ -35,7 +36,7 @@ _TOTALS = "The totals of tokens and cost include those of all inner conversation
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """The document of a conversation; calls of a turn stay together whatever the style says."""
-    _TOLERANCE.refuse(conversation.flaws)
+    _tolerance_of(style).refuse(conversation.flaws)
     record = conversation.record
     own_version = (record.get("versions") or {}).get("batch-trajectories")
     command = record.get("agent") or {}
@@ -73,7 +74,7 @@ def _document(
         if inner["name"] == SIMULATED_USER:
             continue  # what it wrote are user messages, and no agent's work to train on
         try:
-            nested = styled(_read_inner(inner), style)
+            nested = styled(_read_inner(inner, _tolerance_of(style)), style)
             inside[inner["key"]] = _document(
                 nested,
                 style,
@@ -119,7 +120,12 @@ def _document(
     }
 
 
-def _read_inner(inner: Mapping[str, Any]) -> Conversation:
+def _tolerance_of(style: Style) -> Tolerance:
+    accepted = style.tolerance.of("atif").accepts
+    return replace(_TOLERANCE, accepts=_TOLERANCE.accepts | accepted)
+
+
+def _read_inner(inner: Mapping[str, Any], tolerance: Tolerance) -> Conversation:
     """The conversation of a subagent or a stage; raises Rejected.
 
     Its record does not list the tools on offer, so all tools that it called count as offered.
@@ -134,7 +140,7 @@ def _read_inner(inner: Mapping[str, Any]) -> Conversation:
     flaws: list[Flaw] = []
     offered = [{"function": {"name": name}} for name in sorted(called)]
     entries = read_entries(messages, offered, flaws)
-    _TOLERANCE.refuse(flaws)
+    tolerance.refuse(flaws)
     return Conversation(
         system=system_of(messages),
         entries=entries,

@@ -16,7 +16,9 @@ from typing import Any
 
 from agent.messages import STAGES
 from agent.tokens import TokenTurn, has_ids, token_turns
+from export.conversation.reading import flaws_of_parts
 from export.conversation.rewards import reward_facts, reward_of
+from export.conversation.tolerance import STRICT
 from export.conversation.validity import Reason, Rejected
 from runs.store.index import own_turns
 from runs.store.rewards import BY_TURN
@@ -61,8 +63,10 @@ def rows_of(
     With `subagents`, rows of their conversations follow (see `threads_of`), and each row names its
     `thread`.
 
-    Raises Rejected if no turn of this run's model has token ids, or if ids are damaged.
+    Raises Rejected if a message holds a picture or the like, which ids do not have, if no turn of
+    this run's model has token ids, or if ids are damaged.
     """
+    STRICT.refuse(flaws_of_parts(record["messages"]))
     try:
         rows = _rows_of(record, record, reward_name)
         if rows and subagents:

@@ -15,6 +15,8 @@ Weight = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
 
 RowFlaw = Literal[
+    "has_images",
+    "has_files",
     "control_token",
     "unknown_tool",
     "arguments_not_json",

@@ -6,6 +6,7 @@ test_export_formats       one record in every format
 test_export_loss          who wrote each message, and which turns carry loss
 test_export_per_turn      one row per turn
 test_export_agents        conversations of agents that run as commands
+test_export_parts         pictures and documents in messages of agents
 test_export_forged        text that looks like structure
 test_export_tolerance     which rows are refused
 test_export_views         what the model did not see of its conversation

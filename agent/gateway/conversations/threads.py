@@ -16,6 +16,7 @@ from agent.gateway.canonical import CallsInOrder, message_digest
 from agent.gateway.conversations.repeats import Found, Repeats
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireRequest
 from agent.messages import AgentEvent, AgentExitEvent, ExchangeEvent, Message, ToolCall
+from agent.parts import Parts
 
 _MOST_RECENT = 8
 """Requests that are remembered for reading the next: one of each of the latest threads."""
@@ -81,6 +82,8 @@ class Threads:
         """How often the agent's command was started."""
         self.exit: AgentExitEvent | None = None
         """How the last start ended, if it did."""
+        self.parts = Parts()
+        """Those that events have whole; later ones have digests of them."""
         self._repeats = Repeats()
         self._recent_of: dict[int, tuple[WireRequest, Found]] = {}
         self._ends: list[tuple[int, int]] = []
@@ -162,7 +165,7 @@ class Threads:
             self.threads.append(Thread(event["thread"], source, event["shared"]))
         thread = self.threads[event["thread"]]
         echoes = {at: call for at, call in event.get("echoes", ())}  # noqa: C416 - lists of two
-        for n, message in enumerate(event["added"]):
+        for n, message in enumerate(self.parts.whole(event["added"])):
             if n in echoes:
                 thread.replies.append((len(thread.messages), echoes[n]))
                 message = self.exchanges[echoes[n]]["reply"]["message"]

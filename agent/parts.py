@@ -1,0 +1,85 @@
+"""Parts of messages that are not text: pictures, documents and others, kept as they came.
+
+A message of an agent has them in `provider_blocks`; its text has a placeholder for each. A large
+part is stored once, however often it is shown: `{"repeats": digest}` stands for it elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Literal
+
+from agent.messages import Message
+from toolsets import exact_json
+
+REPEATS = "repeats"
+
+_LARGE = 1000
+"""Bytes of JSON from which on a part is stored once."""
+
+_IN_GEMINI = ("inlineData", "inline_data", "fileData", "file_data")
+
+
+def kind_of_part(part: Mapping[str, Any]) -> Literal["image", "file"]:
+    """What a part is: a picture, or anything else that is not text."""
+    kind = str(part.get("type", ""))
+    if "image" in kind or kind == "computer_screenshot":
+        return "image"
+    found = (part[key] for key in _IN_GEMINI if isinstance(part.get(key), dict))
+    data: Mapping[str, Any] = next(found, {})
+    kind = str(data.get("mimeType") or data.get("mime_type") or part.get("kind", ""))
+    return "image" if kind.startswith("image") else "file"
+
+
+def parts_of(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The parts of a message for which its text has placeholders; of a reply, its pictures."""
+    blocks: Sequence[Mapping[str, Any]] = (message.get("provider_blocks") or {}).get("blocks", ())
+    if message["role"] == "assistant":
+        return [block for block in blocks if kind_of_part(block) == "image"]
+    return blocks
+
+
+class Parts:
+    """The large parts of the messages so far, by digest."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def once(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, with their digests in place of parts that came before."""
+        return [_changed(message, self._once) for message in messages]
+
+    def whole(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, with the parts that digests stand for."""
+        return [_changed(message, self._whole) for message in messages]
+
+    def _once(self, part: dict[str, Any]) -> dict[str, Any]:
+        if (digest := _digest_of(part)) is None:
+            return part
+        if digest in self._known:
+            return {REPEATS: digest, "kind": kind_of_part(part)}
+        self._known[digest] = part
+        return part
+
+    def _whole(self, part: dict[str, Any]) -> dict[str, Any]:
+        if REPEATS in part:
+            return self._known.get(part[REPEATS], part)
+        if digest := _digest_of(part):
+            self._known.setdefault(digest, part)
+        return part
+
+
+def _changed(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+    given = message.get("provider_blocks")
+    if given is None or message["role"] == "assistant":
+        return message
+    blocks = [change(block) for block in given["blocks"]]
+    return {**message, "provider_blocks": {**given, "blocks": blocks}}
+
+
+def _digest_of(part: Mapping[str, Any]) -> str | None:
+    """The digest of a large part, None for a small one; marks for a cache move."""
+    bare = {key: value for key, value in part.items() if key != "cache_control"}
+    written = exact_json.dumps(bare)
+    return blake2b(written, digest_size=16).hexdigest() if len(written) >= _LARGE else None

@@ -1,0 +1,171 @@
+"""Pictures and documents that agents show their models: recorded once, and never training text."""
+
+from __future__ import annotations
+
+import json
+import random
+from base64 import b64encode
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agent.parts import kind_of_part
+from export.conversation.reading import read_conversation
+from export.conversation.style import Style, styled
+from export.conversation.tolerance import Tolerance, accepted
+from export.conversation.validity import Reason, Rejected
+from export.formats.registry import ROW_FORMATS
+from export.formats.rl import rows_of
+from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, api_of
+from tests.export.test_hermes import record_of
+
+JSON = dict[str, Any]
+PROMPT = "What is this?"
+DATA = b64encode(random.Random(1).randbytes(3000)).decode()
+URL = f"data:image/png;base64,{DATA}"
+
+
+def part_of(api: str, *, is_image: bool = True) -> JSON:
+    """A picture, or a document, as each API has it in messages and results."""
+    media = "image/png" if is_image else "application/pdf"
+    source = {"type": "base64", "media_type": media, "data": DATA}
+    parts: dict[str, tuple[JSON, JSON]] = {
+        "openai_chat": (
+            {"type": "image_url", "image_url": {"url": URL}},
+            {"type": "file", "file": {"file_data": DATA}},
+        ),
+        "anthropic_messages": (
+            {"type": "image", "source": source},
+            {"type": "document", "source": source},
+        ),
+        "openai_responses": (
+            {"type": "input_image", "image_url": URL},
+            {"type": "input_file", "file_data": DATA},
+        ),
+        "gemini": ({"inlineData": {"mimeType": media, "data": DATA}},) * 2,
+    }
+    return parts[api][not is_image]
+
+
+def show(talk: Talk, part: JSON) -> None:
+    """The user's first message, with a part beside its text."""
+    talk.say(PROMPT)
+    item = talk.items[-1]
+    if api_of(talk) == "gemini":
+        item["parts"].append(part)
+    elif isinstance(item["content"], str):
+        item["content"] = [{"type": "text", "text": item["content"]}, part]
+    else:
+        item["content"].append(part)
+
+
+def return_part(talk: Talk, part: JSON) -> None:
+    """The result of the last call, with a part beside its text."""
+    talk.result("It is here:")
+    item = talk.items[-1]
+    match api_of(talk):
+        case "gemini":
+            item["parts"][-1]["functionResponse"]["parts"] = [part]
+        case "anthropic_messages":
+            item["content"][-1]["content"] = [{"type": "text", "text": "It is here:"}, part]
+        case "openai_responses":
+            item["output"] = [{"type": "input_text", "text": "It is here:"}, part]
+        case _:
+            item["content"] = [{"type": "text", "text": "It is here:"}, part]
+
+
+def talked(make: Callable[[], Talk], part: JSON, *, in_result: bool, changes: bool = False) -> Any:
+    """A recorded conversation in which the agent shows a part; `changes`: also its prompt."""
+    recording, talk = Recording(PROMPT), make()
+    if in_result:
+        talk.say(PROMPT)
+    else:
+        show(talk, part)
+    for step in range(3):
+        if changes:
+            talk.system = f"It is {step} o'clock."
+        recording.relay(talk, Said("", f"look {step}"))
+        if in_result and not step:
+            return_part(talk, part)
+        else:
+            talk.result("ok")
+    recording.relay(talk, Said("A cat."))
+    return recording
+
+
+def record(recording: Recording) -> JSON:
+    found = recording.trajectory.to_record()
+    found["agent"] = {"name": "mine", "version": "1", **found["agent"]}
+    plain = record_of(options={}, view_compacted=False, status_reason=None, finished_at=9.0)
+    made: JSON = json.loads(json.dumps({**plain, "attempt": 1, "input_digest": "d", **found}))
+    return made
+
+
+def row(record: JSON, name: str, *accepts: str) -> JSON:
+    style = Style(tolerance=Tolerance(accepted(accepts)).of(name))
+    return ROW_FORMATS[name].row_of(styled(read_conversation(record), style), style)
+
+
+@pytest.mark.parametrize("name", ROW_FORMATS)
+@pytest.mark.parametrize("in_result", [False, True], ids=["message", "result"])
+@pytest.mark.parametrize("make", TALKS.values(), ids=TALKS)
+def test_a_picture_is_in_the_record_and_rejects_the_row_by_name(
+    make: Callable[[], Talk], in_result: bool, name: str
+) -> None:
+    recording = talked(make, part_of(api_of(make())), in_result=in_result)
+    found = record(recording)
+    assert json.dumps(found).count(DATA) == 1
+    with pytest.raises(Rejected) as caught:
+        row(found, name)
+    assert caught.value.reason == Reason.HAS_IMAGES
+    assert DATA not in (words := json.dumps(row(found, name, "has_images")))
+    assert "bytes, digest " in words
+
+
+@pytest.mark.parametrize("make", TALKS.values(), ids=TALKS)
+def test_a_document_rejects_the_row_by_another_name(make: Callable[[], Talk]) -> None:
+    found = record(talked(make, part_of(api_of(make()), is_image=False), in_result=False))
+    with pytest.raises(Rejected, match="has_files: message 2: a part of the type"):
+        row(found, "openai")
+    assert "bytes, digest " in json.dumps(row(found, "openai", "has_files"))
+
+
+@pytest.mark.parametrize("make", TALKS.values(), ids=TALKS)
+def test_a_picture_that_each_call_shows_again_is_stored_once(make: Callable[[], Talk]) -> None:
+    """Whether the agent repeats its messages or changes them, in the journal and in the record."""
+    part = part_of(api_of(make()))
+    for changes in (False, True):
+        recording = talked(make, part, in_result=False, changes=changes)
+        assert json.dumps(recording.events).count(DATA) == 1
+        found = record(recording)
+        assert json.dumps(found).count(DATA) == 1
+        with pytest.raises(Rejected, match="has_images"):
+            row(found, "hermes")
+        # Read back, the conversation is the same.
+        again = Recording(PROMPT, recording.events)
+        assert again.trajectory.to_record() == recording.trajectory.to_record()
+        assert not found["rewritten"] or DATA not in json.dumps(found["rewritten"])
+
+
+def test_token_ids_have_no_pictures() -> None:
+    with pytest.raises(Rejected, match="has_images"):
+        rows_of(record(talked(TALKS["openai_chat"], part_of("openai_chat"), in_result=True)))
+
+
+def test_a_picture_in_a_message_that_is_added_to_another_counts() -> None:
+    recording, talk = Recording(PROMPT), TALKS["anthropic_messages"]()
+    talk.say(PROMPT)
+    recording.relay(talk, Said("", "look"))
+    talk.result("ok")
+    talk.items[-1]["content"].append(part_of("anthropic_messages"))
+    recording.relay(talk, Said("A cat."))
+    with pytest.raises(Rejected, match="has_images: message 4"):
+        row(record(recording), "hermes")
+
+
+def test_parts_are_told_apart() -> None:
+    kinds = [kind_of_part(part_of(api)) for api in TALKS]
+    assert kinds == ["image"] * len(TALKS)
+    assert kind_of_part({"type": "input_audio"}) == kind_of_part({}) == "file"
+    assert kind_of_part({"type": "computer_screenshot"}) == "image"
