@@ -70,12 +70,12 @@ def layer_of(entries: Iterable[Entry]) -> bytes:
     return buffer.getvalue()
 
 
-def layer_of_tree(root: Path) -> bytes:
-    """An uncompressed layer with all files of a directory, owned by root."""
+def layer_of_tree(root: Path, *, owner: int = 0) -> bytes:
+    """An uncompressed layer with all files of a directory, which belong to one user."""
     buffer = io.BytesIO()
 
     def owned(member: tarfile.TarInfo) -> tarfile.TarInfo:
-        member.uid = member.gid = 0
+        member.uid = member.gid = owner
         member.uname = member.gname = ""
         return member
 

@@ -60,8 +60,12 @@ class CheckFailed(Exception):
     """A check did not say what the workspace is worth."""
 
 
-async def run_check(check: Check, open_as: Open, turns: int | None = None) -> dict[str, Any]:
+async def run_check(
+    check: Check, open_as: Open, turns: int | None = None, *, prepare_as: str | None = None
+) -> dict[str, Any]:
     """Run the check of a workspace after a conversation of so many `turns`.
+
+    `prepare_as` is who makes room for the check's files and writes them.
 
     It has passed if its exit code is 0, or as its tests or its reward say. Keys: `passed`,
     `reward`, `exit_code` (None if it did not end), `stdout` and `stderr` (shortened), `duration_s`;
@@ -69,12 +73,12 @@ async def run_check(check: Check, open_as: Open, turns: int | None = None) -> di
     timed out, could not run, or gave no reward or rewards for another number of turns, `passed` and
     `reward` are None, and `error` is why. Raises `SetupFailed` if no sandbox could be opened.
     """
-    context = await open_as("root" if check.user else None)
+    context = await open_as(prepare_as)
     try:
         result = unjudged("")
         try:
-            await _prepare(context, check)
-            if check.user:
+            await _prepare(context, check, "u+rwx" if prepare_as == check.user else "a+rwx")
+            if prepare_as != check.user:
                 await sandbox_of(context).stop()
                 context = await open_as(check.user)
             command = await _command(context, check, turns)
@@ -106,7 +110,7 @@ def unjudged(error: str) -> dict[str, Any]:
     }
 
 
-async def _prepare(context: ToolContext, check: Check) -> None:
+async def _prepare(context: ToolContext, check: Check, mode: str) -> None:
     """Remove what an earlier check or the model left in the way, and write the check's files.
 
     Raises `CheckFailed` where that is not possible: what the model left is in the way.
@@ -115,9 +119,7 @@ async def _prepare(context: ToolContext, check: Check) -> None:
     written = [*check.reward_files]
     if check.tests is not None and check.tests.log is not None:
         written.append(check.tests.log)
-    if written:
-        mode = "a+rwx" if check.user else "u+rwx"
-        await _make_room(context, mode, written)
+    await _make_room(context, mode, written)
     try:
         await write_files(context, check.files)
     except SetupFailed as error:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from runs.config.sandboxes import image_sandboxes
 from runs.dataset.row import RowTask
@@ -202,6 +202,12 @@ class Workspaces:
         async def open_as(user: str | None) -> ToolContext:
             return await self._judging(context, row, check, judged, user)
 
+        place: dict[str, Any] = {}
+        prepare_as = None
+        if self._in_images is not None:
+            place["in"] = check.where or "same"
+            own = cast("ImageSandbox", sandbox_of(context))
+            prepare_as = "root" if check.user or not own.can_change_all else None
         try:
             if check.where == "fresh":
                 from runs.worker.diff import DiffError
@@ -209,8 +215,8 @@ class Workspaces:
                 try:
                     judged = await self._fresh(context, row, root.with_name(f"{root.name}.fresh"))
                 except DiffError as error:
-                    return unjudged(f"`check`: {error}")
-            return await run_check(check, open_as, turns)
+                    return unjudged(f"`check`: {error}") | place
+            return place | await run_check(check, open_as, turns, prepare_as=prepare_as)
         finally:
             if judged != root:
                 sandbox = await self._sandbox_in_image(judged, row, self._spec_of(row))

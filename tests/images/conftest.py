@@ -56,7 +56,7 @@ def _make(directory: Path) -> None:
         project = trees / f"{name}-project"
         make_repository(project / place, files)
         lower = layer_of_tree(shell) if name == "shell" else programs
-        layers = [lower, layer_of_tree(project)]
+        layers = [lower, layer_of_tree(project, owner=1234 if name == "agent" else 0)]
         write_layout(
             directory / name, layers, name="1", config={"WorkingDir": f"/{place}", **config}
         )

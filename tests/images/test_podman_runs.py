@@ -21,7 +21,7 @@ from tests.images.test_image_runs import (
     worked_on,
 )
 from tests.images.test_image_runs import records as records_of
-from tests.images.test_task_runs import forty_tasks, judge_forty_tasks, kill_often
+from tests.images.test_task_runs import forty_tasks, judge_forty_tasks, kill_often, results_of
 from tests.running import lines, run, started, wait_until, write_rows
 from toolsets.sandbox.docker import engine_warning, run_label
 
@@ -65,6 +65,37 @@ def test_a_check_as_another_user_has_the_same_files(tmp_path: Path) -> None:
     record = records_of(tmp_path)["a"]
     assert record["check"]["passed"], record["check"]
     assert record["check"]["stdout"].split() == ["1234"]
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.usefixtures("engine")
+def test_only_root_of_an_image_has_capabilities(tmp_path: Path) -> None:
+    """Another user cannot change the programs of its verifier, nor read what only root may."""
+    tried = "grep Cap /proc/self/status; echo >> /usr/bin/python3 || echo refused"
+    fixing = terminal("sed -i s/-/+/ pkg/calc.py")
+    written = {"command": "cat /check/right", "files": {"/check/right": "x"}}
+    rows = [
+        row("root", "python:1", terminal(tried)),
+        row("user", "agent:1", terminal(tried), fixing, check=f"python3 -c '{FIXED}'"),
+        row("named", "python:1", terminal(tried), user="agent"),
+        row("written", "agent:1", terminal("true"), check=written),
+    ]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, "--row_setup", max_attempts=1, **PODMAN)
+    assert done.returncode == 0, done.stderr
+    records = records_of(tmp_path)
+    said = {name: results_of(record)[0]["stdout"] for name, record in records.items()}
+    masks = {
+        name: {int(line.split()[1], 16) for line in text.splitlines() if line.startswith("Cap")}
+        for name, text in said.items()
+    }
+    assert masks["root"] == {0, 0b11001011}
+    assert masks["user"] == masks["named"] == {0}
+    assert said["user"].endswith("refused\n")
+    assert said["named"].endswith("refused\n")
+    assert records["user"]["check"]["passed"], records["user"]["check"]
+    assert records["user"]["check"]["in"] == "same"
+    assert records["written"]["check"]["stdout"] == "x"
     assert_nothing_is_left(tmp_path)
 
 

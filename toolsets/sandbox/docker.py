@@ -95,8 +95,9 @@ class DockerSandbox(ServedSandbox):
 class DockerImageSandbox(DockerSandbox):
     """Runs a task's commands in a container whose own files are the workspace.
 
-    Commands run as the image's user, with the capabilities that package managers need. The server
-    runs in the Python of this machine, which the container sees read-only, so the image needs none.
+    Commands run as the image's user; root has the capabilities that package managers need, others
+    have none. The server runs in the Python of this machine, which the container sees read-only, so
+    the image needs none.
     """
 
     has_own_python = True
@@ -172,6 +173,12 @@ class DockerImageSandbox(DockerSandbox):
         self._ask("rmi", "--force", self._files, fails=True)
 
     @property
+    def can_change_all(self) -> bool:
+        """See `ImageSandbox`; who else the image calls its root only the engine knows."""
+        user = self._spec.user or str(self._config.get("User") or "")
+        return user.partition(":")[0] in ("", "0", "root")
+
+    @property
     def _files(self) -> str:
         """The image of its files, while it gets other options, and from then on."""
         return f"localhost/{self._container}:files"
@@ -187,7 +194,8 @@ class DockerImageSandbox(DockerSandbox):
         )
         options = _limits(self._limits, self._spec.network or self._limits.network)
         options += ["--cap-drop", "ALL", "--shm-size", f"{self._limits.tmp_mb}m"]
-        for capability in _CAPABILITIES:
+        # Podman gives added ones to any user, as ambient capabilities.
+        for capability in _CAPABILITIES if self.can_change_all else ():
             options += ["--cap-add", capability]
         if self._spec.user is not None:
             options += ["--user", self._spec.user]

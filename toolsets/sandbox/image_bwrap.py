@@ -55,6 +55,7 @@ class BwrapImageSandbox(BwrapSandbox):
     has_own_python = True
     """Cells run in the image's Python, with the packages that the image has."""
     is_continued = False
+    can_change_all = True
 
     def __init__(
         self,

@@ -37,6 +37,10 @@ class ImageSandbox(Sandbox, Protocol):
     def user_home(self) -> str | None:
         """HOME of the user that commands run as; None where only the engine knows it."""
 
+    @property
+    def can_change_all(self) -> bool:
+        """Whether commands may change every file of the image."""
+
     def is_kept(self) -> bool:
         """Whether what an earlier sandbox of this conversation changed is still there."""
 
