@@ -4,9 +4,9 @@ Keys, in this order: `id`, `status`, `status_reason` (null or text), `error` (nu
 "message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns), then
 the conversation (see `Trajectory.to_record`; branches also have `fork`), `check` (null, or the
 result of the row's check; see `run_check`), `scores` (only with `--reward`; see
-`runs.store.checks`), `diff` (what changed in the image's repository; see
-`end_diff`; only with `--workspace=image`), `tools` (schemas as offered), `options` (those of the
-conversation that are not defaults), `view_compacted` (the model saw parts shortened or as a
+`runs.store.checks`), `diff` (what changed in the image's repository; see `runs.worker.diff`; only
+with `--workspace=image`), `tools` (schemas as offered), `options` (those of the conversation that
+are not defaults), `view_compacted` (the model saw parts shortened or as a
 summary), and the provenance: `model` (as requested), `api`, `endpoint`, `toolsets`, `sandbox`,
 `image` (with `--workspace=image`: its `reference` in the row and its `digest`, that of the
 configuration), `seed`, `config_digest`, `versions`, `finished_at` (epoch seconds),

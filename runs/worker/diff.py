@@ -1,31 +1,40 @@
 """What a conversation changed in the repository that it worked in.
 
-The start is a tree in the repository's objects, made with an index of our own: the diff does not
-depend on what the model commits, stages or stashes, and its index stays as it is.
+The diff is made when nothing of the conversation runs any more, in a fresh copy of its image: with
+the git and the repository that the model was given, whatever it did to its own. Files that differ
+are carried there, so the copy is what a fresh check judges.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runs.worker.workspace_setup import SetupFailed
 from toolsets.context import ToolContext
 from toolsets.errors import ToolError
-from toolsets.sandbox.base import ExecResult
-from toolsets.text import clip
+from toolsets.sandbox.base import ExecResult, Sandbox
+from toolsets.sandbox.image_files import FileState, ImageFiles
+from toolsets.text import clip, plural
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 16 << 20
 """Of a diff in a record."""
 
-_START, _PATCH = "diff_start", "diff_patch"
-_TIMEOUT_S = 120.0
+MAX_CARRIED_BYTES = 64 << 20
+"""Of all changed files."""
+
+_START = "diff_start"
+_TIMEOUT_S = 600.0
+_ARGUMENTS_BYTES = 64 << 10
+_NESTED = "/.git"
+_IGNORES = ".gitignore"
 
 # The image's own index says what has not changed since it was made, but only by size and time:
-# unpacking gave each file another inode. Objects go where the model's do, so they must be there
-# when the diff is made. `safe.directory`: the files may belong to another user than commands.
+# unpacking gave each file another inode. `safe.directory`: the files may belong to another user
+# than commands. Objects and index are our own, beside the repository.
 _GIT = (
     "set -e; umask 077; export LC_ALL=C GIT_CONFIG_COUNT=5 "
     "GIT_CONFIG_KEY_0=safe.directory 'GIT_CONFIG_VALUE_0=*' "
@@ -33,61 +42,81 @@ _GIT = (
     "GIT_CONFIG_KEY_2=core.trustctime GIT_CONFIG_VALUE_2=false "
     "GIT_CONFIG_KEY_3=core.fsmonitor GIT_CONFIG_VALUE_3=false "
     "GIT_CONFIG_KEY_4=core.hooksPath GIT_CONFIG_VALUE_4=/dev/null; "
-    'top=$(git rev-parse --show-toplevel); own=$(git rev-parse --absolute-git-dir); cd "$top"; '
+    "top=$(git rev-parse --show-toplevel); "
 )
-_TREE = (
-    'export GIT_INDEX_FILE="$own/.start-index.$$"; trap \'rm -f "$GIT_INDEX_FILE"*\' EXIT; '
-    'if [ -f "$own/index" ]; then cp -p "$own/index" "$GIT_INDEX_FILE"; fi; '
-    "git add -A >/dev/null 2>&1; tree=$(git write-tree); "
+_TOP = _GIT + 'echo "$top"'
+_OWN = (
+    _GIT + 'cd "$top"; store=$1; shift; git=$(git rev-parse --git-common-dir); '
+    'GIT_ALTERNATE_OBJECT_DIRECTORIES=$(cd "$git/objects" && pwd); '
+    'index=$(git rev-parse --git-path index); mkdir -p "$store/objects"; '
+    'if [ -f "$index" ] && [ ! -f "$store/index" ]; then cp -p "$index" "$store/index"; fi; '
+    'export GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_OBJECT_DIRECTORY="$store/objects" '
+    'GIT_INDEX_FILE="$store/index"; '
 )
-_BEGIN = _GIT + _TREE + 'echo "$tree"'
-# `--no-ext-diff` and `--no-textconv`: the model may have configured programs.
-_DIFF = (
+# The files of repositories within the repository are files like others.
+_BEGIN = _OWN + (
+    'number=0; for nested; do number=$((number + 1)); mv "$nested" "$store/$number"; done; '
+    "tab=$(printf '\\t'); git ls-files -s | while IFS= read -r entry; do case $entry in "
+    '160000*) git update-index --force-remove -- "${entry#*"$tab"}";; esac; done; '
+    'git add -A >/dev/null; git write-tree >"$store/begin"'
+)
+_REMOVE = _GIT + 'cd "$top"; rm -rf -- "$@"'
+# It fails where nothing is ignored.
+_IGNORED = _OWN + 'git check-ignore -z --stdin >"$store/ignored" || [ $? = 1 ]'
+_LINK = _GIT + 'cd "$top"; mkdir -p -- "$(dirname -- "$2")"; ln -s -- "$1" "$2"'
+_MODE = _GIT + 'cd "$top"; mode=$1; shift; chmod "$mode" -- "$@"'
+# `--no-ext-diff` and `--no-textconv`: what the repository configures is not asked.
+_END = _OWN + (
+    'git add -A >/dev/null; tree=$(git write-tree); read -r begin <"$store/begin"; '
     "git diff --binary --no-color --no-ext-diff --no-textconv --no-renames "
-    '--src-prefix=a/ --dst-prefix=b/ "$1" "$tree" >"$2"'
+    '--src-prefix=a/ --dst-prefix=b/ "$begin" "$tree" >"$store/patch"; '
+    'number=0; for nested; do number=$((number + 1)); mv "$store/$number" "$nested"; done'
 )
-_END = _GIT + _TREE + _DIFF
-_APPLY = _GIT + 'git apply --binary --whitespace=nowarn "$1"'
 
 
 class DiffError(Exception):
-    """A conversation left no diff that a fresh workspace can take: its check fails."""
+    """What a conversation changed cannot be carried to a fresh workspace."""
 
 
-async def begin_diff(context: ToolContext) -> None:
-    """Remember what the repository is like now; does nothing where there is none.
+async def begin_diff(context: ToolContext, *, is_needed: bool) -> None:
+    """Remember whether a repository holds the workspace, before the model could change that.
 
-    Raises `SetupFailed` where the sandbox does not start.
+    Raises `SetupFailed` where there is none and it is needed, as for fresh checks.
     """
     try:
-        result = await _git(context, _BEGIN)
+        top = await _top(_sandbox(context))
     except ToolError as error:
         raise SetupFailed(str(error)) from error
-    tree = result.stdout.strip()
-    if result.exit_code == 0 and tree.isalnum():
-        await asyncio.to_thread((context.workspace.root / _START).write_text, tree)
+    if top is not None:
+        await asyncio.to_thread((context.workspace.root / _START).write_text, top)
+    elif is_needed:
+        raise SetupFailed("`check`: `fresh` needs git and a repository that holds the workspace")
 
 
-async def end_diff(context: ToolContext) -> dict[str, Any] | None:
-    """The diff against the start; None where there was no repository.
+def has_repository(root: Path) -> bool:
+    """Whether a repository held the workspace at its start."""
+    return (root / _START).exists()
 
-    Keys: `patch` (text as `git apply` takes it), `truncated` (it is longer than is kept, and cannot
-    be applied), `base64` (the exact bytes, where they are not UTF-8), and `error` if there is none.
+
+async def make_diff(
+    worked: ToolContext, fresh: ToolContext, hidden: Sequence[str]
+) -> dict[str, Any]:
+    """Change a fresh workspace as a conversation did, and return the diff.
+
+    Nothing else may run in either; `hidden` are paths that the model did not have. The keys of
+    what is returned: `patch` (text as `git apply` takes it), `truncated` (it is longer than is
+    kept), `base64` (the exact bytes, where they are not UTF-8). Raises `DiffError`.
     """
-    start = context.workspace.root / _START
-    if not start.exists():
-        return None
-    path = f"/tmp/.diff-{context.workspace.root.name[:16]}"
+    sandbox = _sandbox(fresh)
     try:
-        result = await _git(context, _END, start.read_text(), path)
-        if result.exit_code != 0:
-            said = clip((result.stderr or result.stdout).strip(), max_chars=500)
-            return {"patch": "", "truncated": False, "error": said or "git failed"}
-        patch = await asyncio.to_thread(context.workspace.read_bytes, path, MAX_BYTES + 1)
-        await _git(context, 'rm -f "$1"', path)
+        top = await _top(sandbox)
+        if top is None:
+            raise DiffError("a fresh copy of the image has no repository")
+        if top == "/":
+            raise DiffError("the repository is the whole image")
+        patch = await _made(worked.workspace, fresh, top, [_path(path) for path in hidden])
     except ToolError as error:
-        return {"patch": "", "truncated": False, "error": str(error)}
-    await asyncio.to_thread(_keep, context.workspace.root / _PATCH, patch)
+        raise DiffError(str(error)) from error
     kept = patch[:MAX_BYTES]
     diff: dict[str, Any] = {
         "patch": kept.decode("utf-8", "replace"),
@@ -98,44 +127,126 @@ async def end_diff(context: ToolContext) -> dict[str, Any] | None:
     return diff
 
 
-def patch_of(root: Path) -> bytes:
-    """The diff of a workspace, as it is applied elsewhere.
+def no_diff(why: str) -> dict[str, Any]:
+    """The diff in a record where it could not be made."""
+    return {"patch": "", "truncated": False, "error": why}
 
-    Raises `SetupFailed` where there was no repository, and `DiffError` where the model made it
-    impossible.
-    """
-    if not (root / _START).exists():
-        raise SetupFailed("`check`: `fresh` needs a git repository that holds the workspace")
-    try:
-        patch = (root / _PATCH).read_bytes()
-    except FileNotFoundError:
-        raise DiffError("the diff could not be made") from None
-    if len(patch) > MAX_BYTES:
-        raise DiffError(f"the diff is longer than {MAX_BYTES} bytes")
+
+async def _made(worked: Any, fresh: ToolContext, top: str, hidden: Sequence[str]) -> bytes:
+    """Carry what has changed beneath `top`, and return the diff."""
+    sandbox, files = _sandbox(fresh), fresh.workspace
+    assert isinstance(worked, ImageFiles)
+    assert isinstance(files, ImageFiles)
+    ended = await asyncio.to_thread(worked.tree, top)
+    begun = await asyncio.to_thread(files.tree, top)
+    nested = [path for path in begun if path.endswith(_NESTED)]
+    store = f"/tmp/.diff-{worked.root.name[:16]}"
+    for states in (ended, begun):
+        for path in [path for path in states if _is_left_out(f"{top}/{path}", hidden)]:
+            del states[path]
+    await _run(sandbox, _BEGIN, store, *nested)
+    gone = [path for path, state in begun.items() if _kind(ended.get(path)) != state.kind]
+    for some in _batches(_uppermost(gone)):
+        await _run(sandbox, _REMOVE, *some)
+    changed = {
+        path: state
+        for path, state in ended.items()
+        if state.kind in ("file", "link") and begun.get(path) != state
+    }
+    rules = {path for path in changed if path.rpartition("/")[2] == _IGNORES}
+    await _carry(worked, fresh, top, {path: changed.pop(path) for path in rules})
+    if changed:
+        asked = b"".join(path.encode() + b"\0" for path in changed)
+        await _run(sandbox, _IGNORED, store, stdin=asked)
+        found = await asyncio.to_thread(files.read_bytes, f"{store}/ignored", len(asked))
+        for path in found.decode().split("\0")[:-1]:
+            changed.pop(path, None)
+    await _carry(worked, fresh, top, changed)
+    await _run(sandbox, _END, store, *nested)
+    patch = await asyncio.to_thread(files.read_bytes, f"{store}/patch", MAX_BYTES + 1)
+    await sandbox.exec(["rm", "-rf", "--", store])
     return patch
 
 
-async def apply_diff(context: ToolContext, patch: bytes) -> None:
-    """Change a fresh workspace as the conversation did. Raises `SetupFailed` and `DiffError`."""
-    if not patch:
-        return
-    path = "/tmp/.diff-to-apply"
-    try:
-        await asyncio.to_thread(context.workspace.write_bytes, path, patch)
-        result = await _git(context, _APPLY, path)
-        await _git(context, 'rm -f "$1"', path)
-    except ToolError as error:
-        raise SetupFailed(f"`check`: {error}") from error
+async def _carry(
+    worked: ImageFiles, fresh: ToolContext, top: str, changed: Mapping[str, FileState]
+) -> None:
+    """Copy files and links from one workspace to another. Raises `DiffError`."""
+    size = sum(state.size for state in changed.values())
+    if size > MAX_CARRIED_BYTES:
+        what = f"{plural(len(changed), 'changed file')} with {size >> 20} MiB"
+        raise DiffError(f"{what}: at most {MAX_CARRIED_BYTES >> 20} MiB can be carried")
+    sandbox, files = _sandbox(fresh), fresh.workspace
+    modes: dict[str, list[str]] = {"a+x": [], "a-x": []}
+    for path, state in changed.items():
+        if "\ufffd" in path or (state.kind == "link" and "\ufffd" in state.mark):
+            raise DiffError(f"{path!r}: its name or target is not UTF-8")
+        if state.kind == "link":
+            await _run(sandbox, 'rm -f -- "$3/$2"; ' + _LINK, state.mark, path, top)
+            continue
+        content = await asyncio.to_thread(worked.read_bytes, f"{top}/{path}", state.size)
+        await asyncio.to_thread(files.write_bytes, f"{top}/{path}", content)
+        modes["a+x" if state.is_executable else "a-x"].append(path)
+    for mode, paths in modes.items():
+        for some in _batches(paths):
+            await _run(sandbox, _MODE, mode, *some)
+
+
+def _is_left_out(path: str, hidden: Sequence[str]) -> bool:
+    """Whether a path is of a repository itself, or of what the model did not have."""
+    if path.endswith(_NESTED):
+        return True
+    return any(path == one or path.startswith(f"{one}/") for one in hidden)
+
+
+def _path(path: str) -> str:
+    return path.rstrip("/")
+
+
+def _kind(state: FileState | None) -> str | None:
+    return None if state is None else state.kind
+
+
+def _uppermost(paths: Iterable[str]) -> Iterator[str]:
+    """Paths in their order, without those beneath another."""
+    last = None
+    for path in sorted(paths, key=lambda path: path.split("/")):
+        if last is None or not path.startswith(f"{last}/"):
+            last = path
+            yield path
+
+
+def _batches(paths: Iterable[str]) -> Iterator[list[str]]:
+    """Paths that fit into the arguments of a command."""
+    some: list[str] = []
+    size = 0
+    for path in paths:
+        size += len(path.encode()) + 1
+        if some and size > _ARGUMENTS_BYTES:
+            yield some
+            some, size = [], len(path.encode()) + 1
+        some.append(path)
+    if some:
+        yield some
+
+
+async def _top(sandbox: Sandbox) -> str | None:
+    """The directory of the repository that holds the workspace."""
+    result = await sandbox.exec(["sh", "-c", _TOP], timeout_s=_TIMEOUT_S)
+    return result.stdout.rstrip("\n") if result.exit_code == 0 else None
+
+
+async def _run(sandbox: Sandbox, script: str, *arguments: str, stdin: bytes = b"") -> ExecResult:
+    argv = ["sh", "-c", script, "sh", *arguments]
+    result = await sandbox.exec(argv, timeout_s=_TIMEOUT_S, stdin=stdin)
     if result.exit_code != 0:
         said = clip((result.stderr or result.stdout).strip(), max_chars=500)
-        raise DiffError(f"the diff cannot be applied: {said}")
+        how = "it timed out" if result.timed_out else f"exit code {result.exit_code}"
+        raise DiffError(f"the diff cannot be made: {said or how}")
+    return result
 
 
-async def _git(context: ToolContext, script: str, *arguments: str) -> ExecResult:
+def _sandbox(context: ToolContext) -> Sandbox:
     if context.sandbox is None:
         raise ToolError("there is no sandbox to run commands in")
-    return await context.sandbox.exec(["sh", "-c", script, "sh", *arguments], timeout_s=_TIMEOUT_S)
-
-
-def _keep(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
+    return context.sandbox

@@ -166,8 +166,8 @@ class TaskRunner:
                 context = await self._spaces.reopened(context, row)
             else:
                 end = await self._converse(task, assignment, trajectory, row, prepared)
-            diff = await self._spaces.diff(context)
-            check = await self._judged(task, assignment, context, row, trajectory)
+            diff = await self._spaces.diff(context, row)
+            check = await self._judged(task, assignment, context, row, trajectory, diff)
         except ModelError as error:
             if self._calls.is_the_endpoints(error):
                 self._stops.halt(self._calls.describe(error))
@@ -228,6 +228,7 @@ class TaskRunner:
         context: ToolContext,
         row: RowTask,
         trajectory: Trajectory,
+        diff: dict[str, Any] | None,
     ) -> dict[str, Any] | None:
         """The result of the row's check; None without one.
 
@@ -235,7 +236,7 @@ class TaskRunner:
         and the last keeps the conversation.
         """
         try:
-            check = await self._spaces.judge(context, row, _own_turns(trajectory, row))
+            check = await self._spaces.judge(context, row, _own_turns(trajectory, row), diff)
         except SetupFailed as error:
             if assignment["attempt"] < self._config.max_attempts:
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -121,7 +121,7 @@ class Workspaces:
                     await self._made(sandbox)
                     if row.setup is not None:
                         await _set_up_in_image(context, row.setup)
-                    await begin_diff(context)
+                    await begin_diff(context, is_needed=_is_judged_afresh(row))
                     await asyncio.to_thread((root / _IMAGE).write_text, sandbox.image_digest)
         except BaseException:
             await context.close(remove=False)
@@ -174,20 +174,49 @@ class Workspaces:
             return self._setup.config.network
         return self._spec_of(row).network
 
-    async def diff(self, context: ToolContext) -> dict[str, Any] | None:
-        """What the conversation changed in its image's repository; None where there is none."""
+    async def diff(self, context: ToolContext, row: RowTask) -> dict[str, Any] | None:
+        """What the conversation changed in its image's repository; None where there is none.
+
+        It ends the conversation's sandbox. For a fresh check it leaves the changed copy of the
+        image. Raises `SetupFailed` if there is no copy for such a check.
+        """
         if self._in_images is None:
             return None
-        from runs.worker.diff import end_diff
+        from runs.worker.diff import DiffError, has_repository, make_diff, no_diff
 
-        return await end_diff(context)
+        # Processes that the model left running could change files, or leave no room for others.
+        await sandbox_of(context).stop()
+        if not has_repository(context.workspace.root):
+            return None
+        afresh = _is_judged_afresh(row)
+        worked = fresh = None
+        try:
+            worked = await self.reopened(context, row)
+            fresh = await self._fresh(context, row, with_history=not afresh)
+            diff = await make_diff(worked, fresh, row.setup.hidden if row.setup else ())
+            is_left = afresh
+        except (SetupFailed, DiffError) as error:
+            if afresh and isinstance(error, SetupFailed):
+                raise
+            diff, is_left = no_diff(str(error)), False
+        finally:
+            for opened in (worked, fresh):
+                if opened is not None:
+                    await sandbox_of(opened).stop()
+        if fresh is not None and not is_left:
+            await asyncio.to_thread(fresh.workspace.remove)
+        return diff
 
     async def judge(
-        self, context: ToolContext, row: RowTask, turns: int | None
+        self,
+        context: ToolContext,
+        row: RowTask,
+        turns: int | None,
+        diff: Mapping[str, Any] | None,
     ) -> dict[str, Any] | None:
         """The result of the row's check; None if it has none. Raises `SetupFailed`.
 
-        `turns` is how many turns of the run's model it judges, if known.
+        `turns` is how many turns of the run's model it judges, if known; `diff` is that of `diff`.
         """
         if row.setup is None or row.setup.check is None:
             return None
@@ -209,13 +238,10 @@ class Workspaces:
             own = cast("ImageSandbox", sandbox_of(context))
             prepare_as = "root" if check.user or not own.can_change_all else None
         try:
-            if check.where == "fresh":
-                from runs.worker.diff import DiffError
-
-                try:
-                    judged = await self._fresh(context, row, root.with_name(f"{root.name}.fresh"))
-                except DiffError as error:
-                    return unjudged(f"`check`: {error}") | place
+            if _is_judged_afresh(row):
+                if why := "there is no repository" if diff is None else diff.get("error"):
+                    return unjudged(f"`check`: {why}") | place
+                judged = _fresh_root(root)
             return place | await run_check(check, open_as, turns, prepare_as=prepare_as)
         finally:
             if judged != root:
@@ -264,14 +290,11 @@ class Workspaces:
         await self._made(sandbox)
         return self._inside(context, sandbox, root)
 
-    async def _fresh(self, context: ToolContext, row: RowTask, root: Path) -> Path:
-        """Make a workspace in `root`: the image, set up as the row says, with the diff applied.
-
-        Raises `SetupFailed` and `DiffError`.
-        """
-        from runs.worker.diff import apply_diff, patch_of
-
-        patch = await asyncio.to_thread(patch_of, context.workspace.root)
+    async def _fresh(
+        self, context: ToolContext, row: RowTask, *, with_history: bool
+    ) -> ToolContext:
+        """A fresh workspace: the image, set up as the row says. Raises `SetupFailed`."""
+        root = _fresh_root(context.workspace.root)
         await asyncio.to_thread(remove_tree, root)
         sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
         fresh = self._inside(context, sandbox, root)
@@ -279,13 +302,14 @@ class Workspaces:
             await asyncio.to_thread(sandbox.discard)
             await self._made(sandbox)
             if row.setup is not None:
-                await _set_up_in_image(fresh, row.setup._replace(hidden=()))
-            await apply_diff(fresh, patch)
+                again = row.setup._replace(hidden=())
+                await _set_up_in_image(
+                    fresh, again._replace(base_commit=None) if with_history else again
+                )
         except BaseException:
             await fresh.close(remove=True)
             raise
-        await sandbox.stop()
-        return root
+        return fresh
 
     def _inside(self, context: ToolContext, sandbox: ImageSandbox, root: Path) -> ToolContext:
         kept = Workspace(root)
@@ -385,6 +409,16 @@ def _image_was_replaced(root: Path, digest: str) -> bool:
         return (root / _IMAGE).read_text() != digest
     except FileNotFoundError:
         return False
+
+
+def _is_judged_afresh(row: RowTask) -> bool:
+    check = None if row.setup is None else row.setup.check
+    return check is not None and check.where == "fresh"
+
+
+def _fresh_root(root: Path) -> Path:
+    """Where the fresh workspace of a conversation is, for its diff and its check."""
+    return root.with_name(f"{root.name}.fresh")
 
 
 def _image_of(row: RowTask) -> str | None:

@@ -6,6 +6,7 @@ test_image_sandbox  commands in an image, and what they cannot reach
 test_task_runs      runs of software-engineering tasks, from their rows to their rewards
 test_leaks          runs whose model looks for the fix in the history of the repository
 test_replaced_images  runs whose images are replaced between two starts
+test_diffs          what a conversation changed, as fresh checks judge it
 test_image_runs     runs whose rows name images: checks, diffs, kills and resumes
 test_agent_images   agents that are commands, in the images of their rows
 test_podman_runs    the same runs in containers of a real Podman

@@ -227,7 +227,7 @@ def test_harbor_tasks(tmp_path: Path, task_images: Path) -> None:
         tmp_path, **{**IN_IMAGES, "dataset_file": "tasks"}, rows="harbor", images=task_images,
         script_file="turns.yaml", max_attempts=1,
     )  # fmt: skip
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 0, done.stderr
     assert "tasks: 8 of 12 rows can run" in done.stderr
     assert "gpus/task.toml:3: environment.gpus: GPUs are not supported" in done.stderr
     assert "8 rows ask for a network, which they do not get without --network" in done.stderr

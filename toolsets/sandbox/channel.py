@@ -73,6 +73,7 @@ class Reply(BaseModel):
     """The error number of a request about files."""
     # Tuples, since pydantic copies a default that is a list for each reply.
     entries: tuple[tuple[FilePath, Literal["file", "dir", "link", "other"], Number], ...] = ()
+    marks: tuple[FilePath, ...] = ()
     contents: tuple[tuple[Number, bytes | None], ...] = ()
     more: bool = False
     seen: Number = 0

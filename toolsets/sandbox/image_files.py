@@ -9,9 +9,9 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from toolsets.errors import HOST_ERRNOS, HostError, describe
 from toolsets.sandbox.base import Sandbox, SandboxError
@@ -52,6 +52,21 @@ class ImageSandbox(Sandbox, Protocol):
 
     async def ask_files(self, request: dict[str, Any]) -> Reply:
         """Make one request; see `toolsets.sandbox.inside.file_requests`."""
+
+
+class FileState(NamedTuple):
+    """What tells a file from what it was."""
+
+    kind: str
+    """As in `FileEntry`."""
+    size: int
+    mark: str
+    """The target of a link; of a file whether it is executable, and when it was changed."""
+
+    @property
+    def is_executable(self) -> bool:
+        """Whether a file may be run."""
+        return self.mark.startswith("x")
 
 
 class ImageFiles:
@@ -124,6 +139,11 @@ class ImageFiles:
         """See `Files`."""
         return self._entries("walk", path)
 
+    def tree(self, path: str) -> dict[str, FileState]:
+        """All beneath a directory by its path in it; directories `.git` are not entered."""
+        found = self._marked("tree", path)
+        return {entry.path: FileState(entry.kind, entry.size_bytes, mark) for entry, mark in found}
+
     def contents(
         self, path: str, is_wanted: Callable[[str], bool], literal: bytes, *, max_bytes: int
     ) -> Iterator[tuple[str, bytes]]:
@@ -151,11 +171,14 @@ class ImageFiles:
                 batch = batch[reply.seen :]
 
     def _entries(self, op: str, path: str) -> Iterator[FileEntry]:
+        return (entry for entry, _ in self._marked(op, path))
+
+    def _marked(self, op: str, path: str) -> Iterator[tuple[FileEntry, str]]:
         after: str | None = None
         while True:
             reply = self._ask(path, op=op, after=after)
-            for name, kind, size in reply.entries:
-                yield FileEntry(name, kind, max(size, 0))
+            for (name, kind, size), mark in zip_longest(reply.entries, reply.marks):
+                yield FileEntry(name, kind, max(size, 0)), mark
             if not reply.more or not reply.entries:
                 return
             name, kind, _ = reply.entries[-1]

@@ -112,6 +112,21 @@ class FileRequests:
             found.append(entry)
         return {"entries": found, "more": False}
 
+    def _tree(self, request: dict[str, Any]) -> dict[str, Any]:
+        """As `_walk`, by paths in the directory, with marks that differ where files do.
+
+        What is in directories called `.git` is left out.
+        """
+        top = self._path(request)
+        found: list[Entry] = []
+        marks: list[str] = []
+        for entry in _walked(top, "", request["after"], closed=".git"):
+            if len(found) == _MAX_ENTRIES:
+                return {"entries": found, "marks": marks, "more": True}
+            found.append(entry)
+            marks.append(_mark(os.path.join(top, entry[0])))
+        return {"entries": found, "marks": marks, "more": False}
+
     def _contents(self, request: dict[str, Any]) -> dict[str, Any]:
         """Contents of text files that have the bytes `wanted`; how many paths were looked at."""
         wanted = binascii.a2b_base64(request["wanted"])
@@ -164,8 +179,11 @@ class FileRequests:
         raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "")
 
 
-def _walked(top: str, prefix: str, after: str | None) -> Iterator[Entry]:
-    """Walk without following links; `after` is the key of the entry to continue behind."""
+def _walked(top: str, prefix: str, after: str | None, closed: str | None = None) -> Iterator[Entry]:
+    """Walk without following links; `after` is the key of the entry to continue behind.
+
+    Directories of the name `closed` are not walked.
+    """
 
     def entries(before: str, *, follow: bool = False) -> list[Entry]:
         return _entries(os.path.join(top, before[len(prefix) :]), before, follow=follow)[::-1]
@@ -180,11 +198,13 @@ def _walked(top: str, prefix: str, after: str | None) -> Iterator[Entry]:
             pending += [entry for entry in entries(before) if _key(entry) > f"{before}{name}/"]
             before += f"{name}/"
         pending += [entry for entry in entries(before) if _key(entry) > after]
-        if after.endswith("/"):
+        if after.endswith("/") and last != closed:
             pending += entries(f"{before}{last}/")
     while pending:
         entry = pending.pop()
         yield entry
+        if closed is not None and os.path.basename(entry[0]) == closed:
+            continue
         if entry[1] == "dir" and entry[0].count("/") < _MAX_DEPTH:
             pending += entries(f"{entry[0]}/")
 
@@ -217,6 +237,19 @@ def _kind(status: os.stat_result) -> tuple[str, int]:
     if stat.S_ISDIR(status.st_mode):
         return "dir", 0
     return ("link" if stat.S_ISLNK(status.st_mode) else "other"), 0
+
+
+def _mark(path: str) -> str:
+    """The target of a link; of a file whether it is executable, and when it was changed."""
+    try:
+        status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode):
+            return os.fsencode(os.readlink(path)).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    if not stat.S_ISREG(status.st_mode):
+        return ""
+    return f"{'x' if status.st_mode & 0o111 else '-'}{status.st_mtime_ns}"
 
 
 def _key(entry: Entry) -> str:

@@ -1,0 +1,180 @@
+"""Diffs of conversations, which fresh checks judge, whatever the model did to its repository."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs.worker.diff import DiffError, make_diff
+from testing.fake_images import make_repository
+from tests.images.conftest import CALC
+from tests.images.test_image_runs import FIXED, OPTIONS, records, row, terminal
+from tests.images.test_image_sandbox import out, sandbox_in
+from tests.running import run, write_rows
+from toolsets.context import ToolContext
+from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.image_files import ImageFiles
+from toolsets.workspace.workspace import Workspace
+
+FIX = "sed -i 's/a - b/a + b/' pkg/calc.py"
+LARGE = "head -c 3000000 /dev/urandom > data.bin"
+FRESH = {"command": f"python3 -c '{FIXED}'", "in": "fresh"}
+
+RIGHT = {
+    "a process that fills the limit": f"{FIX}; for n in {{1..27}}; do sleep 600 & done",
+    "a large file": f"{FIX}; {LARGE}",
+    "a repository within": f"{FIX}; mkdir new; cp pkg/calc.py new; cd new; git init -q .",
+    "a new repository": f"{FIX}; rm -rf .git; git init -q .; git add -A",
+    "no repository": f"{FIX}; rm -rf .git",
+    "no git": f"{FIX}; rm $(command -v git)",
+    "another git": f"{FIX}; printf '#!/bin/sh\\nexit 0\\n' > $(command -v git)",
+    "commits and packs": f"{FIX}; git -c user.name=m -c user.email=m@m commit -qam x; git gc -q",
+    "an index that is locked": f"{FIX}; touch .git/index.lock",
+}
+"""What a model did that fixed the bug."""
+
+
+CHANGES = """
+echo '*.log' > .gitignore; echo x > a.log; mkdir -p deep/er; echo y > deep/er/b.log
+printf 'no newline' > 'deep/er/a b'; printf '\\0\\1' > bin; : > empty; echo x > 'q"uo\\te'
+echo '#!/bin/sh' > run.sh; chmod 755 run.sh; ln -s pkg/calc.py link; ln -s nowhere broken
+rm -r pkg; echo x > pkg
+touch -d @0 one; mkdir one.d; echo x > one.d/x; mkdir nothing
+mkdir -p sub/deep; git init -q sub; echo x > sub/deep/f
+git add -A; git -c user.name=m -c user.email=m@m commit -qm changed; echo z > unstaged
+"""
+
+
+def diff_of(
+    images: Path, tmp_path: Path, *commands: str, then: str = "true", hidden: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """What a conversation changed with `commands`, and what is said `then` on both sides."""
+
+    async def use() -> tuple[dict[str, Any], list[str]]:
+        contexts = []
+        for name in ("worked", "fresh"):
+            layer = tmp_path / name
+            sandbox = sandbox_in(images, layer, ImageSpec("python:1"))
+            files = ImageFiles(Workspace(layer), sandbox)
+            contexts.append((sandbox, ToolContext(files, sandbox)))
+        (worked, one), (fresh, other) = contexts
+        try:
+            await out(worked, "\n".join(commands))
+            diff = await make_diff(one, other, hidden)
+            return diff, [await out(sandbox, then) for sandbox in (worked, fresh)]
+        finally:
+            await worked.stop()
+            await fresh.stop()
+
+    return asyncio.run(use())
+
+
+def test_a_diff_holds_all_that_git_would_keep(images: Path, tmp_path: Path) -> None:
+    listed = "git -c safe.directory=* ls-files -s | sort; find . -name '*.log'"
+    as_git = "cd /testbed; rm -rf sub/.git; git add -A; " + listed
+    diff, (worked, fresh) = diff_of(images, tmp_path, CHANGES, then=as_git)
+    assert diff["truncated"] is False
+    assert worked.splitlines() == [*fresh.splitlines(), "./a.log", "./deep/er/b.log"]
+    assert "+++ b/sub/deep/f" in diff["patch"]
+    # Also by git apply, elsewhere.
+    make_repository(tmp_path / "again", CALC)
+    applied = subprocess.run(
+        ["git", "apply"], cwd=tmp_path / "again", input=diff["patch"].encode(), check=True
+    )
+    assert applied.returncode == 0
+    script = f"git add -A; {listed}"
+    again = subprocess.run(
+        ["sh", "-c", script], cwd=tmp_path / "again", capture_output=True, text=True, check=True
+    )
+    assert again.stdout.strip().splitlines() == fresh.splitlines()
+
+
+def test_what_is_not_the_models_is_no_change(images: Path, tmp_path: Path) -> None:
+    """What it did not have, its repository's own files, and times alone."""
+    did = "cd /testbed; rm -r pkg; rm -r .git; touch calc.py; rm calc.py; echo x > pkg"
+    diff, _ = diff_of(images, tmp_path, did, hidden=("/testbed/pkg/",))
+    assert diff == {"patch": "", "truncated": False}
+
+
+def test_many_files_are_carried_and_ignored_ones_are_not(images: Path, tmp_path: Path) -> None:
+    did = (
+        "cd /testbed; echo '*.o' > .gitignore; for n in {1..2100}; do : > long-$n.o; done; "
+        "for n in {1..60}; do echo $n > long-$n; done"
+    )
+    diff, (worked, fresh) = diff_of(images, tmp_path, did, then="ls -A /testbed | wc -l")
+    assert diff["patch"].count("new file mode") == 61
+    assert int(worked) == int(fresh) + 2100
+
+
+def test_a_diff_without_a_repository_fails(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(DiffError, match="has no repository"):
+        asyncio.run(_nowhere(images, tmp_path))
+
+
+async def _nowhere(images: Path, tmp_path: Path) -> None:
+    sandbox = sandbox_in(images, tmp_path / "l", ImageSpec("python:1", workdir="/tmp"))
+    try:
+        context = ToolContext(ImageFiles(Workspace(tmp_path / "l"), sandbox), sandbox)
+        await make_diff(context, context, ())
+    finally:
+        await sandbox.stop()
+
+
+def check_right_fixes(tmp_path: Path, **options: Any) -> None:
+    """A right fix passes its fresh check, whatever else its model did."""
+    rows = [row(name, "python:1", terminal(did), check=FRESH) for name, did in RIGHT.items()]
+    rows.append(row("none", "python:1", terminal("rm -rf .git"), check=FRESH))
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, "--row_setup", **options, max_processes=30)
+    assert done.returncode == 0, done.stderr
+    found = records(tmp_path)
+    rewards = {name: record["check"]["reward"] for name, record in found.items()}
+    assert rewards == {**dict.fromkeys(RIGHT, 1.0), "none": 0.0}
+    assert {record["check"]["in"] for record in found.values()} == {"fresh"}
+    for name in RIGHT:
+        assert "+    return a + b" in found[name]["diff"]["patch"], name
+        assert not found[name]["diff"]["truncated"]
+    assert "+++ b/new/calc.py" in found["a repository within"]["diff"]["patch"]
+    assert found["none"]["diff"] == {"patch": "", "truncated": False}
+    assert not [*(tmp_path / "trajectories/r/workspaces").iterdir()]
+
+
+@pytest.mark.slow
+def test_a_right_fix_passes_its_fresh_check(images: Path, tmp_path: Path) -> None:
+    check_right_fixes(tmp_path, **OPTIONS, images=images)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_carried_is_no_reward(images: Path, tmp_path: Path) -> None:
+    much = f"{FIX}; head -c 80000000 /dev/zero > data.bin"
+    odd = f"{FIX}; python3 -c \"open(b'\\\\xff', 'w')\""
+    rows = [
+        row("much", "python:1", terminal(much), check=FRESH),
+        row("odd", "python:1", terminal(odd), check=FRESH),
+        row("same", "python:1", terminal(odd), check={**FRESH, "in": "same"}),
+    ]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, "--row_setup", **OPTIONS, images=images)
+    assert done.returncode == 0, done.stderr
+    found = records(tmp_path)
+    assert found["much"]["check"]["reward"] is found["odd"]["check"]["reward"] is None
+    assert "at most 64 MiB can be carried" in found["much"]["check"]["error"]
+    assert "is not UTF-8" in found["odd"]["check"]["error"]
+    assert found["same"]["check"]["reward"] == 1.0
+    assert "is not UTF-8" in found["same"]["diff"]["error"]
+
+
+@pytest.mark.slow
+def test_a_fresh_check_without_a_repository_is_refused_before_any_call(
+    images: Path, tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "p.jsonl", row("a", "python:1", check=FRESH, workdir="/tmp"))
+    done = run(tmp_path, "--row_setup", **OPTIONS, images=images, max_attempts=1)
+    assert done.returncode == 1, done.stderr
+    record = records(tmp_path)["a"]
+    assert "needs git and a repository" in record["error"]["message"]
+    assert record["turns"] == []
