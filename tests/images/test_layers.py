@@ -6,6 +6,7 @@ import gzip
 import multiprocessing
 import os
 import stat
+import subprocess
 import tarfile
 import threading
 from pathlib import Path
@@ -89,8 +90,25 @@ def test_hard_links_stay_within_the_tree(tmp_path: Path) -> None:
         with pytest.raises(ImageError):
             unpacked(tmp_path / str(number), [Entry("b", kind=tarfile.LNKTYPE, link=bad)])
     through = [symlink("out", str(target)), Entry("b", kind=tarfile.LNKTYPE, link="out")]
-    with pytest.raises(ImageError, match="not a file"):
-        unpacked(tmp_path / "through", through)
+    tree = unpacked(tmp_path / "through", through)
+    assert (tree / "b").lstat().st_ino == (tree / "out").lstat().st_ino
+    assert (tree / "b").is_symlink()
+    assert target.stat().st_nlink == 1
+
+
+@pytest.mark.parametrize("kind", [tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE])
+def test_what_is_left_out_is_so_under_all_names(tmp_path: Path, kind: bytes) -> None:
+    """Also where it replaces a file of a lower layer, until another replaces it."""
+    link = Entry("b", kind=tarfile.LNKTYPE, link="a")
+    tree = unpacked(
+        tmp_path,
+        [Entry("a", b"1"), Entry("b", b"2"), Entry("c", b"3")],
+        [Entry("a", kind=kind), link, Entry("c", kind=tarfile.LNKTYPE, link="b")],
+        [Entry("c", b"4")],
+        [Entry("d", kind=tarfile.LNKTYPE, link="c")],
+    )
+    assert content(tree) == {"c", "d"}
+    assert (tree / "d").read_bytes() == b"4"
 
 
 def test_nothing_gives_rights_to_who_runs_it(tmp_path: Path) -> None:
@@ -169,40 +187,79 @@ def test_zeros_take_no_disk(tmp_path: Path) -> None:
     assert (tree / "mixed").stat().st_blocks * 512 <= 1 << 20
 
 
-def old_sparse(size: int) -> bytes:
-    """A layer with a file of that many zeros, in the format of GNU tar."""
+def old_sparse(size: int, start: int, stored: int = 0) -> bytes:
+    """A layer with a file of `size` bytes, in the format of GNU tar: one piece, from `start` on."""
     info = tarfile.TarInfo("big")
     info.type = tarfile.GNUTYPE_SPARSE
+    info.size = stored
     header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-    number = b"\x80" + size.to_bytes(11, "big")
-    header[386:410] = number + bytes(12)  # one piece, at the end, without content
-    header[483:495] = number
+    header[386:410] = _number(start) + _number(stored)
+    header[483:495] = _number(size)
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     return bytes(header) + bytes(1024)
 
 
-def new_sparse(version: str, size: int) -> bytes:
-    """The same in one of the formats with extended headers."""
+def _number(value: int) -> bytes:
+    return b"\x80" + value.to_bytes(11, "big")
+
+
+def new_sparse(pieces: str, content: bytes = b"") -> bytes:
+    """The same, of 1 MiB, in a format with extended headers; with a list of starts and sizes."""
     info = tarfile.TarInfo("big")
-    info.pax_headers = {"GNU.sparse.size": str(size), "GNU.sparse.realsize": str(size)}
-    info.pax_headers |= {
-        "0.0": {"GNU.sparse.offset": "0", "GNU.sparse.numbytes": "0"},
-        "0.1": {"GNU.sparse.map": f"{size},0"},
-        "1.0": {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"},
-    }[version]
-    return info.tobuf(tarfile.PAX_FORMAT) + bytes(1024)
+    info.size = len(content)
+    info.pax_headers = {"GNU.sparse.realsize": str(1 << 20)}
+    if content:
+        info.pax_headers |= {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+    else:
+        info.pax_headers |= {"GNU.sparse.size": str(1 << 20), "GNU.sparse.map": pieces}
+    return info.tobuf(tarfile.PAX_FORMAT) + content + bytes(-len(content) % 512 + 1024)
+
+
+@pytest.mark.parametrize("form", ["gnu", "0.0", "0.1", "1.0"])
+def test_files_with_holes_keep_them(tmp_path: Path, form: str) -> None:
+    """As GNU tar packs them, with more pieces than fit into one header."""
+    made = tmp_path / "made"
+    made.mkdir()
+    wanted = bytearray(64 << 20)
+    with (made / "big").open("wb") as file:
+        for piece in range(40):
+            at = piece * (1 << 20) + (1 << 19)
+            wanted[at : at + 6] = b"piece" + bytes([piece])
+            file.seek(at)
+            file.write(wanted[at : at + 6])
+        file.truncate(len(wanted))
+    (made / "end").write_bytes(b"next")
+    options = (
+        [f"--format={form}"] if form == "gnu" else ["--format=posix", f"--sparse-version={form}"]
+    )
+    command = ["tar", "-C", str(made), "--sparse", *options, "-cf", "-", "big", "end"]
+    layer = subprocess.run(command, check=True, capture_output=True).stdout
+    assert len(layer) < 1 << 20
+    write_layout(tmp_path / "images" / "made", [layer], name="1")
+    tree = ImageStore(tmp_path / "images").unpack("made:1").rootfs
+    assert (tree / "big").read_bytes() == wanted
+    assert (tree / "big").stat().st_blocks * 512 <= 1 << 20
+    assert (tree / "end").read_bytes() == b"next"
 
 
 @pytest.mark.parametrize(
-    "layer",
-    [old_sparse(1 << 20), *(new_sparse(version, 1 << 20) for version in ("0.0", "0.1", "1.0"))],
-    ids=["old", "0.0", "0.1", "1.0"],
-)
-def test_sparse_files_are_refused(tmp_path: Path, layer: bytes) -> None:
+    ("layer", "why"),
+    [
+        (old_sparse(1 << 60, 1 << 60), "of 1152921504606846976 bytes"),
+        (old_sparse(1 << 20, 2 << 20), "bad list of holes"),
+        (new_sparse("512,9,0,9"), "bad list of holes"),
+        (new_sparse("0,-5"), "bad list of holes"),
+        (new_sparse("0,9"), "damaged"),
+        (new_sparse("x"), "damaged"),
+        (new_sparse("", b"9" * 600 + b"\n"), "damaged"),
+        (new_sparse("", b"1" * (2 << 20)), "header is too long"),
+    ],
+)  # fmt: skip
+def test_a_bad_list_of_holes_is_refused(tmp_path: Path, layer: bytes, why: str) -> None:
     """One of exabytes takes a kilobyte of a layer."""
     write_layout(tmp_path / "images" / "made", [layer], name="1")
-    with pytest.raises(ImageError, match="sparse file 'big'"):
+    with pytest.raises(ImageError, match=why):
         ImageStore(tmp_path / "images").unpack("made:1")
 
 

@@ -1,8 +1,8 @@
 """Layers of an image as one directory tree that is safe on this machine.
 
 No entry leads outside the tree: parents are resolved within it as a container would see them, and
-the last name of a path is never followed. Set-user-id bits are dropped, and devices, pipes and
-sockets are left out. All files belong to this user.
+the last name of a path is never followed. Set-user-id bits are dropped; devices, pipes and sockets
+are left out, with all their names. Holes of files take no disk. All files belong to this user.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import os
 import stat
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from toolsets.errors import HOST_ERRNOS, HostError, describe
 from toolsets.images.image_error import ImageError
@@ -44,6 +44,8 @@ class Unpacking:
         self._modes: dict[str, int] = {"": 0o755}
         """Of directories, given them at the end: a read-only one could not be filled."""
         self._parents: dict[str, str] = {}
+        self._left_out: set[str] = set()
+        """Devices, pipes and sockets, which may have other names, too."""
         self._bytes = self._entries = 0
 
     def add(self, layer: IO[bytes], diff_id: str) -> None:
@@ -56,10 +58,10 @@ class Unpacking:
                 # What follows the last member is part of the digest, too.
                 while counted.read(_PIECE_BYTES):
                     pass
-            except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise ImageError(f"the layer {diff_id} is damaged: {error}") from error
             except UnicodeError as error:
                 raise ImageError(f"the layer {diff_id} has a name that is not text") from error
+            except (tarfile.TarError, EOFError, zlib.error, ValueError) as error:
+                raise ImageError(f"the layer {diff_id} is damaged: {error}") from error
             except OSError as error:
                 if error.errno in HOST_ERRNOS:
                     raise HostError(f"an image: {describe(error.errno)}") from error
@@ -130,23 +132,40 @@ class Unpacking:
             source = _joined(self._parent(parents, None), name)
             if source == path:
                 return
-            if not name or not stat.S_ISREG(self._status(source) or 0):
+            if source in self._left_out:
+                self._leave_out(path, made)
+                return
+            status = self._status(source) or 0
+            if not name or not (stat.S_ISREG(status) or stat.S_ISLNK(status)):
                 raise ImageError(f"{member.name!r} is a link to {member.linkname!r}, not a file")
             self._remove(path)
             os.link(self._root / source, full, follow_symlinks=False)
         else:
-            return  # a device, a pipe or a socket
+            self._leave_out(path, made)
+            return
+        self._left_out.discard(path)
+        made.add(path)
+
+    def _leave_out(self, path: str, made: set[str]) -> None:
+        """Have nothing where the image has a device, a pipe or a socket."""
+        self._remove(path)
+        self._left_out.add(path)
         made.add(path)
 
     def _write(self, archive: tarfile.TarFile, member: tarfile.TarInfo, full: Path) -> None:
-        content = archive.extractfile(member)
-        assert content is not None  # a regular file has content
+        extracted: Any = archive.extractfile(member)
+        content = extracted.raw  # a buffer in between would have to go back
         with os.fdopen(os.open(full, _CREATE, 0o600), "wb", buffering=0) as file:
-            while piece := content.read(_PIECE_BYTES):
-                if piece.count(0) == len(piece):
-                    file.seek(len(piece), os.SEEK_CUR)  # zeros compress well, and take no disk
-                else:
-                    file.write(piece)
+            for start, size in _data_of(member):
+                content.seek(start)
+                file.seek(start)
+                left = size
+                while left and (piece := content.read(min(left, _PIECE_BYTES))):
+                    left -= len(piece)
+                    if piece.count(0) == len(piece):
+                        file.seek(len(piece), os.SEEK_CUR)  # zeros compress well, and take no disk
+                    else:
+                        file.write(piece)
             file.truncate(member.size)
             os.fchmod(file.fileno(), _mode(member))
             with contextlib.suppress(OverflowError, ValueError):
@@ -275,16 +294,57 @@ class _Member(tarfile.TarInfo):
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in (b"x", b"g", b"X", b"L", b"K") and self.size > _MAX_HEADER_BYTES:
             raise tarfile.ReadError("a header is too long")
-        if self.type == tarfile.GNUTYPE_SPARSE:
-            self._refuse_sparse(self)
         return super()._proc_member(archive)  # type: ignore[misc,no-any-return]
 
-    def _refuse_sparse(self, member: tarfile.TarInfo, *_: object) -> None:
-        """Refuse a file with holes, which may be larger than the layer; standards advise against
-        them, and what builds images writes none."""
-        raise ImageError(f"the layer has the sparse file {member.name[:200]!r}, which is refused")
+    def _proc_sparse(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        """The old form of a file with holes: its list goes on in blocks of its own."""
+        with _limited(archive):
+            return super()._proc_sparse(archive)  # type: ignore[misc,no-any-return]
 
-    _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
+    def _proc_gnusparse_10(
+        self, member: tarfile.TarInfo, headers: Mapping[str, str], archive: tarfile.TarFile
+    ) -> None:
+        """The newest form: the list is the beginning of the content."""
+        with _limited(archive):
+            super()._proc_gnusparse_10(member, headers, archive)  # type: ignore[misc]
+
+
+def _data_of(member: tarfile.TarInfo) -> list[tuple[int, int]]:
+    """Where a file has content, each with its size; between these are holes."""
+    found = getattr(member, "sparse", None)
+    if found is None:
+        return [(0, member.size)]
+    if member.size > MAX_BYTES:
+        raise ImageError(f"the layer has the file {member.name[:200]!r} of {member.size} bytes")
+    end = 0
+    for start, size in found:
+        if start < end or size < 0 or start + size > member.size:
+            raise ImageError(f"the layer has a bad list of holes of {member.name[:200]!r}")
+        end = start + size
+    return [(start, size) for start, size in found if size]
+
+
+@contextlib.contextmanager
+def _limited(archive: tarfile.TarFile) -> Iterator[None]:
+    """Let no more be read than a header may have: it is kept in memory."""
+    stream: Any = archive.fileobj
+    read, left = stream.read, _MAX_HEADER_BYTES
+
+    def read_less(size: int) -> bytes:
+        nonlocal left
+        left -= size
+        if left < 0:
+            raise tarfile.ReadError("a header is too long")
+        found: bytes = read(size)
+        if len(found) < size:
+            raise tarfile.ReadError("unexpected end of data")
+        return found
+
+    stream.read = read_less
+    try:
+        yield
+    finally:
+        del stream.read
 
 
 class _Counted(io.RawIOBase):
