@@ -125,6 +125,12 @@ class TurnTokens(TypedDict, total=False):
     """Log-probabilities of the reply's tokens."""
     texts: list[str]
     """The reply's tokens as texts, if their ids are unknown."""
+    split: dict[str, str]
+    """Where the prompt does not begin with that sequence, and texts of ids are known: what was
+    `sampled` at this place, and what the prompt has `shown` there."""
+    sampling: dict[str, Any]
+    """Options of the request that change the distribution that tokens are sampled from; those that
+    it does not have are the endpoint's own."""
 
 
 class ReplyEvent(TypedDict):

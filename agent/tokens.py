@@ -10,11 +10,15 @@ from __future__ import annotations
 import struct
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from agent.messages import TurnTokens
 
 ID_BYTES = 4
+
+_SHOWN_TOKENS = 4
+"""How many tokens name the place of a split."""
 
 
 class Sampled(NamedTuple):
@@ -51,19 +55,36 @@ def pack_ids(ids: Sequence[Any]) -> bytes:
     return struct.pack(f"<{len(ids)}I", *ids)
 
 
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """What `pack_ids` packed."""
+    return struct.unpack(f"<{len(packed) // ID_BYTES}I", packed)
+
+
 def pack_logprobs(values: Sequence[Any]) -> bytes:
     """Raises `struct.error` or `OverflowError` for what is no log-probability."""
     return struct.pack(f"<{len(values)}f", *values)
 
 
-def to_stored(sampled: Sampled, turns: Iterable[Mapping[str, Any]]) -> TurnTokens:
-    """The tokens of a reply as its event holds them; `turns` are those before it."""
+def to_stored(
+    sampled: Sampled,
+    turns: Iterable[Mapping[str, Any]],
+    token_texts: Mapping[int, str] = MappingProxyType({}),
+) -> TurnTokens:
+    """The tokens of a reply as its event holds them; `turns` are those before it.
+
+    `token_texts` are texts of ids, as far as they are known.
+    """
     stored = TurnTokens()
     if sampled.prompt is not None:
         before = _sequence(turns)
         shared = _shared(before, sampled.prompt)
         stored["shared"] = shared
         stored["prompt"] = _to_text(sampled.prompt[ID_BYTES * shared :])
+        if token_texts and ID_BYTES * shared < len(before):
+            stored["split"] = {
+                "sampled": _text_at(before, shared, token_texts),
+                "shown": _text_at(sampled.prompt, shared, token_texts),
+            }
     if sampled.completion is not None:
         stored["completion"] = _to_text(sampled.completion)
     if sampled.logprobs is not None:
@@ -73,10 +94,31 @@ def to_stored(sampled: Sampled, turns: Iterable[Mapping[str, Any]]) -> TurnToken
     return stored
 
 
+def restated(chain: Sequence[Mapping[str, Any]], turns: Iterable[Mapping[str, Any]]) -> TurnTokens:
+    """The tokens of the last turn of `chain`, as what they add to other turns than the chain's."""
+    last: TurnTokens = chain[-1]["tokens"]
+    sequence = _sequence(chain)
+    prompt = sequence[: len(sequence) - len(b64decode(last["completion"]))]
+    stored = to_stored(Sampled(prompt=prompt), turns)
+    return {**last, **stored}
+
+
 def has_ids(turn: Mapping[str, Any]) -> bool:
     """Whether a turn has the ids of both its prompt and its completion."""
     tokens = turn.get("tokens")
     return tokens is not None and "prompt" in tokens and "completion" in tokens
+
+
+def has_outer_newlines(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an assistant's whose text begins or ends with a newline."""
+    content = message.get("content") if message.get("role") == "assistant" else None
+    return isinstance(content, str) and "\n" in (content[:1], content[-1:])
+
+
+def trimmed_replies(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The places of replies that a later request repeats without the newlines around them."""
+    said = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    return [n for n in said[:-1] if has_outer_newlines(messages[n])]
 
 
 def missing_in(turn: Mapping[str, Any]) -> str:
@@ -132,6 +174,12 @@ def _shared(before: bytes, prompt: bytes) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _text_at(sequence: bytes, place: int, texts: Mapping[int, str]) -> str:
+    """A few tokens as text; an unknown one as its id in brackets."""
+    part = sequence[ID_BYTES * place : ID_BYTES * (place + _SHOWN_TOKENS)]
+    return "".join(texts.get(id, f"[{id}]") for id in unpack_ids(part))
 
 
 def _to_text(packed: bytes) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ _RECIPE_FLAGS = {
     "tools": "tools",
     "per_turn": "per_turn",
     "subagents": "subagents",
+    "discarded": "discarded",
     "accept_rows": "accept_rows",
     "reward_name": "reward_name",
     "splits": "splits",
@@ -79,6 +81,11 @@ def dataset_options(function: Any) -> Any:
         ),
         click.option(
             "--subagents", is_flag=True, help="rl: rows for the conversations of subagents, too."
+        ),
+        click.option(
+            "--discarded",
+            is_flag=True,
+            help="rl: rows for replies after which the model was asked again, too.",
         ),
         click.option("--push_for_real", is_flag=True, help="Send it; needs HF_TOKEN or a login."),
     )
@@ -172,20 +179,34 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
             for reason, count in part["rejected_by_reason"].items()
         ]
         if part["format"] == "rl":
-            lines.append(
-                f"{part['split']:>9,} times split, where a prompt did not begin with what was "
-                f"sampled; {plural(part['turns_without_ids'], 'turn')} without token ids"
-            )
-            if left_out := part.get("subagents_left_out"):
-                lines.append(
-                    f"{left_out:>9,} conversations of subagents left out: no token ids, or another "
-                    "model's"
-                )
+            lines += _of_token_rows(part, discarded=manifest["recipe"]["discarded"])
         lines += [
             f"{file['rows']:>9,} in {directory / file['path']} ({plural(file['bytes'], 'byte')})"
             for file in part["files"]
         ]
     return "\n".join(lines)
+
+
+def _of_token_rows(part: Mapping[str, Any], *, discarded: bool) -> Iterator[str]:
+    """What there is to say of the format rl."""
+    yield (
+        f"{part['split']:>9,} of these rows begin where a prompt did not begin with what was "
+        f"sampled; {plural(part['turns_without_ids'], 'turn')} without token ids"
+    )
+    for place in part["split_texts"]:
+        sampled, shown = (json.dumps(place[key])[:60] for key in ("sampled", "shown"))
+        yield f"{place['rows']:>9,}   sampled {sampled}, then shown {shown}"
+    if count := part["discarded_replies"]:
+        what = (
+            "have a row each, without a reward"
+            if discarded
+            else "are left out: --discarded gives each a row"
+        )
+        yield f"{count:>9,} discarded replies, after which the model was asked again, {what}"
+    if left_out := part.get("subagents_left_out"):
+        yield (
+            f"{left_out:>9,} conversations of subagents left out: no token ids, or another model's"
+        )
 
 
 def _show_rows(

@@ -243,6 +243,8 @@ class Recipe(_Part):
     """One row per turn of the model, each with its context, instead of one per conversation."""
     subagents: bool = False
     """rl: rows for the conversations of subagents, too."""
+    discarded: bool = False
+    """rl: a row for each reply after which the model was asked again, too."""
     accept_rows: AcceptedRows = ()
     """Flaws with which rows are kept, named as in rejects.jsonl."""
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
@@ -286,9 +288,9 @@ class Recipe(_Part):
                 f"choose formats among {', '.join((*TURN_FORMATS, *sorted(COPIES)))}"
             )
             raise ValueError(msg)
-        if self.subagents and "rl" not in self.formats:
-            msg = "subagents: only rl has rows for their conversations; add it to formats"
-            raise ValueError(msg)
+        for option in ("subagents", "discarded"):
+            if getattr(self, option) and "rl" not in self.formats:
+                raise ValueError(f"{option}: only rl has rows for them; add it to formats")
         if self.filters.first_n and self.filters.best_n:
             msg = "filters: first_n and best_n both choose samples; give one"
             raise ValueError(msg)

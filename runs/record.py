@@ -6,9 +6,10 @@ the conversation (see `Trajectory.to_record`; branches also have `fork`), `check
 result of the row's check; see `run_check`), `scores` (only with `--reward`; see
 `runs.store.checks`), `diff` (what changed in the image's repository; see `runs.worker.diff`; only
 with `--workspace=image`), `tools` (schemas as offered), `options` (those of the conversation that
-are not defaults), `view_compacted` (the model saw parts shortened or as a
-summary), and the provenance: `model` (as requested), `api`, `endpoint`, `toolsets`, `sandbox`,
-`image` (with `--workspace=image`: its `reference` in the row and its `digest`, that of the
+are not defaults), `view_compacted` (the model saw parts shortened or as a summary),
+`view_trimmed` (only with `--token_ids`: it saw earlier replies without the newlines around their
+text), and the provenance: `model` (as requested), `api`, `endpoint`, `toolsets`, `sandbox`, `image`
+(with `--workspace=image`: its `reference` in the row and its `digest`, that of the
 configuration), `seed`, `config_digest`, `versions`, `finished_at` (epoch seconds),
 `schema_version`. On disk a checksum follows (see `runs.store.checksum`).
 """
@@ -23,9 +24,11 @@ from typing import Any
 from agent.command_agent import CommandAgent
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
+from agent.messages import ReplyEvent, is_cost_only
 from agent.runner import was_compacted
 from agent.setup import Setup, schemas_for
 from agent.state.trajectory import Trajectory
+from agent.tokens import missing_in, trimmed_replies
 from runs.dataset.row_fork import without_events
 from runs.store.checksum import with_checksum
 from runs.store.failures import Failure
@@ -83,6 +86,7 @@ def make_record(
         "tools": tools,
         "options": spec.options.given(),
         "view_compacted": was_compacted(trajectory, spec.options),
+        **({"view_trimmed": True} if _was_trimmed(setup, conversation) else {}),
         "model": setup.settings.reference,
         "api": setup.settings.api,
         "endpoint": setup.settings.base_url,
@@ -95,6 +99,27 @@ def make_record(
         "finished_at": time.time(),
         "schema_version": SCHEMA_VERSION,
     }
+
+
+def _was_trimmed(setup: Setup, conversation: Mapping[str, Any]) -> bool:
+    """Whether the model saw replies without the newlines around their text."""
+    has_tokens = any("tokens" in turn for turn in conversation["turns"])
+    return (
+        bool(setup.settings.token_ids)
+        and has_tokens  # else the endpoint refused the option
+        and bool(trimmed_replies(conversation["messages"]))
+    )
+
+
+def tokens_missing(reply: ReplyEvent) -> str | None:
+    """Says what a reply that was asked for with `--token_ids` lacks; None if it has all."""
+    missing = "" if is_cost_only(reply) else missing_in(reply)
+    if not missing:
+        return None
+    return (
+        f"--token_ids: replies of {reply['model']} come without {missing}; the run continues, and "
+        "export --format rl counts such turns (docs/endpoints.md)"
+    )
 
 
 def with_scores(record: dict[str, Any], scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from testing.fake_dialects import CHAT, MESSAGES
 from testing.fake_faults import BODIES, BROKEN, FAULTS, RETRY_AFTER, STATUSES
 from testing.fake_responses import RESPONSES
 from testing.fake_script import JSON, Ask, Options, Reply, digest, play
-from testing.fake_tokens import add_tokens, refusal
+from testing.fake_tokens import Template, add_tokens, refusal
 
 DIALECTS = {
     "/v1/chat/completions": CHAT,
@@ -79,8 +79,8 @@ def read_ask(path: str, headers: Mapping[str, str], body: bytes, options: Option
     tokens = options.tokens if dialect is CHAT else None
     if why := refusal(request, tokens):
         raise Refused(400, why)
-    strips = bool(options.strip_reasoning)
-    return Ask(dialect, request, key, len(body), key[1] < turns, fault, tokens, strips)
+    template = Template(bool(options.strip_reasoning), bool(options.outer_newlines))
+    return Ask(dialect, request, key, len(body), key[1] < turns, fault, tokens, template)
 
 
 def respond(ask: Ask, options: Options) -> Answer:
@@ -174,7 +174,7 @@ def _parts(ask: Ask, reply: Reply) -> list[bytes]:
     """The body of a reply: one part, or the events of a stream."""
     dialect, fault = ask.dialect, ask.fault
     body = dialect.body(reply)
-    add_tokens(body, ask.request, ask.tokens, strips=ask.strips)
+    add_tokens(body, ask.request, ask.tokens, ask.template)
     match fault:
         case "no_choices":
             body |= dialect.hollow

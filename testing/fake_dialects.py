@@ -61,7 +61,10 @@ def _openai_breach(request: JSON, conversation: str, options: Options) -> str | 
 
 
 def _openai_body(reply: Reply) -> JSON:
-    message: JSON = {"role": "assistant", "content": None if reply.calls else reply.text}
+    message: JSON = {
+        "role": "assistant",
+        "content": None if reply.calls and not reply.text else reply.text,
+    }
     if reply.thought:
         message["reasoning_content"] = reply.thought
     if reply.finish == "refusal":

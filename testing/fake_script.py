@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from testing.fake_faults import CALL_FAULTS, FAULTS, STREAM_FAULTS
-from testing.fake_tokens import STYLES
+from testing.fake_tokens import BETWEEN, STYLES, Template
 
 JSON = dict[str, Any]
 Key = tuple[str, int]
@@ -60,6 +60,7 @@ class Options:
     key: str | None = _option(str, None, "API key that requests must carry")
     tokens: str | None = _option(str, None, "give token ids as this does: vllm, sglang, openai")
     strip_reasoning: int = _option(int, 0, "1: prompts have no reasoning of earlier replies")
+    outer_newlines: int = _option(int, 0, "1: texts keep the newlines that templates write, too")
     seed: int = _option(int, 0, "seed of the faults")
     faults: Mapping[str, float] = field(
         default_factory=dict,
@@ -143,7 +144,7 @@ class Ask(NamedTuple):
     fault: str | None
     tokens: str | None
     """As whom it gives token ids; see `testing.fake_tokens`."""
-    strips: bool
+    template: Template
 
 
 def draw(ask: Ask, attempt: int, options: Options) -> Ask:
@@ -175,6 +176,8 @@ def play(ask: Ask, options: Options) -> Reply:
     calls = _calls(ask, options) if ask.has_calls and fault not in _ENDINGS else []
     chars = 0 if calls or fault == "empty_text" else options.text_chars
     text, thought = _filler("Answer", ask.key, chars), thought_of(options, ask.key)
+    if options.outer_newlines:
+        text = f"{BETWEEN}{text}"
     finish = _ENDINGS.get(fault, "tool_calls" if calls else "stop")
     said = sum(len(call["arguments"]) for call in calls) + len(text) + len(thought)
     return Reply(

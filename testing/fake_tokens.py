@@ -3,13 +3,15 @@
 A toy tokenizer and a toy chat template: a piece of text is always the same id, and each message is
 rendered on its own, so a prompt begins with all that was sampled before. With `strip_reasoning` the
 template leaves out the reasoning of earlier replies, as those of many models do, and it does not.
+With `outer_newlines` the template writes newlines between thought and text, and replies keep those
+that the model wrote there in their text.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 from zlib import crc32
 
 Style = Literal["vllm", "sglang", "openai"]
@@ -23,6 +25,17 @@ _PIECES = re.compile(r"<\|\w+\|>|\s*\w+|[^\w]")
 _WORDS = 150_000
 
 _BEGIN, _END = "<|begin|>", "<|end|>"
+
+
+BETWEEN = "\n\n"
+"""What a template writes between thought and text."""
+
+
+class Template(NamedTuple):
+    """What the template of the fake model does; see above."""
+
+    strips: bool = False
+    newlines: bool = False
 
 
 def ids_of(text: str) -> list[int]:
@@ -46,15 +59,15 @@ def refusal(request: Mapping[str, Any], style: str | None) -> str | None:
 
 
 def add_tokens(
-    body: dict[str, Any], request: Mapping[str, Any], style: str | None, *, strips: bool
+    body: dict[str, Any], request: Mapping[str, Any], style: str | None, template: Template
 ) -> None:
     """Give a body of the chat dialect the tokens that its request asks for."""
     if style is None:
         return
     choice = body["choices"][0]
-    texts = _PIECES.findall(_said(choice["message"], is_earlier=False, strips=strips) + _END)
+    texts = _PIECES.findall(_said(choice["message"], is_earlier=False, template=template) + _END)
     ids = [ids_of(text)[0] for text in texts]
-    prompt = [*_prompt(request, strips=strips)]
+    prompt = [*_prompt(request, template)]
     if request.get("logprobs"):
         choice["logprobs"] = {
             "content": [
@@ -91,21 +104,24 @@ def in_parts(choice: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
         yield part
 
 
-def _prompt(request: Mapping[str, Any], *, strips: bool) -> Iterator[int]:
+def _prompt(request: Mapping[str, Any], template: Template) -> Iterator[int]:
     for message in request["messages"]:
         yield from ids_of(f"{_BEGIN}{message['role']}\n")
         if message["role"] == "assistant":
-            yield from ids_of(_said(message, is_earlier=True, strips=strips))
+            yield from ids_of(_said(message, is_earlier=True, template=template))
         else:
             yield from ids_of(_text_of(message))
         yield from ids_of(f"{_END}")
     yield from ids_of(f"{_BEGIN}assistant\n")
 
 
-def _said(message: Mapping[str, Any], *, is_earlier: bool, strips: bool) -> str:
+def _said(message: Mapping[str, Any], *, is_earlier: bool, template: Template) -> str:
     """A reply as the template renders it."""
     thought = message.get("reasoning_content")
-    parts = [f"<|think|>{thought}<|said|>"] if thought and not (is_earlier and strips) else []
+    is_shown = thought and not (is_earlier and template.strips)
+    parts = [f"<|think|>{thought}<|said|>"] if is_shown else []
+    if template.newlines and is_earlier:
+        parts.append(BETWEEN)
     parts.append(_text_of(message))
     for call in message.get("tool_calls") or ():
         function = call["function"]

@@ -27,9 +27,16 @@ from agent.messages import (
 )
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
+from agent.models.dialects.openai_chat import API as CHAT
 from agent.models.dialects.registry import RELAYED, read_reply
+from agent.models.dialects.token_ids import (
+    asking_body,
+    asks_for_ids,
+    with_tokens,
+    without_tokens,
+)
 from agent.models.errors import ModelError
-from agent.models.model import Completion
+from agent.models.model import Completion, ModelSettings
 from agent.models.parsing import load_object
 from agent.state.events import Clock, exchange_event, reply_event
 from agent.state.trajectory import Journal, Kept, Trajectory
@@ -306,7 +313,7 @@ class Relay:
             turn = self._trajectory.turns + 1
             self._record(reply_event(turn, unreadable, Clock(), discarded=UNREADABLE))
 
-        read = partial(_keep, bodies, partial(read_reply, wire.api))
+        read = partial(_keep, bodies, request.read)
         request = replace(request, read=read, on_unreadable=pay)
         if asked.is_stream:
             assembly = partial(RELAYED[wire.api].assembly, ignored)
@@ -314,6 +321,8 @@ class Relay:
         clock = Clock()
         completion = await model.complete(request)
         body = load_object(bodies[-1])
+        if request.asking_for_tokens is not None:
+            body = without_tokens(body, load_object(request.body))
         self._record(exchange_event(self._threads, asked, completion, body, clock))
         if self._kept is not None:
             await self._kept()
@@ -365,12 +374,21 @@ def _request(call: AgentCall, route: Route, asked: WireRequest | None) -> RelayR
             path, body, model=route.name, max_tokens=bound, without_server_tools=tools
         )
         content = exact_json.dumps(body)
+    asking = None
+    read: Callable[[bytes], Completion] = _free
+    if asked is not None:
+        settings, read = route.model.settings, partial(read_reply, wire.api)
+        if wire.api == CHAT and settings.token_ids:
+            asking = asking_body(settings, body)
+        if asking is not None or (wire.api == CHAT and asks_for_ids(body)):
+            read = partial(_read_tokens, settings, asking or body)
     return RelayRequest(
         path=wire.upstream_path(path),
         body=content,
         headers=wire.request_headers(call.headers),
         max_tokens=None if most is None else most * _choices(body),
-        read=_free,
+        read=read,
+        asking_for_tokens=None if asking is None else exact_json.dumps(asking),
     )
 
 
@@ -391,6 +409,11 @@ def free_request(path: str, headers: Mapping[str, str]) -> RelayRequest:
     return RelayRequest(
         method="GET", path=path, body=b"", headers=headers, max_tokens=0, read=_free
     )
+
+
+def _read_tokens(settings: ModelSettings, sent: Mapping[str, Any], body: bytes) -> Completion:
+    """The reply to a relayed request that asked for token ids."""
+    return with_tokens(read_reply(CHAT, body), settings, sent)
 
 
 def _choices(body: Mapping[str, Any]) -> int:

@@ -33,6 +33,10 @@ class Completion:
     unknown fields of the message and its tool calls are kept in the message."""
     tokens: Sampled | None = None
     """Token ids and log-probabilities, if they were asked for and the endpoint gave any."""
+    token_texts: Mapping[int, str] = field(default_factory=dict, compare=False)
+    """Texts of this model's tokens by id, as far as they are known."""
+    sampling: Mapping[str, Any] | None = None
+    """With tokens: see `TurnTokens`."""
     batch_item: str | None = None
     """The item of a provider batch that was to bring it; see `runs.batch_api.service`."""
 

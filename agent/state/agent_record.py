@@ -9,6 +9,7 @@ from agent.gateway.conversations.threads import Threads
 from agent.messages import ExchangeEvent, ReplyEvent
 from agent.parts import Parts
 from agent.state.sums import cost_of, usage_of
+from agent.tokens import has_ids
 
 MAIN = "main"
 """What the main conversation is called among the threads."""
@@ -69,9 +70,13 @@ def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
 def _conversation(line: Line, threads: Threads) -> dict[str, Any]:
     """A line with the keys that every conversation in a record has."""
     turns, calls = [], []
+    last_with_ids = None
     for turn, (position, number) in enumerate(line.replies, 1):
         reply = threads.exchanges[number]["reply"]
         view = {key: value for key, value in reply.items() if key not in ("kind", "message")}
+        if "tokens" in view:
+            view["tokens"] = threads.tokens_after(number, last_with_ids)
+            last_with_ids = number if has_ids(view) else last_with_ids
         inherited = {} if number in line.own else {"inherited": True}
         turns.append({**view, "turn": turn, "exchange": number, **inherited})
         calls += _results(line, threads, turn, position)

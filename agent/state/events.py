@@ -72,7 +72,9 @@ def reply_event(
     if completion.extra:
         event["extra"] = dict(completion.extra)
     if completion.tokens is not None:
-        event["tokens"] = to_stored(completion.tokens, before)
+        event["tokens"] = to_stored(completion.tokens, before, completion.token_texts)
+        if completion.sampling is not None:
+            event["tokens"]["sampling"] = dict(completion.sampling)
     if completion.batch_item is not None:
         event["batch_item"] = completion.batch_item
     return event
@@ -146,7 +148,8 @@ def exchange_event(
 ) -> ExchangeEvent:
     """The call of an agent, once its whole reply is there: `body`, and what it says."""
     placed = threads.place(request)
-    reply = reply_event(placed.turn, completion, clock, discarded=None)
+    before = threads.token_chain(placed.after)
+    reply = reply_event(placed.turn, completion, clock, discarded=None, before=before)
     got = [call["id"] for call in reply["message"].get("tool_calls", ())]
     make_ids_unique(reply["message"], placed.call_ids, turn=placed.turn)
     event = ExchangeEvent(

@@ -102,6 +102,7 @@ class OrdinaryRecord(TypedDict):
     scores: NotRequired[list[Score] | None]
     options: NotRequired[dict[str, Any] | None]
     view_compacted: NotRequired[bool]
+    view_trimmed: NotRequired[bool]
     fork: NotRequired[None]
     agent: NotRequired[None]
     rewritten: NotRequired[None]
@@ -146,7 +147,8 @@ def read_ordinary(record: dict[str, Any]) -> Conversation | None:
     """
     tools = tools_of(record)
     options = record.get("options")
-    if record.get("view_compacted") or (options and options.get("observation_chars")):
+    is_seen_otherwise = record.get("view_compacted") or record.get("view_trimmed")
+    if is_seen_otherwise or (options and options.get("observation_chars")):
         return None
     offered = once(tools, _ordinary_names)
     try:

@@ -344,7 +344,8 @@ def metadata_for(
         sum([len(resume["interrupted"]) for resume in resumes]) if resumes else 0
     )
     get = record.get
-    if resumes or get("view_compacted") or get("options") or get("rewritten"):
+    seen = ("view_compacted", "view_trimmed", "options", "rewritten")
+    if resumes or any(map(get, seen)):
         metadata.update(views_of(record))
     if noted:
         notes, repairs = _notes_and_repairs(noted)

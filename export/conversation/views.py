@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent.messages import SUMMARY
+from agent.tokens import trimmed_replies
 from agent.views.views import compacted_from
 
 COUNTS = (
     *("interrupted_calls", "workspace_lost", "rewritten_calls"),
-    *("view_compacted", "summaries", "cut_results", "cut_by_export"),
+    *("view_compacted", "summaries", "cut_results", "cut_by_export", "trimmed_replies"),
 )
 """Keys of these counts in the metadata of a row."""
 
@@ -21,7 +22,8 @@ def views_of(record: Mapping[str, Any]) -> dict[str, int]:
     `view_compacted` counts replies for which the model saw older messages shortened or as one of
     the `summaries`; `cut_results` counts results that it saw cut, which rows hold cut too;
     `workspace_lost` counts resumes without the files of the conversation, and `rewritten_calls`
-    those of an agent that saw earlier messages in another form than the last call.
+    those of an agent that saw earlier messages in another form than the last call;
+    `trimmed_replies` counts replies that the model later saw without the newlines around them.
     """
     counts = {"workspace_lost": sum(r.get("workspace_kept") is False for r in record["resumes"])}
     if changed := record.get("rewritten"):
@@ -33,6 +35,8 @@ def views_of(record: Mapping[str, Any]) -> dict[str, int]:
     if (record.get("options") or {}).get("observation_chars"):
         messages = record["messages"]
         counts["cut_results"] = sum("whole_content" in (m.get("details") or ()) for m in messages)
+    if record.get("view_trimmed"):
+        counts["trimmed_replies"] = len(trimmed_replies(record["messages"]))
     return {key: count for key, count in counts.items() if count}
 
 

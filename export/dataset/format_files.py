@@ -16,11 +16,14 @@ from export.dataset.per_turn import content_of, cut_by_turn
 from export.formats.arrow import datasets_writer, parquet_writer
 from export.formats.preference import Sample, dpo_row, kto_row, pair_of, sample_of
 from export.formats.registry import COPIED, GROUP_FORMATS, ROW_FORMATS, Format
-from export.formats.rl import rows_of, threads_of
+from export.formats.rl import discarded_replies, rows_of, threads_of
 from export.recipe import Recipe
 from export.record_order import Loaded
 from export.row_files import FileTarget, MakeWriter, SplitFiles
 from runs.store.checksum import without_checksum
+
+_SPLIT_TEXTS = 5
+"""How many of the most frequent texts at splits are named."""
 
 Why = tuple[str, str]
 """Reason and detail."""
@@ -196,24 +199,42 @@ class _TokenFiles(FormatFiles):
         super().__init__(name, place, recipe)
         self._reward_name = recipe.reward_name
         self._subagents = recipe.subagents
-        self._splits_made = 0
+        self._discarded = recipe.discarded
+        self._rows_after_split = 0
+        self._split_texts: Counter[tuple[str, str]] = Counter()
+        self._discarded_replies = 0
         self._turns_without_ids = 0
         self._subagents_left_out = 0
 
     def finish(self) -> dict[str, Any]:
-        counts = {"split": self._splits_made, "turns_without_ids": self._turns_without_ids}
+        counts: dict[str, Any] = {
+            "split": self._rows_after_split,
+            "split_texts": [
+                {"sampled": sampled, "shown": shown, "rows": count}
+                for (sampled, shown), count in self._split_texts.most_common(_SPLIT_TEXTS)
+            ],
+            "turns_without_ids": self._turns_without_ids,
+            "discarded_replies": self._discarded_replies,
+        }
         if self._subagents:
             counts["subagents_left_out"] = self._subagents_left_out
         return {**super().finish(), **counts}
 
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
-        rows = rows_of(candidate.record, self._reward_name, subagents=self._subagents)
-        firsts = [row for row in rows if row["segment"] == 0]
-        self._splits_made += len(rows) - len(firsts)
+        record = candidate.record
+        rows = rows_of(
+            record, self._reward_name, subagents=self._subagents, discarded=self._discarded
+        )
+        threads = [record, *(threads_of(record) if self._subagents else ())]
+        self._discarded_replies += sum(len(discarded_replies(one)) for one in threads)
+        firsts = [row for row in rows if row["segment"] == 0 and not row.get("discarded")]
+        for place in filter(None, (row["split"] for row in rows)):
+            self._rows_after_split += 1
+            if place["sampled"] is not None:
+                self._split_texts[place["sampled"], place["shown"]] += 1
         self._turns_without_ids += sum(len(row["turns_without_ids"]) for row in firsts)
         if self._subagents:
-            threads = sum(1 for _ in threads_of(candidate.record))
-            self._subagents_left_out += 1 + threads - len(firsts)
+            self._subagents_left_out += len(threads) - len(firsts)
         for number, row in enumerate(rows):
             self.write(split, dumps_row(row), uses=int(number == 0))
         return None

@@ -22,9 +22,11 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
     Turns before the last user message lose their reasoning. With the style `field` they keep it, so
     that the template decides; with `last` all turns of the context lose it, with `none` all turns.
     The record's id gets the number of the turn: `#t3`, and `#t3.2` for the second part of a turn
-    whose calls are split.
+    whose calls are split. Replies that the model later saw without the newlines around their text
+    stand so in the context.
     """
     whole = styled(conversation, style.with_reasoning(None))
+    seen = _trimmed if conversation.record.get("view_trimmed") else _as_it_is
     replies = conversation.replies_by_turn
     entries = list(whole.entries)
     asked = 0
@@ -45,7 +47,7 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
             metadata["finish_reason"] = made[-1]["finish_reason"]
         cut = msgspec.structs.replace(
             whole,
-            entries=[*entries[:place], msgspec.structs.replace(entry, results=())],
+            entries=[*map(seen, entries[:place]), msgspec.structs.replace(entry, results=())],
             record={**whole.record, "id": f"{whole.record['id']}#t{name}"},
             metadata=metadata,
             num_tool_calls=len(entry.calls),
@@ -66,6 +68,16 @@ def _content(entry: Entry) -> Hashable:
     calls = tuple((call.name, call.arguments) for call in entry.calls)
     results = tuple(result.content for result in entry.results)
     return entry.reasoning, entry.text, calls, results
+
+
+def _as_it_is(entry: Entry) -> Entry:
+    return entry
+
+
+def _trimmed(entry: Entry) -> Entry:
+    if isinstance(entry, Turn):
+        return msgspec.structs.replace(entry, text=entry.text.strip("\n"))
+    return entry
 
 
 def _without_reasoning(entry: Entry) -> Entry:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agent.messages import STAGES
+from agent.messages import COST_ONLY, STAGES, WORKSPACE_LOST
 from agent.tokens import TokenTurn, has_ids, token_turns
 from export.conversation.reading import flaws_of_parts
 from export.conversation.rewards import reward_facts, reward_of
@@ -30,10 +30,14 @@ MAIN_THREAD = "main"
 class _Segment:
     """A part of a conversation without a break."""
 
-    def __init__(self, first: TokenTurn, before: list[int]) -> None:
-        """`before` is the sequence of the turn before."""
-        is_split = first.of > first.shared
-        self.split = {"shared": first.shared, "expected": first.of} if is_split else None
+    def __init__(
+        self, first: TokenTurn, before: list[int], texts: Mapping[str, str] | None
+    ) -> None:
+        """`before` is the sequence of the turn before, `texts` those at the split if known."""
+        self.split: dict[str, Any] | None = None
+        if first.of > first.shared:
+            self.split = {"shared": first.shared, "expected": first.of}
+            self.split |= texts or dict.fromkeys(("sampled", "shown"))
         self.context: list[int] = before[: first.shared]
         """What comes before the first trained token."""
         self.response: list[int] = []
@@ -55,26 +59,38 @@ class _Segment:
 
 
 def rows_of(
-    record: Mapping[str, Any], reward_name: str | None = None, *, subagents: bool = False
+    record: Mapping[str, Any],
+    reward_name: str | None = None,
+    *,
+    subagents: bool = False,
+    discarded: bool = False,
 ) -> list[dict[str, Any]]:
     """The rows of a record, one per segment; `reward_name` is the reward that counts.
 
     Records with rewards by name or per turn have `rewards`, and `turn_rewards` of these turns.
     With `subagents`, rows of their conversations follow (see `threads_of`), and each row names its
-    `thread`.
+    `thread`. With `discarded`, a row for each discarded reply follows those of its conversation,
+    and each row says why its reply was `discarded`.
 
     Raises Rejected if a message holds a picture or the like, which ids do not have, if no turn of
     this run's model has token ids, or if ids are damaged.
     """
     STRICT.refuse(flaws_of_parts(record["messages"]))
+
+    def rows_and_discarded(thread: Mapping[str, Any]) -> list[dict[str, Any]]:
+        rows = _rows_of(record, thread, reward_name)
+        if not discarded:
+            return rows
+        return [{**row, "discarded": None} for row in rows] + _discarded_rows(record, thread)
+
     try:
-        rows = _rows_of(record, record, reward_name)
+        rows = rows_and_discarded(record)
         if rows and subagents:
             rows = [{**row, "thread": MAIN_THREAD, "thread_id": None} for row in rows]
             for thread in threads_of(record):
                 if _has_model_of(record, thread):
                     named = {"thread": thread["name"], "thread_id": thread["key"]}
-                    rows += [{**row, **named} for row in _rows_of(record, thread, reward_name)]
+                    rows += [{**row, **named} for row in rows_and_discarded(thread)]
     except ValueError as error:
         raise Rejected(Reason.NO_TOKEN_IDS, str(error)) from error
     if not rows:
@@ -88,6 +104,30 @@ def threads_of(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if inner["name"] not in STAGES:
             yield inner
             yield from threads_of(inner)
+
+
+def discarded_replies(thread: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The replies with token ids after which the model was asked again.
+
+    Those from before the files of the conversation were lost are not among them: the turns that
+    they follow are gone, too.
+    """
+    replies = thread["discarded"]
+    lost = [n for n, reply in enumerate(replies) if reply["discarded"] == WORKSPACE_LOST]
+    later = replies[lost[-1] + 1 :] if lost else replies
+    return [reply for reply in later if reply["discarded"] not in COST_ONLY and has_ids(reply)]
+
+
+def _discarded_rows(record: Mapping[str, Any], thread: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each discarded reply: a sample of its own, whose reward nobody knows."""
+    rows = []
+    for number, reply in enumerate(discarded_replies(thread), 1):
+        before = [{**turn, "inherited": True} for turn in thread["turns"][: reply["turn"] - 1]]
+        for row in _rows_of(record, {"turns": [*before, reply]}, None):
+            row |= dict.fromkeys(row.keys() & {"reward", "rewards"})
+            row |= {"id": f"{record['id']}#discarded{number}", "discarded": reply["discarded"]}
+            rows.append(row)
+    return rows
 
 
 def _has_model_of(record: Mapping[str, Any], thread: Mapping[str, Any]) -> bool:
@@ -123,6 +163,7 @@ def _rows_of(
             "status": record["status"],
             "finish_reasons": [turn["finish_reason"] for turn in segment.turns],
             "policy_versions": [_policy_version(turn) for turn in segment.turns],
+            "sampling": [turn["tokens"].get("sampling") for turn in segment.turns],
         }
         for number, segment in enumerate(segments)
     ]
@@ -152,7 +193,7 @@ def _segments(record: Mapping[str, Any]) -> list[_Segment]:
         stored = record["turns"][turn.number]
         is_own = "inherited" not in stored
         if not segments or turn.shared < turn.of:
-            segments.append(_Segment(turn, sequence))
+            segments.append(_Segment(turn, sequence, stored["tokens"].get("split")))
         segment = segments[-1]
         segment.add(turn.prompt, [0.0] * len(turn.prompt), is_sampled=False)
         segment.add(turn.completion, _rounded(turn.logprobs), is_sampled=is_own)

@@ -23,7 +23,7 @@ DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0}
 
 _NOT_OF_AGENTS = (
     *("system_prompt", "temperature", "top_p", "extra_body", "reasoning_effort"),
-    *("reasoning_disabled", "blank_reasoning", "stream_replies", "token_ids", "script_file"),
+    *("reasoning_disabled", "blank_reasoning", "stream_replies", "script_file"),
     *("prefill_messages_file", "enabled_toolsets", "disabled_toolsets", "tools", "mcp"),
     *("distribution", "forks", "web_search_url", "web_allow", "docker_image", "batch_api"),
 )

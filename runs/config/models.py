@@ -30,7 +30,7 @@ def set_up_models(config: RunConfig, known: Mapping[str, Toolset] = TOOLSETS) ->
         setups = {name: _set_up(config, name, known) for name in config.model_weights()}
         _check_budget(config, setups)
         _check_batches(config, setups)
-        _check_token_ids(config, setups)
+        check_token_ids(config, setups)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return setups
@@ -207,7 +207,8 @@ def _check_batches(config: RunConfig, setups: Setups) -> None:
         raise ValueError(msg)
 
 
-def _check_token_ids(config: RunConfig, setups: Setups) -> None:
+def check_token_ids(config: RunConfig, setups: Setups) -> None:
+    """Raise `ValueError` for `--token_ids` where no model is called by an API that has them."""
     apis = {setup.settings.api for setup in setups.values()}
     if config.token_ids and "openai_chat" not in apis:
         msg = (

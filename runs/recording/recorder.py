@@ -24,12 +24,12 @@ from agent.gateway.server import Gateway, server_of
 from agent.gateway.wire import WireError
 from agent.gateway.wires import WIRES
 from agent.loop.steps import Finish
-from agent.messages import Event, Message
+from agent.messages import Event, Message, reply_in
 from agent.models.errors import ModelError
 from agent.state.trajectory import Status, Trajectory
 from runs.config.run_config import RunConfig
 from runs.errors import EnvironmentStop, Stopped
-from runs.record import Provenance, dump_record, make_record
+from runs.record import Provenance, dump_record, make_record, tokens_missing
 from runs.recording.sessions import BadName, SessionFile, session_of
 from runs.recording.upstream import Models, Upstream
 from runs.store.failures import Failure, FailureFile
@@ -101,6 +101,7 @@ class Recorder:
         self._provenance = provenance
         self._silence_s = silence_s
         self._say = say
+        self._said: set[str] = set()
         self._sessions: dict[str, Session] = {}
         self._lobby = self._gateway("(no session)", Trajectory(()), _refuse)
         """Answers what belongs to no session: probes, and requests that are no calls."""
@@ -190,11 +191,18 @@ class Recorder:
                 assignment=assignment,
                 position=next(positions),
             )
+            if self._config.token_ids and (reply := reply_in(event)):
+                self._say_once(tokens_missing(reply))
 
         session = Session(name, task, self._gateway(task.id, trajectory, journal), trajectory)
         session.watcher = asyncio.create_task(self._watch(session))
         self._sessions[name] = session
         return session
+
+    def _say_once(self, words: str | None) -> None:
+        if words is not None and words not in self._said:
+            self._said.add(words)
+            self._say(words)
 
     def _gateway(
         self, name: str, trajectory: Trajectory, journal: Callable[[Event], None]

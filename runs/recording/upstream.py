@@ -23,7 +23,7 @@ from agent.models.prices import is_known
 from agent.models.providers import provider_at
 from agent.setup import Setup, set_up
 from runs.amounts import Cost
-from runs.config.models import budget_of, limits_of, settings_of
+from runs.config.models import budget_of, check_token_ids, limits_of, settings_of
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
 from runs.executors.base import Inbox, WorkerHandle
@@ -57,6 +57,7 @@ class Models:
                 enabled_toolsets=("none",),
                 disabled_toolsets=(),
             )
+            check_token_ids(config, self.setups)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 

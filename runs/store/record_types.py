@@ -48,6 +48,8 @@ class _Tokens(msgspec.Struct, gc=False):
     completion: str = ""
     logprobs: str = ""
     texts: list[str] = []
+    split: dict[str, str] = {}
+    sampling: dict[str, Any] = {}
 
 
 class _Usage(msgspec.Struct, gc=False):
@@ -210,6 +212,7 @@ class _Record(_Conversation, kw_only=True, gc=False):
     scores: list[Score] | None = None
     options: dict[str, Any] | None = None
     view_compacted: bool = False
+    view_trimmed: bool = False
     fork: _Fork | None = None
     threads: list[_Thread] = []
     set_aside: list[dict[str, Any]] = []

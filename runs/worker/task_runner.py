@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.loop.loop import close_calls
 from agent.loop.steps import Finish
-from agent.messages import Event, ReplyEvent, RestartedEvent, is_cost_only
+from agent.messages import SIMULATED_USER, Event, RestartedEvent, is_cost_only
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
@@ -21,7 +21,6 @@ from agent.models.scripted import ScriptedTurn, parse_script
 from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, replies_played
 from agent.state.trajectory import Kept, Trajectory
-from agent.tokens import missing_in
 from runs.config.models import Setups
 from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
@@ -30,7 +29,7 @@ from runs.dataset.row_fork import Fork
 from runs.errors import AgentFailed, Stopped
 from runs.protocol.messages import Assignment, no_counters, pack
 from runs.protocol.worker_setup import WorkerSetup
-from runs.record import dump_record, make_record, with_scores
+from runs.record import dump_record, make_record, tokens_missing, with_scores
 from runs.store.failures import Failure
 from runs.store.files import StorageError
 from runs.store.index import index_fields
@@ -371,9 +370,10 @@ class TaskRunner:
             check_stop=check_stop,
         )
 
-    def _count(self, event: Event) -> None:
+    def _count(self, event: Event, *, is_users: bool = False) -> None:
+        """Count a reply; `is_users`: a simulated user wrote it, of which no prompt is kept."""
         if event["kind"] == "sub":
-            self._count(event["event"])
+            self._count(event["event"], is_users=event["name"] == SIMULATED_USER)
         elif event["kind"] == "exchange":
             self._count(event["reply"])
         elif event["kind"] == "reply":
@@ -386,15 +386,9 @@ class TaskRunner:
                 self.counters["cost_unknown"] = True
             else:
                 self.counters["cost_usd"] += event["cost_usd"]
-            if self._config.token_ids and not is_cost_only(event):
-                self._say_what_is_missing(event)
-
-    def _say_what_is_missing(self, reply: ReplyEvent) -> None:
-        if missing := missing_in(reply):
-            self._stops.say(
-                f"--token_ids: replies of {reply['model']} come without {missing}; the run "
-                "continues, and export --format rl counts such turns (docs/endpoints.md)"
-            )
+            is_asked = self._config.token_ids and not is_users
+            if is_asked and (words := tokens_missing(event)):
+                self._stops.say(words)
 
     def _script_of(self, task: Task) -> Sequence[ScriptedTurn]:
         """What model "scripted" plays; to others a column of that name means nothing."""

@@ -19,6 +19,8 @@ JSON = dict[str, Any]
 TRAINING = ROOT / "docs" / "training.md"
 FIRST = ([1, 2], [3, 4])
 SECOND = ([1, 2, 3, 4, 5], [6])
+UNNAMED = {"sampled": None, "shown": None}
+"""Texts at a split where the record has none."""
 
 
 def played(
@@ -61,6 +63,7 @@ def test_one_row_where_each_prompt_begins_with_what_was_sampled() -> None:
             "status": "completed",
             "finish_reasons": [turn["finish_reason"] for turn in record["turns"]],
             "policy_versions": [turn["model"] for turn in record["turns"]],
+            "sampling": [None, None],
         }
     ]
 
@@ -84,13 +87,13 @@ def test_a_row_per_segment_where_a_prompt_has_drifted() -> None:
     assert (first["segment"], first["segments"], first["split"]) == (0, 2, None)
     assert (second["prompt_ids"], second["response_ids"]) == ([1, 2, 3, 9, 5], [6, 7, 8])
     assert (second["loss_mask"], second["turns"]) == ([1, 0, 1], [2, 3])
-    assert second["split"] == {"shared": 3, "expected": 4}
+    assert second["split"] == {**UNNAMED, "shared": 3, "expected": 4}
 
 
 def test_a_shorter_prompt_is_a_split_too() -> None:
     assert [row["split"] for row in rows_of(played(FIRST, ([1, 2, 3], [6])))] == [
         None,
-        {"shared": 3, "expected": 4},
+        {**UNNAMED, "shared": 3, "expected": 4},
     ]
 
 
@@ -154,6 +157,73 @@ def test_the_manifest_counts_splits_and_turns_without_ids(tmp_path: Path) -> Non
     (part,) = manifest["formats"]
     assert (part["rows"], part["used"]) == (3, 2)
     assert (part["split"], part["turns_without_ids"]) == (1, 1)
+
+
+def test_the_texts_at_splits_are_in_rows_and_counted(tmp_path: Path) -> None:
+    texts = {"sampled": "\n\nx", "shown": "\nx"}
+    drifted = played(FIRST, ([1, 9], [6]))
+    drifted["turns"][1]["tokens"]["split"] = texts
+    _, row = rows_of(drifted)
+    assert row["split"] == {"shared": 1, "expected": 4, **texts}
+    _, manifest = exported(make_run(tmp_path, drifted, played(FIRST, ([7], [8]))), formats="rl")
+    (part,) = manifest["formats"]
+    assert (part["split"], part["split_texts"]) == (2, [{**texts, "rows": 1}])
+
+
+def test_a_branch_whose_first_own_turn_is_split_counts(tmp_path: Path) -> None:
+    """The segment before is its parent's, and no row of its own."""
+    branch = played(FIRST, ([1, 9], [6]))
+    branch["turns"][0]["inherited"] = True
+    (row,) = rows_of(branch)
+    assert (row["segment"], row["split"]["shared"]) == (0, 1)
+    (part,) = exported(make_run(tmp_path, branch), formats="rl")[1]["formats"]
+    assert (part["rows"], part["split"]) == (1, 1)
+
+
+def with_discarded(**changes: Any) -> JSON:
+    """A record whose second turn was asked for three times; one reply came without its ids."""
+    record = played(FIRST, SECOND, check={"passed": True, "reward": 0.75}, **changes)
+    for why, ids in (("blank", [70]), ("unreadable", None), ("bad_arguments", [80, 81])):
+        reply = {**record["turns"][1], "message": assistant(""), "discarded": why}
+        del reply["tokens"]
+        if ids is not None:
+            logprobs = pack_logprobs([-1.5] * len(ids))
+            sampled = Sampled(pack_ids([1, 2, 3, 4, 5]), pack_ids(ids), logprobs)
+            reply["tokens"] = to_stored(sampled, record["turns"][:1])
+        record.setdefault("discarded", []).append(reply)
+    return record
+
+
+def test_discarded_replies_are_samples_of_their_own() -> None:
+    record = with_discarded()
+    assert len(rows_of(record)) == 1
+    whole, *others = rows_of(record, discarded=True)
+    assert (whole["discarded"], whole["reward"]) == (None, 0.75)
+    assert [row["discarded"] for row in others] == ["blank", "bad_arguments"]
+    for number, (row, ids) in enumerate(zip(others, ([70], [80, 81]), strict=True), 1):
+        assert row["id"] == f"{record['id']}#discarded{number}"
+        assert (row["group_id"], row["reward"]) == (record["prompt_id"], None)
+        assert (row["prompt_ids"], row["response_ids"]) == ([1, 2, 3, 4, 5], ids)
+        assert (row["loss_mask"], row["logprobs"]) == ([1] * len(ids), [-1.5] * len(ids))
+        assert (row["turns"], row["segments"], row["split"]) == ([2], 1, None)
+        assert row.keys() == whole.keys()
+
+
+def test_discarded_replies_of_a_conversation_that_began_again_are_no_samples() -> None:
+    """The turns that they follow are gone."""
+    record = with_discarded()
+    lost = {**record["discarded"][0], "discarded": "workspace_lost"}
+    record["discarded"].insert(2, lost)
+    assert [row["discarded"] for row in rows_of(record, discarded=True)] == [None, "bad_arguments"]
+
+
+def test_discarded_replies_are_counted_and_written_by_choice(tmp_path: Path) -> None:
+    source = make_run(tmp_path, with_discarded(), played(FIRST))
+    for chosen, count in ((False, 2), (True, 4)):
+        (part,) = exported(source, formats="rl", discarded=chosen)[1]["formats"]
+        assert (part["rows"], part["used"], part["discarded_replies"]) == (count, 2, 2)
+    with pytest.raises(ValueError, match="discarded: only rl has rows"):
+        exported(source, formats="openai", discarded=True)
 
 
 def with_subagents(**changes: Any) -> JSON:

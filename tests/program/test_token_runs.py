@@ -156,6 +156,19 @@ def test_a_template_that_strips_reasoning_splits_each_conversation(tmp_path: Pat
         assert set(row["loss_mask"]) == {1}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_newlines_that_a_template_writes_split_nothing(tmp_path: Path, stream: bool) -> None:
+    """The record keeps the wire's text, and says that the model later saw it without them."""
+    write_rows(tmp_path / "c.yaml", {"stream_replies": stream})
+    with FakeEndpoint(tokens="vllm", outer_newlines=1, **PLAYS) as endpoint:
+        run_for_tokens(tmp_path, endpoint, config="c.yaml")
+    for record in records(tmp_path):
+        said = [message for message in record["messages"] if message["role"] == "assistant"]
+        assert all(message["content"].startswith("\n\n") for message in said)
+        assert record["view_trimmed"] is True
+    assert [(row["segments"], row["split"]) for row in rl_rows(tmp_path)] == [(1, None)] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["all", "worker"])
 def test_a_kill_loses_no_ids(tmp_path: Path, whole: list[dict[str, Any]], who: str) -> None:

@@ -8,15 +8,24 @@ all calls aside; those that are asked for again become part of their conversatio
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agent.gateway.canonical import CallsInOrder, message_digest
 from agent.gateway.conversations.repeats import Found, Repeats
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireRequest
-from agent.messages import AgentEvent, AgentExitEvent, ExchangeEvent, Message, ToolCall
+from agent.messages import (
+    AgentEvent,
+    AgentExitEvent,
+    ExchangeEvent,
+    Message,
+    ReplyEvent,
+    ToolCall,
+    TurnTokens,
+)
 from agent.parts import Parts
+from agent.tokens import has_ids, restated
 
 _MOST_RECENT = 8
 """Requests that are remembered for reading the next: one of each of the latest threads."""
@@ -34,6 +43,8 @@ class Placement:
     echoes: list[list[int]]
     turn: int
     """The number of the reply among those of the thread."""
+    after: int | None
+    """The number of the latest earlier call with token ids in the thread."""
     call_ids: Sequence[str]
     """The ids of the calls before the reply."""
 
@@ -92,6 +103,9 @@ class Threads:
         self._starts: list[int] = []
         self._aside: defaultdict[str, list[int]] = defaultdict(list)
         """The numbers of the calls that are set aside, by key, the earliest last."""
+        self._after: list[int | None] = []
+        """See `Placement.after`, for each call."""
+        self._has_ids = False
         self._answered = 0
         self._diverged_at: int | None = None
 
@@ -129,6 +143,20 @@ class Threads:
     def start_of(self, number: int) -> int:
         """The start of the agent that made a call, from 1."""
         return self._starts[number]
+
+    def token_chain(self, number: int | None) -> list[ReplyEvent]:
+        """The replies whose tokens a call's prompt continues, in order, and its own at the end."""
+        chain: list[ReplyEvent] = []
+        while number is not None:
+            chain.append(self.exchanges[number]["reply"])
+            number = self._after[number]
+        return chain[::-1]
+
+    def tokens_after(self, number: int, last: int | None) -> TurnTokens:
+        """The tokens of a call where the latest earlier one with token ids is `last`."""
+        if self._after[number] == last or not has_ids(self.exchanges[number]["reply"]):
+            return self.exchanges[number]["reply"]["tokens"]
+        return restated(self.token_chain(number), self.token_chain(last))
 
     def unanswered(self, key: str) -> ExchangeEvent | None:
         """The earliest call with this key that is set aside, if there is one."""
@@ -170,6 +198,8 @@ class Threads:
                 thread.replies.append((len(thread.messages), echoes[n]))
                 message = self.exchanges[echoes[n]]["reply"]["message"]
             thread.messages.append(message)
+        self._after.append(self._latest_with_ids(number for _, number in thread.replies))
+        self._has_ids = self._has_ids or has_ids(event["reply"])
         thread.replies.append((len(thread.messages), event["number"]))
         thread.messages.append(event["reply"]["message"])
         thread.tools = event.get("tools", thread.tools)
@@ -209,7 +239,15 @@ class Threads:
             echoes=echoes,
             turn=1 + len(echoes) + (source.replies_within(shared) if source else 0),
             call_ids=ids,
+            after=self._latest_with_ids(number for _, number in sorted(replies.items())),
         )
+
+    def _latest_with_ids(self, numbers: Iterable[int]) -> int | None:
+        """The last of these calls whose reply has token ids."""
+        if not self._has_ids:
+            return None
+        having = (n for n in reversed([*numbers]) if has_ids(self.exchanges[n]["reply"]))
+        return next(having, None)
 
     def _longest(self, digests: list[bytes]) -> tuple[Thread | None, int]:
         """The thread that has most of the first messages, and how many it has.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from agent.models.client.key_command import RenewableKey
@@ -28,7 +29,9 @@ class EndpointModel:
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
         if isinstance(request, RelayRequest):
-            return request.read(await self._transport.relay(request, self.settings))
+            if request.asking_for_tokens is None:
+                return request.read(await self._transport.relay(request, self.settings))
+            return await self._refusals.ask(partial(self._relay, request))
         return await self._refusals.ask(partial(self._ask, request))
 
     async def _ask(self, request: Request, settings: ModelSettings) -> Completion:
@@ -36,7 +39,13 @@ class EndpointModel:
         assembly = None if request.on_delta is None else dialect.assembly(request.on_delta)
         body = dialect.body(settings, request)
         reply = await self._transport.post(dialect.path, body, settings, assembly)
-        return read_asked(settings, reply)
+        return read_asked(settings, reply, body)
+
+    async def _relay(self, request: RelayRequest, settings: ModelSettings) -> Completion:
+        """Ask for token ids, too, unless the endpoint refuses that."""
+        if settings.token_ids and request.asking_for_tokens is not None:
+            request = replace(request, body=request.asking_for_tokens)
+        return request.read(await self._transport.relay(request, settings))
 
     async def close(self) -> None:
         """See `Adapter.close`."""

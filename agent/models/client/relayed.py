@@ -34,6 +34,8 @@ class RelayRequest(Request):
     """Reads the body of the reply; raises `ModelError`."""
     assembly: Callable[[], Assembly] | None = None
     """For requests that ask for a stream: puts the reply of one attempt together."""
+    asking_for_tokens: bytes | None = None
+    """The body with the fields that ask for token ids; None: it is sent as it is."""
     on_event: OnEvent | None = None
     """Gets the events of a stream; once it got any, the call is not repeated."""
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from agent.messages import FinishReason, Message, ToolCall, Usage
-from agent.models.dialects.token_ids import request_fields
+from agent.models.dialects.token_ids import request_fields, without_outer_newlines
 from agent.models.dialects.unknown_fields import extra_of, uncounted_in, unknown_in
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
@@ -88,6 +88,8 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
             request.messages, settings.reasoning_field, blank_reasoning=settings.blank_reasoning
         ),
     }
+    if settings.token_ids:
+        body["messages"] = without_outer_newlines(body["messages"])
     if is_openai(settings):
         body["prompt_cache_key"] = cache_key(request.messages)
     if request.tools:

@@ -78,10 +78,12 @@ RELAYED: Mapping[str, Dialect] = {
 """Those, and the ones in which only requests of agents can be sent."""
 
 
-def read_asked(settings: ModelSettings, body: bytes) -> Completion:
-    """The reply to a request of ours; see `read_reply`."""
+def read_asked(
+    settings: ModelSettings, body: bytes, asked: Mapping[str, Any] | None = None
+) -> Completion:
+    """The reply to a request of ours; see `read_reply`. `asked` is its body, if that is at hand."""
     completion = read_reply(settings.api, body)
-    return with_tokens(completion) if settings.token_ids else completion
+    return with_tokens(completion, settings, asked) if settings.token_ids else completion
 
 
 def read_reply(api: str, body: bytes) -> Completion:

@@ -8,14 +8,15 @@ them in streams. Others have at most log-probabilities, beside the texts of the 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from agent.models.model import Completion, ModelSettings
 from agent.models.parsing import object_of
 from agent.models.providers import provider_at
-from agent.tokens import Sampled, pack_ids, pack_logprobs
+from agent.tokens import Sampled, has_outer_newlines, pack_ids, pack_logprobs, unpack_ids
 
 FIELDS = (
     *("logprobs", "top_logprobs"),
@@ -23,6 +24,27 @@ FIELDS = (
 )
 """All that a request may hold for them."""
 
+
+_ASK_FOR_IDS = ("return_token_ids", "return_meta_info", "return_prompt_token_ids")
+
+_GIVEN_FOR = {
+    "prompt_token_ids": ("return_token_ids", "return_prompt_token_ids"),
+    "token_ids": ("return_token_ids",),
+    "meta_info": ("return_meta_info",),
+    "logprobs": ("logprobs",),
+}
+"""Fields of replies, and those of requests that ask for them."""
+
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
+    *("tool_choice", "response_format", "structured_outputs", "regex", "ebnf"),
+)
+"""Fields of a request that change which tokens are likely, by the names of OpenAI, vLLM and SGLang;
+the latter restrict a reply to a grammar."""
+
+_TEXTS: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+"""Texts of tokens by id, for each endpoint and model; no larger than their vocabularies."""
 
 _OF_TOKEN = frozenset({"token", "logprob", "bytes", "top_logprobs"})
 
@@ -40,10 +62,64 @@ def request_fields(settings: ModelSettings, *, streams: bool) -> dict[str, Any]:
     return fields
 
 
-def with_tokens(completion: Completion) -> Completion:
+def without_outer_newlines(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages of a request, texts of assistants without the newlines around them.
+
+    Parsers of vLLM leave the newlines between thought, text and calls in the text. Templates write
+    their own, so that with both the prompt would not begin with what was sampled.
+    """
+    return [
+        {**message, "content": _trimmed(message)} if has_outer_newlines(message) else message
+        for message in messages
+    ]
+
+
+def _trimmed(message: Mapping[str, Any]) -> str | None:
+    text = str(message["content"]).strip("\n")
+    return text if text or not message.get("tool_calls") else None
+
+
+def asks_for_ids(body: Mapping[str, Any]) -> bool:
+    """Whether the body of a request asks for token ids."""
+    return any(body.get(name) for name in _ASK_FOR_IDS)
+
+
+def asking_body(settings: ModelSettings, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of another program's request, made to ask as ours do; its own fields win."""
+    fields = request_fields(settings, streams=bool(body.get("stream")))
+    missing = {name: value for name, value in fields.items() if not body.get(name)}
+    return {**body, **missing, "messages": without_outer_newlines(body["messages"])}
+
+
+def without_tokens(reply: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a reply without the tokens that the request `asked` did not ask for."""
+    hidden = {field for field, asks in _GIVEN_FOR.items() if not any(map(asked.get, asks))}
+    kept = {key: value for key, value in reply.items() if key not in hidden}
+    if isinstance(choices := reply.get("choices"), list):
+        kept["choices"] = [
+            {key: value for key, value in choice.items() if key not in hidden}
+            if isinstance(choice, dict)
+            else choice
+            for choice in choices
+        ]
+    return kept
+
+
+def sampling_in(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request that decide how likely tokens are; objects only as true."""
+    given = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    return {
+        name: True if isinstance(value, dict | list) else value for name, value in given.items()
+    }
+
+
+def with_tokens(
+    completion: Completion, settings: ModelSettings, asked: Mapping[str, Any] | None = None
+) -> Completion:
     """The completion with the tokens of its `extra` packed as `tokens`.
 
-    What cannot be packed without loss stays in `extra` as it came.
+    What cannot be packed without loss stays in `extra` as it came. `asked` is the body of the
+    request, if it is at hand.
     """
     extra = completion.extra or {}
     reply, choice = dict(extra.get("reply", {})), dict(extra.get("choice", {}))
@@ -53,12 +129,19 @@ def with_tokens(completion: Completion) -> Completion:
     ids = _take_ids(choice, "token_ids", sampled.completion)
     if sampled.completion is None:
         sampled = sampled._replace(completion=ids)
-    sampled = _take_logprobs(choice, sampled)._replace(prompt=prompt)
+    texts = _TEXTS[settings.endpoint, settings.name]
+    sampled = _take_logprobs(choice, sampled, texts)._replace(prompt=prompt)
     if sampled == Sampled():
         return completion
     rest = {**extra, "reply": reply, "choice": choice}
     kept = {place: fields for place, fields in rest.items() if fields}
-    return replace(completion, tokens=sampled, extra=kept or None)
+    return replace(
+        completion,
+        tokens=sampled,
+        token_texts=texts,
+        sampling=None if asked is None else sampling_in(asked),
+        extra=kept or None,
+    )
 
 
 def _take_ids(fields: dict[str, Any], key: str, known: bytes | None = None) -> bytes | None:
@@ -99,8 +182,11 @@ def _take_meta_info(choice: dict[str, Any]) -> Sampled:
     return sampled
 
 
-def _take_logprobs(choice: dict[str, Any], sampled: Sampled) -> Sampled:
-    """Move the choice's `logprobs` into `sampled`, unless they say more than it can hold."""
+def _take_logprobs(choice: dict[str, Any], sampled: Sampled, texts: dict[int, str]) -> Sampled:
+    """Take the choice's `logprobs` into `sampled`; they stay if they say more than it can hold.
+
+    Texts of tokens with ids are added to `texts`.
+    """
     logprobs, ids = choice.get("logprobs"), sampled.completion
     if not isinstance(logprobs, dict):
         return sampled
@@ -108,17 +194,21 @@ def _take_logprobs(choice: dict[str, Any], sampled: Sampled) -> Sampled:
     if not isinstance(content, list) or any(logprobs[key] for key in logprobs if key != "content"):
         return sampled
     try:
-        if not all(_is_held(token, has_ids=ids is not None) for token in content):
-            return sampled
         packed = pack_logprobs([token["logprob"] for token in content])
+        said = [token["token"] for token in content]
+        is_all = all(_is_held(token, has_ids=ids is not None) for token in content)
     except (struct.error, OverflowError, TypeError, AttributeError, LookupError):
         return sampled
     has_others = ids is not None and len(ids) != len(packed)
     if has_others or sampled.logprobs not in (None, packed):
         return sampled
-    del choice["logprobs"]
-    texts = [token["token"] for token in content] if ids is None else None
-    return sampled._replace(logprobs=packed, texts=texts)
+    if not all(isinstance(text, str) for text in said):
+        return sampled
+    if is_all:
+        del choice["logprobs"]
+    if ids is not None:
+        texts.update(zip(unpack_ids(ids), said, strict=True))
+    return sampled._replace(logprobs=packed, texts=said if ids is None else None)
 
 
 def _is_held(token: Mapping[str, Any], *, has_ids: bool) -> bool:
@@ -127,5 +217,5 @@ def _is_held(token: Mapping[str, Any], *, has_ids: bool) -> bool:
         return False
     if has_ids:
         return True
-    text = token["token"]
-    return isinstance(text, str) and token.get("bytes") in (None, list(text.encode()))
+    text = str(token["token"])
+    return token.get("bytes") in (None, list(text.encode()))

@@ -6,12 +6,13 @@ import copy
 import logging
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
 
-from agent.messages import Message
+from agent.messages import Message, ToolCall
 from agent.models.batches import calls
 from agent.models.dialects import openai_chat, registry
 from agent.models.dialects.openai_chat_stream import ChatAssembly
@@ -155,10 +156,8 @@ def test_logprobs_alone_keep_the_texts_of_their_tokens() -> None:
         {"token_ids": [1.5]},
         {"token_ids": [2**32]},
         {"token_ids": "abc"},
-        {"logprobs": content("a", top_logprobs=[{"token": "b", "logprob": -1.0}])},
-        {"logprobs": content("a", bytes=[200])},
-        {"logprobs": content("a", other=1)},
         {"logprobs": {"content": [{"token": "a", "logprob": None}]}},
+        {"logprobs": {"content": [{"token": 1, "logprob": -0.5}]}},
         {"logprobs": {"content": [{"token": "a", "logprob": 1e300}]}},
         {"logprobs": {"content": [None]}},
         {"logprobs": content("a") | {"refusal": [{"token": "a", "logprob": -1.0}]}},
@@ -170,6 +169,59 @@ def test_what_cannot_be_packed_stays_as_it_came(choice: JSON) -> None:
     found = read(body(copy.deepcopy(choice)))
     assert found.tokens is None
     assert found.extra == {"choice": choice}
+
+
+@pytest.mark.parametrize("ids", [None, [7]])
+@pytest.mark.parametrize(
+    "more",
+    [{"top_logprobs": [{"token": "b", "logprob": -1.0}]}, {"bytes": [200]}, {"other": 1}],
+)
+def test_logprobs_that_say_more_are_packed_and_stay(more: JSON, ids: list[int] | None) -> None:
+    """With `top_logprobs`, say, which a user asks for by `extra_body`."""
+    logprobs = content("a", **more)
+    is_plain = ids is not None and "bytes" in more  # an id says what bytes say
+    found = read(body({"logprobs": copy.deepcopy(logprobs)} | ({"token_ids": ids} if ids else {})))
+    assert found.tokens is not None
+    assert found.tokens.logprobs == pack_logprobs([-0.5])
+    assert found.tokens.texts == (None if ids else ["a"])
+    assert found.extra == (None if is_plain else {"choice": {"logprobs": logprobs}})
+
+
+def test_newlines_around_the_text_of_a_reply_are_not_sent_back() -> None:
+    """Templates write their own; the record keeps those of the wire."""
+    said = [
+        Message(role="user", content="\nHi\n"),
+        Message(role="assistant", content="\n\nLook.\n", tool_calls=[call_of("c")]),
+        Message(role="tool", content="\nr\n", tool_call_id="c", name="f", is_error=False),
+        Message(role="assistant", content="\n\n", tool_calls=[call_of("d")]),
+        Message(role="tool", content="r", tool_call_id="d", name="f", is_error=False),
+        Message(role="assistant", content="\n A\n\nB \n"),
+    ]
+    sent = openai_chat.request_body(OWN, Request(said))["messages"]
+    texts = [message["content"] for message in sent]
+    assert texts == ["\nHi\n", "Look.", "\nr\n", None, "r", " A\n\nB "]
+    assert said[1]["content"] == "\n\nLook.\n"
+    plain = openai_chat.request_body(replace(OWN, token_ids=None), Request(said))["messages"]
+    assert [message["content"] for message in plain] == [message["content"] for message in said]
+
+
+def call_of(id: str) -> ToolCall:
+    return ToolCall(id=id, type="function", function={"name": "f", "arguments": "{}"})
+
+
+def test_the_texts_at_a_split_are_named() -> None:
+    texts = {1: "a", 2: "b", 3: "\n\n", 4: "\n"}
+    turns = turns_of(Sampled(pack_ids([1]), pack_ids([3, 2]), None))
+    prompt = pack_ids([1, 4, 4, 2, 9])
+    stored = to_stored(Sampled(prompt, pack_ids([5])), turns, texts)
+    assert stored["split"] == {"sampled": "\n\nb", "shown": "\n\nb[9]"}
+    assert "split" not in to_stored(Sampled(pack_ids([1, 3, 2, 9])), turns, texts)
+
+
+def test_a_turn_has_the_options_that_it_was_sampled_with() -> None:
+    asked = {"temperature": 0.6, "top_p": None, "top_k": 20, "logit_bias": {"5": 1}, "stream": True}
+    found = registry.read_asked(OWN, orjson.dumps(body({"token_ids": [7]})), asked)
+    assert found.sampling == {"temperature": 0.6, "top_k": 20, "logit_bias": True}
 
 
 def test_other_numbers_of_logprobs_than_ids_stay_as_they_came() -> None:
