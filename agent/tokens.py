@@ -20,6 +20,14 @@ ID_BYTES = 4
 _SHOWN_TOKENS = 4
 """How many tokens name the place of a split."""
 
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
+    *("tool_choice", "response_format", "structured_outputs", "regex", "ebnf"),
+)
+"""Fields of a request that change which tokens are likely, by the names of OpenAI, vLLM and SGLang;
+the latter restrict a reply to a grammar."""
+
 
 class Sampled(NamedTuple):
     """The tokens of one reply as its endpoint gave them, packed; None for what it did not give."""
@@ -63,6 +71,14 @@ def unpack_ids(packed: bytes) -> tuple[int, ...]:
 def pack_logprobs(values: Sequence[Any]) -> bytes:
     """Raises `struct.error` or `OverflowError` for what is no log-probability."""
     return struct.pack(f"<{len(values)}f", *values)
+
+
+def sampling_in(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request that decide how likely tokens are; objects only as true."""
+    given = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    return {
+        name: True if isinstance(value, dict | list) else value for name, value in given.items()
+    }
 
 
 def to_stored(

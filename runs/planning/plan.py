@@ -303,6 +303,11 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
             "ten times a second and may briefly exceed --command_memory_mb; make /sys/fs/cgroup "
             "writable for a strict limit"
         )
+    if plan.config.token_ids and plan.config.agent is None:
+        from runs.planning.logprobs import on_logprobs  # asks servers
+
+        for words in on_logprobs(plan.setups):
+            say(words)
     for words in _refused_wishes(plan):
         say(f"warning: {plan.config.dataset_file}: {words}")
     if not plan.config.row_setup and (columns := plan.scan.setup_columns):

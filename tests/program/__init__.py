@@ -7,6 +7,7 @@ test_run            runs from start to end, killed and resumed
 test_user_turns     conversations with several messages of the user: kills, checks
 test_run_options    options of conversations in whole runs
 test_token_runs     runs that record token ids, killed and resumed
+test_token_agents   token ids of agents and recorded sessions
 test_web_run        runs with the toolset web
 test_batches        runs by the provider's Batch API
 test_credentials    credentials that change while runs work, are killed and resumed

@@ -122,7 +122,7 @@ def test_streams_of_sglang_have_no_ids_and_that_is_said(tmp_path: Path) -> None:
     assert "replies of m come without prompt token ids, token ids;" in said
     assert f"token ids: 0 turns with, {2 * TURNS} turns without" in said
     stored = [turn["tokens"] for record in records(tmp_path) for turn in record["turns"]]
-    assert all(tokens.keys() == {"logprobs", "texts"} for tokens in stored)
+    assert all(tokens.keys() == {"logprobs", "texts", "sampling"} for tokens in stored)
 
 
 def test_an_endpoint_that_gives_none_is_named_once(tmp_path: Path) -> None:

@@ -16,7 +16,14 @@ from typing import Any
 from agent.models.model import Completion, ModelSettings
 from agent.models.parsing import object_of
 from agent.models.providers import provider_at
-from agent.tokens import Sampled, has_outer_newlines, pack_ids, pack_logprobs, unpack_ids
+from agent.tokens import (
+    Sampled,
+    has_outer_newlines,
+    pack_ids,
+    pack_logprobs,
+    sampling_in,
+    unpack_ids,
+)
 
 FIELDS = (
     *("logprobs", "top_logprobs"),
@@ -34,14 +41,6 @@ _GIVEN_FOR = {
     "logprobs": ("logprobs",),
 }
 """Fields of replies, and those of requests that ask for them."""
-
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
-    *("tool_choice", "response_format", "structured_outputs", "regex", "ebnf"),
-)
-"""Fields of a request that change which tokens are likely, by the names of OpenAI, vLLM and SGLang;
-the latter restrict a reply to a grammar."""
 
 _TEXTS: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
 """Texts of tokens by id, for each endpoint and model; no larger than their vocabularies."""
@@ -103,14 +102,6 @@ def without_tokens(reply: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[s
             for choice in choices
         ]
     return kept
-
-
-def sampling_in(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request that decide how likely tokens are; objects only as true."""
-    given = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    return {
-        name: True if isinstance(value, dict | list) else value for name, value in given.items()
-    }
 
 
 def with_tokens(

@@ -1,0 +1,67 @@
+"""What log-probabilities a run with `--token_ids` gets: not always those it samples with."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPException
+
+from agent.models.model import ModelSettings
+from agent.models.providers import provider_at
+from agent.tokens import sampling_in
+from runs.config.models import Setups, called_models
+
+_NEUTRAL = {
+    **{"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)},
+    **{"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)},
+    "tool_choice": ("auto", "none"),
+}
+"""Values of options that leave the distribution as it is."""
+
+_PATIENCE_S = 2.0
+
+
+def on_logprobs(setups: Setups) -> Iterator[str]:
+    """Says of each model with token ids where its log-probabilities are those of another
+    distribution than tokens are sampled from, unless its server is known to give these.
+
+    Asks servers of the user's own what they know of themselves.
+    """
+    for settings in called_models(setups):
+        if not settings.token_ids or settings.api != "openai_chat":
+            continue
+        given = _changed(settings)
+        is_own = provider_at(settings.base_url or "") is None
+        mode = _mode_of(settings) if given and is_own else None
+        if not given or mode in ("processed_logprobs", "processed_logits"):
+            continue
+        if settings.reference.startswith("sglang:") and set(given) <= {"temperature"}:
+            continue  # its logprobs are those after the temperature
+        options = ", ".join(f"{name} {value}" for name, value in given.items())
+        known = "" if mode else ", unless it was started with --logprobs-mode processed_logprobs"
+        yield (
+            f"token_ids: {settings.name} at {settings.base_url} samples with {options}; the "
+            f"logprobs of vLLM are those before these options{known} (docs/endpoints.md)"
+        )
+
+
+def _changed(settings: ModelSettings) -> dict[str, object]:
+    """The options of requests that change the distribution."""
+    body = {"temperature": settings.temperature, "top_p": settings.top_p}
+    given = sampling_in({**body, **(settings.extra_body or {})})
+    if "temperature" not in given:
+        given["temperature"] = "of its own (none is given)"
+    return {name: value for name, value in given.items() if value not in _NEUTRAL.get(name, ())}
+
+
+def _mode_of(settings: ModelSettings) -> str | None:
+    """The `--logprobs-mode` of a vLLM server, which tells it if VLLM_SERVER_DEV_MODE is set."""
+    root = (settings.base_url or "").rstrip("/").removesuffix("/v1")
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(f"{root}/server_info?config_format=json", timeout=_PATIENCE_S) as reply:
+            mode = json.load(reply)["vllm_config"]["model_config"]["logprobs_mode"]
+    except (OSError, HTTPException, ValueError, LookupError, TypeError):
+        return None  # most servers do not say it
+    return mode if isinstance(mode, str) else None
