@@ -62,6 +62,7 @@ def blocks(kind: str) -> list[tuple[str, str]]:
 FOR_OTHERS = re.compile(
     r"(?:#SBATCH|\bsbatch|\bsrun|\bray (?:start|job|get))[^`\n]*"
     r"|(?:-m (?:(?:benchmarks|testing)\.\w+|pytest|openrlhf\.)|swift sft)[^`]*|--(?:signal|array)="
+    r"|--logprobs-mode"
 )
 """Commands for programs other than ours."""
 
