@@ -13,6 +13,7 @@ from runs.dataset.scan import Scan, tasks
 from runs.errors import SIGNALLED, ConfigError, interrupted, machine_failures_as_stops
 from runs.planning.plan import Plan, make_plan, refuse_bad_rows, warn
 from runs.process.console import say
+from runs.process.long_work import silenced
 from runs.run import Outcome, run_batch
 from runs.run_dir import RunDir, open_run_dir
 from runs.store.files import training_file_of
@@ -65,7 +66,7 @@ def run(
     `RunEnd.signal`. Raises `RunError`: `ConfigError`, `DatasetError`, `RunDirError`, `RunLocked`,
     `EnvironmentStop`.
     """
-    with machine_failures_as_stops():
+    with machine_failures_as_stops(), nullcontext() if progress is True else silenced():
         tell = (say if progress else _discard) if isinstance(progress, bool) else progress
         plan = make_plan(config, fresh=fresh, say=tell)
         keys = None if only is None else _keys_of(plan.scan, only)

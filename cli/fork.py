@@ -134,7 +134,7 @@ def chosen_records(
             left_out[detail if filter_name == "passed" else f"by the filter {filter_name}"] += 1
         return rejection is None
 
-    return islice(filter(is_chosen, stored.records()), limit)
+    return islice(filter(is_chosen, stored.records(doing="fork")), limit)
 
 
 def _wanted(ids: Path | None) -> set[str] | None:

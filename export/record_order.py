@@ -76,6 +76,11 @@ class RecordOrder:
                 (self._run_dir / "records.idx").unlink(missing_ok=True)
             raise
 
+    @property
+    def with_record(self) -> int:
+        """Number of tasks that have a record."""
+        return sum(1 for _ in self.numbers())
+
     def numbers(self) -> Iterator[int]:
         """The tasks that have a record."""
         return (number for number, length in enumerate(self._lengths) if length)

@@ -135,7 +135,7 @@ def statistics_of(
     conversations per prompt.
     """
     statistics = RunStatistics(style=style, samples=samples)
-    for stored in stored_records(run_dir):
+    for stored in stored_records(run_dir, doing="statistics"):
         statistics.add(stored.record)
     spent, judges = spent_by(run_dir, max_attempts), spent_by_judges(run_dir)
     found = statistics.to_json()

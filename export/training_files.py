@@ -34,6 +34,7 @@ from export.record_order import RecordOrder
 from export.row_files import Hashing
 from export.statistics import Statistics
 from runs.dataset.scan import Scan
+from runs.process.long_work import LongWork
 from runs.store.checks import judgement_of
 from runs.store.failures import load_failed_attempts
 from runs.store.files import (
@@ -126,8 +127,10 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
             }
             order = RecordOrder(run_dir, scan, num_samples=num_samples)
             read = stack.enter_context(order.reading())
+            work = stack.enter_context(LongWork("export", total=order.with_record))
             for groups in order.groups(by_prompt=False):
                 few = [read.quickly(number) for number in chain(*groups)]
+                work.advance(len(few))
                 for found in few:
                     statistics.add(found.record, found.own)
                 for found in few:

@@ -10,6 +10,7 @@ from typing import Any
 from api.stored_run import StoredRun
 from report.formatting import count, dollars, one_line
 from runs.config.fingerprint import with_defaults
+from runs.process.long_work import watched
 from runs.store.checks import CheckSums
 from runs.store.index import IndexEntry
 from runs.store.settled import NO_LIMIT
@@ -29,7 +30,9 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
     run, with true or false), `paired` (see `_paired`).
     """
     runs = [stored.identity for stored in (first, second)]
-    entries = [dict(stored.entries()) for stored in (first, second)]
+    entries = [
+        dict(watched(stored.entries(), f"reading {stored.path.name}")) for stored in (first, second)
+    ]
     before, after = entries
     meanings = [with_defaults(run["meaning"]) for run in runs]
     both = [task_id for task_id in before if task_id in after]

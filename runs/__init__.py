@@ -57,6 +57,7 @@ SEAM = (
     "planning.preview",
     "process.console",
     "process.first_process",
+    "process.long_work",
     "process.requirements",
     "process.startup",
     "recording.recording",

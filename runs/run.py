@@ -9,7 +9,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from runs.dataset.scan_cache import NAME
 from runs.errors import DatasetChanged, RunLocked
 from runs.executor_choice import open_executor
 from runs.planning.plan import Plan, describe
+from runs.process.long_work import silenced
 from runs.process.startup import (
     allow_many_files,
     hide_environment,
@@ -89,7 +90,8 @@ def run_batch(
         msg = f"{run_dir.path}: this process is working on another run; start this one after it"
         raise RunLocked(msg)
     try:
-        with settings_restored():
+        # With `tell`, the terminal belongs to the caller.
+        with settings_restored(), nullcontext() if tell is None else silenced():
             return _run_batch(plan, run_dir, only, tell)
     finally:
         _one_at_a_time.release()

@@ -31,6 +31,7 @@ from export.record_order import Loaded, RecordOrder, RecordReader, Seen
 from export.row_files import FileTarget, Hashing, Written
 from export.statistics import Statistics
 from runs.dataset.scan import Scan
+from runs.process.long_work import LongWork
 from runs.run_dir import read_run_json, versions_of
 from runs.store.failures import load_failed_attempts
 from runs.store.scores import Scores
@@ -65,8 +66,10 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
         judge = recipe.filters.judge
         verdicts = None if judge is None else Verdicts(source.run_dir, judge)
         making = _Making(recipe, place, Seen(len(order)), read, verdicts)
-        for groups in order.groups(by_prompt=recipe.compares):
-            making.add(groups)
+        with LongWork("export", total=order.with_record) as work:
+            for groups in order.groups(by_prompt=recipe.compares):
+                making.add(groups)
+                work.advance(sum(map(len, groups)))
     failed_attempts = load_failed_attempts(source.run_dir)
     failed = sum(scan.key(number) in failed_attempts for number in order.without_record())
     pending = sum(1 for _ in order.without_record()) - failed

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from export.dataset.build import Source
 from export.dataset.directory import MANIFEST, derive, listed_files, read_manifest
 from export.recipe import Recipe
+from runs.process.long_work import LongWork
 from toolsets.validation import mistakes_in
 
 _SUMS = ("discarded", "failed", "pending", "rejected", "selected")
@@ -62,8 +63,12 @@ def _file(directory: Path, name: str, file: Mapping[str, Any]) -> Iterator[str]:
     digest = hashlib.sha256()
     rows = size = 0
     try:
-        with (directory / name).open("rb") as content:
+        with (
+            (directory / name).open("rb") as content,
+            LongWork(f"reading {name}", total=file["bytes"], unit="B") as work,
+        ):
             for line in content:
+                work.advance(len(line))
                 digest.update(line)
                 size += len(line)
                 rows += 1

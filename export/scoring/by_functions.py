@@ -53,7 +53,7 @@ def score_by_functions(run_dir: Path, places: Sequence[str], *, timeout_s: float
 
             try:
                 await ask_all(
-                    unscored(run_dir, done, versions),
+                    unscored(run_dir, done, versions, doing="score"),
                     score,
                     max_in_flight=2 * (os.cpu_count() or 1),
                     keep=keep,

@@ -102,11 +102,13 @@ class _Asking:
         self._done = file.done(*self._source.values())
         self._has_answered = bool(self._done)
         self.failed = Reasons()
-        self.calls = JudgeCalls(settings.reference, total=sum(1 for _ in self._unscored()))
+        self.calls = JudgeCalls(
+            settings.reference, total=sum(1 for _ in self._unscored("counting"))
+        )
 
-    def _unscored(self) -> Iterator[tuple[dict[str, Any], Sequence[str]]]:
+    def _unscored(self, doing: str | None = None) -> Iterator[tuple[dict[str, Any], Sequence[str]]]:
         source, version = self._source.values()
-        return unscored(self._file.run_dir, {source: self._done}, {source: version})
+        return unscored(self._file.run_dir, {source: self._done}, {source: version}, doing=doing)
 
     async def ask_all(self, budget: JudgeBudget | None, *, max_in_flight: int) -> None:
         """Ask about all records that lack a score."""

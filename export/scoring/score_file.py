@@ -84,14 +84,18 @@ def open_scores(run_dir: Path) -> Iterator[ScoreFile]:
 
 
 def unscored(
-    run_dir: Path, done: Mapping[str, set[str]], versions: Mapping[str, str]
+    run_dir: Path,
+    done: Mapping[str, set[str]],
+    versions: Mapping[str, str],
+    *,
+    doing: str | None = None,
 ) -> Iterator[tuple[dict[str, Any], Sequence[str]]]:
     """The records of conversations that did not fail, with the sources that they still lack.
 
     `done` are keys of records by source, `versions` those of the sources. The records have no
-    scores, so that no source depends on another.
+    scores, so that no source depends on another. `doing` names the work for its progress.
     """
-    for stored in stored_records(run_dir):
+    for stored in stored_records(run_dir, doing=doing):
         record = stored.record
         if record["status"] == "failed":
             continue

@@ -60,7 +60,7 @@ def write_report(
     columns: list[str] = []
     count = 0
     try:
-        for record in stored.records():
+        for record in stored.records(doing="report"):
             rewards.add(record)
             form = training_form(record, style=style, number_of=systems.number)
             row = row_of(record) | {"exported": form["file"]}

@@ -23,11 +23,12 @@ from typing import Any, BinaryIO, TypedDict
 
 import orjson
 
-from runs.dataset.lines import ContentDigest, read_row_at, read_rows
+from runs.dataset.lines import ContentDigest, Row, read_row_at, read_rows
 from runs.dataset.row import EXPECTED, RowRules, with_plain_prompt
 from runs.dataset.row_image import add_asked
 from runs.dataset.row_setup import TELLTALE_COLUMNS
 from runs.errors import DatasetChanged, DatasetError
+from runs.process.long_work import LongWork
 from runs.shards import Shard
 from runs.tasks import BadRow, Task, task_key
 from toolsets import exact_json
@@ -129,7 +130,7 @@ def scan(
     asked: dict[str, int] = {}
     fingerprint = hashlib.sha256()
     content = ContentDigest()
-    for row in read_rows(path, rules, content):
+    for row in _watched_rows(path, rules, content):
         if isinstance(row, BadRow):
             bad_rows.append(row)
             continue
@@ -181,6 +182,15 @@ def scan(
         asked=asked,
         keys=bytes(keys),
     )
+
+
+def _watched_rows(path: Path, rules: RowRules, content: ContentDigest) -> Iterator[Row | BadRow]:
+    """What `read_rows` gives, with its progress."""
+    size = path.stat().st_size if path.is_file() else None
+    with LongWork(f"reading {path.name}", total=size, unit="B") as work:
+        for row in read_rows(path, rules, content):
+            yield row
+            work.reach(content.size)
 
 
 def tasks(scan: Scan, numbers: Iterable[int] | None = None) -> Iterator[Task]:

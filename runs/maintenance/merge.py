@@ -22,6 +22,7 @@ from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.errors import ConfigError, RunDirError
 from runs.maintenance.verify_batches import open_calls
+from runs.process.long_work import watched
 from runs.run_dir import IMAGES, dataset_of, write_run_json
 from runs.run_lock import locked
 from runs.shards import check_shards
@@ -201,7 +202,7 @@ def _copy(
     differing = []
     equal = 0
     for path, _ in runs:
-        for key, line, record in _counting(path):
+        for key, line, record in watched(_counting(path), f"merging {path.name}"):
             content = hashlib.blake2b(line, digest_size=16).digest()
             if key not in seen:
                 seen[key] = (path, content)

@@ -39,7 +39,7 @@ from runs.store.index import (
     is_index,
 )
 from runs.store.journal import key_and_order, segments
-from runs.store.records import id_in, lines_from, parse_record
+from runs.store.records import id_in, lines_from, parse_record, watched_lines
 from runs.store.settled import NO_LIMIT, Settled
 from runs.supervisor.budget import is_budget_line
 from runs.tasks import SCHEMA_VERSION
@@ -105,7 +105,7 @@ def _check_records(path: Path, report: Report) -> Index:
     rows = bytearray(MARK)
     lines = array("I", [0])
     number = 0
-    for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
+    for number, (offset, line) in enumerate(watched_lines(records), start=1):
         record = parse_record(line)
         own_rows = None if record is None else maker.rows(index_fields(record), offset, len(line))
         index.compare(number, own_rows)

@@ -13,7 +13,6 @@ and appends it to KEY if it is another.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
@@ -28,6 +27,7 @@ import orjson
 
 from runs.dataset.row import RowRules
 from runs.errors import DatasetError, RunLocked
+from runs.process.long_work import LongWork
 from runs.sources.columns import Renaming
 from runs.sources.source import DataSource, source_of
 from runs.store.files import (
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 """Raised when the same source is written in another way."""
-
-_SAY_EVERY_S = 10.0
 
 _BEING_WRITTEN = "another process is starting this run. Wait for it, or stop it; then try again."
 
@@ -112,7 +110,7 @@ def keep_dataset(
     }
     left_out: set[str] = set()
     found = rows_of_source(source, left_out, revision)
-    writer = _Writer(source, Renaming(columns, rows_file), rules, max_samples, say)
+    writer = _Writer(source, Renaming(columns, rows_file), rules, max_samples)
 
     def write(directory: Path) -> KeptDataset:
         path, written = writer.write(found, directory, stem)
@@ -213,13 +211,11 @@ class _Writer:
         renaming: Renaming,
         rules: RowRules,
         max_samples: int | None,
-        say: Callable[[str], object],
     ) -> None:
         self._source = source
         self._renaming = renaming
         self._rules = rules
         self._max_samples = max_samples
-        self._say = say
 
     def write(self, rows: Iterator[Row], directory: Path, stem: str) -> tuple[Path, dict[str, Any]]:
         """Write the rows; return the file, and what its description says of it."""
@@ -228,10 +224,10 @@ class _Writer:
         digest = blake2b(digest_size=32)
         count = size = usable = 0
         is_cut = False
-        say_at = time.monotonic() + _SAY_EVERY_S
+        work = LongWork(f"reading {self._source.name}", unit="rows")
         try:
             try:
-                with open_temporary(temporary, path) as file:
+                with open_temporary(temporary, path) as file, work:
                     for row in rows:
                         line = self._renaming.line(row) + b"\n"
                         file.write(line)
@@ -242,9 +238,7 @@ class _Writer:
                             if usable == self._max_samples:
                                 is_cut = next(rows, None) is not None
                                 break
-                        if time.monotonic() > say_at:
-                            self._say(f"reading {self._source.name}: {count:,} rows so far")
-                            say_at += _SAY_EVERY_S
+                        work.advance()
                     if not is_cut:
                         self._renaming.check(self._source.name)
                     file.flush()

@@ -236,6 +236,11 @@ class Index(Mapping[bytes, IndexEntry]):
             if row and length:
                 yield self.key(row), self.entry(row)
 
+    @property
+    def written(self) -> int:
+        """Number of all records, including those that a later record replaces."""
+        return len(self._view) // ROW_BYTES - 1 - len(self._endings)
+
     def counting(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """The record of each task that counts, in file order."""
         replaced = {self.entry(row).offset for row, _ in self.repeated()}

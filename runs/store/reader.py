@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
+from runs.process.long_work import watched
 from runs.store.checksum import DamagedLine, read_object
 from runs.store.files import refuse_strange_files
 from runs.store.index import Index
@@ -132,8 +133,10 @@ def open_index(run_dir: Path, *, lenient: bool = False) -> Iterator[tuple[Index,
         yield index, records
 
 
-def stored_records(run_dir: Path) -> Iterator[Stored]:
+def stored_records(run_dir: Path, *, doing: str | None = None) -> Iterator[Stored]:
     """The records that count, in the order written, one in memory at a time.
+
+    `doing` names the work for its progress; None shows none.
 
     Their `scores` include those of scores.jsonl. Raises `UnreadableRecord`, and `RunDirError` as
     `open_index` and `Scores` do.
@@ -141,6 +144,9 @@ def stored_records(run_dir: Path) -> Iterator[Stored]:
     loads = SharedTools().loads
     scores = Scores(run_dir)
     with open_index(run_dir) as (index, records):
-        for key, entry in index.counting():
+        counting = index.counting()
+        if doing is not None:
+            counting = watched(counting, doing, total=index.written)
+        for key, entry in counting:
             record, line = read_record(records, entry.offset, entry.length, key, loads)
             yield Stored(scores.added_to(record), line)

@@ -15,6 +15,7 @@ from zlib import crc32
 import orjson
 
 from runs.errors import EnvironmentStop, RunDirError
+from runs.process.long_work import LongWork
 from runs.store.checksum import DamagedLine, read_object
 from runs.store.files import (
     AppendFile,
@@ -197,7 +198,7 @@ def load_index(run_dir: Path, *, lenient: bool = True) -> Index:
     rows, covered = _read_rows(run_dir / "records.idx", records)
     behind = bytearray()
     maker = RowMaker(rows)
-    for offset, line in lines_from(records, covered):
+    for offset, line in watched_lines(records, covered):
         if (record := parse_record(line)) is not None:
             behind += maker.rows(index_fields(record), offset, len(line))
         elif not lenient:
@@ -247,7 +248,7 @@ def _bring_index_up_to_date(records: Path, index: Path, quarantine: Path) -> lis
     try:
         behind = bytearray(b"" if covered else MARK)
         maker = RowMaker(rows)
-        for offset, line in lines_from(records, covered):
+        for offset, line in watched_lines(records, covered):
             record = parse_record(line)
             if record is None:
                 unreadable.add(offset)
@@ -299,6 +300,14 @@ def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
             if line.endswith(b"\n"):
                 yield offset, line
             offset += len(line)
+
+
+def watched_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
+    """What `lines_from` gives, with its progress."""
+    with LongWork(f"reading {path.name}", total=_size(path) - offset, unit="B") as work:
+        for place, line in lines_from(path, offset):
+            yield place, line
+            work.advance(len(line))
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:

@@ -20,16 +20,15 @@ import orjson
 from tqdm import tqdm
 
 from runs.process.console import say
+from runs.process.long_work import PLAIN_EVERY_S, bar_class, draws_lines, in_notebook, terminal_size
 from runs.protocol.messages import Counters, no_counters
 from runs.store.files import temporary_for
 
 PROGRESS_FILE = "progress.json"
 
-_PLAIN_EVERY_S = 10.0
 _DRAW_EVERY_S = 0.25
 _WRITE_EVERY_S = 1.0
 _RATE_OVER_S = 30.0
-_WIDTH = 120
 _MESSAGES_KEPT = 8
 _EARLIER = "in earlier starts"
 """Counted as a class: tasks that failed in earlier starts and are not retried."""
@@ -42,14 +41,6 @@ class _Work(NamedTuple):
     turns: int
     input_tokens: int
     output_tokens: int
-
-
-def _size() -> dict[str, Any]:
-    """The size to draw; some terminals report none, and tqdm alone would then draw nothing."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        if min(os.get_terminal_size(sys.stderr.fileno())) > 0:
-            return {"dynamic_ncols": True}
-    return {"ncols": _WIDTH, "nrows": 2}
 
 
 class Progress:
@@ -80,12 +71,14 @@ class Progress:
         self._file = None if run_dir is None else run_dir / PROGRESS_FILE
         self._messages: deque[str] = deque(maxlen=_MESSAGES_KEPT)
         self._tell = tell
-        self._is_terminal = tell is None and sys.stderr is not None and sys.stderr.isatty()
-        self._bar = tqdm(
+        self._is_terminal = tell is None and draws_lines()
+        self._bar = (bar_class() if self._is_terminal else tqdm)(
             total=total,
             disable=not self._is_terminal,
-            bar_format="{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
-            **_size(),
+            bar_format="{percentage:3.0f}%|"
+            + ("{bar}" if in_notebook() else "{bar:10}")
+            + "| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
+            **terminal_size(),
             mininterval=_DRAW_EVERY_S,
         )
 
@@ -142,7 +135,7 @@ class Progress:
         """
         now = time.monotonic()
         draws = self._tell is None and now - self._shown_at >= (
-            _DRAW_EVERY_S if self._is_terminal else _PLAIN_EVERY_S
+            _DRAW_EVERY_S if self._is_terminal else PLAIN_EVERY_S
         )
         writes = self._file is not None and now - self._written_at >= _WRITE_EVERY_S
         if not draws and not writes:

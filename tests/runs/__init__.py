@@ -14,6 +14,7 @@ test_rewards          reward functions and their scores
 test_row_checks       checks by reward files and by the tests that ran
 test_kept_scan        the cached scan of a dataset
 test_logprobs         what a start says of log-probabilities
+test_long_work        progress of long work
 test_endpoints        several models and endpoints in one run
 test_endpoint_access  headers, parameters, proxies and key commands of endpoints
 test_limiter          the limit on concurrent model calls

@@ -22,6 +22,7 @@ from agent.models.parsing import text_or_none
 from runs.dataset.scan import Scan, tasks
 from runs.errors import ConfigError
 from runs.maintenance.hermes.sharegpt import ImportedConversation, read_conversation
+from runs.process.long_work import watched
 from runs.record import dump_record
 from runs.run_dir import RunDir
 from runs.store.index import index_fields
@@ -101,7 +102,8 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
     there = records.take_found()
     try:
         answered: set[int] = set()
-        for row in sorted(rows, key=lambda row: row.fields.get("completed") is not True):
+        ordered = sorted(rows, key=lambda row: row.fields.get("completed") is not True)
+        for row in watched(ordered, "import", total=len(ordered), unit="rows"):
             if row.number is not None and row.number in answered:
                 imported.repeated.append(row.place)
                 continue
