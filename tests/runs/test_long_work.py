@@ -38,10 +38,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def work_for(clock: Clock, seconds: float, **options: int) -> str:
+def work_for(clock: Clock, seconds: float, *, total: int | None = None) -> str:
     """What ten steps that take so long in all say."""
     with redirect_stderr(io.StringIO()) as said:
-        for _ in watched(range(10), "verify", **options):
+        for _ in watched(range(10), "verify", total=total):
             clock.now += seconds / 10
     return said.getvalue()
 
