@@ -7,6 +7,7 @@ program/            the whole program: real processes, endpoints on loopback, si
 faults/             the fault matrix of tests/faults/README.md
 test_architecture   the structure of the code
 test_docs           the README and the pages are true
+test_doc_blocks     every block of the pages is run or read
 test_seeds          every behaviour of the seed documents has a test
 test_fake_endpoint  the endpoint that other tests rely on
 test_prefork        forked commands do what new processes do

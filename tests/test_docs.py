@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import re
 import shlex
-import textwrap
 from pathlib import Path
 
 import click
@@ -15,7 +13,6 @@ import pytest
 import yaml
 
 from batch_runner import main
-from export.recipe import Recipe
 from run_agent import AIAgent
 from runs.config.loading import load_config
 from runs.config.run_config import RunConfig
@@ -46,17 +43,6 @@ def options_of(name: str) -> set[str]:
 KNOWN = {option for name in main.commands for option in options_of(name)} | set(
     inspect.signature(AIAgent).parameters
 )
-
-
-def blocks(kind: str) -> list[tuple[str, str]]:
-    """The fenced blocks of one language in all pages: (page, text)."""
-    found = []
-    for page in PAGES:
-        fences = re.findall(
-            r"^( *)```(\w+)\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE
-        )
-        found += [(page.name, textwrap.dedent(text)) for _, name, text in fences if name == kind]
-    return found
 
 
 FOR_OTHERS = re.compile(
@@ -120,36 +106,6 @@ def test_every_file_that_a_page_shows_exists() -> None:
 def test_every_page_is_named_in_the_readme() -> None:
     for page in (ROOT / "docs").glob("*.md"):
         assert f"(docs/{page.name})" in README, page.name
-
-
-FOREIGN = ("# llamafactory", "# axolotl", "# automodel", "# verl")
-
-
-def test_every_key_of_a_yaml_block_exists(tmp_path: Path) -> None:
-    """Blocks are configs of a run, the recipe, rows files, or say at their top whose they are."""
-    shown = [(page, text) for page, text in blocks("yaml") if not text.startswith(FOREIGN)]
-    assert len(shown) >= 4
-    for page, text in shown:
-        keys = set(yaml.safe_load(text))
-        if keys == {"options", "columns", "keep"}:
-            (tmp_path / "rows.yaml").write_text(text)
-            load_rows_file(str(tmp_path / "rows.yaml"))
-            continue
-        fields = set(Recipe.model_fields if "formats" in keys else RunConfig.model_fields)
-        assert keys <= fields, page
-
-
-def test_every_json_block_is_json() -> None:
-    for page, text in blocks("json"):
-        try:
-            json.loads(text)
-        except json.JSONDecodeError:
-            assert all(json.loads(line) for line in text.splitlines()), page
-
-
-def test_every_python_block_compiles() -> None:
-    for page, text in blocks("python"):
-        compile(text, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def test_the_picture_of_the_report_is_small() -> None:

@@ -326,7 +326,7 @@ def test_the_examples_of_the_docs_run(tmp_path: Path) -> None:
         code = "\n".join(examples).replace("http://127.0.0.1:8000", url)
         done = script(tmp_path, code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "0 2 trajectories/my_run.jsonl"
+    assert done.stdout.splitlines()[0] == "0 2 trajectories/from_python.jsonl"
     assert done.stdout.splitlines()[-1] == "From bees."
     assert any(tool["function"]["name"] == "word_count" for tool in asked[-1]["tools"])
     transcripts = re.findall(r"transcripts/\w+\.jsonl", done.stdout)

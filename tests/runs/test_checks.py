@@ -427,6 +427,7 @@ class TestWrongAnswers:
             return 200, {"model": "m", "choices": [choice]}
 
         begin, export = self.documented()
+        (tmp_path / "my.yaml").write_text("max_turns: 9\n")
         with answering(answer) as (url, bodies):
             given: dict[str, Any] = {
                 "base_url": f"{url}/v1",
@@ -444,13 +445,13 @@ class TestWrongAnswers:
         assert "checked 6: passed 2 (33.3%), did not pass 4" in done.stdout
         done = run(tmp_path, *export)
         assert done.returncode == 0, done.stderr
-        dataset_dir = tmp_path / "trajectories" / "my_run" / "exports" / "dataset"
+        dataset_dir = tmp_path / "trajectories" / "samples" / "exports" / "dataset"
         pairs = lines(dataset_dir / "dpo" / "train.jsonl")
         assert [pair["chosen"][-1]["content"] for pair in pairs] == ["2", "4"]
         assert all("No idea" in pair["rejected"][-1]["content"] for pair in pairs)
         labels = [row["label"] for row in lines(dataset_dir / "kto" / "train.jsonl")]
         assert sorted(labels) == [False] * 4 + [True] * 2
-        assert run(tmp_path, "export", "my_run", "--check").returncode == 0
+        assert run(tmp_path, "export", "samples", "--check").returncode == 0
 
     @pytest.mark.parametrize(
         ("status", "given"),
