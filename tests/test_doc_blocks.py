@@ -83,7 +83,7 @@ def blocks() -> tuple[Block, ...]:
     return tuple(found)
 
 
-def of(*languages: str) -> Any:
+def of(*languages: str) -> pytest.MarkDecorator:
     """A parameter: the blocks in these languages."""
     found = [block for block in blocks() if block.language in languages]
     assert found
