@@ -70,7 +70,7 @@ def command_lines() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_on_a_page_exists(page: Path) -> None:
     text = FOR_OTHERS.sub("", page.read_text())
-    used = set(re.findall(r"(?<![\w-])--([a-z][a-z_]+)", text))
+    used = set(re.findall(r"(?<![\w-])--([a-z][a-z_]+)(?![\w-])", text))
     assert used - KNOWN == set()
 
 

@@ -236,7 +236,6 @@ class Index(Mapping[bytes, IndexEntry]):
             if row and length:
                 yield self.key(row), self.entry(row)
 
-    @property
     def written(self) -> int:
         """Number of all records, including those that a later record replaces."""
         return len(self._view) // ROW_BYTES - 1 - len(self._endings)

@@ -146,7 +146,7 @@ def stored_records(run_dir: Path, *, doing: str | None = None) -> Iterator[Store
     with open_index(run_dir) as (index, records):
         counting = index.counting()
         if doing is not None:
-            counting = watched(counting, doing, total=index.written)
+            counting = watched(counting, doing, total=index.written())
         for key, entry in counting:
             record, line = read_record(records, entry.offset, entry.length, key, loads)
             yield Stored(scores.added_to(record), line)
