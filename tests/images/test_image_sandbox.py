@@ -308,6 +308,28 @@ def test_only_what_grows_counts(images: Path, tmp_path: Path) -> None:
     act(images, tmp_path / "layer", doing, limits=Limits(workspace_mb=20))
 
 
+def test_many_small_files_count_as_what_a_disk_needs_for_them(images: Path, tmp_path: Path) -> None:
+    """Or a loop would use up the files that the disk can hold, and end all conversations."""
+    forever = "import itertools\nfor n in itertools.count(): open(f'/usr/{n}', 'x').close()"
+
+    async def doing(sandbox: BwrapImageSandbox, files: ImageFiles) -> None:
+        filled = await sandbox.run("python", forever)
+        assert filled.was_filling
+        assert filled.full_mb is not None
+
+    limits = Limits(workspace_mb=20, timeout_s=60)
+    act(images, tmp_path / "layer", doing, limits=limits)
+    assert sum(1 for _ in (tmp_path / "layer/upper/usr").iterdir()) < 1_000_000
+
+
+def test_the_kernel_refuses_what_tasks_do_not_need(images: Path, tmp_path: Path) -> None:
+    async def doing(sandbox: BwrapImageSandbox, files: ImageFiles) -> None:
+        tried = "import socket\nsocket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"
+        assert "Address family not supported" in (await sandbox.run("python", tried)).stderr
+
+    act(images, tmp_path / "layer", doing)
+
+
 def test_nothing_is_left_of_a_sandbox(images: Path, tmp_path: Path) -> None:
     """No mount outside, no process, and a layer that can be removed."""
     before = Path("/proc/self/mounts").read_text()

@@ -10,6 +10,7 @@ test_workspace         paths stay beneath the root of the workspace
 test_sandbox           resources and reach of a command
 test_sandbox_limits    shared memory, the first process, refused limits
 test_sandbox_siblings  sandboxes forked by one server share nothing
+test_system_calls      what the kernel refuses to commands
 test_jobs              what a sandbox's server sends a process, and waits for
 test_installed         programs of the user in a sandbox
 test_forward           connections that leave a sandbox through a socket

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from typing import IO
 from toolsets.sandbox.base import Extras, SandboxError
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.fork_servers import SandboxTemplate
+from toolsets.sandbox.inside.system_calls import filter_program
 from toolsets.sandbox.programs import python_bin, python_prefix
 from toolsets.sandbox.served import ServedSandbox
 
@@ -50,8 +52,9 @@ class BwrapSandbox(ServedSandbox):
     """Runs a task's commands in namespaces of their own around the workspace.
 
     A command sees /usr and the running Python read-only, the workspace at /workspace, a /tmp of
-    the task's own, and nothing else of the machine. When the sandbox is stopped and when this
-    process dies, the kernel ends every process in it, whatever it did to get away.
+    the task's own, and nothing else of the machine; the kernel refuses it what tasks do not need
+    (`inside.system_calls`). When the sandbox is stopped and when this process dies, the kernel ends
+    every process in it, whatever it did to get away.
 
     The server inside is process 1, out of reach of commands; they can forge only the result of
     their own task. It is forked by a server that runs in bubblewrap itself, and then separates
@@ -158,6 +161,10 @@ def launch(
     options += ["--ro-bind-data", str(passwd.fileno()), "/etc/passwd"]
     options += ["--ro-bind-data", str(group.fileno()), "/etc/group"]
     options += ["--bind", home, HOME, "--chdir", HOME]
+    files = [passwd, group]
+    if (refused := filter_program(platform.machine())) is not None:
+        files.append(stack.enter_context(_file_with(refused)))
+        options += ["--seccomp", str(files[-1].fileno())]
     # Last, because mounting needs directories to be made.
     options += ["--remount-ro", "/dev", "--remount-ro", "/"]
     # Not as arguments, since commands can see those of process 1: they hold paths of the host.
@@ -168,7 +175,7 @@ def launch(
         # Of bwrap too, which outlives its start: clearing that of commands would not do.
         env={},
         cwd="/",
-        pass_fds=[file.fileno() for file in (args, passwd, group)],
+        pass_fds=[file.fileno() for file in (args, *files)],
     )
 
 

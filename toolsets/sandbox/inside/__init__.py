@@ -13,5 +13,6 @@ file_requests  the files of an image
 server       answers the requests of the worker
 namespaces   separates a forked sandbox from the machine and from others
 fork_server  forks sandboxes, each with a server
+system_calls  what the kernel refuses to all commands
 forward      starts a command whose model calls leave through a socket
 """

@@ -14,6 +14,7 @@ from typing import Any
 
 HAS_PROC = os.path.isdir("/proc/self")
 HAS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+_FILE_BYTES = 16 << 10
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -133,7 +134,9 @@ def _shares(pids: list[int], files: int) -> int:
 
 
 def size_of(root: str) -> int:
-    """The bytes that files take on disk; each file and directory counts 4 KiB at least.
+    """The bytes that files take on disk; each file and directory counts 16 KiB at least.
+
+    That is what file systems have for each: many small files use up a disk before they fill it.
 
     A path too long to look beneath counts as full, for nothing but an escape is that deep.
     """
@@ -146,7 +149,7 @@ def size_of(root: str) -> int:
                 for entry in entries:
                     status = entry.stat(follow_symlinks=False)
                     if status.st_nlink == 1 or status.st_ino not in linked:
-                        total += max(status.st_blocks * 512, 4096)
+                        total += max(status.st_blocks * 512, _FILE_BYTES)
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(entry.path)
                     elif status.st_nlink > 1:
