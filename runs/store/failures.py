@@ -7,9 +7,10 @@ with "kind": "death" for a task that was assigned to a worker when it died, and 
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,12 @@ from runs.store.checksum import DamagedLine, read_object, with_checksum
 from runs.store.files import AppendFile, repair_tail
 from runs.store.settled import WORKER_DIED
 from runs.tasks import BadRow, task_key
+from toolsets.text import clip
+
+_VARYING = re.compile(r"'[^']*'|\d+")
+"""What differs between messages of one kind: quoted names, and numbers."""
+_REASONS = 20
+_SHOWN = 300
 
 
 class Failure(NamedTuple):
@@ -103,6 +110,27 @@ def load_failed_attempts(run_dir: Path) -> dict[bytes, str]:
         for line in stored_failures(run_dir)
         if line.get("kind") == "attempt"
     }
+
+
+def why_tasks_failed(run_dir: Path, tasks: Collection[bytes]) -> list[dict[str, Any]]:
+    """Why the last attempts of these tasks failed, the most frequent first; writes nothing.
+
+    Keys: `class`, `message` (the last line of one of them) and `count`. Messages that differ only
+    in numbers and in what they quote count as one.
+    """
+    if not tasks:
+        return []
+    last: dict[bytes, tuple[str, str]] = {}
+    examples: dict[tuple[str, str], str] = {}
+    for line in stored_failures(run_dir):
+        if line["kind"] not in ("attempt", "death") or not _texts(line, "message"):
+            continue
+        if (key := task_key(line["id"], line["input_digest"])) in tasks:
+            said = line["message"].strip().rpartition("\n")[2]
+            last[key] = kind = (line["class"], _VARYING.sub("", said))
+            examples[kind] = clip(said, max_chars=_SHOWN)
+    counts = Counter(last.values()).most_common(_REASONS)
+    return [{"class": kind[0], "message": examples[kind], "count": count} for kind, count in counts]
 
 
 def failures_by_class(run_dir: Path) -> list[dict[str, Any]]:

@@ -92,6 +92,7 @@ class Supervisor:
         self._finished: list[tuple[WorkerHandle, bytes]] = []
         """Tasks whose records are not durable yet, with their workers."""
         self._failed_now: set[bytes] = set()
+        self._failures_told = 0
         """Tasks that failed in this start; their journals stay for the next start."""
         self._said: set[str] = set()
         self.limits = RunLimits(limits_of(start.config, start.setups))
@@ -214,7 +215,9 @@ class Supervisor:
                 key = bytes.fromhex(header["key"])
                 self._release(worker, key)
                 if header["failure"]:
-                    self._start.failures.append(Failure(**header["failure"]))
+                    failure = Failure(**header["failure"])
+                    self._start.failures.append(failure)
+                    self._say_failed(failure)
                 if header["image"]:
                     self._start.run_dir.keep_image(**header["image"])
                 self._start.records.append(payload, header["fields"])
@@ -258,12 +261,13 @@ class Supervisor:
 
     def _say_failed(self, failure: Failure) -> None:
         """Show only the first failures: a run may have thousands, and failures.jsonl has all."""
-        if len(self._failed_now) <= _FAILURES_SHOWN:
+        self._failures_told += 1
+        if self._failures_told <= _FAILURES_SHOWN:
             self._progress.say(
                 f"{failure.id}: attempt {failure.attempt} failed ({failure.error_class}): "
                 f"{failure.message.strip().splitlines()[-1]}"
             )
-        if len(self._failed_now) == _FAILURES_SHOWN:
+        if self._failures_told == _FAILURES_SHOWN:
             self._progress.say(f"further failures: {self._start.run_dir.path / 'failures.jsonl'}")
 
     def _release(self, worker: WorkerHandle, key: bytes) -> None:

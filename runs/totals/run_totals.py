@@ -7,7 +7,7 @@ crash, and another process can compute them during the run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ from typing import Any
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
 from runs.store.checks import Checks, CheckSums, describe
-from runs.store.failures import load_failed_attempts
+from runs.store.failures import load_failed_attempts, why_tasks_failed
 from runs.store.index import Index, IndexEntry
 from runs.store.journal import JournaledReplies, read_journaled_replies
 from runs.store.records import load_index
 from runs.store.settled import WORKER_DIED, Settled, is_settled
 from runs.totals.spending import spent_by_judges, sum_up_spending
 from toolsets.text import plural
+
+_REASONS_SHOWN = 5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +55,8 @@ class RunTotals:
     """Completed conversations that did not; the others were neither checked nor scored."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """Failed tasks by class."""
+    reasons: Sequence[Mapping[str, Any]] = ()
+    """Why they failed, the most frequent first: `class`, `message`, `count`."""
     turns: int = 0
     tool_calls: int = 0
     input_tokens: int = 0
@@ -130,10 +134,12 @@ def compute_totals(
         gone=gone,
         shard=None if scan.shard is None else str(scan.shard),
     )
+    failed: set[bytes] = set()
     for number, row in enumerate(rows):
         if not row:
             key = scan.key(number)
             if key in failed_attempts:
+                failed.add(key)
                 totals.failed += 1
                 totals.to_retry += 1
                 failures[failed_attempts[key]] += 1
@@ -147,6 +153,7 @@ def compute_totals(
         entry = index.entry(row)
         statuses[entry.status] += 1
         if entry.status == "failed":
+            failed.add(scan.key(number))
             totals.failed += 1
             totals.to_retry += not is_settled(entry, config.max_attempts)
             failures[entry.error_class or "unknown"] += 1
@@ -167,6 +174,7 @@ def compute_totals(
             passed_prompt = prompt
     totals.statuses = dict(sorted(statuses.items()))
     totals.failures = dict(sorted(failures.items()))
+    totals.reasons = why_tasks_failed(run_dir, failed)
     totals.checks = checks.sums()
     return totals
 
@@ -199,6 +207,10 @@ def as_table(totals: RunTotals) -> str:
         + (f"  (shard {totals.shard} of the dataset)" if totals.shard else ""),
         f"  done       {totals.done:>9,}{_listed(totals.statuses, leave_out='failed')}",
         f"  failed     {totals.failed:>9,}{_listed(totals.failures)}",
+        *(
+            f"             {reason['count']:>9,}  {reason['class']}: {reason['message']}"
+            for reason in totals.reasons[:_REASONS_SHOWN]
+        ),
         f"  discarded  {totals.discarded:>9,}{'  bad rows' if totals.discarded else ''}",
         f"  pending    {totals.pending:>9,}{_under_way(totals)}",
         f"turns {totals.turns:,}, tool calls {totals.tool_calls:,}, "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -347,3 +349,26 @@ def test_rows_need_an_image(images: Path, tmp_path: Path) -> None:
     assert "give --docker_image" in done.stderr
     named = run(tmp_path, images=images, docker_image="shell:1", workdir="/tmp", **OPTIONS)
     assert named.returncode == 0, named.stderr
+
+
+@pytest.mark.slow
+def test_why_a_setup_failed_is_said_at_once_in_the_summary_and_by_status(
+    images: Path, tmp_path: Path
+) -> None:
+    """Grouped by reason: what differs between the tasks is not another one."""
+    write_rows(
+        tmp_path / "p.jsonl",
+        *(row(f"gone {n}", f"gone-{n}:1", terminal("true")) for n in range(3)),
+        row("refused", "python:1", terminal("true"), setup="echo no licence >&2; exit 3"),
+        row("fine", "python:1", terminal("true")),
+    )
+    done = run(tmp_path, *FLAGS, images=images, **OPTIONS, max_attempts=1)
+    assert done.returncode == 1
+    assert "refused: attempt 1 failed (setup_failed): `setup`: " in done.stderr
+    totals = done.stderr + done.stdout
+    assert re.search(r"\n +3  setup_failed: image 'gone-\d:1' is not in ", totals)
+    assert re.search(r"\n +1  setup_failed: `setup`: .* exit code 3: no licence\n", totals)
+    summary = json.loads((tmp_path / "trajectories/r/summary.json").read_bytes())
+    assert [reason["count"] for reason in summary["reasons"]] == [3, 1]
+    status = run(tmp_path, "status", "trajectories/r")
+    assert "setup_failed: image 'gone-" in status.stdout

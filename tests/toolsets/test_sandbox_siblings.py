@@ -86,13 +86,6 @@ ATTACKS = {
         "import os, pty\nends = pty.openpty()\nassert os.ttyname(ends[1]) == '/dev/pts/0'",
         "import os\nprint('open' if os.path.exists('/dev/pts/0') else 'not there')",
     ),
-    "keys of the user": (
-        "import ctypes\nlibc = ctypes.CDLL(None)\n"
-        "assert libc.syscall(248, b'user', b'mark', b'x', 1, -4) > 0",
-        "import ctypes\n"
-        "found = ctypes.CDLL(None).syscall(250, 10, -4, b'user', b'mark', 0)\n"
-        "print('open' if found > 0 else 'not there')",
-    ),
     "the host's name": (
         "import socket\nname = socket.gethostname()",
         "import ctypes\n"
