@@ -70,7 +70,7 @@ def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
                         save_image(container_engine, image, path)
             except ImageError as error:
                 failed += 1
-                say(f"{task.path.name}: {error}")
+                say(f"{task.id}: {error}")
         built = plural(len(wanted) - failed, "image")
         named = plural(len(found) - len(wanted) - refused, "task")
         show(

@@ -8,7 +8,12 @@ from pathlib import PurePosixPath
 from typing import Any
 
 _HOME = "/workspace"
+_FORMS = ("base64", "text")
 _ROOT = PurePosixPath(".")
+
+
+class Executable(bytes):
+    """The content of a file that may be run."""
 
 
 def read_files(raw: Any, name: str, *, inside: bool) -> dict[str, bytes]:
@@ -80,11 +85,24 @@ def _in_workspace(raw: Any) -> PurePosixPath | None:
 def _content(raw: Any, place: str) -> bytes:
     if isinstance(raw, str):
         return raw.encode("utf-8", "replace")
-    if isinstance(raw, dict) and raw.keys() == {"base64"} and isinstance(raw["base64"], str):
-        try:
-            return base64.b64decode(raw["base64"], validate=True)
-        except binascii.Error as error:
-            msg = f"`{place}`: not base64: {error}"
-            raise ValueError(msg) from error
-    msg = f'`{place}` must be text or {{"base64": …}}'
-    raise ValueError(msg)
+    if isinstance(raw, dict):
+        is_executable = raw.get("executable", False)
+        texts = {name: text for name, text in raw.items() if name != "executable"}
+        if isinstance(is_executable, bool) and len(texts) == 1:
+            [(form, text)] = texts.items()
+            if form in _FORMS and isinstance(text, str):
+                content = (
+                    _decoded(text, place) if form == "base64" else text.encode(errors="replace")
+                )
+                return Executable(content) if is_executable else content
+    raise ValueError(
+        f'`{place}` must be text, {{"base64": …}} or {{"text": …}}; the objects may have '
+        "`executable`: true or false"
+    )
+
+
+def _decoded(text: str, place: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"`{place}`: not base64: {error}") from error

@@ -143,14 +143,16 @@ def read_flag(raw: Any, name: str) -> bool | None:
 def add_asked(asked: dict[str, int], columns: Mapping[str, Any]) -> None:
     """Add what a row asks for that the run may refuse.
 
-    `network` and `check.network` are numbers of rows, those of `limits` the largest that any row
-    has, with `limits.cpus` rounded up.
+    `network`, `check.network` and `artifacts` are numbers of rows, those of `limits` the largest
+    that any row has, with `limits.cpus` rounded up.
     """
     check = columns.get("check")
     wishes = {"network": columns, "check.network": check if isinstance(check, dict) else {}}
     for name, place in wishes.items():
         if place.get("network") is True:
             asked[name] = asked.get(name, 0) + 1
+    if columns.get("artifacts") is True:
+        asked["artifacts"] = asked.get("artifacts", 0) + 1
     for name, size in read_limits(columns.get("limits"))._asdict().items():
         if size is not None:
             asked[f"limits.{name}"] = max(math.ceil(size), asked.get(f"limits.{name}", 0))

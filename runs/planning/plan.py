@@ -333,6 +333,11 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
             f"the checks of {rows:,} rows ask for a network, which they do not get without "
             "--check_network; what they cannot download makes them fail"
         )
+    if rows := asked.get("artifacts", 0):
+        yield (
+            f"{plural(rows, 'task')} would collect files (`artifacts`, `verifier.collect`), which "
+            "are not kept; rewards do not depend on them"
+        )
     for name, option, limit in (
         ("memory_mb", "command_memory_mb", config.command_memory_mb),
         ("disk_mb", "workspace_mb", config.workspace_mb),

@@ -1,9 +1,10 @@
 """Harbor task directories as rows; configs/rows/harbor.yaml makes rows of a run of them.
 
-A dataset is a directory of task directories, or a single one. A row has `id` (the name of the
-directory), `instruction`, `task` (what task.toml holds), `image`, `network`, `check_network`,
-`check_user`, `limits` and `tests` (files by their path in the container). A task that needs what
-is not supported becomes a row with `row_error`: it is refused before anything runs.
+A dataset is a directory of task directories, at most three levels deep, or a single one. A row has
+`id` (the path of the directory), `instruction`, `task` (what task.toml holds), `image`, `network`,
+`check_network`, `check_user`, `limits`, `tests` (files by their path in the container),
+`interpreter` (of tests/test.sh) and `artifacts` (true if the task collects files). A task that
+needs what is not supported becomes a row with `row_error`: it is refused before anything runs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from toolsets.text import valid_utf8
 
 TASK_FILE = "task.toml"
 
+_TEST = "test.sh"
+_SHELL = "/bin/sh"
+_MAX_FOLDERS = 2
+"""Between a dataset and its tasks."""
 _MAX_TESTS_BYTES = 64 << 20
 _BUILD_TIMEOUT_S = 600.0
 
@@ -62,6 +67,13 @@ class HarborTask(NamedTuple):
     """A task directory."""
 
     path: Path
+    folder: str = ""
+    """Where it is in the dataset's directory, with a slash at its end."""
+
+    @property
+    def id(self) -> str:
+        """What it is called among all."""
+        return self.folder + self.path.name
 
     @property
     def dockerfile(self) -> Path:
@@ -101,11 +113,11 @@ class HarborTask(NamedTuple):
             reason, keys = f"not UTF-8: {error.reason}", ()
         except OSError as error:
             reason, keys = f"{error.filename}: cannot read it: {error.strerror or error}", ()
-        place = f"{self.path.name}/{TASK_FILE}"
+        place = f"{self.id}/{TASK_FILE}"
         if keys:
             line = _line_of(self.path / TASK_FILE, keys)
             place += f":{line}: {'.'.join(keys)}" if line else f": {'.'.join(keys)}"
-        return {"id": self.path.name, ERROR_COLUMN: f"{place}: {reason}"}
+        return {"id": self.id, ERROR_COLUMN: f"{place}: {reason}"}
 
     def _row(self) -> dict[str, Any]:
         task = self._settings()
@@ -117,15 +129,19 @@ class HarborTask(NamedTuple):
             task.get(name, {}) for name in ("environment", "agent", "verifier")
         )
         by_default = _network(environment, "environment", default=_old_network(environment))
+        tests = self._tests()
         row: dict[str, Any] = {
-            "id": self.path.name,
+            "id": self.id,
             "task": _jsonable(task),
             "image": self._image(environment),
             "network": _network(agent, "agent", default=by_default),
             "check_network": _network(verifier, "verifier", default=by_default),
             "limits": _limits(environment),
-            "tests": self._tests(),
+            "tests": tests,
+            "interpreter": self._interpreter(),
         }
+        if task.get("artifacts") or verifier.get("collect"):
+            row["artifacts"] = True
         if (user := verifier.get("user", "root" if agent.get("user") else None)) is not None:
             row["check_user"] = user
         row["instruction"], canary = self._instruction()
@@ -148,7 +164,7 @@ class HarborTask(NamedTuple):
             if found:
                 raise _Refused(f"{what} are not supported", keys)
         environment = task.get("environment", {})
-        if (system := environment.get("os", "linux")) != "linux":
+        if str(system := environment.get("os", "linux")).lower() != "linux":
             raise _Refused(f"{system} is not supported", ("environment", "os"))
         mode = task.get("verifier", {}).get("environment_mode", "shared")
         if mode != "shared":
@@ -199,7 +215,7 @@ class HarborTask(NamedTuple):
     def _tests(self) -> dict[str, Any]:
         """The files of tests/, which are for the check only."""
         directory = self.path / "tests"
-        if not (directory / "test.sh").is_file():
+        if not (directory / _TEST).is_file():
             windows = (directory / "test.bat").exists() or (directory / "test.ps1").exists()
             raise _Refused(
                 "tests/test.sh is missing" + ("; windows is not supported" if windows else "")
@@ -214,16 +230,34 @@ class HarborTask(NamedTuple):
             size += len(content)
             if size > _MAX_TESTS_BYTES:
                 raise _Refused(f"tests/ has more than {_MAX_TESTS_BYTES >> 20} MiB")
-            found[f"/tests/{relative}"] = _as_content(content)
+            is_executable = relative == _TEST or path.stat().st_mode & 0o111 != 0
+            found[f"/tests/{relative}"] = _as_content(content, is_executable=is_executable)
         return found
+
+    def _interpreter(self) -> str:
+        """What tests/test.sh needs to be in the image; without a first line `#!` it is a shell."""
+        first = self._content(f"tests/{_TEST}").partition(b"\n")[0]
+        if not first.startswith(b"#!"):
+            return _SHELL
+        if first.endswith(b"\r"):
+            raise _Refused(f"tests/{_TEST}: line 1 ends with a carriage return; remove it")
+        words = first[2:].decode(errors="replace").split()
+        return words[0] if words else _SHELL
 
 
 def tasks_in(directory: Path) -> list[HarborTask]:
     """The tasks of a dataset; none if the directory is not one. Raises `OSError`."""
     if (directory / TASK_FILE).is_file():
         return [HarborTask(directory.absolute())]
-    found = sorted(path for path in directory.iterdir() if (path / TASK_FILE).is_file())
-    return [HarborTask(path) for path in found]
+    return list(_tasks_beneath(directory, ""))
+
+
+def _tasks_beneath(directory: Path, folder: str) -> Iterator[HarborTask]:
+    for path in sorted(directory.iterdir()):
+        if (path / TASK_FILE).is_file():
+            yield HarborTask(path, folder)
+        elif folder.count("/") < _MAX_FOLDERS and path.is_dir() and not path.is_symlink():
+            yield from _tasks_beneath(path, f"{folder}{path.name}/")
 
 
 def files_of(tasks: Iterable[HarborTask]) -> list[Path]:
@@ -303,11 +337,13 @@ def _is_canary(line: str) -> bool:
     return line.lstrip().startswith(("#", "<!--", "//")) and "canary" in line.lower()
 
 
-def _as_content(content: bytes) -> Any:
+def _as_content(content: bytes, *, is_executable: bool) -> Any:
+    more = {"executable": True} if is_executable else {}
     try:
-        return content.decode()
+        text = content.decode()
     except UnicodeDecodeError:
-        return {"base64": base64.b64encode(content).decode()}
+        return {"base64": base64.b64encode(content).decode(), **more}
+    return {"text": text, **more} if more else text
 
 
 def _jsonable(value: Any) -> Any:

@@ -89,6 +89,8 @@ def keep_dataset(
     before = _sizes_and_times(source)
     files = _digests_of(source)
     key = _key_of(source, files, columns, rows_file)
+    if rows_file is not None and rows_file.is_ours and not fresh:
+        key = _key_of_first_start(run_dir, key, source, files, columns, rows)
     stem, revision = _known(run_dir, key)
     if source.hub is not None and (fresh or revision is None):
         from runs.sources.hub import revision_of
@@ -105,7 +107,7 @@ def keep_dataset(
         "source": source.name,
         "revision": revision,
         "columns": dict(columns),
-        **({"rows": rows} if rows_file else {}),
+        **({"kind": rows} if rows_file else {}),
         "files": files,
     }
     left_out: set[str] = set()
@@ -325,6 +327,31 @@ def _key_of(
     if rows_file is not None:
         decides.append(rows_file.digest)
     return blake2b(orjson.dumps(decides), digest_size=6).hexdigest()
+
+
+def _key_of_first_start(
+    run_dir: Path,
+    key: str,
+    source: DataSource,
+    files: list[dict[str, Any]],
+    columns: Mapping[str, str],
+    rows: str | None,
+) -> str:
+    """The key of what an earlier version made of the same source; else `key`.
+
+    A version may make other rows of a kind; those of the first start count for a run.
+    """
+    if any(run_dir.glob(f"dataset-{key}*.json")):
+        return key
+    run = _read(run_dir / "run.json") or {}
+    kind_of_run = run.get("config", {}).get("rows")  # which earlier versions did not note here
+    for path in sorted(run_dir.glob("dataset-*.json")):
+        told = _read(path) or {}
+        place = told.get("source") if source.hub else None
+        found = (place, told.get("kind", kind_of_run), told.get("columns"), told.get("files"))
+        if found == (source.name if source.hub else None, rows, dict(columns), files):
+            return path.stem.split("-")[1][: len(key)]
+    return key
 
 
 def _known(run_dir: Path, key: str) -> tuple[str, str | None]:

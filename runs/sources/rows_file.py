@@ -43,6 +43,8 @@ class RowsFile:
     ) -> None:
         self.digest = digest
         """12 hex digits over the content of the file."""
+        self.is_ours = False
+        """Whether it comes with the program."""
         self.options = options
         self._columns = columns
         self._keep = keep
@@ -72,7 +74,8 @@ class RowsFile:
 def load_rows_file(name: str) -> RowsFile:
     """Read a rows file. Raises `ConfigError`, which names the file, the line and the field."""
     shown, path = name, Path(name)
-    if re.fullmatch(r"[\w-]+", name):
+    is_ours = re.fullmatch(r"[\w-]+", name) is not None
+    if is_ours:
         shown, path = f"configs/rows/{name}.yaml", DIRECTORY / f"{name}.yaml"
         if not path.is_file():
             known = sorted(file.stem for file in DIRECTORY.glob("*.yaml"))
@@ -84,9 +87,11 @@ def load_rows_file(name: str) -> RowsFile:
     except YamlFileError as error:
         raise ConfigError(str(error)) from error
     try:
-        return _read(shown, blake2b(content, digest_size=6).hexdigest(), node)
+        found = _read(shown, blake2b(content, digest_size=6).hexdigest(), node)
     except TemplateError as error:
         raise ConfigError(str(error)) from error
+    found.is_ours = is_ours
+    return found
 
 
 def _read(file: str, digest: str, node: yaml.Node | None) -> RowsFile:

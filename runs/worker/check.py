@@ -13,7 +13,7 @@ import orjson
 from runs.dataset.row_check import Check
 from runs.dataset.test_outcomes import MISSING, PatternTimeout, outcomes, wrong_outcomes
 from runs.store.rewards import MAIN, Rewards, finite_number, parse_rewards, printed_rewards
-from runs.worker.workspace_setup import SetupFailed, run_command, write_files
+from runs.worker.workspace_setup import SetupFailed, make_executable, run_command, write_files
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult
@@ -122,13 +122,10 @@ async def _prepare(context: ToolContext, check: Check, mode: str) -> None:
     await _make_room(context, mode, written)
     try:
         await write_files(context, check.files)
+        scripts = [path for path, content in check.files.items() if content.startswith(b"#!")]
+        await make_executable(context, scripts)
     except SetupFailed as error:
         raise CheckFailed(f"`check`: {error}") from error
-    scripts = [path for path, content in check.files.items() if content.startswith(b"#!")]
-    if scripts:
-        result = await _ran(context, ["chmod", "a+rx", "--", *scripts])
-        if result.exit_code != 0:
-            raise CheckFailed(f"cannot make {', '.join(scripts)} executable: {_said(result)}")
 
 
 async def _make_room(context: ToolContext, mode: str, paths: Sequence[str]) -> None:
@@ -240,12 +237,11 @@ def _rewards(content: bytes, *, is_json: bool, turns: int | None) -> Rewards:
         found = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error}") from error
-    if not isinstance(found, dict) or not found:
-        raise ValueError("must be a JSON object with numbers")
-    rewards = parse_rewards(found, name=MAIN, turns=turns)
-    if MAIN not in rewards.named and len(rewards.named) != 1:
-        names = ", ".join(sorted(found))
-        raise ValueError(f"has no number `{MAIN}` among {names}")
+    named = found if isinstance(found, dict) else {MAIN: found}
+    numbers = {key: int(item) if isinstance(item, bool) else item for key, item in named.items()}
+    rewards = parse_rewards(numbers, name=MAIN, turns=turns)
+    if not rewards.named:
+        raise ValueError(f"has no number: {clip(text, max_chars=200)}")
     return rewards
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from runs.dataset.row_files import Executable
 from runs.dataset.row_setup import RowSetup
 from toolsets.builtin.command_result import shell_argv
 from toolsets.context import ToolContext
@@ -15,6 +16,8 @@ from toolsets.errors import ToolError
 from toolsets.sandbox.base import ExecResult
 from toolsets.text import clip
 
+_PATHS = 200
+"""Arguments of one command at most."""
 _SHOWN = 2000
 """Maximum characters of a command's output in a record or message."""
 
@@ -61,6 +64,18 @@ async def write_files(context: ToolContext, files: Mapping[str, bytes]) -> None:
             await asyncio.to_thread(context.workspace.write_bytes, path, content)
         except ToolError as error:
             raise SetupFailed(f"`files`: {error}") from error
+    if programs := [path for path, content in files.items() if isinstance(content, Executable)]:
+        await make_executable(context, programs)
+
+
+async def make_executable(context: ToolContext, paths: Sequence[str]) -> None:
+    """Let everyone run files. Raises `SetupFailed`."""
+    for start in range(0, len(paths), _PATHS):
+        some = paths[start : start + _PATHS]
+        result = await run_command(context, ["chmod", "a+rx", "--", *some])
+        if result.exit_code != 0:
+            said = clip(result.stderr.strip(), max_chars=_SHOWN)
+            raise SetupFailed(f"`files`: cannot make {some[0]} executable: {said}")
 
 
 async def run_command(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,7 @@ PLACES = {
 
 
 def test_harbor_tasks(tmp_path: Path, task_images: Path) -> None:
-    """Twelve tasks of all shapes; what cannot run is refused, and one gives no reward."""
+    """Fourteen tasks of all shapes; what cannot run is refused, and one gives no reward."""
     tasks = tmp_path / "tasks"
     for n, (image, (place, test, _)) in enumerate(PLACES.items()):
         for name, shell in (("bash", "bash"), ("sh", "sh")):
@@ -215,6 +216,10 @@ def test_harbor_tasks(tmp_path: Path, task_images: Path) -> None:
     own = 'env = { A = "${A:-one}" }\nworkdir = "/tmp"\n[agent]\ntimeout_sec = 99\n'
     write_task(tasks / "json", environment + own, **{"tests/test.sh": f"#!/bin/sh\n{json_reward}"})
     write_task(tasks / "silent", environment, **{"tests/test.sh": "#!/bin/sh\nexit 3\n"})
+    elf = "/tests/true && echo 1 > /logs/verifier/reward.txt\n"
+    write_task(tasks / "elf", environment, **{"tests/test.sh": elf})
+    shutil.copy(shutil.which("true") or "", tasks / "elf" / "tests" / "true")
+    write_task(tasks / "lacking", environment, **{"tests/test.sh": "#!/usr/bin/ruby\n1"})
     write_task(tasks / "compose", environment, **{"environment/compose.yaml": "services: {}"})
     write_task(tasks / "windows", environment + 'os = "windows"\n')
     write_task(tasks / "gpus", environment + "gpus = 2\n")
@@ -227,17 +232,22 @@ def test_harbor_tasks(tmp_path: Path, task_images: Path) -> None:
         tmp_path, **{**IN_IMAGES, "dataset_file": "tasks"}, rows="harbor", images=task_images,
         script_file="turns.yaml", max_attempts=1,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "tasks: 8 of 12 rows can run" in done.stderr
+    assert done.returncode == 1, done.stderr
+    assert "tasks: 10 of 14 rows can run" in done.stderr
     assert "gpus/task.toml:3: environment.gpus: GPUs are not supported" in done.stderr
-    assert "8 rows ask for a network, which they do not get without --network" in done.stderr
+    assert "10 rows ask for a network, which they do not get without --network" in done.stderr
     records = records_of(tmp_path)
     rewards = {id: (r["check"] or {}).get("reward") for id, r in records.items()}
     assert rewards == {
         **{f"{n}-{name}": 1.0 for n in range(3) for name in ("bash", "sh")},
         "json": 1.0,
+        "elf": 1.0,
         "silent": None,
+        "lacking": None,
     }
+    assert records["lacking"]["turns"] == []
+    lacking = "tests/test.sh needs /usr/bin/ruby, which the image does not have"
+    assert lacking in records["lacking"]["error"]["message"]
     assert records["json"]["check"]["rewards"] == {"reward": 1.0, "speed": 2.5}
     assert "one\n/tmp\n" in results_of(records["json"])[0]["stdout"]
     assert records["silent"]["status"] == "completed"

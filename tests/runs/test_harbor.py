@@ -11,8 +11,10 @@ import pytest
 
 from runs.dataset.row import RowRules, RowTask
 from runs.dataset.row_check import Check
-from runs.dataset.row_image import RowLimits
+from runs.dataset.row_files import Executable
+from runs.dataset.row_image import RowLimits, add_asked
 from runs.errors import DatasetError
+from runs.sources import rows_file
 from runs.sources.harbor import HarborTask, tasks_in
 from runs.sources.kept_dataset import keep_dataset, rows_of_source
 from runs.sources.rows_file import load_rows_file
@@ -203,6 +205,11 @@ REFUSED: dict[str, tuple[str, dict[str, str | None], str]] = {
     ),
     "huge": (SIMPLE + f"memory = '{'9' * 400}'", {}, "task.toml:3: environment.memory: '999"),
     "odd": (SIMPLE, {"tests/\udcff": ""}, "task.toml: tests/\ufffd: its name is not UTF-8"),
+    "carriage": (
+        SIMPLE,
+        {"tests/test.sh": "#!/bin/bash\r\ntrue\r\n"},
+        "task.toml: tests/test.sh: line 1 ends with a carriage return; remove it",
+    ),
     "new": ('schema_version = "2.0"', {}, "task.toml:1: schema_version: version 2.0 of the"),
     "size": (SIMPLE + 'memory = "much"', {}, "task.toml:3: environment.memory: 'much' is not a"),
     "variable": (
@@ -220,6 +227,33 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> 
     assert words in found
     if name != "variable":
         assert found.startswith(f"{name}/task.toml")
+
+
+def test_names_of_systems_are_compared_without_case(tmp_path: Path) -> None:
+    row = HarborTask(write_task(tmp_path / "t", SIMPLE + 'os = "Linux"')).row()
+    assert "row_error" not in row
+
+
+def test_tests_keep_what_may_be_run(tmp_path: Path) -> None:
+    directory = write_task(tmp_path / "t", **{"tests/run": "x", "tests/data": "y"})
+    (directory / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
+    (directory / "tests" / "elf").write_bytes(b"\x7fELF\xff")
+    for name in ("run", "elf"):
+        (directory / "tests" / name).chmod(0o755)
+    files = check_of(read(directory)).files
+    programs = {path for path, content in files.items() if isinstance(content, Executable)}
+    assert programs == {"/tests/test.sh", "/tests/run", "/tests/elf"}
+    assert files["/tests/elf"] == b"\x7fELF\xff"
+    assert files["/tests/data"] == b"y"
+
+
+def test_what_a_task_collects_is_counted(tmp_path: Path) -> None:
+    hook = '[[verifier.collect]]\ncommand = "true"\n'
+    for n, task in enumerate(['artifacts = ["/app"]\n' + SIMPLE, SIMPLE + hook, SIMPLE]):
+        row = load_rows_file("harbor").row(HarborTask(write_task(tmp_path / f"{n}", task)).row())
+        asked: dict[str, int] = {}
+        add_asked(asked, row)
+        assert asked == {"network": 1, "check.network": 1, **({"artifacts": 1} if n < 2 else {})}
 
 
 def refusal(directory: Path) -> str:
@@ -277,7 +311,18 @@ class TestDataset:
         assert len(rows) == 12
         single = source_of(tmp_path / "tasks" / "good-1")
         assert [task.path.name for task in single.tasks] == ["good-1"]
-        assert tasks_in(tmp_path) == []
+
+    def test_tasks_are_found_in_directories(self, tmp_path: Path) -> None:
+        """With their paths as ids; what is in a task is its own."""
+        write_task(tmp_path / "one")
+        write_task(tmp_path / "org" / "one")
+        write_task(tmp_path / "org" / "set" / "two", SIMPLE + "gpus = 1")
+        write_task(tmp_path / "one" / "environment" / "inner")
+        write_task(tmp_path / "a" / "b" / "c" / "deep")
+        rows: list[Any] = list(rows_of_source(source_of(tmp_path), set()))
+        assert [row["id"] for row in rows] == ["one", "org/one", "org/set/two"]
+        assert rows[2]["row_error"].startswith("org/set/two/task.toml:3: environment.gpus")
+        assert tasks_in(tmp_path / "a" / "b" / "c" / "deep" / "tests") == []
 
     def test_it_needs_to_be_named_as_what_it_is(self, tmp_path: Path) -> None:
         with pytest.raises(DatasetError, match=r"holds Harbor tasks; add --rows=harbor"):
@@ -306,6 +351,28 @@ class TestDataset:
         (tasks / "good-1" / "solution").mkdir()
         (tasks / "good-1" / "solution" / "solve.sh").write_text("x")
         assert kept() == second
+
+    def test_rows_of_a_first_start_stay_where_a_version_makes_others(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tasks = self.write(tmp_path)
+
+        def kept(**more: Any) -> Path:
+            return keep_dataset(
+                tasks, tmp_path / "r", columns={}, rows="harbor", rules=INSIDE, max_samples=None,
+                writes=True, say=print, **more,
+            ).path  # fmt: skip
+
+        first = kept()
+        kinds = tmp_path / "kinds"
+        kinds.mkdir()
+        text = (rows_file.DIRECTORY / "harbor.yaml").read_text()
+        (kinds / "harbor.yaml").write_text(text.replace("prompt:", 'hint: "x"\n  prompt:'))
+        monkeypatch.setattr(rows_file, "DIRECTORY", kinds)
+        assert kept() == first
+        assert kept(fresh=True) != first
+        (tasks / "good-1" / "instruction.md").write_text("Another.")
+        assert kept() != first
 
     def test_look_says_which_can_be_used_and_why_the_others_cannot(self, tmp_path: Path) -> None:
         self.write(tmp_path)
