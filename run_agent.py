@@ -42,6 +42,7 @@ from export.formats.hermes import to_conversations
 from runs.config.endpoints import check_url
 from runs.process.first_process import leave_first_place
 from runs.store.files import AppendFile, StorageError
+from runs.store.record_types import stored_messages
 from toolsets.browser.process import Browsers
 from toolsets.catalog.custom import as_toolsets, load_own
 from toolsets.catalog.registry import Toolset, catalog
@@ -243,11 +244,16 @@ class AIAgent:
             "status": status,
         }
         try:
-            ending = plain_ending(messages, session.schemas(), answered=row["completed"])
+            ending = plain_ending(
+                stored_messages(messages), session.schemas(), answered=row["completed"]
+            )
             if ending.invented:
                 raise Rejected(Reason.UNKNOWN_TOOL, ending.invented[0])
-            turns = session.trajectory.replies
-            row["conversations"] = to_conversations(ending.messages, ending.tools, turns)
+            reasoning_tokens = [
+                None if (usage := reply["usage"]) is None else usage["reasoning_tokens"]
+                for reply in session.trajectory.replies
+            ]
+            row["conversations"] = to_conversations(ending.messages, ending.tools, reasoning_tokens)
             if row["completed"]:
                 check_finished(ending.messages)
         except Rejected as rejected:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Literal
 
-from agent.messages import Message
+from agent.messages import Message, Role
 from toolsets import exact_json
 
 REPEATS = "repeats"
@@ -32,10 +32,9 @@ def kind_of_part(part: Mapping[str, Any]) -> Literal["image", "file"]:
     return "image" if kind.startswith("image") else "file"
 
 
-def parts_of(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def parts_of(role: Role, blocks: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """The parts of a message for which its text has placeholders; of a reply, its pictures."""
-    blocks: Sequence[Mapping[str, Any]] = (message.get("provider_blocks") or {}).get("blocks", ())
-    if message["role"] == "assistant":
+    if role == "assistant":
         return [block for block in blocks if kind_of_part(block) == "image"]
     return blocks
 

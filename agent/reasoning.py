@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from toolsets.exact_json import objects_among
@@ -43,21 +43,23 @@ def opens_reasoning(text: str) -> bool:
     return _OPENS.match(text) is not None
 
 
-def hides_reasoning(message: Mapping[str, Any], usage: Mapping[str, Any] | None) -> bool:
+def hides_reasoning(
+    blocks: Iterable[Mapping[str, Any]], extras: Iterable[Any], reasoning_tokens: int | None
+) -> bool:
     """Whether the model reasoned for a reply that has no readable reasoning.
+
+    `blocks` are its provider blocks, `extras` the `extra_content` of its calls.
 
     The signs are a redacted or encrypted thought, the signature of a thought, or a count of
     reasoning tokens. Some APIs encrypt empty thoughts, too: then a count of zero decides. It does
     not decide for thoughts of Anthropic, of which gateways count only the readable text.
     """
-    counted = (usage or {}).get("reasoning_tokens")
-    if counted:
+    if reasoning_tokens:
         return True
-    verbatim = message.get("provider_blocks")
-    hidden = [kind for block in (verbatim or {"blocks": []})["blocks"] for kind in _hidden(block)]
+    hidden = [kind for block in blocks for kind in _hidden(block)]
     if "thinking" in hidden:
         return True
-    return counted is None and (bool(hidden) or any(map(_is_signed, message.get("tool_calls", ()))))
+    return reasoning_tokens is None and (bool(hidden) or any(map(_is_googles, extras)))
 
 
 def _hidden(block: Mapping[str, Any]) -> Iterator[str]:
@@ -80,7 +82,11 @@ def _hidden(block: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_signed(part: Mapping[str, Any]) -> bool:
-    """Whether a call or a message has the signature of a thought, as Gemini writes it."""
-    extra = part.get("extra_content")
+    """Whether a message has the signature of a thought, as Gemini writes it."""
+    return _is_googles(part.get("extra_content"))
+
+
+def _is_googles(extra: Any) -> bool:
+    """Whether extra content of a call or a message is the signature of a thought."""
     google = extra.get("google") if isinstance(extra, dict) else None
     return isinstance(google, dict) and bool(google.get("thought_signature"))

@@ -11,7 +11,7 @@ import struct
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from agent.messages import TurnTokens
 
@@ -125,16 +125,14 @@ def has_ids(turn: Mapping[str, Any]) -> bool:
     return tokens is not None and "prompt" in tokens and "completion" in tokens
 
 
-def has_outer_newlines(message: Mapping[str, Any]) -> bool:
-    """Whether a message is an assistant's whose text begins or ends with a newline."""
-    content = message.get("content") if message.get("role") == "assistant" else None
-    return isinstance(content, str) and "\n" in (content[:1], content[-1:])
+def has_outer_newlines(text: str) -> bool:
+    """Whether a text begins or ends with a newline."""
+    return "\n" in (text[:1], text[-1:])
 
 
-def trimmed_replies(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The places of replies that a later request repeats without the newlines around them."""
-    said = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    return [n for n in said[:-1] if has_outer_newlines(messages[n])]
+def trimmed_replies(replies: Sequence[str]) -> int:
+    """How many of these texts a later request repeats without the newlines around them."""
+    return sum(map(has_outer_newlines, replies[:-1]))
 
 
 def missing_in(turn: Mapping[str, Any]) -> str:
@@ -144,20 +142,28 @@ def missing_in(turn: Mapping[str, Any]) -> str:
     return ", ".join(words for key, words in names.items() if key not in tokens)
 
 
-def token_turns(turns: Iterable[Mapping[str, Any]]) -> Iterator[TokenTurn]:
-    """The turns of a conversation that have token ids, in order.
+class StoredIds(Protocol):
+    """The tokens of a turn as a record has them; see `TurnTokens`."""
+
+    shared: int
+    prompt: str | None
+    completion: str | None
+    logprobs: str | None
+
+
+def token_turns(turns: Iterable[StoredIds | None]) -> Iterator[TokenTurn]:
+    """The turns of a conversation that have token ids, in order, from the tokens of all turns.
 
     Raises `ValueError` for tokens that this module did not write.
     """
     length = 0
-    for number, turn in enumerate(turns):
-        if not has_ids(turn):
+    for number, tokens in enumerate(turns):
+        if tokens is None or tokens.prompt is None or tokens.completion is None:
             continue
-        tokens: TurnTokens = turn["tokens"]
-        shared = tokens["shared"]
-        prompt = _unpacked("I", tokens["prompt"])
-        completion = _unpacked("I", tokens["completion"])
-        logprobs = _unpacked("f", tokens["logprobs"]) if "logprobs" in tokens else None
+        shared = tokens.shared
+        prompt = _unpacked("I", tokens.prompt)
+        completion = _unpacked("I", tokens.completion)
+        logprobs = None if tokens.logprobs is None else _unpacked("f", tokens.logprobs)
         fits = logprobs is None or len(logprobs) == len(completion)
         if not fits or not 0 <= shared <= length:
             msg = f"turn {number + 1}: the lengths of its tokens do not fit"

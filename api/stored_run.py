@@ -24,6 +24,7 @@ from runs.store.failures import stored_failures
 from runs.store.files import refuse_strange_files
 from runs.store.index import IndexEntry
 from runs.store.reader import open_index, read_id, read_record, stored_records
+from runs.store.record_types import Record
 from runs.store.records import UnreadableRecord, load_index, refuse_lost_records
 from runs.store.scores import Scores
 from runs.tasks import Task
@@ -96,13 +97,17 @@ class StoredRun:
         If a task was run again, only its last record. With `doing`, the name of the work, progress
         is shown on standard error. Raises `UnreadableRecord`.
         """
-        return (record for record, _ in stored_records(self.path, doing=doing))
+        return (record.as_dict() for record in stored_records(self.path, doing=doing))
 
     def record(self, record_id: str) -> dict[str, Any]:
         """The record with this id or unique id prefix.
 
         If an edited prompt has several records, the last. Raises `RunDirError` if there is none.
         """
+        return self.find(record_id).as_dict()
+
+    def find(self, record_id: str) -> Record:
+        """The same, as a typed object."""
         exact: tuple[bytes, IndexEntry] | None = None
         longer: dict[str, tuple[bytes, IndexEntry]] = {}
         with open_index(self.path) as (index, records):
@@ -117,10 +122,10 @@ class StoredRun:
                     raise RunDirError(self._not_found(record_id, list(longer)))
                 (exact,) = longer.values()
             key, entry = exact
-            record = read_record(records, entry.offset, entry.length, key).record
+            record = read_record(records, entry.offset, entry.length, key)
         return Scores(self.path).added_to(record)
 
-    def last_records(self) -> Iterator[dict[str, Any]]:
+    def last_records(self) -> Iterator[Record]:
         """The latest records, the last first, up to 32 MB.
 
         Skips unreadable records: the next start of the run sets them aside.
@@ -132,7 +137,7 @@ class StoredRun:
                 if room < 0:
                     return
                 try:
-                    yield read_record(records, entry.offset, entry.length, key).record
+                    yield read_record(records, entry.offset, entry.length, key)
                 except UnreadableRecord:
                     continue
 

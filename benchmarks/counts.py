@@ -40,7 +40,7 @@ from benchmarks.engines import SYSTEM
 from benchmarks.export_speed import SIZES, make_run
 from benchmarks.throughput import ROOT, Work, runner
 from runs.protocol.messages import pack
-from runs.record import Provenance, dump_record, make_record
+from runs.record import Provenance, as_stored, make_record
 from runs.store.files import AppendFile
 from runs.store.index import index_fields
 from runs.store.journal_writer import JournalWriter
@@ -116,8 +116,15 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
             attempt=1,
             provenance=provenance,
         )
-        payload = dump_record(record)
-        pack("finished", payload, key=task.key.hex(), fields=index_fields(record), failure=None)
+        stored = as_stored(record)
+        payload = stored.line
+        pack(
+            "finished",
+            payload,
+            key=task.key.hex(),
+            fields=index_fields(stored),
+            failure=None,
+        )
         records.append(payload)
         journal.finish(task.key)
         if end.status != "completed" or trajectory.turns != TURNS:

@@ -32,8 +32,9 @@ import orjson
 
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan, scan, tasks
+from runs.record import as_stored
 from runs.run_dir import read_run_json
-from runs.store.checksum import read_object, with_checksum
+from runs.store.checksum import read_object
 from runs.store.index import MARK, RowMaker, index_fields
 from testing.fake_endpoint import FakeEndpoint
 
@@ -217,10 +218,10 @@ def make_run(
         index.write(MARK)
         maker = RowMaker()
         for record in _copies(found, templates):
-            line = with_checksum(orjson.dumps(record))
-            records.write(line)
-            index.write(maker.rows(index_fields(record), offset, len(line)))
-            offset += len(line)
+            stored = as_stored(record)
+            records.write(stored.line)
+            index.write(maker.rows(index_fields(stored), offset, len(stored.line)))
+            offset += len(stored.line)
     return run_dir
 
 

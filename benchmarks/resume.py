@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 from api.stored_run import StoredRun
 from runs.dataset.scan import tasks
 from runs.dataset.scan_cache import NAME, save_scan
-from runs.record import dump_record
+from runs.record import as_stored
 from runs.store.checksum import read_object
-from runs.store.index import index_fields
 from runs.store.records import RecordFile
 from testing.fake_endpoint import FakeEndpoint
 
@@ -54,7 +53,7 @@ def generate(cwd: Path, given: list[str], records: int) -> None:
             "input_digest": task.input_digest,
             "row": task.columns,
         }
-        file.append(dump_record(record), index_fields(record))
+        file.add(as_stored(record))
         if number % _CHUNK == 0:
             file.sync()
     file.sync()

@@ -16,6 +16,7 @@ from runs.process.console import show
 
 if TYPE_CHECKING:
     from api.stored_run import StoredRun
+    from runs.store.record_types import Record
 
 _FILTERS = ("status", "min_reward", "max_reward", "passed")
 
@@ -113,6 +114,7 @@ def chosen_records(
     from export.filters.filters import RecordFilters
     from export.recipe import Filters, load_recipe
     from runs.errors import ConfigError
+    from runs.store.reader import stored_records
     from toolsets.validation import mistakes_in
 
     read = load_recipe(recipe, {})
@@ -125,8 +127,8 @@ def chosen_records(
     keep = RecordFilters(checked, threshold=read.preference.threshold, reward_name=read.reward_name)
     wanted = _wanted(ids)
 
-    def is_chosen(record: dict[str, Any]) -> bool:
-        if wanted is not None and record["id"] not in wanted:
+    def is_chosen(record: Record) -> bool:
+        if wanted is not None and record.id not in wanted:
             return False
         rejection = keep.rejection(record)
         if rejection is not None and left_out is not None:
@@ -134,7 +136,8 @@ def chosen_records(
             left_out[detail if filter_name == "passed" else f"by the filter {filter_name}"] += 1
         return rejection is None
 
-    return islice(filter(is_chosen, stored.records(doing="fork")), limit)
+    chosen = filter(is_chosen, stored_records(stored.path, doing="fork"))
+    return (record.as_dict() for record in islice(chosen, limit))
 
 
 def _wanted(ids: Path | None) -> set[str] | None:

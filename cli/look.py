@@ -108,9 +108,9 @@ def _report(stored: StoredRun, output: Path | None) -> None:
 def _show(stored: StoredRun, record_id: str, *, turn: int | None, as_json: bool) -> None:
     from report.conversation_text import ConversationText, turn_as_json
 
-    record = stored.record(record_id)
+    record = stored.find(record_id)
     if as_json:
-        show(_json(record if turn is None else turn_as_json(record, turn)))
+        show(_json(record.as_dict() if turn is None else turn_as_json(record, turn)))
         return
     is_terminal = sys.stdout.isatty()
     colours = is_terminal and not os.environ.get("NO_COLOR")

@@ -6,24 +6,21 @@ and each record its row, so the dataset itself is not read again.
 
 from __future__ import annotations
 
-import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
-from export.conversation.ordinary import parse_ordinary, read_ordinary
-from export.conversation.own_work import Own, own_of
+from export.conversation.own_work import Own
 from export.conversation.turns import Conversation
 from runs.dataset.scan import Scan
-from runs.store.checksum import is_sealed
-from runs.store.reader import SharedTools, open_records, read_record
+from runs.store.reader import open_records, read_record
+from runs.store.record_types import Record
 from runs.store.records import UnreadableRecord, load_index
 from runs.store.scores import Scores
-from runs.tasks import task_key
 
 _FEW_BYTES = 1 << 17
 """The fastest for records of 4 and 34 KB, of 64 KiB to 512 KiB."""
@@ -109,18 +106,15 @@ class RecordOrder:
 
 
 class Loaded(msgspec.Struct, frozen=True, gc=False):
-    """A record, or the parts of it that rows need."""
+    """A record, with its conversation if that was parsed."""
 
-    record: Mapping[str, Any]
-    line: bytes
-    """The line of the record."""
+    record: Record
     conversation: Conversation | None = None
-    """None if it was not parsed."""
 
     @property
     def own(self) -> Own:
         """What this run's model did in the conversation."""
-        return own_of(self.record) if self.conversation is None else self.conversation.own
+        return Own(self.record) if self.conversation is None else self.conversation.own
 
     @property
     def parsed(self) -> Conversation:
@@ -136,26 +130,10 @@ class RecordReader:
         self._order = order
         self._records = records
         self._scores = scores
-        self._shared = SharedTools()
 
-    def __call__(self, number: int) -> Loaded:
+    def __call__(self, number: int) -> Record:
         """The record of a task. Raises `UnreadableRecord`."""
-        found = read_record(self._records, *self._order.place(number), self._shared.loads)
-        return Loaded(self._scored(found.record), found.line)
-
-    def quickly(self, number: int) -> Loaded:
-        """The same; of an ordinary record only some parts, with its conversation."""
-        offset, length, key = self._order.place(number)
-        line = os.pread(self._records.fileno(), length, offset)
-        # Without a checksum, damage in the parts that are not parsed would not be noticed.
-        parts = parse_ordinary(line) if is_sealed(line) else None
-        if parts is not None and task_key(parts["id"], parts.get("input_digest", "")) == key:
-            parts = self._scored(parts)
-            if (conversation := read_ordinary(parts)) is not None:
-                return Loaded(parts, line, conversation)
-        return self(number)
-
-    def _scored(self, record: dict[str, Any]) -> dict[str, Any]:
+        record = read_record(self._records, *self._order.place(number))
         return record if self._scores is None else self._scores.added_to(record)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from runs.store.checks import judgement_of, rewards_of
+from runs.store.record_types import Record
 
 MAX_NAMES = 100
 """Names beyond these are only counted: a program can give any number of them."""
@@ -64,11 +65,9 @@ class RewardStatistics:
         self._passed = array("I")
         self._failed_scores = 0
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Record) -> None:
         """Count one record."""
-        self._failed_scores += sum(
-            score.get("error") is not None for score in record.get("scores") or ()
-        )
+        self._failed_scores += sum(score.error is not None for score in record.scores or ())
         named, by_turn = rewards_of(record)
         for name, rewards in by_turn.items():
             for reward in rewards:
@@ -76,7 +75,7 @@ class RewardStatistics:
                     _add(self._by_turn, name, 0, reward)
         if not named:
             return
-        prompt = self._number_of(record["prompt_id"]) if self._has_groups else 0
+        prompt = self._number_of(record.prompt_id) if self._has_groups else 0
         for name, reward in named.items():
             _add(self._all, name, 0, reward)
             if self._has_groups:

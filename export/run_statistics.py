@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from export import reward_statistics
-from export.conversation.own_work import Own, own_of
+from export.conversation.own_work import Own
 from export.conversation.reading import read_conversation
 from export.conversation.rewards import not_passed
 from export.conversation.style import Style
-from export.conversation.tools import names_of, tools_of
+from export.conversation.tools import names_of
 from export.conversation.validity import Rejected
 from export.reasons import lines_of
 from export.reward_statistics import RewardStatistics
 from export.statistics import Statistics
 from runs.store.checks import Checks, describe, judgement_of
-from runs.store.index import own_work
 from runs.store.reader import stored_records
+from runs.store.record_types import Record
 from runs.store.settled import NO_LIMIT
 from runs.totals.spending import spent_by, spent_by_judges
 from toolsets.text import plural
@@ -52,31 +52,31 @@ class RunStatistics:
         self._cost = 0.0
         self._unknown_costs = 0
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Record) -> None:
         """Count one record."""
-        own = own_of(record)
+        own = Own(record)
         self._statistics.add(record, own)
         self._rewards.add(record)
         self._records += 1
-        usage = record["usage"] or {}
-        turns, calls = own_work(record)
+        usage = record.usage or {}
+        turns, calls = own.turns, record.own_tool_calls
         found = {
             "turns": len(turns),
             "tool_calls": len(calls),
             "input_tokens": usage.get("input_tokens"),
             "output_tokens": usage.get("output_tokens"),
-            "cost_usd": record["cost_usd"],
-            "model_seconds": sum(turn["duration_s"] for turn in turns) if turns else None,
+            "cost_usd": record.cost_usd,
+            "model_seconds": sum(turn.duration_s for turn in turns) if turns else None,
         }
         for name, number in found.items():
             if number is not None:
                 self._spreads[name].append(number)
-        offered = names_of(tools_of(record))
+        offered = names_of(record.tools)
         for call in calls:
             # There can be any number of invented names.
-            if call["name"] in offered and call.get("duration_s") is not None:
-                self._tool_seconds[call["name"]].append(call["duration_s"])
-        cost = record["cost_usd"]
+            if call.name in offered and call.duration_s is not None:
+                self._tool_seconds[call.name].append(call.duration_s)
+        cost = record.cost_usd
         self._unknown_costs += cost is None
         self._cost += cost or 0.0
         if self._is_kept(record, own):
@@ -85,8 +85,8 @@ class RunStatistics:
                 self._kept_with_cost += 1
                 self._cost_of_kept += cost
 
-    def _is_kept(self, record: Mapping[str, Any], own: Own) -> bool:
-        if record["status"] != "completed":
+    def _is_kept(self, record: Record, own: Own) -> bool:
+        if record.status != "completed":
             return False
         if self._style.require_passed and not_passed(judgement_of(record)) is not None:
             return False
@@ -135,8 +135,8 @@ def statistics_of(
     conversations per prompt.
     """
     statistics = RunStatistics(style=style, samples=samples)
-    for stored in stored_records(run_dir, doing="statistics"):
-        statistics.add(stored.record)
+    for record in stored_records(run_dir, doing="statistics"):
+        statistics.add(record)
     spent, judges = spent_by(run_dir, max_attempts), spent_by_judges(run_dir)
     found = statistics.to_json()
     found["cost_usd"] |= {

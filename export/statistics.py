@@ -13,9 +13,10 @@ from typing import Any
 
 from agent.messages import MOST_TOKENS
 from export.conversation.own_work import Counts, Own
-from export.conversation.tools import names_of, tools_of
+from export.conversation.tools import names_of
 from export.reasons import Reasons
 from runs.store.checks import CheckSums, judgement_of
+from runs.store.record_types import Record
 
 _TOKENS = (
     *("input_tokens", "output_tokens", "reasoning_tokens"),
@@ -47,28 +48,27 @@ class Statistics:
         self._first_started_at: float | None = None
         self._last_ended_at: float | None = None
 
-    def add(self, record: Mapping[str, Any], own: Own) -> None:
+    def add(self, record: Record, own: Own) -> None:
         """Count one record; of its messages only those of `own`."""
         turns, counts = len(own.turns), own.counts
-        self._statuses[record["status"]] += 1
+        self._statuses[record.status] += 1
         judgement = judgement_of(record)
         failed = judgement.error is not None
         self._checks.add(judgement.verdict, judgement.reward, check_failed=failed)
-        if scores := record.get("scores"):
-            for score in scores:
-                if (error := score.get("error")) is not None:
-                    self._failed_scores.add(f"{score['source']}: {error}")
-        for toolset in record["toolsets"]:
+        for score in record.scores or ():
+            if score.error is not None:
+                self._failed_scores.add(f"{score.source}: {score.error}")
+        for toolset in record.toolsets:
             self._toolsets[toolset] += 1
         self._turns += turns
         self._turns_with_token_ids += counts.with_token_ids
         if turns > self._most_turns:
             self._most_turns = turns
-        self._add_replies(names_of(tools_of(record)), counts)
+        self._add_replies(names_of(record.tools), counts)
         self._add_times(counts.started_at, counts.ended_at)
-        usage = record["usage"] or {}
+        counted: Mapping[str, Any] = record.usage or {}
         tokens = self._tokens
-        for key, count in usage.items():
+        for key, count in counted.items():
             if count and count < MOST_TOKENS:
                 tokens[key] += count
 

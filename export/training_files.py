@@ -22,12 +22,12 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from export.conversation.own_work import Own
 from export.conversation.reading import read_conversation
 from export.conversation.rewards import not_passed
 from export.conversation.row_json import dumps_row
 from export.conversation.style import Style
 from export.conversation.tolerance import how_to_keep
-from export.conversation.turns import Conversation
 from export.conversation.validity import Reason, Rejected
 from export.formats.hermes import row_of
 from export.record_order import RecordOrder
@@ -45,6 +45,7 @@ from runs.store.files import (
     temporary_for,
     training_file_of,
 )
+from runs.store.record_types import Record, StoredError
 
 _PLAIN = Style()
 
@@ -76,18 +77,16 @@ class _Output:
     rows: int = 0
 
 
-def route(
-    record: Mapping[str, Any], ordinary: Conversation | None = None, *, style: Style = _PLAIN
-) -> Routed:
-    """Choose the file of a record and render its line; `ordinary` is its conversation, if known.
+def route(record: Record, own: Own | None = None, *, style: Style = _PLAIN) -> Routed:
+    """Choose the file of a record and render its line; `style` is that of the run.
 
-    `style` is that of the run.
+    `own` is that of `read_conversation`.
     """
-    if record["status"] == "failed":
-        error = record["error"]
-        return _reject(record, "failed", f"{error['class']}: {error['message']}")
+    if record.status == "failed":
+        error = record.error or StoredError("unknown", "")
+        return _reject(record, "failed", f"{error.error_class}: {error.message}")
     try:
-        conversation = ordinary or read_conversation(record)
+        conversation = read_conversation(record, own)
         row = row_of(conversation, style)
     except Rejected as rejected:
         kept = how_to_keep(rejected.reason, "hermes")
@@ -129,14 +128,12 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
             read = stack.enter_context(order.reading())
             work = stack.enter_context(LongWork("export", total=order.with_record))
             for groups in order.groups(by_prompt=False):
-                few = [read.quickly(number) for number in chain(*groups)]
+                few = [(found := read(number), Own(found)) for number in chain(*groups)]
                 work.advance(len(few))
-                for found in few:
-                    statistics.add(found.record, found.own)
-                for found in few:
-                    place, line, reason, by_others = route(
-                        found.record, found.conversation, style=style
-                    )
+                for record, own in few:
+                    statistics.add(record, own)
+                for record, own in few:
+                    place, line, reason, by_others = route(record, own, style=style)
                     outputs[place].file.write(line)
                     outputs[place].rows += 1
                     if reason is not None:
@@ -185,8 +182,8 @@ def _replace_json(path: Path, value: dict[str, Any]) -> None:
     replace_file(path, orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def _reject(record: Mapping[str, Any], reason: str, detail: str) -> Routed:
-    line = {"id": record["id"], "status": record["status"], "reason": reason, "detail": detail}
+def _reject(record: Record, reason: str, detail: str) -> Routed:
+    line = {"id": record.id, "status": record.status, "reason": reason, "detail": detail}
     return Routed("rejects", orjson.dumps(line) + b"\n", reason)
 
 

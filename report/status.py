@@ -16,7 +16,6 @@ from report.formatting import count, one_line, plain, seconds
 from runs.batch_api.totals import BatchTotals, compute_batch_totals
 from runs.process.console import show
 from runs.store.failures import failures_by_class
-from runs.store.index import own_turns
 from runs.supervisor.progress import PROGRESS_FILE, describe
 from runs.totals.run_totals import RunTotals, as_table
 from toolsets.text import plural
@@ -103,11 +102,11 @@ def run_status(stored: StoredRun) -> dict[str, Any]:
     Keys: `in_flight` (see `StoredRun.in_flight`), `slowest` (the slowest of the last `slowest_of`
     records: `id`, `status`, `turns`, `duration_s` at work), `errors` (see `failures_by_class`).
     """
-    ended = [
+    ended: list[dict[str, Any]] = [
         {
-            "id": record["id"],
-            "status": record["status"],
-            "turns": len(own_turns(record)),
+            "id": record.id,
+            "status": record.status,
+            "turns": len(record.own_turns),
             "duration_s": round(seconds_at_work(record), 3),
         }
         for record in stored.last_records()

@@ -32,6 +32,7 @@ from agent.tokens import missing_in, trimmed_replies
 from runs.dataset.row_fork import without_events
 from runs.store.checksum import with_checksum
 from runs.store.failures import Failure
+from runs.store.record_types import Record, decode_record
 from runs.tasks import SCHEMA_VERSION, Task
 from toolsets import exact_json
 
@@ -107,7 +108,10 @@ def _was_trimmed(setup: Setup, conversation: Mapping[str, Any]) -> bool:
     return (
         bool(setup.settings.token_ids)
         and has_tokens  # else the endpoint refused the option
-        and bool(trimmed_replies(conversation["messages"]))
+        and trimmed_replies(
+            [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]
+        )
+        > 0
     )
 
 
@@ -129,6 +133,6 @@ def with_scores(record: dict[str, Any], scores: Sequence[Mapping[str, Any]]) -> 
     return dict([*items[:place], ("scores", list(scores)), *items[place:]])
 
 
-def dump_record(record: dict[str, Any]) -> bytes:
-    """One line of records.jsonl."""
-    return with_checksum(exact_json.dumps(record))
+def as_stored(record: dict[str, Any]) -> Record:
+    """A record as readers find it; its `line` is one of records.jsonl."""
+    return decode_record(with_checksum(exact_json.dumps(record)))

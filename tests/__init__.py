@@ -12,7 +12,7 @@ test_seeds          every behaviour of the seed documents has a test
 test_fake_endpoint  the endpoint that other tests rely on
 test_prefork        forked commands do what new processes do
 
-running answering websites playing exporting   shared helpers
+running answering websites playing exporting stored   shared helpers
 prefork             starts batch_runner.py without the time of its imports
 real_agents         kills and resumes runs of installed agents: python -m tests.real_agents
 option_docs         writes docs/options.md

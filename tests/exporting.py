@@ -15,20 +15,7 @@ from runs.dataset.scan import Scan, scan, tasks
 from runs.tasks import SCHEMA_VERSION
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.running import lines, write_rows
-
-KEPT: dict[str, Any] = {
-    **{"attempt": 1, "tool_calls": [], "cost_usd": None, "options": {}, "notes": []},
-    **{"status_reason": None, "discarded": [], "inner": [], "view_compacted": False},
-    "finished_at": 2.5,
-}
-"""What records hold that `record_of` leaves out."""
-
-
-def whole(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record, or an inner conversation, with all keys that ours have."""
-    turns = [{"turn": n, "cost_usd": None, **turn} for n, turn in enumerate(record["turns"], 1)]
-    inner = [whole(conversation) for conversation in record.get("inner", ())]
-    return {"id": None, "status": None, **KEPT, **record, "turns": turns, "inner": inner}
+from tests.stored import whole
 
 
 def bare(id: str, **fields: Any) -> dict[str, Any]:

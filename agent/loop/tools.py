@@ -147,7 +147,7 @@ def _finishing(next_caller: Caller) -> Caller:
         name = call["function"]["name"]
         if name not in RESERVED:
             return await next_caller(call, user_reply)
-        finish = finish_in(call)
+        finish = finish_in(call["function"]["name"], call["function"]["arguments"])
         if finish is None:
             text = f"Error: invalid arguments for {name}: they need a text that is not blank"
             return ToolResult(text, True, {"failure": "invalid_arguments"})

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from agent.messages import ToolCall
 from toolsets import exact_json
 
 FINAL_ANSWER = "final_answer"
@@ -58,12 +57,11 @@ SCHEMAS: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def finish_in(call: ToolCall) -> FinalAnswer | None:
-    """The text of a call of a reserved tool; None for other calls and for unusable arguments."""
-    function = call["function"]
-    match function["name"]:
-        case "final_answer" | "cannot_complete" as name:
-            text = _text(function["arguments"], _TEXT_OF[name])
+def finish_in(name: str, arguments: str) -> FinalAnswer | None:
+    """The text of a call of a reserved tool; None for other tools and for unusable arguments."""
+    match name:
+        case "final_answer" | "cannot_complete":
+            text = _text(arguments, _TEXT_OF[name])
             return FinalAnswer(name, text) if text else None
     return None
 

@@ -194,7 +194,10 @@ class Trajectory:
         """The last reply's successful call of a reserved tool, if it has one."""
         for n, call in enumerate(self.last_calls()):
             result = self._results_of_turn.get(n)
-            if result and not result["message"]["is_error"] and (finish := finish_in(call)):
+            if result is None or result["message"]["is_error"]:
+                continue
+            function = call["function"]
+            if finish := finish_in(function["name"], function["arguments"]):
                 # The text in the result: references to other results are resolved there.
                 return FinalAnswer(finish.tool, result["message"]["details"]["text"])
         return None

@@ -3,7 +3,6 @@
 turns      a Conversation and its parts
 reading    parses a record into a Conversation
 authors    who wrote each message
-ordinary   the same in one pass, for most records
 validity   rules that every row keeps
 tolerance  rules that a user can relax
 views      counts what the model saw shortened

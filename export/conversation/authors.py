@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import msgspec
 
@@ -13,14 +12,15 @@ from agent.messages import USER_TURN, user_key
 from export.conversation.order import is_agents
 from export.conversation.own_work import Own, first_reply
 from export.conversation.turns import Author, Entry, Said
+from runs.store.record_types import Record, StoredMessage
 
 _VERSION = re.compile(r"(?:[-@:]v?\d[\w.-]*|[-:](?:latest|preview))*")
 """What an endpoint adds to the name of a model that was asked for."""
 
 
-def with_authors(entries: Sequence[Entry], record: Mapping[str, Any], own: Own) -> list[Entry]:
+def with_authors(entries: Sequence[Entry], record: Record, own: Own) -> list[Entry]:
     """The entries of a record with their authors."""
-    messages, turns = record["messages"], record["turns"]
+    messages, turns = record.messages, record.turns
     # Turns of the prompt come first, then those of a branch's parent.
     brought = first_reply(messages, turns=len(turns))
     from_prompt = _turns_before(messages, brought)
@@ -43,7 +43,7 @@ def with_authors(entries: Sequence[Entry], record: Mapping[str, Any], own: Own) 
         elif others:
             replies = turns[place : place + entry.replies]
             place += entry.replies
-            if replies and all(reply.get("model") in others for reply in replies):
+            if replies and all(reply.model in others for reply in replies):
                 entry = msgspec.structs.replace(entry, author="other_model")
         found.append(entry)
     return found
@@ -61,32 +61,34 @@ def _author_of(text: str, added: list[tuple[str, Author]]) -> Author:
     return "prompt"
 
 
-def _added_texts(record: Mapping[str, Any]) -> list[tuple[str, Author]]:
+def _added_texts(record: Record) -> list[tuple[str, Author]]:
     """What was added on the user's side after the prompt, in order, and who wrote it."""
-    simulated = {inner["key"] for inner in record.get("inner") or ()}
+    simulated = {inner.key for inner in record.inner}
     found: list[tuple[str, Author]] = []
     further = 0
-    for note in record.get("notes") or ():
-        if note.get("reason") == USER_TURN:
+    for note in record.notes:
+        if note.text is None:
+            continue
+        if note.reason == USER_TURN:
             further += 1
             is_simulated = user_key(further) in simulated
-            found.append((note["text"], "simulated_user" if is_simulated else "prompt"))
-        elif "text" in note:
-            found.append((note["text"], "runtime"))
+            found.append((note.text, "simulated_user" if is_simulated else "prompt"))
+        else:
+            found.append((note.text, "runtime"))
     return found
 
 
-def _turns_before(messages: Sequence[Mapping[str, Any]], start: int) -> int:
+def _turns_before(messages: Sequence[StoredMessage], start: int) -> int:
     """How many turns end before the message at `start`, a reply.
 
     A reply that continues the turn before it belongs to that turn, which is then not counted.
     """
-    opening = [message["role"] for message in messages[: start + 1]]
+    opening = [message.role for message in messages[: start + 1]]
     turns = [role for role, _ in groupby(opening) if role == "assistant"]
     return max(0, len(turns) - 1)
 
 
-def _other_models(record: Mapping[str, Any]) -> frozenset[str]:
+def _other_models(record: Record) -> frozenset[str]:
     """The names of models in an agent's conversation that are not this run's.
 
     An agent that runs as a command may call several. Where no name is that of the run's model,
@@ -94,8 +96,9 @@ def _other_models(record: Mapping[str, Any]) -> frozenset[str]:
     """
     if not is_agents(record):
         return frozenset()
-    names = {turn.get("model") for turn in record["turns"]} - {None}
-    asked = record["model"].partition(":")[2] or record["model"]
+    names = {turn.model for turn in record.turns if turn.model is not None}
+    model = record.model or ""
+    asked = model.partition(":")[2] or model
     asked = asked.rpartition("/")[2]
     own = {name for name in names if _is_version_of(name.rpartition("/")[2], asked)}
     return frozenset(names - own) if own else frozenset()

@@ -5,21 +5,24 @@ Rows look the same whichever way the model had to end its conversation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from agent.reasoning import split_inline_reasoning
 from agent.state.final_answer import RESERVED
 from export.conversation.row_json import read_arguments
-from export.conversation.tools import Tools, names_of, tools_of, without_reserved
+from export.conversation.tools import names_of, without_reserved
 from export.conversation.validity import Reason, Rejected, check_conversation, final_answer_call
 from runs.store.checks import ended_by_wrong_answer
+from runs.store.record_types import Record, StoredCall, StoredMessage, Tools
 
 
 class Told(NamedTuple):
     """A conversation as rows render it."""
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[StoredMessage]
     tools: Tools
     """The tools on offer; without the reserved ones unless a message calls one."""
     completion: Literal["final_answer", "text"] | None
@@ -29,7 +32,7 @@ class Told(NamedTuple):
 
 
 def plain_ending(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[StoredMessage],
     tools: Tools,
     *,
     answered: bool,
@@ -51,55 +54,55 @@ def plain_ending(
     return Told(messages, tools, "text" if call is None else "final_answer", invented)
 
 
-def is_answered(record: Mapping[str, Any]) -> bool:
+def is_answered(record: Record) -> bool:
     """Whether a conversation ended with an answer, right or wrong."""
-    return record["status"] == "completed" or ended_by_wrong_answer(record)
+    return record.status == "completed" or ended_by_wrong_answer(record)
 
 
-def _call_reserved(messages: Sequence[Mapping[str, Any]]) -> bool:
+def _call_reserved(messages: Sequence[StoredMessage]) -> bool:
     for message in messages:
-        for call in message.get("tool_calls") or ():
-            if call["function"]["name"] in RESERVED:
+        for call in message.tool_calls:
+            if call.function.name in RESERVED:
                 return True
     return False
 
 
-def answer_of(record: Mapping[str, Any]) -> str | None:
+def answer_of(record: Record) -> str | None:
     """The final answer of a conversation, None without one."""
     answered = is_answered(record)
     try:
-        ending = plain_ending(record["messages"], tools_of(record), answered=answered)
+        ending = plain_ending(record.messages, record.tools, answered=answered)
     except Rejected:
         return None
     last = ending.messages[-1]
-    if last["role"] != "assistant" or not isinstance(last["content"], str):
+    if last.role != "assistant":
         return None
-    return split_inline_reasoning(last["content"]).rest.strip() or None
+    return split_inline_reasoning(last.content).rest.strip() or None
 
 
 def _with_answer_as_text(
-    messages: Sequence[Mapping[str, Any]], call: Mapping[str, Any]
-) -> list[Mapping[str, Any]]:
+    messages: Sequence[StoredMessage], call: StoredCall
+) -> list[StoredMessage]:
     """The messages with `call` and its result replaced by a last message that holds the answer.
 
     If the turn had no other calls, that message follows it directly and continues the same turn.
     """
-    start = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
+    start = max(n for n, message in enumerate(messages) if message.role == "assistant")
     turn, *results = messages[start:]
-    others = [other for other in turn["tool_calls"] if other is not call]
-    kept = [result for result in results if result["tool_call_id"] != call["id"]]
+    others = [other for other in turn.tool_calls if other is not call]
+    kept = [result for result in results if result.tool_call_id != call.id]
     answer = _answer(call)
     for result in results:
         if result not in kept:
-            if result.get("is_error"):
+            if result.is_error:
                 raise Rejected(Reason.UNFINISHED, "completed, but the final answer was refused")
             # The answer as the runtime took it, with its references resolved.
-            answer = (result.get("details") or {}).get("text", answer)
-    last = {"role": "assistant", "content": answer}
-    return [*messages[:start], {**turn, "tool_calls": others}, *kept, last]
+            answer = result.details.get("text", answer)
+    last = StoredMessage("assistant", answer)
+    return [*messages[:start], replace(turn, tool_calls=others), *kept, last]
 
 
-def _answer(call: Mapping[str, Any]) -> str:
+def _answer(call: StoredCall) -> str:
     _, arguments = read_arguments(call, where="last turn")
     answer = arguments.get("answer", "")
     if not isinstance(answer, str):

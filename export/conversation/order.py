@@ -8,50 +8,67 @@ on. What would be out of order is added to the message before it, as the model r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from runs.store.record_types import (
+    InnerRecord,
+    Record,
+    StoredBlocks,
+    StoredConversation,
+    StoredMessage,
+)
 
 _THREAD = "thread#"
 
-OWN_CHARS = "own_chars"
-"""In a result that others' words were added to: the length of its own text."""
+_Part = TypeVar("_Part", bound=StoredConversation)
 
 
-def is_agents(part: Mapping[str, Any]) -> bool:
+def is_agents(part: StoredConversation) -> bool:
     """Whether a record, or an inner conversation, is that of an agent that runs as a command."""
-    return "agent" in part or str(part.get("key", "")).startswith(_THREAD)
+    if isinstance(part, Record):
+        return part.agent is not None
+    return isinstance(part, InnerRecord) and part.key.startswith(_THREAD)
 
 
-def ends_with_a_call(record: Mapping[str, Any]) -> bool:
+def ends_with_a_call(record: Record) -> bool:
     """Whether an agent ended its task by a call, whose result no model has seen."""
-    last = record["messages"][-1]
-    return is_agents(record) and last["role"] == "assistant" and bool(last.get("tool_calls"))
+    last = record.messages[-1]
+    return is_agents(record) and last.role == "assistant" and bool(last.tool_calls)
 
 
-def in_order(part: Mapping[str, Any]) -> Mapping[str, Any]:
+def in_order(part: _Part) -> _Part:
     """An agent's conversation with its messages in order; any other as it is."""
-    return {**part, "messages": _merged(part["messages"])} if is_agents(part) else part
+    return replace(part, messages=_merged(part.messages)) if is_agents(part) else part
 
 
-def _merged(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _merged(messages: Sequence[StoredMessage]) -> list[StoredMessage]:
     """User and system messages, but for those that may follow, added to the one before them."""
-    merged: list[Mapping[str, Any]] = []
+    merged: list[StoredMessage] = []
     for message in messages:
-        role, before = message["role"], merged[-1]["role"] if merged else "system"
+        role, before = message.role, merged[-1].role if merged else "system"
         if role in ("assistant", "tool") or (before == "system" and role in ("system", "user")):
             merged.append(message)
         elif before in ("user", "tool"):
             earlier = merged[-1]
-            own = {OWN_CHARS: len(earlier["content"])} if before == "tool" else {}
-            content = f"{earlier['content']}\n\n{message['content']}"
-            blocks = [*_blocks_of(earlier), *_blocks_of(message)]
-            others = {"provider_blocks": {"blocks": blocks}} if blocks else {}
-            merged[-1] = {**own, **earlier, **others, "content": content}
+            own = earlier.own_chars
+            if before == "tool" and own is None:
+                own = len(earlier.content)
+            merged[-1] = replace(
+                earlier,
+                content=f"{earlier.content}\n\n{message.content}",
+                own_chars=own,
+                provider_blocks=_joined_blocks(earlier, message),
+            )
         else:
-            merged.append({**message, "role": "user"})
+            merged.append(replace(message, role="user"))
     return merged
 
 
-def _blocks_of(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    blocks: Sequence[Mapping[str, Any]] = (message.get("provider_blocks") or {}).get("blocks", ())
-    return blocks
+def _joined_blocks(earlier: StoredMessage, message: StoredMessage) -> StoredBlocks | None:
+    if (added := message.provider_blocks) is None:
+        return earlier.provider_blocks
+    known = earlier.provider_blocks or StoredBlocks()
+    return replace(known, blocks=[*known.blocks, *added.blocks])

@@ -15,18 +15,19 @@ from typing import Any
 import msgspec
 
 from agent.parts import kind_of_part, parts_of
-from agent.reasoning import hides_reasoning, opens_reasoning, split_inline_reasoning
+from agent.reasoning import opens_reasoning, split_inline_reasoning
 from export.conversation.authors import with_authors
 from export.conversation.ending import is_answered, plain_ending
-from export.conversation.order import OWN_CHARS, ends_with_a_call, in_order, is_agents
-from export.conversation.own_work import Own, own_of, tool_stats
+from export.conversation.order import ends_with_a_call, in_order, is_agents
+from export.conversation.own_work import Own, is_reasoning_hidden, tool_stats
 from export.conversation.rewards import reward_facts
 from export.conversation.row_json import Token, control_token, read_arguments, write_json
 from export.conversation.tolerance import Flaw, Tolerance
-from export.conversation.tools import Tools, names_of, tools_of
+from export.conversation.tools import names_of
 from export.conversation.turns import Call, Conversation, Entry, Result, Said, Turn
 from export.conversation.validity import Reason, Rejected, check_conversation, check_finished
 from export.conversation.views import views_of
+from runs.store.record_types import Record, StoredCall, StoredMessage, Tools
 
 _MARKER_IN_TEXT = re.compile(r"</?(?:tool_call|tool_response|think|(?i:reasoning_scratchpad))>")
 """A tag that, in a model's own text, would be read as structure or reasoning."""
@@ -37,21 +38,21 @@ _OF_PROMPTS = frozenset(("prompt", "script"))
 _OF_CHECKS = _OF_PROMPTS | {"setup", "check"}
 
 
-def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conversation:
+def read_conversation(record: Record, own: Own | None = None) -> Conversation:
     """Parse a record; raises Rejected if it breaks a rule of all formats.
 
-    `own` is `own_of(record)`, if the caller has it already. A record that ended early is parsed
-    too, with `completed` false; the caller decides where it belongs.
+    `own` is `Own(record)`, if the caller has it already. A record that ended early is parsed too,
+    with `completed` false; the caller decides where it belongs.
     """
     if is_agents(record):
         record = in_order(record)
-        own = own_of(record)
-    own = own or own_of(record)
+        own = None
+    own = own or Own(record)
     if not own.turns:
-        raise Rejected(Reason.NO_REPLY, f"status {record['status']}: the model never replied")
-    completed, answered = record["status"] == "completed", is_answered(record)
+        raise Rejected(Reason.NO_REPLY, f"status {record.status}: the model never replied")
+    completed, answered = record.status == "completed", is_answered(record)
     messages, tools, completion, invented = plain_ending(
-        record["messages"], tools_of(record), answered=answered
+        record.messages, record.tools, answered=answered
     )
     flaws = [Flaw(Reason.UNKNOWN_TOOL, detail) for detail in invented]
     entries = read_entries(messages, tools, flaws)
@@ -62,12 +63,13 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
         last = entries[-1]
         assert isinstance(last, Turn)  # it holds the answer
         entries = [*entries[:-1], msgspec.structs.replace(last, replies=last.replies - 1)]
-    entries = with_hidden_reasoning(entries, record["messages"], record["turns"])
-    said = messages[own.start :] if completion == "final_answer" else own.messages
-    stats = tool_stats(said)
+    entries = with_hidden_reasoning(
+        entries, record.messages, [turn.reasoning_tokens for turn in record.turns]
+    )
+    stats = tool_stats(messages[own.start :]) if completion == "final_answer" else own.tools
     # Notes on a parent's turns are in the parent's row.
-    noted = record["messages"]
-    if len(own.turns) < len(record["turns"]):
+    noted: Sequence[StoredMessage] = record.messages
+    if len(own.turns) < len(record.turns):
         noted = own.messages
     return Conversation(
         system=system_of(messages),
@@ -81,7 +83,7 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
             completion if completed else None,
             stats,
             noted,
-            record["turns"][-1]["finish_reason"],
+            record.turns[-1].finish_reason,
         ),
         num_tool_calls=sum(tool["count"] for tool in stats),
         flaws=flaws,
@@ -90,7 +92,7 @@ def read_conversation(record: Mapping[str, Any], own: Own | None = None) -> Conv
 
 
 def read_entries(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[StoredMessage],
     tools: Tools,
     flaws: list[Flaw],
 ) -> list[Entry]:
@@ -102,13 +104,13 @@ def read_entries(
         flaws.append(Flaw(Reason.UNKNOWN_TOOL, detail))
     entries: list[Entry] = []
     number = 1
-    parts: list[Mapping[str, Any]] = []
-    results: dict[str, Mapping[str, Any]] = {}
+    parts: list[StoredMessage] = []
+    results: dict[str | None, StoredMessage] = {}
     flaws += flaws_of_parts(messages)
     for message in messages:
-        role = message["role"]
+        role = message.role
         if role == "tool":
-            results[message["tool_call_id"]] = message
+            results[message.tool_call_id] = message
             continue
         if parts and (results or role != "assistant"):
             entries.append(_read_turn(parts, results, number, flaws))
@@ -123,25 +125,17 @@ def read_entries(
     return entries
 
 
-def flaws_of_parts(messages: Iterable[Mapping[str, Any]]) -> list[Flaw]:
+def flaws_of_parts(messages: Iterable[StoredMessage]) -> list[Flaw]:
     """A flaw for each part of the messages that is not text."""
     flaws = []
     for place, message in enumerate(messages, start=1):
-        for part in parts_of(message):
+        if message.provider_blocks is None:
+            continue
+        for part in parts_of(message.role, message.provider_blocks.blocks):
             reason = Reason.HAS_IMAGES if kind_of_part(part) == "image" else Reason.HAS_FILES
             what = part.get("type") or part.get("kind") or next(iter(part), "part")
             flaws.append(Flaw(reason, f"message {place}: a part of the type {what!r}"))
     return flaws
-
-
-def text_of(message: Mapping[str, Any], *, where: str) -> str:
-    """The content of a message; raises Rejected unless it is text."""
-    content = message.get("content")
-    if content is None:
-        return ""
-    if not isinstance(content, str):
-        raise Rejected(Reason.NOT_TEXT, f"{where}: content is a {type(content).__name__}")
-    return content
 
 
 def refuse_control_tokens(text: str, tolerance: Tolerance, *, where: str) -> None:
@@ -154,48 +148,47 @@ def _of_token(token: Token, where: str) -> Flaw:
     return Flaw(Reason.CONTROL_TOKEN, f"{where}: {token.text!r}", token)
 
 
-def system_of(messages: Iterable[Mapping[str, Any]]) -> str:
-    """The joined text of all system messages, "" without any; raises Rejected if it is not text."""
-    texts = (text_of(m, where="system message") for m in messages if m["role"] == "system")
+def system_of(messages: Iterable[StoredMessage]) -> str:
+    """The joined text of all system messages, "" without any."""
+    texts = [message.content for message in messages if message.role == "system"]
     return "\n\n".join(text for text in texts if text.strip())
 
 
 def with_hidden_reasoning(
     entries: list[Entry],
-    messages: Iterable[Mapping[str, Any]],
-    turns: Sequence[Mapping[str, Any]],
+    messages: Iterable[StoredMessage],
+    reasoning_tokens: Sequence[int | None],
 ) -> list[Entry]:
     """The entries, with turns of hidden reasoning marked.
 
-    `messages` are those of the record; `turns` belong to the last of its replies.
+    `messages` are those of the record; `reasoning_tokens` belong to the last of its replies.
     """
     for entry in entries:
         if isinstance(entry, Turn) and not entry.reasoning:
             break
     else:
         return entries
-    replies = [message for message in messages if message["role"] == "assistant"]
+    replies = [message for message in messages if message.role == "assistant"]
     # Replies of the prompt come first and have no usage.
-    usages = [None] * len(replies) + [turn.get("usage") for turn in turns]
-    usages = usages[-len(replies) :]
+    of_replies = [*[None] * len(replies), *reasoning_tokens][-len(replies) :]
     marked = []
     end = 0
     is_hidden = False
     for entry in entries:
         if isinstance(entry, Turn):
             start, end = end, end + entry.replies
-            made = list(zip(replies[start:end], usages[start:end], strict=True))
+            made = list(zip(replies[start:end], of_replies[start:end], strict=True))
             if made:  # else the answer belongs to the previous reply
-                is_hidden = any(hides_reasoning(*reply) for reply in made)
+                is_hidden = any(is_reasoning_hidden(*reply) for reply in made)
             if is_hidden and not entry.reasoning:
                 entry = msgspec.structs.replace(entry, hides_reasoning=True)
         marked.append(entry)
     return marked
 
 
-def _user_text(message: Mapping[str, Any], flaws: list[Flaw], *, turn: int) -> str:
+def _user_text(message: StoredMessage, flaws: list[Flaw], *, turn: int) -> str:
     where = f"user message before turn {turn}"
-    text = text_of(message, where=where)
+    text = message.content
     if not text.strip():
         raise Rejected(Reason.EMPTY_VALUE, f"{where}: blank")
     if token := control_token(text):
@@ -204,8 +197,8 @@ def _user_text(message: Mapping[str, Any], flaws: list[Flaw], *, turn: int) -> s
 
 
 def _read_turn(
-    messages: Sequence[Mapping[str, Any]],
-    results: Mapping[str, Mapping[str, Any]],
+    messages: Sequence[StoredMessage],
+    results: Mapping[str | None, StoredMessage],
     number: int,
     flaws: list[Flaw],
 ) -> Turn:
@@ -222,7 +215,7 @@ def _read_turn(
         _find_structure(reasoning, flaws, number, "reasoning")
     if text:
         _find_structure(text, flaws, number, "text")
-    asked = messages[-1].get("tool_calls") or ()
+    asked = messages[-1].tool_calls
     if not text or text.isspace():
         text = ""
         if not asked:
@@ -231,34 +224,26 @@ def _read_turn(
     try:
         calls = [
             Call(
-                call["id"],
-                call["function"]["name"],
+                call.id,
+                call.function.name,
                 *read_arguments(call, where=f"turn {number}, call {position}"),
             )
             for position, call in enumerate(asked, start=1)
         ]
     except Rejected:
         calls = [_read_call(call, flaws, number, n) for n, call in enumerate(asked, start=1)]
-    answers = [_read_result(results[call.id], call, number) for call in calls if call.id in results]
+    answers = [_result(results[call.id], call) for call in calls if call.id in results]
     return Turn(number, reasoning, text, calls, answers, len(messages))
 
 
-def _read_call(call: Mapping[str, Any], flaws: list[Flaw], number: int, position: int) -> Call:
+def _read_call(call: StoredCall, flaws: list[Flaw], number: int, position: int) -> Call:
     """A call with arguments of any kind."""
-    function = call["function"]
     try:
         arguments = read_arguments(call, where=f"turn {number}, call {position}")
     except Rejected as rejected:
         flaws.append(Flaw(rejected.reason, rejected.detail))
-        arguments = write_json(function["arguments"]), {}
-    return Call(call["id"], function["name"], *arguments)
-
-
-def holds_flaw(words: str) -> bool:
-    """Whether a text holds a tag or a control token."""
-    if "<" in words and _MARKER_IN_TEXT.search(words) is not None:
-        return True
-    return control_token(words) is not None
+        arguments = write_json(call.function.arguments), {}
+    return Call(call.id, call.function.name, *arguments)
 
 
 def _find_structure(words: str, flaws: list[Flaw], number: int, place: str) -> None:
@@ -269,18 +254,9 @@ def _find_structure(words: str, flaws: list[Flaw], number: int, place: str) -> N
         flaws.append(_of_token(token, f"turn {number}, {place}"))
 
 
-def _split_reasoning(message: Mapping[str, Any], number: int) -> tuple[str, str]:
-    text = message.get("content")
-    if not isinstance(text, str):
-        text = text_of(message, where=f"turn {number}")
-    return split_reasoning(message.get("reasoning") or "", text, number)
-
-
-def split_reasoning(apart: str, text: str, number: int) -> tuple[str, str]:
-    """Reasoning and text of a reply; reasoning both in its field and inline counts once.
-
-    `apart` is what its field holds.
-    """
+def _split_reasoning(message: StoredMessage, number: int) -> tuple[str, str]:
+    """Reasoning and text of a reply; reasoning both in its field and inline counts once."""
+    apart, text = message.reasoning or "", message.content
     if apart.isspace():
         apart = ""
     if "<" not in text:
@@ -299,53 +275,46 @@ def _joined(parts: Sequence[str]) -> str:
     return "\n\n".join([*(part.rstrip() for part in earlier), last])
 
 
-def _read_result(message: Mapping[str, Any], call: Call, number: int) -> Result:
-    content = message.get("content")
-    if not isinstance(content, str):
-        content = text_of(message, where=f"result of turn {number}")
-    is_error = bool(message.get("is_error"))
-    return Result(call.id, call.name, content, is_error, message.get(OWN_CHARS))
+def _result(message: StoredMessage, call: Call) -> Result:
+    return Result(call.id, call.name, message.content, bool(message.is_error), message.own_chars)
 
 
 def metadata_for(
-    record: Mapping[str, Any],
+    record: Record,
     completion: str | None,
     stats: Sequence[Mapping[str, Any]],
-    noted: Iterable[Mapping[str, Any]],
+    noted: Iterable[StoredMessage],
     finish_reason: str | None,
 ) -> dict[str, Any]:
     """The metadata of a row, except for counts of reasoning, which depend on the style.
 
     Keys that most rows do not need are present only with a value.
     """
-    metadata = {
-        "model": record["model"],
-        "model_returned": record["model_returned"],
-        "api": record["api"],
-        "status": record["status"],
+    metadata: dict[str, Any] = {
+        "model": record.model,
+        "model_returned": record.model_returned,
+        "api": record.api,
+        "status": record.status,
     }
-    if reason := record.get("status_reason"):
-        metadata["status_reason"] = reason
-    if record.get("fork"):
+    if record.status_reason:
+        metadata["status_reason"] = record.status_reason
+    if record.fork is not None:
         metadata["fork"] = lineage_of(record)
     if completion:
         metadata["completion"] = completion
-    if agent := record.get("agent"):
-        metadata["agent"] = {key: agent.get(key) for key in ("name", "version")}
+    if (agent := record.agent) is not None:
+        metadata["agent"] = {"name": agent.name, "version": agent.version}
     metadata["finish_reason"] = finish_reason
-    metadata["prompt_id"] = record["prompt_id"]
-    metadata["sample"] = record["sample"]
-    metadata["toolsets"] = record["toolsets"]
+    metadata["prompt_id"] = record.prompt_id
+    metadata["sample"] = record.sample
+    metadata["toolsets"] = record.toolsets
     metadata["tool_stats"] = stats
     metadata["reasoning"] = None  # see `metadata_of`
-    metadata["usage"] = record["usage"]
-    resumes = record["resumes"]
-    metadata["interrupted_calls"] = (
-        sum([len(resume["interrupted"]) for resume in resumes]) if resumes else 0
-    )
-    get = record.get
-    seen = ("view_compacted", "view_trimmed", "options", "rewritten")
-    if resumes or any(map(get, seen)):
+    metadata["usage"] = record.usage
+    resumes = record.resumes
+    metadata["interrupted_calls"] = sum([len(resume.interrupted) for resume in resumes])
+    is_seen_otherwise = record.view_compacted or record.view_trimmed or record.rewritten
+    if resumes or is_seen_otherwise or record.options:
         metadata.update(views_of(record))
     if noted:
         notes, repairs = _notes_and_repairs(noted)
@@ -353,12 +322,12 @@ def metadata_for(
             metadata["notes"] = notes
         if repairs:
             metadata["repairs"] = repairs
-    if get("check") or get("scores") or get("options"):
+    if record.check is not None or record.scores or record.options:
         metadata |= reward_facts(record)
     metadata["columns"] = _small_columns(record)
-    metadata["sandbox"] = record["sandbox"]
-    metadata["seed"] = record["seed"]
-    metadata["config_digest"] = record["config_digest"]
+    metadata["sandbox"] = record.sandbox
+    metadata["seed"] = record.seed
+    metadata["config_digest"] = record.config_digest
     return metadata
 
 
@@ -372,34 +341,35 @@ def metadata_of(conversation: Conversation) -> dict[str, Any]:
     return {**conversation.metadata, "reasoning": reasoning}
 
 
-def lineage_of(record: Mapping[str, Any]) -> dict[str, Any]:
+def lineage_of(record: Record) -> dict[str, Any]:
     """For a branch: the run and record it continues, after which turn, its number; else empty."""
-    if not (fork := record.get("fork")):
+    if (fork := record.fork) is None:
         return {}
-    return {key: fork[key] for key in ("run", "record", "turn", "branch") if key in fork}
+    known = {"run": fork.run, "record": fork.record, "turn": fork.turn, "branch": fork.branch}
+    return {key: value for key, value in known.items() if value is not None}
 
 
-def _notes_and_repairs(messages: Iterable[Mapping[str, Any]]) -> tuple[dict[str, int], int]:
+def _notes_and_repairs(messages: Iterable[StoredMessage]) -> tuple[dict[str, int], int]:
     """Counts of the runtime's notes to the model by rule, and of repaired tool names."""
     notes: list[str] = []
     repairs = 0
     for message in messages:
-        if "notes" in message and message["role"] in ("user", "tool"):
-            notes += message["notes"] or ()
-        if "repairs" in message:
-            repairs += len(message["repairs"] or ())
+        if message.notes and message.role in ("user", "tool"):
+            notes += message.notes
+        if message.repairs:
+            repairs += len(message.repairs)
     return dict(sorted(Counter(notes).items())) if notes else {}, repairs
 
 
-def _small_columns(record: Mapping[str, Any]) -> dict[str, Any]:
+def _small_columns(record: Record) -> dict[str, Any]:
     """Short columns of the dataset, to filter by; long values stay only in the record.
 
     So do `setup` and `check`: a model must not learn what the check looks for.
     """
-    hidden = _OF_CHECKS if record.get("check") else _OF_PROMPTS
+    hidden = _OF_PROMPTS if record.check is None else _OF_CHECKS
     return {
         name: value
-        for name, value in record["row"].items()
+        for name, value in record.row.items()
         if name not in hidden
         and (
             len(value) <= _MAX_COLUMN_CHARS

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from export.conversation.validity import Reason, Rejected
 from runs.store.checks import THRESHOLD, Judgement, judgement_of, rewards_of
+from runs.store.record_types import Record
 from runs.store.rewards import BY_TURN, MAIN
 
 
-def reward_of(record: Mapping[str, Any], name: str | None = None) -> float | None:
+def reward_of(record: Record, name: str | None = None) -> float | None:
     """The reward of a record with this name; without a name the one that `judgement_of` gives."""
     return judgement_of(record, name).reward
 
 
-def judged(record: Mapping[str, Any], name: str | None) -> Judgement:
+def judged(record: Record, name: str | None) -> Judgement:
     """Whether a record passed its check, with the reward of this name."""
     found = judgement_of(record)
     return found if name is None else found._replace(reward=reward_of(record, name))
@@ -32,13 +32,13 @@ def not_passed(judgement: Judgement) -> Rejected | None:
     return None
 
 
-def reward_facts(record: Mapping[str, Any]) -> dict[str, Any]:
+def reward_facts(record: Record) -> dict[str, Any]:
     """The rewards of a record for the metadata of its row; empty if it has none.
 
     `reward` counts where no name is given; `rewards` are all by name, if there are others.
     """
-    check = record.get("check")
-    if not record.get("scores") and not (isinstance(check, dict) and "rewards" in check):
+    check = record.check
+    if not record.scores and (check is None or check.rewards is None):
         reward = reward_of(record)
         return {} if reward is None else {"reward": reward}
     named, by_turn = rewards_of(record)

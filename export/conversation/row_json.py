@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from export.conversation.validity import Reason, Rejected
+from runs.store.record_types import StoredCall
 from toolsets.exact_json import has_long_digits, within_64_bits
 
 _TEMPLATE_TAILS = r"[|｜][^|｜<>\s]{1,40}[|｜]>|(?:start|end)_of_turn>"
@@ -166,18 +167,18 @@ def _has_in_brackets(text: str) -> bool:
     )
 
 
-def read_arguments(call: Mapping[str, Any], *, where: str) -> tuple[str, Mapping[str, Any]]:
+def read_arguments(call: StoredCall, *, where: str) -> tuple[str, Mapping[str, Any]]:
     """The arguments of a call: JSON text of an object, and its value; raises Rejected.
 
     Numbers in the text keep their digits. In the value an integer beyond 64 bits is a string of its
     digits: loaders would round it or refuse the whole file. Blank arguments are an empty object.
     """
     try:
-        return parse_arguments(call["function"]["arguments"])
+        return parse_arguments(call.function.arguments)
     except ValueError as e:
         is_json = isinstance(e, _NotAnObject)
         reason = Reason.ARGUMENTS_NOT_OBJECT if is_json else Reason.ARGUMENTS_NOT_JSON
-        raise Rejected(reason, f"{where} ({call['function']['name']}): {e}") from e
+        raise Rejected(reason, f"{where} ({call.function.name}): {e}") from e
 
 
 class _NotAnObject(ValueError):

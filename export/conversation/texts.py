@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
+
+import msgspec
+
+from runs.store.record_types import Record, StoredConversation, StoredMessage
 
 _UNSPACED = (
     "\u0e00-\u0eff"  # Thai, Lao
@@ -18,18 +22,18 @@ _UNSPACED = (
 _WORD = re.compile(rf"[^\W{_UNSPACED}]+|[{_UNSPACED}]")
 
 
-def texts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def texts_of(record: Record) -> Iterator[tuple[str, str]]:
     """Place and text of everything in a record that any format can hold.
 
     That includes inner conversations, discarded replies and the outputs of the check and an agent.
     """
     yield from _said(record, "")
-    for name, value in record["row"].items():
+    for name, value in record.row.items():
         for text in strings_in(value):
             yield f"column {name}", text
-    for text in strings_in(record.get("check")):
+    for text in strings_in(msgspec.to_builtins(record.check)):
         yield "check", text
-    for text in strings_in(record.get("agent")):
+    for text in strings_in(msgspec.to_builtins(record.agent)):
         yield "agent", text
 
 
@@ -47,28 +51,32 @@ def strings_in(value: Any) -> Iterator[str]:
             yield from strings_in(inner)
 
 
-def _said(part: Mapping[str, Any], place: str) -> Iterator[tuple[str, str]]:
-    for number, message in enumerate(part["messages"], start=1):
+def _said(part: StoredConversation, place: str) -> Iterator[tuple[str, str]]:
+    for number, message in enumerate(part.messages, start=1):
         yield from _in_message(message, f"{place}message {number}")
-    for number, reply in enumerate(part.get("discarded") or (), start=1):
-        yield from _in_message(reply["message"], f"{place}message {number} set aside")
-    for call in part.get("set_aside") or ():
-        for message in (*call["added"], call["message"]):
-            yield from _in_message(message, f"{place}call {call['number']} set aside")
-    for change in part.get("rewritten") or ():
-        for message in change["messages"]:
-            yield from _in_message(message, f"{place}rewritten message {change['start'] + 1}")
-    for inner in part.get("inner") or ():
-        yield from _said(inner, f"{place}conversation of {inner['name']}, ")
+    for number, reply in enumerate(part.discarded, start=1):
+        yield from _in_message(reply.message, f"{place}message {number} set aside")
+    if isinstance(part, Record):
+        yield from _not_shown(part)
+    for inner in part.inner:
+        yield from _said(inner, f"{place}conversation of {inner.name}, ")
 
 
-def _in_message(message: Mapping[str, Any], place: str) -> Iterator[tuple[str, str]]:
-    where = f"{place} ({message['role']})"
-    if isinstance(content := message.get("content"), str):
-        yield where, content
-    if reasoning := message.get("reasoning"):
-        yield f"{where}, reasoning", reasoning
-    for call in message.get("tool_calls") or ():
-        yield f"{where}, arguments", call["function"]["arguments"]
-    for text in strings_in(message.get("details")):
+def _not_shown(record: Record) -> Iterator[tuple[str, str]]:
+    for call in record.set_aside:
+        for message in (*call.added, call.message):
+            yield from _in_message(message, f"call {call.number} set aside")
+    for change in record.rewritten or ():
+        for message in change.messages:
+            yield from _in_message(message, f"rewritten message {change.start + 1}")
+
+
+def _in_message(message: StoredMessage, place: str) -> Iterator[tuple[str, str]]:
+    where = f"{place} ({message.role})"
+    yield where, message.content
+    if message.reasoning:
+        yield f"{where}, reasoning", message.reasoning
+    for call in message.tool_calls:
+        yield f"{where}, arguments", call.function.arguments
+    for text in strings_in(message.details):
         yield f"{where}, details", text

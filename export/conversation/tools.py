@@ -5,15 +5,13 @@ Records that are read together hold the same list if they were offered the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from agent.state.final_answer import RESERVED
+from runs.store.record_types import Tools
 
-Tools = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
-
-NO_TOOLS: Tools = ()
 
 _MOST = 64
 _made: dict[tuple[int, Callable[[Any], Any]], tuple[Tools, Any]] = {}
@@ -30,11 +28,6 @@ def once(tools: Tools, make: Callable[[Tools], T]) -> T:
         known = _made[key] = tools, make(tools)
     made: T = known[1]
     return made
-
-
-def tools_of(record: Mapping[str, Any]) -> Tools:
-    """The tools that the model was offered."""
-    return record["tools"] or NO_TOOLS
 
 
 def names_of(tools: Tools) -> frozenset[str]:

@@ -13,7 +13,7 @@ import msgspec
 
 from export.conversation.own_work import Own
 from export.conversation.tolerance import Flaw
-from export.conversation.tools import Tools
+from runs.store.record_types import Record, StoredTurn, Tools
 
 Author = Literal["model", "other_model", "prompt", "parent", "simulated_user", "runtime"]
 """Who wrote a message: this run's model, another model that an agent called, the row, the parent
@@ -86,14 +86,12 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
     entries: Sequence[Entry]
     tools: Tools
     completed: bool
-    record: Mapping[str, Any]
+    record: Record
     own: Own
     metadata: Mapping[str, Any]
     num_tool_calls: int
     flaws: Sequence[Flaw] = ()
     """Flaws that not every format accepts."""
-    said: tuple[str, ...] | None = None
-    """All texts of the record, see `export.filters.duplicates`; None if they were not collected."""
     has_others: bool = False
     """Whether any turn is not of this run's model."""
     is_for_turn: bool = False
@@ -121,9 +119,9 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
         return Counter(author for author in authors if author != "model")
 
     @property
-    def replies_by_turn(self) -> dict[int, list[Mapping[str, Any]]]:
+    def replies_by_turn(self) -> dict[int, list[StoredTurn]]:
         """The replies of each own turn by its number: several if the provider paused it."""
-        left = list(self.record["turns"])
+        left = list(self.own.turns)
         found = {}
         for turn in reversed(self.own_turns):
             if count := min(turn.replies, len(left)):

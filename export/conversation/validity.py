@@ -6,12 +6,11 @@ with a reason; their records stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
-from typing import Any
 
-from agent.messages import ToolCall
 from agent.state.final_answer import FINAL_ANSWER, finish_in
+from runs.store.record_types import StoredCall, StoredMessage
 
 
 class Reason(StrEnum):
@@ -95,7 +94,7 @@ _MAY_FOLLOW = {
 """Which roles may follow which; tool results must answer open calls."""
 
 
-def check_conversation(messages: Sequence[Mapping[str, Any]], tools: Collection[str]) -> list[str]:
+def check_conversation(messages: Sequence[StoredMessage], tools: Collection[str]) -> list[str]:
     """Raise Rejected unless roles, calls and results fit together.
 
     `tools` names the tools on offer; returned are descriptions of calls of other tools. The
@@ -106,15 +105,15 @@ def check_conversation(messages: Sequence[Mapping[str, Any]], tools: Collection[
     open_calls: set[str] = set()
     invented: list[str] = []
     for position, message in enumerate(messages, start=1):
-        role = message["role"]
+        role = message.role
         if role == "tool":
-            if message["tool_call_id"] not in open_calls:
+            if message.tool_call_id not in open_calls:
                 raise Rejected(
                     Reason.STRAY_RESULT,
                     f"message {position}, after turn {turn}: result for"
-                    f" {message['tool_call_id']!r}, which is no open call",
+                    f" {message.tool_call_id!r}, which is no open call",
                 )
-            open_calls.remove(message["tool_call_id"])
+            open_calls.remove(message.tool_call_id)
         elif open_calls:
             raise Rejected(
                 Reason.UNANSWERED_CALL, f"turn {turn}: no result for {sorted(open_calls)}"
@@ -124,15 +123,14 @@ def check_conversation(messages: Sequence[Mapping[str, Any]], tools: Collection[
             raise Rejected(Reason.ROLES_OUT_OF_ORDER, f"message {position}: role {role!r} {after}")
         if role == "assistant":
             turn += before != "assistant"  # else it continues the same turn
-            calls = message.get("tool_calls") or ()
-            open_calls = _check_calls(calls, tools, invented, turn=turn)
+            open_calls = _check_calls(message.tool_calls, tools, invented, turn=turn)
         before = role
     if turn == 0:
         raise Rejected(Reason.NO_REPLY, "the conversation holds no assistant turn")
     return invented
 
 
-def check_finished(messages: Sequence[Mapping[str, Any]]) -> None:
+def check_finished(messages: Sequence[StoredMessage]) -> None:
     """Raise Rejected unless the conversation ends with an answer.
 
     That is an assistant turn without calls, or one with an answered call of `final_answer`.
@@ -140,48 +138,49 @@ def check_finished(messages: Sequence[Mapping[str, Any]]) -> None:
     if final_answer_call(messages) is not None:
         return
     last = messages[-1]
-    if last["role"] != "assistant":
-        raise Rejected(Reason.UNFINISHED, f"completed, but the last message is a {last['role']}'s")
-    if last.get("tool_calls"):
+    if last.role != "assistant":
+        raise Rejected(Reason.UNFINISHED, f"completed, but the last message is a {last.role}'s")
+    if last.tool_calls:
         raise Rejected(Reason.UNFINISHED, "completed, but the last turn asks for tools")
 
 
-def final_answer_call(messages: Sequence[Mapping[str, Any]]) -> ToolCall | None:
+def final_answer_call(messages: Sequence[StoredMessage]) -> StoredCall | None:
     """The call of `final_answer` in the last turn, once all calls of that turn have results.
 
     Of several it is the first that the runtime could accept.
     """
     results = {}
     for message in reversed(messages):
-        if message["role"] != "tool":
+        if message.role != "tool":
             break
-        results[message["tool_call_id"]] = message
+        results[message.tool_call_id] = message
     else:
         return None
     if not results:
         return None
-    calls: Sequence[ToolCall] = message.get("tool_calls") or ()
-    if results.keys() != {call["id"] for call in calls}:
+    calls = message.tool_calls
+    if results.keys() != {call.id for call in calls}:
         return None
-    answers = [call for call in calls if call["function"]["name"] == FINAL_ANSWER]
+    answers = [call for call in calls if call.function.name == FINAL_ANSWER]
     for call in answers:
-        if not results[call["id"]].get("is_error") and finish_in(call) is not None:
+        finish = finish_in(FINAL_ANSWER, call.function.arguments)
+        if not results[call.id].is_error and finish is not None:
             return call
     return answers[0] if answers else None
 
 
 def _check_calls(
-    calls: Sequence[Mapping[str, Any]], tools: Collection[str], invented: list[str], *, turn: int
+    calls: Sequence[StoredCall], tools: Collection[str], invented: list[str], *, turn: int
 ) -> set[str]:
     ids: set[str] = set()
     for number, call in enumerate(calls, start=1):
-        name = call["function"]["name"]
+        name = call.function.name
         if name not in tools:
             invented.append(f"turn {turn}, call {number}: tool {name!r} was not on offer")
-        if call["id"] in ids:
+        if call.id in ids:
             raise Rejected(
                 Reason.REPEATED_CALL_ID,
-                f"turn {turn}, call {number}: id {call['id']!r} belongs to an earlier call",
+                f"turn {turn}, call {number}: id {call.id!r} belongs to an earlier call",
             )
-        ids.add(call["id"])
+        ids.add(call.id)
     return ids

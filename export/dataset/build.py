@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from export.conversation.ordinary import conversation_of
+from export.conversation.reading import read_conversation
 from export.conversation.rewards import reward_of
 from export.conversation.tolerance import Tolerance, how_to_keep, refuse_everywhere
 from export.conversation.validity import Rejected
@@ -34,15 +34,13 @@ from runs.dataset.scan import Scan
 from runs.process.long_work import LongWork
 from runs.run_dir import read_run_json, versions_of
 from runs.store.failures import load_failed_attempts
+from runs.store.record_types import Record
 from runs.store.scores import Scores
 
 SCHEMA_VERSION = 1
 
 _UNKNOWN = "unknown"
 """The model of an imported conversation that does not name it."""
-
-_OF_TEXTS = frozenset(("hermes", "openai", "llamafactory"))
-"""Formats whose rows hold no more than the parts that `parse_ordinary` gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +105,29 @@ def judge_answers(source: Source, recipe: Recipe) -> None:
         ask_judge(source.run_dir, judge, partial(_to_be_judged, source, recipe))
 
 
-def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[Mapping[str, Any]]:
+def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[Record]:
     filters = _filters_of(recipe)
     order = RecordOrder(source.run_dir, source.scan, num_samples=source.num_samples)
     with order.reading(Scores(source.run_dir)) as read:
         for number in order.numbers():
-            found = read(number)
-            if filters.rejection(found.record) is None and _has_rows(found, recipe):
-                yield found.record
+            record = read(number)
+            if filters.rejection(record) is None and _has_rows(record, recipe):
+                yield record
 
 
-def _has_rows(found: Loaded, recipe: Recipe) -> bool:
+def _has_rows(record: Record, recipe: Recipe) -> bool:
     try:
-        return not recipe.needs_conversations or bool(_with_conversation(found, recipe.tolerances))
+        return not recipe.needs_conversations or bool(_with_conversation(record, recipe.tolerances))
     except Rejected:
         return False
 
 
-def _with_conversation(found: Loaded, tolerances: Sequence[Tolerance]) -> Loaded:
+def _with_conversation(record: Record, tolerances: Sequence[Tolerance]) -> Loaded:
     """Parse a record; raises Rejected, also if no format accepts it."""
-    conversation = conversation_of(found.record, found.line)
+    conversation = read_conversation(record)
     if conversation.flaws:
         refuse_everywhere(conversation.flaws, tolerances)
-    return Loaded(found.record, found.line, conversation)
+    return Loaded(record, conversation)
 
 
 def _filters_of(recipe: Recipe, verdicts: Verdicts | None = None) -> RecordFilters:
@@ -159,15 +157,6 @@ class _Making:
         filters = recipe.filters
         self._chooses = recipe.compares or filters.max_per_toolsets is not None
         self._filters = _filters_of(recipe, verdicts)
-        # Only parts of ordinary records are used.
-        is_plain = (
-            self._filters.are_idle
-            and not recipe.compares
-            and not recipe.per_turn
-            and len(recipe.splits) == 1
-            and _OF_TEXTS.issuperset(recipe.row_formats)
-        )
-        self._load = read.quickly if is_plain else read
         self._near = (
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
         )
@@ -186,7 +175,7 @@ class _Making:
     def add(self, groups: Sequence[Sequence[int]]) -> None:
         """Add a few groups of tasks: those of one prompt, or single tasks if none are compared."""
         # A prompt can have any number of samples: rejected ones are not held in memory.
-        loading = map(self._load, chain.from_iterable(groups))
+        loading = map(self._read, chain.from_iterable(groups))
         loaded = loading if self._recipe.compares else iter([*loading])
         passed = [self._candidates(numbers, loaded) for numbers in groups]
         for candidates, _ in passed:
@@ -194,18 +183,18 @@ class _Making:
                 self._selected += 1
                 self._statistics.add(candidate.record, candidate.own)
                 record = candidate.record
-                self._models[record["model_returned"] or record["model"] or _UNKNOWN] += 1
+                self._models[record.model_returned or record.model or _UNKNOWN] += 1
         for candidates, rejected in passed:
-            for record, why in rejected:
+            for named, why in rejected:
                 self._rejected[why[0]] += 1
-                self._reject(record, *why, None)
+                self._reject(named, *why, None)
             if not candidates:
                 continue
             chosen = self._chosen(candidates)
             split = self._splits.of(candidates[0].record)
             for files in self._formats:
                 for candidate, why in files.add(split, candidates, chosen):
-                    self._reject(candidate.record, *why, files.name)
+                    self._reject(_named(candidate.record), *why, files.name)
 
     def finish(self) -> dict[str, Any]:
         """Close all files; returns their part of the manifest."""
@@ -228,31 +217,29 @@ class _Making:
         }
 
     def _candidates(
-        self, numbers: Sequence[int], loaded: Iterator[Loaded]
-    ) -> tuple[list[Loaded], list[tuple[Mapping[str, Any], Why]]]:
+        self, numbers: Sequence[int], loaded: Iterator[Record]
+    ) -> tuple[list[Loaded], list[tuple[_Named, Why]]]:
         """The next records that pass the filters, and id and status of those that do not."""
         candidates: list[Loaded] = []
-        rejected: list[tuple[Mapping[str, Any], Why]] = []
-        for number, found in zip(numbers, loaded, strict=False):
+        rejected: list[tuple[_Named, Why]] = []
+        for number, record in zip(numbers, loaded, strict=False):
             try:
-                candidates.append(self._candidate(number, found))
+                candidates.append(self._candidate(number, record))
             except _LeftOut as left_out:
-                named = {name: found.record[name] for name in ("id", "status")}
-                rejected.append((named, (left_out.reason, left_out.detail)))
+                rejected.append((_named(record), (left_out.reason, left_out.detail)))
         return candidates, rejected
 
-    def _candidate(self, number: int, found: Loaded) -> Loaded:
+    def _candidate(self, number: int, record: Record) -> Loaded:
         """The record with its conversation, if some format needs it; raises _LeftOut."""
-        record = found.record
         if (rejection := self._filters.rejection(record)) is not None:
             raise _LeftOut(*rejection)
-        if found.conversation is None and self._needs_conversations:
+        found = Loaded(record)
+        if self._needs_conversations:
             try:
-                found = _with_conversation(found, self._tolerances)
+                found = _with_conversation(record, self._tolerances)
             except Rejected as rejected:
                 raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
-        said = None if found.conversation is None else found.conversation.said
-        if self._recipe.filters.exact_duplicates and not self._is_new(number, record, said):
+        if self._recipe.filters.exact_duplicates and not self._is_new(number, record):
             raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
         if self._near is None or self._filters.only_compared(record) is not None:
             # A record without a row of its own must not exclude others.
@@ -261,10 +248,10 @@ class _Making:
             raise _LeftOut("near_duplicates", f"says nearly the same as {earlier}")
         return found
 
-    def _is_new(self, number: int, record: Mapping[str, Any], said: tuple[str, ...] | None) -> bool:
-        said = said or said_in(record)
+    def _is_new(self, number: int, record: Record) -> bool:
+        said = said_in(record)
         return self._seen.is_new(
-            number, hash(said), lambda earlier: said_in(self._read(earlier).record) == said
+            number, hash(said), lambda earlier: said_in(self._read(earlier)) == said
         )
 
     def _chosen(self, candidates: list[Loaded]) -> dict[str, tuple[str, str]]:
@@ -278,35 +265,32 @@ class _Making:
             if (why := self._filters.only_compared(candidate.record)) is None:
                 ranked.append(candidate)
             else:
-                left_out[candidate.record["id"]] = why
+                left_out[candidate.record.id] = why
         if filters.best_n is not None:
             ranked.sort(key=partial(_by_reward, self._recipe.reward_name))
         count = filters.first_n or filters.best_n or len(candidates)
         name = "first_n" if filters.first_n else "best_n"
         for candidate in ranked[count:]:
-            left_out[candidate.record["id"]] = (name, f"{count} others of its prompt are kept")
+            left_out[candidate.record.id] = (name, f"{count} others of its prompt are kept")
         if filters.max_per_toolsets is not None:
             for candidate in candidates:
-                if candidate.record["id"] in left_out:
+                if candidate.record.id in left_out:
                     continue
-                toolsets = tuple(candidate.record["toolsets"])
+                toolsets = tuple(candidate.record.toolsets)
                 self._by_toolsets[toolsets] += 1
                 if self._by_toolsets[toolsets] > filters.max_per_toolsets:
                     detail = (
                         f"{filters.max_per_toolsets} with {', '.join(toolsets) or 'no toolsets'}"
                     )
-                    left_out[candidate.record["id"]] = ("max_per_toolsets", f"{detail} are kept")
+                    left_out[candidate.record.id] = ("max_per_toolsets", f"{detail} are kept")
         return left_out
 
-    def _reject(
-        self, record: Mapping[str, Any], reason: str, detail: str, format_name: str | None
-    ) -> None:
+    def _reject(self, named: _Named, reason: str, detail: str, format_name: str | None) -> None:
         # What no format accepts is reported for the first format.
         if kept := how_to_keep(reason, format_name or self._recipe.row_formats[0]):
             detail = f"{detail}; {kept}"
         line = {
-            "id": record["id"],
-            "status": record["status"],
+            **named,
             "format": format_name,
             "reason": reason,
             # It may quote a model's text with halves of surrogate pairs.
@@ -314,6 +298,14 @@ class _Making:
         }
         self._rejects.write(orjson.dumps(line) + b"\n")
         self._reject_lines += 1
+
+
+_Named = Mapping[str, str]
+"""Id and status of a record."""
+
+
+def _named(record: Record) -> _Named:
+    return {"id": record.id, "status": record.status}
 
 
 class _LeftOut(Exception):

@@ -103,7 +103,7 @@ class FormatFiles(ABC):
         """
         seen: set[Hashable] = set()
         for candidate in candidates:
-            why = left_out.get(candidate.record["id"])
+            why = left_out.get(candidate.record.id)
             if why is None:
                 try:
                     why = self.add_one(split, candidate, seen)
@@ -244,7 +244,7 @@ class _RawFiles(FormatFiles):
     """The records, unchanged."""
 
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
-        self.write(split, without_checksum(candidate.line))
+        self.write(split, without_checksum(candidate.record.line))
         return None
 
 

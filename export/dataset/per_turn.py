@@ -26,7 +26,7 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
     stand so in the context.
     """
     whole = styled(conversation, style.with_reasoning(None))
-    seen = _trimmed if conversation.record.get("view_trimmed") else _as_it_is
+    seen = _trimmed if conversation.record.view_trimmed else _as_it_is
     replies = conversation.replies_by_turn
     entries = list(whole.entries)
     asked = 0
@@ -44,11 +44,11 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
         name = f"{entry.number}.{part}" if part > 1 else f"{entry.number}"
         metadata: dict[str, Any] = {**whole.metadata, "turn": entry.number}
         if made := replies.get(entry.number):
-            metadata["finish_reason"] = made[-1]["finish_reason"]
+            metadata["finish_reason"] = made[-1].finish_reason
         cut = msgspec.structs.replace(
             whole,
             entries=[*map(seen, entries[:place]), msgspec.structs.replace(entry, results=())],
-            record={**whole.record, "id": f"{whole.record['id']}#t{name}"},
+            record=msgspec.structs.replace(whole.record, id=f"{whole.record.id}#t{name}"),
             metadata=metadata,
             num_tool_calls=len(entry.calls),
             is_for_turn=True,

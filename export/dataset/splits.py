@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
 
 import orjson
 
 from runs.dataset.row import opening_messages
+from runs.store.record_types import Record
 
 
 class Splits:
@@ -26,7 +26,7 @@ class Splits:
             end += share
             self._ends.append((name, end))
 
-    def of(self, record: Mapping[str, Any]) -> str:
+    def of(self, record: Record) -> str:
         """The name of the split that a record belongs to."""
         if len(self._ends) == 1:
             return self._ends[0][0]
@@ -35,10 +35,10 @@ class Splits:
         return next((name for name, end in self._ends if drawn < end), self._ends[-1][0])
 
 
-def _prompt(record: Mapping[str, Any]) -> bytes:
+def _prompt(record: Record) -> bytes:
     """The user's text in the row; the id of the prompt if the row has none."""
     try:
-        opening = opening_messages(record["row"], None)
+        opening = opening_messages(record.row, None)
     except ValueError:
-        return str(record["prompt_id"]).encode()
+        return record.prompt_id.encode()
     return orjson.dumps([m["content"] for m in opening if m["role"] == "user"])

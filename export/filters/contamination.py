@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from export.conversation.texts import strings_in, texts_of, words_of
 from runs.errors import ConfigError
+from runs.store.record_types import Record
 
 _ESCAPE = re.compile(r"\\[bfnrt]")
 """An escape in arguments and results that are JSON; its letter is not part of the next word."""
@@ -38,7 +38,7 @@ class Questions:
             for run in _runs(tokens, length):
                 self._places.setdefault(run, place)
 
-    def overlap(self, record: Mapping[str, Any]) -> str | None:
+    def overlap(self, record: Record) -> str | None:
         """Where a record overlaps with which question, None if it does not."""
         for where, text in texts_of(record):
             tokens = _words(text)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from export.conversation.texts import words_of
 from runs.errors import missing
+from runs.store.record_types import Record
 
 _PERMUTATIONS = 128
 _SEED = 1
 
 
-def said_in(record: Mapping[str, Any]) -> tuple[str, ...]:
+def said_in(record: Record) -> tuple[str, ...]:
     """All texts of a conversation, without ids and times."""
     return tuple(_said(record, with_results=True))
 
@@ -40,7 +40,7 @@ class NearDuplicates:
         self._kept: list[tuple[Any, str]] = []
         """Sketch and id."""
 
-    def earlier(self, record: Mapping[str, Any]) -> str | None:
+    def earlier(self, record: Record) -> str | None:
         """The id of an earlier near duplicate; without one this record is remembered."""
         words = words_of(" ".join(_said(record, with_results=False)))
         triples = {" ".join(words[n : n + 3]) for n in range(max(1, len(words) - 2))}
@@ -52,19 +52,17 @@ class NearDuplicates:
             if sketch.jaccard(other) >= self._threshold:
                 return name
         self._index.insert(len(self._kept), sketch)
-        self._kept.append((sketch, str(record["id"])))
+        self._kept.append((sketch, record.id))
         return None
 
 
-def _said(record: Mapping[str, Any], *, with_results: bool) -> list[str]:
+def _said(record: Record, *, with_results: bool) -> list[str]:
     said: list[str] = []
-    for message in record["messages"]:
-        role = message["role"]
+    for message in record.messages:
+        role = message.role
         if role == "system" or (role == "tool" and not with_results):
             continue
-        content = message.get("content")
-        said += (role, content if isinstance(content, str) else "", message.get("reasoning") or "")
-        for call in message.get("tool_calls") or ():
-            function = call["function"]
-            said += (function["name"], function["arguments"])
+        said += (role, message.content, message.reasoning or "")
+        for call in message.tool_calls:
+            said += (call.function.name, call.function.arguments)
     return said

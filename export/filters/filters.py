@@ -6,15 +6,15 @@ The reason of a rejection is the name of the filter in the recipe; the detail sa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from export.conversation.ending import answer_of
-from export.conversation.own_work import has_reasoning, hidden_reasoning, own_of
+from export.conversation.own_work import Own, has_reasoning, hidden_reasoning
 from export.conversation.rewards import judged, reward_of
 from export.conversation.texts import texts_of
-from export.conversation.tools import names_of, tools_of
+from export.conversation.tools import names_of
 from export.conversation.views import views_of
 from export.filters.contamination import Questions, load_questions
 from export.filters.secrets import Scanner, make_scanner
@@ -22,9 +22,8 @@ from export.filters.verdicts import Verdicts
 from export.recipe import AnswerCheck, Filters
 from runs.errors import ConfigError
 from runs.store.checks import CHECK_FAILED, ended_by_wrong_answer
+from runs.store.record_types import Record, StoredError
 from toolsets.catalog.places import OwnToolError, import_place
-
-Record = Mapping[str, Any]
 
 _NO_ANSWER = "there is no answer"
 
@@ -92,13 +91,13 @@ class RecordFilters:
 
     def rejection(self, record: Record) -> Rejection | None:
         """The first filter that leaves the record out, None if none does."""
-        if self.are_idle and record["status"] == "completed":
+        if self.are_idle and record.status == "completed":
             return None
         return next(self._rejections(record), None)
 
     def only_compared(self, record: Record) -> Rejection | None:
         """Why a record is used only in preferences, None if it makes rows of its own."""
-        status = record["status"]
+        status = record.status
         if self._filters.status is None and status != "completed":
             return _by_status(record)
         if self._filters.require_passed:
@@ -111,10 +110,10 @@ class RecordFilters:
 
     def _rejections(self, record: Record) -> Iterator[Rejection]:
         filters = self._filters
-        status = record["status"]
+        status = record.status
         if status == "failed":
-            error = record["error"] or {"class": "unknown", "message": ""}
-            yield Rejection("failed", f"{error['class']}: {error['message']}")
+            error = record.error or StoredError("unknown", "")
+            yield Rejection("failed", f"{error.error_class}: {error.message}")
         if filters.status is None:
             if status != "completed" and not ended_by_wrong_answer(record):
                 yield _by_status(record)
@@ -122,11 +121,11 @@ class RecordFilters:
             yield _by_status(record)
         if not self._with_comparisons and (why := self.only_compared(record)) is not None:
             yield why
-        if filters.shortened_views == "reject" and record.get("view_compacted"):
+        if filters.shortened_views == "reject" and record.view_compacted:
             seen = views_of(record).get("view_compacted", 0)
             yield Rejection("shortened_views", f"{seen} replies did not see the whole conversation")
         if (most := filters.max_interrupted_calls) is not None:
-            interrupted = sum(len(resume["interrupted"]) for resume in record["resumes"])
+            interrupted = sum(len(resume.interrupted) for resume in record.resumes)
             if interrupted > most:
                 yield Rejection("max_interrupted_calls", f"{interrupted} calls were interrupted")
         if self._counts:
@@ -176,34 +175,34 @@ def _named(name: str, reward: float | None) -> str:
 
 
 def _by_status(record: Record) -> Rejection:
-    reason = record.get("status_reason") or "ended early"
-    return Rejection("status", f"{record['status']}: {reason}")
+    reason = record.status_reason or "ended early"
+    return Rejection("status", f"{record.status}: {reason}")
 
 
 def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
     """By what this run's model did, without turns of the prompt or of a branch's parent."""
-    own = own_of(record)
+    own = Own(record)
     turns, replies = len(own.turns), own.messages
     if filters.min_reasoning is not None:
-        said = [message for message in replies if message["role"] == "assistant"]
+        said = own.replies
         share = sum(map(has_reasoning, said)) / len(said) if said else 0.0
         if share < filters.min_reasoning:
             yield Rejection("min_reasoning", f"{share:.2f} of the turns hold reasoning")
     if filters.hidden_reasoning == "reject" and (hidden := hidden_reasoning(own)):
         yield Rejection("hidden_reasoning", f"the reasoning of {hidden} turns is hidden")
-    results = [message for message in replies if message["role"] == "tool"]
-    errors = sum(bool(message.get("is_error")) for message in results)
+    results = [message for message in replies if message.role == "tool"]
+    errors = sum(bool(message.is_error) for message in results)
     if filters.max_tool_errors is not None and errors > filters.max_tool_errors:
         yield Rejection("max_tool_errors", f"{errors} calls failed")
     if (most := filters.max_tool_error_share) is not None and errors > most * len(results):
         yield Rejection("max_tool_error_share", f"{errors} of {len(results)} calls failed")
-    calls = [call for message in replies for call in message.get("tool_calls") or ()]
+    calls = [call for message in replies for call in message.tool_calls]
     if filters.invented_tools == "reject":
-        offered = names_of(tools_of(record))
+        offered = names_of(record.tools)
         for call in calls:
-            if (name := call["function"]["name"]) not in offered:
+            if (name := call.function.name) not in offered:
                 yield Rejection("invented_tools", f"{name!r} was not on offer")
-    usage = record["usage"] or {}
+    usage = record.usage or {}
     read, written = usage.get("input_tokens"), usage.get("output_tokens")
     both = None if read is None or written is None else read + written
     yield from _bounds("turns", turns, filters.min_turns, filters.max_turns)
@@ -236,13 +235,13 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
     def wrong(record: Record) -> str | None:
         if (answer := answer_of(record)) is None:
             return _NO_ANSWER
-        if (expected := record["row"].get(check.column)) is None:
+        if (expected := record.row.get(check.column)) is None:
             return f"the row has no {check.column!r}"
         try:
             right = is_right(answer, str(expected))
         except re.error as error:
             msg = (
-                f"filters.answer: {record['id']}: {check.column!r} is {expected!r}, no regular "
+                f"filters.answer: {record.id}: {check.column!r} is {expected!r}, no regular "
                 f"expression: {error}; fix that row"
             )
             raise ConfigError(msg) from error
@@ -259,10 +258,10 @@ def _own_check(place: str) -> Callable[[Record], str | None]:
         if (answer := answer_of(record)) is None:
             return _NO_ANSWER
         try:
-            right = bool(hook(answer, record))
+            right = bool(hook(answer, record.as_dict()))
         except (Exception, SystemExit) as error:  # a user's code may raise anything
             msg = (
-                f"filters.answer.function: {place} failed for {record['id']}: "
+                f"filters.answer.function: {place} failed for {record.id}: "
                 f"{type(error).__name__}: {error}; it is called with the answer and the record"
             )
             raise ConfigError(msg) from error

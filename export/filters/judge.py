@@ -9,7 +9,7 @@ credit, and an endpoint that fails before its first answer stop the export.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,7 @@ from export.recipe import Judge
 from runs.errors import ConfigError
 from runs.store.checksum import with_checksum
 from runs.store.files import AppendFile, alone_in, repair_tail
-
-Record = Mapping[str, Any]
+from runs.store.record_types import Record
 
 
 class _Asked(NamedTuple):
@@ -75,7 +74,7 @@ def _unanswered(
         question = questions.about(record)
         if question is not None and question.key not in answered:
             answered.add(question.key)
-            yield record["id"], question
+            yield record.id, question
 
 
 class _Asking:

@@ -10,10 +10,10 @@ a key counts. Exports read only these lines.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
@@ -24,6 +24,7 @@ from export.conversation.ending import answer_of
 from export.recipe import Judge
 from runs.errors import ConfigError
 from runs.store.checksum import read_object
+from runs.store.record_types import Record
 from runs.store.records import lines_from
 
 NAME = "verdicts.jsonl"
@@ -60,12 +61,12 @@ class JudgeQuestions:
             "max_tokens": judge.max_tokens,
         }
 
-    def about(self, record: Mapping[str, Any]) -> Question | None:
+    def about(self, record: Record) -> Question | None:
         """The question about a record, None if it has no answer."""
         answer = answer_of(record)
         if answer is None:
             return None
-        expected = record["row"].get(self._judge.column)
+        expected = record.row.get(self._judge.column)
         said = {
             "question": "\n\n".join(_asked(record)),
             "answer": answer,
@@ -88,7 +89,7 @@ class Verdicts:
         self._right, self._wrong = re.compile(judge.right), re.compile(judge.wrong)
         self._offsets = {kept.key: kept.offset for kept in read_verdicts(self._path)}
 
-    def objection(self, record: Mapping[str, Any]) -> tuple[str, str] | None:
+    def objection(self, record: Record) -> tuple[str, str] | None:
         """Why a record is left out, as reason and detail; None if its answer is right."""
         question = self._questions.about(record)
         if question is None:
@@ -144,7 +145,6 @@ def _settings(judge: Judge) -> ModelSettings:
     return settings
 
 
-def _asked(record: Mapping[str, Any]) -> list[str]:
+def _asked(record: Record) -> list[str]:
     """The texts of the user."""
-    said = (m.get("content") for m in record["messages"] if m["role"] == "user")
-    return [text for text in said if isinstance(text, str)]
+    return [message.content for message in record.messages if message.role == "user"]

@@ -19,12 +19,13 @@ from typing import Any
 from agent.messages import SIMULATED_USER
 from agent.models.parsing import count_or_none
 from export.conversation.order import in_order
-from export.conversation.own_work import own_of
+from export.conversation.own_work import Own
 from export.conversation.reading import metadata_of, read_entries, system_of
 from export.conversation.style import Style, styled
 from export.conversation.tolerance import STRICT, Flaw, Tolerance
 from export.conversation.turns import Conversation, Said, Turn
 from export.conversation.validity import Reason, Rejected
+from runs.store.record_types import InnerRecord, Record, StoredConversation, StoredTurn, StoredUsage
 from toolsets.exact_json import within_64_bits
 
 SCHEMA_VERSION = "ATIF-v1.8"
@@ -38,12 +39,13 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """The document of a conversation; calls of a turn stay together whatever the style says."""
     _tolerance_of(style).refuse(conversation.flaws)
     record = conversation.record
-    own_version = (record.get("versions") or {}).get("batch-trajectories")
-    command = record.get("agent") or {}
+    name, version = None, (record.versions or {}).get("batch-trajectories")
+    if record.agent is not None:
+        name, version = record.agent.name, record.agent.version
     agent = {
-        "name": command.get("name") or "batch-trajectories",
-        "version": (command.get("version") if command else own_version) or "unknown",
-        "model_name": record["model_returned"] or record["model"],
+        "name": name or "batch-trajectories",
+        "version": version or "unknown",
+        "model_name": record.model_returned or record.model,
         "tool_definitions": list(conversation.tools),
     }
     extra = within_64_bits(
@@ -53,12 +55,13 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
         }
     )
     return _document(
-        conversation, style, record["id"], session=record["id"], agent=agent, extra=extra
+        conversation, record, style, record.id, session=record.id, agent=agent, extra=extra
     )
 
 
 def _document(
     conversation: Conversation,
+    part: StoredConversation,
     style: Style,
     name: str,
     *,
@@ -67,28 +70,28 @@ def _document(
     extra: dict[str, Any],
 ) -> dict[str, Any]:
     """A document named `name`, with those of inner conversations in it."""
-    record = conversation.record
     inside: dict[str, dict[str, Any]] = {}
     left_out = []
-    for inner in record.get("inner") or ():
-        if inner["name"] == SIMULATED_USER:
+    for inner in part.inner:
+        if inner.name == SIMULATED_USER:
             continue  # what it wrote are user messages, and no agent's work to train on
         try:
-            nested = styled(_read_inner(inner, _tolerance_of(style)), style)
-            inside[inner["key"]] = _document(
-                nested,
+            nested = _read_inner(inner, conversation.record, _tolerance_of(style))
+            inside[inner.key] = _document(
+                styled(nested, style),
+                inner,
                 style,
-                f"{name}/{inner['key']}",
+                f"{name}/{inner.key}",
                 session=session,
                 agent={
-                    "name": inner["name"],
+                    "name": inner.name,
                     "version": agent["version"],
-                    "model_name": inner["model_returned"] or agent["model_name"],
+                    "model_name": inner.model_returned or agent["model_name"],
                 },
-                extra={"key": inner["key"]},
+                extra={"key": inner.key},
             )
         except Rejected as rejected:
-            left_out.append({"key": inner["key"], "name": inner["name"], "reason": str(rejected)})
+            left_out.append({"key": inner.key, "name": inner.name, "reason": str(rejected)})
     references = {key: f"{name}/{key}" for key in inside}
     replies = conversation.replies_by_turn
     steps: list[dict[str, Any]] = []
@@ -99,12 +102,12 @@ def _document(
             steps.append({"source": "user", "message": entry.text})
         else:
             steps.append(_agent_step(entry, replies.get(entry.number, []), references))
-    usage = record["usage"] or {}
+    usage = part.usage or {}
     metrics = {
         "total_prompt_tokens": usage.get("input_tokens"),
         "total_completion_tokens": usage.get("output_tokens"),
         "total_cached_tokens": usage.get("cache_read_tokens"),
-        "total_cost_usd": record.get("cost_usd"),
+        "total_cost_usd": part.cost_usd,
         "total_steps": len(steps),
     }
     return {
@@ -113,7 +116,7 @@ def _document(
         "trajectory_id": name,
         "agent": agent,
         "steps": [{"step_id": n, **step} for n, step in enumerate(steps, start=1)],
-        **({"notes": _TOTALS} if record.get("inner") else {}),
+        **({"notes": _TOTALS} if part.inner else {}),
         "final_metrics": _known(metrics),
         "extra": {**extra, **({"subagents_left_out": left_out} if left_out else {})},
         **({"subagent_trajectories": list(inside.values())} if inside else {}),
@@ -125,18 +128,16 @@ def _tolerance_of(style: Style) -> Tolerance:
     return replace(_TOLERANCE, accepts=_TOLERANCE.accepts | accepted)
 
 
-def _read_inner(inner: Mapping[str, Any], tolerance: Tolerance) -> Conversation:
+def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Conversation:
     """The conversation of a subagent or a stage; raises Rejected.
 
     Its record does not list the tools on offer, so all tools that it called count as offered.
     """
-    if not inner["turns"]:
+    if not inner.turns:
         raise Rejected(Reason.NO_REPLY, "the model never replied")
     inner = in_order(inner)
-    messages = inner["messages"]
-    called = {
-        call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()
-    }
+    messages = inner.messages
+    called = {call.function.name for message in messages for call in message.tool_calls}
     flaws: list[Flaw] = []
     offered = [{"function": {"name": name}} for name in sorted(called)]
     entries = read_entries(messages, offered, flaws)
@@ -146,19 +147,19 @@ def _read_inner(inner: Mapping[str, Any], tolerance: Tolerance) -> Conversation:
         entries=entries,
         tools=(),
         completed=True,
-        record=inner,
-        own=own_of(inner),
+        record=record,
+        own=Own(inner),
         metadata={},
         num_tool_calls=0,
     )
 
 
 def _agent_step(
-    turn: Turn, replies: list[Mapping[str, Any]], references: Mapping[str, str]
+    turn: Turn, replies: list[StoredTurn], references: Mapping[str, str]
 ) -> dict[str, Any]:
     step: dict[str, Any] = {"source": "agent", "message": turn.text.rstrip()}
     if replies:
-        step["timestamp"] = datetime.fromtimestamp(replies[0]["started_at"], UTC).isoformat()
+        step["timestamp"] = datetime.fromtimestamp(replies[0].started_at, UTC).isoformat()
     if turn.reasoning:
         step["reasoning_content"] = turn.reasoning
     if turn.calls:
@@ -190,21 +191,21 @@ def _agent_step(
         step["is_copied_context"] = True
     elif replies:
         if turn.author == "other_model":
-            step["model_name"] = replies[-1]["model"]
+            step["model_name"] = replies[-1].model
         step["llm_call_count"] = len(replies)
         if metrics := _metrics(replies):
             step["metrics"] = metrics
     return step
 
 
-def _metrics(replies: list[Mapping[str, Any]]) -> dict[str, Any]:
-    usages = [reply["usage"] or {} for reply in replies]
+def _metrics(replies: list[StoredTurn]) -> dict[str, Any]:
+    usages = [reply.usage or StoredUsage() for reply in replies]
     return _known(
         {
-            "prompt_tokens": _sum(count_or_none(one.get("input_tokens")) for one in usages),
-            "completion_tokens": _sum(count_or_none(one.get("output_tokens")) for one in usages),
-            "cached_tokens": _sum(count_or_none(one.get("cache_read_tokens")) for one in usages),
-            "cost_usd": _sum(reply.get("cost_usd") for reply in replies),
+            "prompt_tokens": _sum(count_or_none(one.input_tokens) for one in usages),
+            "completion_tokens": _sum(count_or_none(one.output_tokens) for one in usages),
+            "cached_tokens": _sum(count_or_none(one.cache_read_tokens) for one in usages),
+            "cost_usd": _sum(reply.cost_usd for reply in replies),
         }
     )
 

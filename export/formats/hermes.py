@@ -11,12 +11,11 @@ Models were trained on this wording: it belongs to the format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from export.conversation.own_work import Own
 from export.conversation.reading import (
     metadata_of,
     read_conversation,
@@ -34,9 +33,10 @@ from export.conversation.row_json import (
 )
 from export.conversation.style import Style
 from export.conversation.tolerance import Flaw, Tolerance
-from export.conversation.tools import Tools, once
+from export.conversation.tools import once
 from export.conversation.turns import Conversation, Entry, Said, Turn
 from export.conversation.validity import Reason
+from runs.store.record_types import Record, StoredMessage, Tools
 
 _NO_REASONING = "<think>\n</think>\n"
 """Begins a turn without reasoning, so that every turn begins with a think block."""
@@ -44,15 +44,13 @@ _NO_REASONING = "<think>\n</think>\n"
 _PLAIN = Style()
 
 
-def to_row(
-    record: Mapping[str, Any], own: Own | None = None, style: Style = _PLAIN
-) -> dict[str, Any]:
+def to_row(record: Record, style: Style = _PLAIN) -> dict[str, Any]:
     """Convert a record; raises Rejected if it breaks a rule of the format.
 
     A record that ended early is converted too, with `completed` false; the caller decides where
-    it belongs. `own` is that of `read_conversation`.
+    it belongs.
     """
-    return row_of(read_conversation(record, own), style)
+    return row_of(read_conversation(record), style)
 
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
@@ -64,12 +62,12 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     refuse_control_tokens(system, style.tolerance, where="system message")
     tools, preamble = once(conversation.tools, _tools_and_preamble)
     return {
-        "id": record["id"],
+        "id": record.id,
         "conversations": _conversations(conversation.entries, preamble, style, system=system),
         "tools": tools,
         "completed": conversation.completed,
         "partial": not conversation.completed,
-        "api_calls": record["api_calls"],
+        "api_calls": record.api_calls,
         **columns,
     }
 
@@ -86,22 +84,22 @@ def common_columns(conversation: Conversation) -> dict[str, Any]:
 
 
 def to_conversations(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    turns: Sequence[Mapping[str, Any]] = (),
+    messages: Sequence[StoredMessage],
+    tools: Tools,
+    reasoning_tokens: Sequence[int | None] = (),
 ) -> list[dict[str, str]]:
     """The messages as system, human, gpt and tool entries; raises Rejected.
 
     The system entry is generated from `tools`; the system messages of the record are left out.
     All results of a turn share one tool entry, in the order of the calls they answer, and a turn
-    that the provider paused is one gpt entry with its continuation. `turns` are those of the last
-    replies, as far as they are known.
+    that the provider paused is one gpt entry with its continuation. `reasoning_tokens` are those of
+    the last replies, as far as they are known.
     """
     _, preamble = once(tools, _tools_and_preamble)
     flaws: list[Flaw] = []
     entries = read_entries(messages, tools, flaws)
     _PLAIN.tolerance.refuse(flaws)
-    entries = with_hidden_reasoning(entries, messages, turns)
+    entries = with_hidden_reasoning(entries, messages, reasoning_tokens)
     return _conversations(entries, preamble, _PLAIN, system="")
 
 

@@ -61,7 +61,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
             value = _results(entry, style.tolerance)
             conversations.append({"from": "observation", "value": value})
     return {
-        "id": conversation.record["id"],
+        "id": conversation.record.id,
         "conversations": conversations,
         "tools": tools_json(conversation, style.tolerance) if conversation.tools else "",
         "completed": conversation.completed,

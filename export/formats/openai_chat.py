@@ -21,10 +21,11 @@ from export.conversation.row_json import (
 )
 from export.conversation.style import Style
 from export.conversation.tolerance import Flaw, Tolerance
-from export.conversation.tools import Tools, once
+from export.conversation.tools import once
 from export.conversation.turns import Conversation, Entry, Said, Turn
 from export.conversation.validity import Reason, Rejected
 from export.formats.hermes import common_columns
+from runs.store.record_types import Tools
 from toolsets.exact_json import within_64_bits
 
 NO_LOSS: Mapping[str, Any] = {"weight": 0, "loss": False}
@@ -35,7 +36,7 @@ ms-swift. Messages without these keys are learnt."""
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """One row of `messages`, `tools` and the common columns; raises Rejected."""
     return {
-        "id": conversation.record["id"],
+        "id": conversation.record.id,
         "messages": messages_of(conversation, style, marks_loss=True),
         "tools": tools_column(conversation, style),
         "completed": conversation.completed,

@@ -13,12 +13,12 @@ from typing import Any
 from export.conversation.reading import lineage_of, metadata_of
 from export.conversation.row_json import compact_json
 from export.conversation.style import Style
-from export.conversation.tools import Tools
 from export.conversation.turns import Conversation, Said, Turn
 from export.conversation.validity import Reason, Rejected
 from export.conversation.views import COUNTS
 from export.formats.openai_chat import messages_of, tools_column
 from runs.store.checks import judgement_of
+from runs.store.record_types import Tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Sample:
     @property
     def id(self) -> str:
         """The id of its record."""
-        return str(self.conversation.record["id"])
+        return self.conversation.record.id
 
 
 def sample_of(conversation: Conversation, style: Style) -> Sample:
@@ -105,7 +105,7 @@ def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
         **({"fork": lineage} if lineage else {}),
     }
     return {
-        "id": chosen.conversation.record["prompt_id"],
+        "id": chosen.conversation.record.prompt_id,
         "prompt": chosen.prompt,
         "chosen": chosen.completion,
         "rejected": rejected.completion,

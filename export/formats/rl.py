@@ -11,16 +11,24 @@ group and reward with the conversation that they are part of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from agent.messages import COST_ONLY, STAGES, WORKSPACE_LOST
-from agent.tokens import TokenTurn, has_ids, token_turns
+from agent.tokens import TokenTurn, token_turns
 from export.conversation.reading import flaws_of_parts
 from export.conversation.rewards import reward_facts, reward_of
 from export.conversation.tolerance import STRICT
 from export.conversation.validity import Reason, Rejected
-from runs.store.index import own_turns
+from runs.store.record_types import (
+    DiscardedReply,
+    InnerRecord,
+    Record,
+    StoredConversation,
+    StoredTurn,
+)
 from runs.store.rewards import BY_TURN
 
 MAIN_THREAD = "main"
@@ -43,7 +51,7 @@ class _Segment:
         self.response: list[int] = []
         self.mask: list[int] = []
         self.logprobs: list[float] | None = []
-        self.turns: list[Mapping[str, Any]] = []
+        self.turns: list[StoredTurn] = []
 
     def add(self, ids: list[int], logprobs: list[float] | None, *, is_sampled: bool) -> None:
         """Add tokens; tokens before the first sampled ones are context."""
@@ -59,7 +67,7 @@ class _Segment:
 
 
 def rows_of(
-    record: Mapping[str, Any],
+    record: Record,
     reward_name: str | None = None,
     *,
     subagents: bool = False,
@@ -75,10 +83,10 @@ def rows_of(
     Raises Rejected if a message holds a picture or the like, which ids do not have, if no turn of
     this run's model has token ids, or if ids are damaged.
     """
-    STRICT.refuse(flaws_of_parts(record["messages"]))
+    STRICT.refuse(flaws_of_parts(record.messages))
 
-    def rows_and_discarded(thread: Mapping[str, Any]) -> list[dict[str, Any]]:
-        rows = _rows_of(record, thread, reward_name)
+    def rows_and_discarded(thread: StoredConversation) -> list[dict[str, Any]]:
+        rows = _rows_of(record, thread.turns, reward_name, is_main=thread is record)
         if not discarded:
             return rows
         return [{**row, "discarded": None} for row in rows] + _discarded_rows(record, thread)
@@ -89,94 +97,92 @@ def rows_of(
             rows = [{**row, "thread": MAIN_THREAD, "thread_id": None} for row in rows]
             for thread in threads_of(record):
                 if _has_model_of(record, thread):
-                    named = {"thread": thread["name"], "thread_id": thread["key"]}
+                    named = {"thread": thread.name, "thread_id": thread.key}
                     rows += [{**row, **named} for row in rows_and_discarded(thread)]
     except ValueError as error:
         raise Rejected(Reason.NO_TOKEN_IDS, str(error)) from error
     if not rows:
-        raise Rejected(Reason.NO_TOKEN_IDS, f"none of {len(record['turns'])} turns has token ids")
+        raise Rejected(Reason.NO_TOKEN_IDS, f"none of {len(record.turns)} turns has token ids")
     return rows
 
 
-def threads_of(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def threads_of(part: StoredConversation) -> Iterator[InnerRecord]:
     """The conversations of subagents inside a record, at any depth."""
-    for inner in part.get("inner") or ():
-        if inner["name"] not in STAGES:
+    for inner in part.inner:
+        if inner.name not in STAGES:
             yield inner
             yield from threads_of(inner)
 
 
-def discarded_replies(thread: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def discarded_replies(thread: StoredConversation) -> list[DiscardedReply]:
     """The replies with token ids after which the model was asked again.
 
     Those from before the files of the conversation were lost are not among them: the turns that
     they follow are gone, too.
     """
-    replies = thread["discarded"]
-    lost = [n for n, reply in enumerate(replies) if reply["discarded"] == WORKSPACE_LOST]
+    replies = thread.discarded
+    lost = [n for n, reply in enumerate(replies) if reply.discarded == WORKSPACE_LOST]
     later = replies[lost[-1] + 1 :] if lost else replies
-    return [reply for reply in later if reply["discarded"] not in COST_ONLY and has_ids(reply)]
+    return [reply for reply in later if reply.discarded not in COST_ONLY and reply.has_ids]
 
 
-def _discarded_rows(record: Mapping[str, Any], thread: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _discarded_rows(record: Record, thread: StoredConversation) -> list[dict[str, Any]]:
     """A row for each discarded reply: a sample of its own, whose reward nobody knows."""
     rows = []
     for number, reply in enumerate(discarded_replies(thread), 1):
-        before = [{**turn, "inherited": True} for turn in thread["turns"][: reply["turn"] - 1]]
-        for row in _rows_of(record, {"turns": [*before, reply]}, None):
+        before = [replace(turn, inherited=True) for turn in thread.turns[: reply.turn - 1]]
+        for row in _rows_of(record, [*before, reply], None, is_main=False):
             row |= dict.fromkeys(row.keys() & {"reward", "rewards"})
-            row |= {"id": f"{record['id']}#discarded{number}", "discarded": reply["discarded"]}
+            row |= {"id": f"{record.id}#discarded{number}", "discarded": reply.discarded}
             rows.append(row)
     return rows
 
 
-def _has_model_of(record: Mapping[str, Any], thread: Mapping[str, Any]) -> bool:
+def _has_model_of(record: Record, thread: InnerRecord) -> bool:
     """Whether the model of a subagent is that of the record: ids of another mean other tokens."""
-    models = {turn["model"] for turn in record["turns"]}
-    return all(turn["model"] in models for turn in thread["turns"])
+    models = {turn.model for turn in record.turns}
+    return all(turn.model in models for turn in thread.turns)
 
 
 def _rows_of(
-    record: Mapping[str, Any], thread: Mapping[str, Any], reward_name: str | None
+    record: Record, turns: Sequence[StoredTurn], reward_name: str | None, *, is_main: bool
 ) -> list[dict[str, Any]]:
     """The rows of one conversation of a record: itself, or that of a subagent."""
-    segments = _segments(thread)
-    missing = [
-        turn["turn"] for turn in thread["turns"] if "inherited" not in turn and not has_ids(turn)
-    ]
+    segments = _segments(turns)
+    missing = [turn.turn for turn in turns if turn.inherited is None and not turn.has_ids]
     return [
         {
-            "id": record["id"],
-            "group_id": record["prompt_id"],
-            "sample": record["sample"],
+            "id": record.id,
+            "group_id": record.prompt_id,
+            "sample": record.sample,
             "segment": number,
             "segments": len(segments),
             "split": segment.split,
-            "turns": [turn["turn"] for turn in segment.turns],
+            "turns": [turn.turn for turn in segment.turns],
             "turns_without_ids": missing,
             "prompt_ids": segment.context,
             "response_ids": segment.response,
             "loss_mask": segment.mask,
             "logprobs": segment.logprobs,
             "reward": reward_of(record, reward_name),
-            **_more_rewards(record, segment, is_main=thread is record),
-            "status": record["status"],
-            "finish_reasons": [turn["finish_reason"] for turn in segment.turns],
+            **_more_rewards(record, segment, is_main=is_main),
+            "status": record.status,
+            "finish_reasons": [turn.finish_reason for turn in segment.turns],
             "policy_versions": [_policy_version(turn) for turn in segment.turns],
-            "sampling": [turn["tokens"].get("sampling") for turn in segment.turns],
+            "sampling": [_sampling_of(turn) for turn in segment.turns],
         }
         for number, segment in enumerate(segments)
     ]
 
 
-def _more_rewards(record: Mapping[str, Any], segment: _Segment, *, is_main: bool) -> dict[str, Any]:
+def _more_rewards(record: Record, segment: _Segment, *, is_main: bool) -> dict[str, Any]:
     facts = reward_facts(record)
     facts.pop("reward", None)
     if not is_main:
         facts.pop(BY_TURN, None)  # they are of the turns of the record
     elif by_turn := facts.get(BY_TURN):
-        own = [turn["turn"] for turn in own_turns(record)]
-        places = [own.index(turn["turn"]) for turn in segment.turns]
+        own = [turn.turn for turn in record.own_turns]
+        places = [own.index(turn.turn) for turn in segment.turns]
         # A check after an agent does not know the number of its turns.
         facts[BY_TURN] = {
             name: [given[n] if n < len(given) else None for n in places]
@@ -185,15 +191,17 @@ def _more_rewards(record: Mapping[str, Any], segment: _Segment, *, is_main: bool
     return facts
 
 
-def _segments(record: Mapping[str, Any]) -> list[_Segment]:
+def _segments(turns: Sequence[StoredTurn]) -> list[_Segment]:
     """All segments in which this run's model sampled a token."""
     segments: list[_Segment] = []
     sequence: list[int] = []
-    for turn in token_turns(record["turns"]):
-        stored = record["turns"][turn.number]
-        is_own = "inherited" not in stored
+    for turn in token_turns([turn.tokens for turn in turns]):
+        stored = turns[turn.number]
+        is_own = stored.inherited is None
         if not segments or turn.shared < turn.of:
-            segments.append(_Segment(turn, sequence, stored["tokens"].get("split")))
+            segments.append(
+                _Segment(turn, sequence, None if stored.tokens is None else stored.tokens.split)
+            )
         segment = segments[-1]
         segment.add(turn.prompt, [0.0] * len(turn.prompt), is_sampled=False)
         segment.add(turn.completion, _rounded(turn.logprobs), is_sampled=is_own)
@@ -210,9 +218,13 @@ def _rounded(logprobs: list[float] | None) -> list[float] | None:
     return None if logprobs is None else [float(f"{value:.9g}") for value in logprobs]
 
 
-def _policy_version(turn: Mapping[str, Any]) -> str | None:
+def _sampling_of(turn: StoredTurn) -> dict[str, Any] | None:
+    return None if turn.tokens is None else turn.tokens.sampling
+
+
+def _policy_version(turn: StoredTurn) -> str | None:
     """The version of the weights, where the endpoint names one, else its name of the model."""
-    choice = (turn.get("extra") or {}).get("choice") or {}
+    choice = (turn.extra or {}).get("choice") or {}
     meta = choice.get("meta_info")
     version = meta.get("weight_version") if isinstance(meta, dict) else None
-    return turn["model"] if version is None else str(version)
+    return turn.model if version is None else str(version)

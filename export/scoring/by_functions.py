@@ -12,6 +12,7 @@ from export.filters.asking import ask_all
 from export.reasons import Reasons
 from export.scoring.score_file import Scored, open_scores, unscored
 from runs.scoring.functions import RewardFunctions, check_functions
+from runs.store.record_types import Record
 from runs.store.scores import score_key
 from runs.tasks import task_key
 
@@ -41,15 +42,19 @@ def score_by_functions(run_dir: Path, places: Sequence[str], *, timeout_s: float
             functions = {place: RewardFunctions([place], timeout_s=timeout_s) for place in versions}
 
             async def score(
-                work: tuple[dict[str, Any], Sequence[str]],
+                work: tuple[Record, Sequence[str]],
             ) -> list[tuple[str, str, Mapping[str, Any]]]:
                 record, missing = work
+                given = record.as_dict()
+                # No score depends on another.
+                given.pop("scores", None)
+                workspace = _workspace(run_dir, record)
                 found = [
                     score
                     for place in missing
-                    for score in await functions[place].scores(record, _workspace(run_dir, record))
+                    for score in await functions[place].scores(given, workspace)
                 ]
-                return [(score_key(record), record["id"], score) for score in found]
+                return [(score_key(record), record.id, score) for score in found]
 
             try:
                 await ask_all(
@@ -66,11 +71,11 @@ def score_by_functions(run_dir: Path, places: Sequence[str], *, timeout_s: float
     return Scored(scores, failed.to_json())
 
 
-def _workspace(run_dir: Path, record: Mapping[str, Any]) -> Path | None:
+def _workspace(run_dir: Path, record: Record) -> Path | None:
     """Where the workspace of a record was; None where it was inside an image.
 
     It is removed once the record is on disk, unless a crash came in between.
     """
-    if "diff" in record:
+    if record.diff is not None:
         return None
-    return run_dir / "workspaces" / task_key(record["id"], record["input_digest"]).hex()
+    return run_dir / "workspaces" / task_key(record.id, record.input_digest).hex()

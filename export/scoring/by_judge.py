@@ -7,7 +7,7 @@ repeated, for it is paid.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from export.scoring.score_file import Scored, ScoreFile, open_scores, unscored
 from runs.config.models import settings_of
 from runs.config.run_config import RunConfig
 from runs.errors import ConfigError
-from runs.store.index import own_turns
+from runs.store.record_types import Record
 from runs.store.scores import score_key
 from toolsets.text import valid_utf8
 
@@ -106,7 +106,7 @@ class _Asking:
             settings.reference, total=sum(1 for _ in self._unscored("counting"))
         )
 
-    def _unscored(self, doing: str | None = None) -> Iterator[tuple[dict[str, Any], Sequence[str]]]:
+    def _unscored(self, doing: str | None = None) -> Iterator[tuple[Record, Sequence[str]]]:
         source, version = self._source.values()
         return unscored(self._file.run_dir, {source: self._done}, {source: version}, doing=doing)
 
@@ -119,7 +119,7 @@ class _Asking:
             gate=budget,
         )
 
-        async def ask(work: tuple[dict[str, Any], Sequence[str]]) -> _Asked:
+        async def ask(work: tuple[Record, Sequence[str]]) -> _Asked:
             return await self._ask(model, work[0])
 
         try:
@@ -133,8 +133,8 @@ class _Asking:
         finally:
             await model.close()
 
-    async def _ask(self, model: Model, record: Mapping[str, Any]) -> _Asked:
-        key, id = score_key(record), record["id"]
+    async def _ask(self, model: Model, record: Record) -> _Asked:
+        key, id = score_key(record), record.id
 
         def keep_unreadable(completion: Completion) -> None:
             words = "malformed: the reply could not be read"
@@ -149,7 +149,7 @@ class _Asking:
             failed = {"rewards": None, "error": f"{error.kind}: {error}", "reply": None}
             return _Asked((key, id, {**self._source, **failed}), error)
         reply = valid_utf8(completion.message.get("content") or "")
-        rewards = rewards_in_reply(reply, turns=len(own_turns(record)))
+        rewards = rewards_in_reply(reply, turns=len(record.own_turns))
         return _Asked(
             (key, id, {**self._source, **rewards, "reply": reply, **_paid(completion)}), None
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import orjson
 from agent.models.model import ModelSettings
 from export.conversation.ending import answer_of
 from runs.errors import ConfigError
+from runs.store.record_types import Record
 from runs.store.rewards import parse_rewards
 from toolsets.text import clip
 
@@ -37,7 +38,7 @@ class JudgePrompt:
         content = orjson.dumps([called, sampling, self._text])
         return blake2b(content, digest_size=8).hexdigest()
 
-    def question(self, record: Mapping[str, Any]) -> str:
+    def question(self, record: Record) -> str:
         """The prompt with the texts of a record; places inside of these stay as they are."""
 
         def text_of(place: re.Match[str]) -> str:
@@ -47,7 +48,7 @@ class JudgePrompt:
                 case "answer":
                     return answer_of(record) or "(no answer)"
                 case "expected":
-                    expected = record["row"].get("expected")
+                    expected = record.row.get("expected")
                     return "(not given)" if expected is None else str(expected)
                 case _:
                     return "\n\n".join(_conversation(record))
@@ -87,19 +88,17 @@ def rewards_in_reply(reply: str, *, turns: int) -> dict[str, Any]:
         return {"rewards": None, "error": f"the last line of the reply {error}"}
 
 
-def _user_texts(record: Mapping[str, Any]) -> Iterator[str]:
-    for message in record["messages"]:
-        if message["role"] == "user" and isinstance(message.get("content"), str):
-            yield message["content"]
+def _user_texts(record: Record) -> Iterator[str]:
+    return (message.content for message in record.messages if message.role == "user")
 
 
-def _conversation(record: Mapping[str, Any]) -> Iterator[str]:
+def _conversation(record: Record) -> Iterator[str]:
     """All messages as text, without reasoning."""
-    for message in record["messages"]:
-        name = f" {message['name']}" if message["role"] == "tool" and "name" in message else ""
-        lines = [f"[{message['role']}{name}]"]
-        if isinstance(content := message.get("content"), str) and content:
-            lines.append(content)
-        for call in message.get("tool_calls") or ():
-            lines.append(f"-> {call['function']['name']}({call['function']['arguments']})")
+    for message in record.messages:
+        name = f" {message.name}" if message.role == "tool" and message.name is not None else ""
+        lines = [f"[{message.role}{name}]"]
+        if message.content:
+            lines.append(message.content)
+        for call in message.tool_calls:
+            lines.append(f"-> {call.function.name}({call.function.arguments})")
         yield "\n".join(lines)

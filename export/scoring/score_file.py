@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from runs.store.checksum import with_checksum
 from runs.store.files import AppendFile, alone_in, repair_tail
 from runs.store.reader import stored_records
+from runs.store.record_types import Record
 from runs.store.scores import NAME, read_scores, score_key
 from toolsets import exact_json
-
-Record = Mapping[str, Any]
 
 
 class Scored(NamedTuple):
@@ -89,21 +88,18 @@ def unscored(
     versions: Mapping[str, str],
     *,
     doing: str | None = None,
-) -> Iterator[tuple[dict[str, Any], Sequence[str]]]:
+) -> Iterator[tuple[Record, Sequence[str]]]:
     """The records of conversations that did not fail, with the sources that they still lack.
 
-    `done` are keys of records by source, `versions` those of the sources. The records have no
-    scores, so that no source depends on another. `doing` names the work for its progress.
+    `done` are keys of records by source, `versions` those of the sources. `doing` names the work
+    for its progress.
     """
-    for stored in stored_records(run_dir, doing=doing):
-        record = stored.record
-        if record["status"] == "failed":
+    for record in stored_records(run_dir, doing=doing):
+        if record.status == "failed":
             continue
         key = score_key(record)
         during_run = {
-            (score["source"], score["version"])
-            for score in record.pop("scores", ())
-            if score["error"] is None
+            (score.source, score.version) for score in record.scores or () if score.error is None
         }
         missing = [
             source

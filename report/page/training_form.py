@@ -9,10 +9,11 @@ import orjson
 
 from export.conversation.style import Style
 from export.training_files import route
+from runs.store.record_types import Record
 
 
 def training_form(
-    record: dict[str, Any], *, number_of: Callable[[str], int], style: Style
+    record: Record, *, number_of: Callable[[str], int], style: Style
 ) -> dict[str, Any]:
     """The export row of a record, JSON-ready.
 

@@ -19,6 +19,7 @@ from runs.errors import RunDirError
 from runs.sources.source import HUB_PREFIX
 from runs.store.failures import failures_by_class
 from runs.store.files import StorageError, replace_file
+from runs.store.reader import stored_records
 from runs.store.settled import NO_LIMIT
 from runs.totals.spending import spent_by, spent_by_judges
 from toolsets import exact_json
@@ -60,13 +61,13 @@ def write_report(
     columns: list[str] = []
     count = 0
     try:
-        for record in stored.records(doing="report"):
+        for record in stored_records(stored.path, doing="report"):
             rewards.add(record)
             form = training_form(record, style=style, number_of=systems.number)
             row = row_of(record) | {"exported": form["file"]}
             columns = [*row, "chunk", "place"]
-            shared = {"tools": list(map(tools.number, record["tools"]))}
-            pieces.add(row, exact_json.dumps({**record, **shared, "training_form": form}))
+            shared = {"tools": list(map(tools.number, record.tools))}
+            pieces.add(row, exact_json.dumps({**record.as_dict(), **shared, "training_form": form}))
             count += 1
         rows, records, row_pieces = pieces.finish()
     except OSError as error:

@@ -29,8 +29,8 @@ from runs.shards import check_shards
 from runs.sources.kept_dataset import link_kept
 from runs.store.failures import read_failure
 from runs.store.files import AppendFile, sync_directory, training_file_of
-from runs.store.index import index_fields
 from runs.store.journal import read_journaled_replies
+from runs.store.record_types import Record
 from runs.store.records import RecordFile, lines_from, load_index, parse_record
 from runs.store.scores import NAME as SCORES
 from runs.tasks import task_key
@@ -202,16 +202,16 @@ def _copy(
     differing = []
     equal = 0
     for path, _ in runs:
-        for key, line, record in watched(_counting(path), f"merging {path.name}"):
-            content = hashlib.blake2b(line, digest_size=16).digest()
+        for key, record in watched(_counting(path), f"merging {path.name}"):
+            content = hashlib.blake2b(record.line, digest_size=16).digest()
             if key not in seen:
                 seen[key] = (path, content)
                 taken[path] += 1
-                records.append(line, index_fields(record))
+                records.add(record)
             elif seen[key][1] == content:
                 equal += 1
             else:
-                differing.append(f"{record['id']} in {seen[key][0]} and {path}")
+                differing.append(f"{record.id} in {seen[key][0]} and {path}")
     if differing:
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         msg = (
@@ -223,8 +223,8 @@ def _copy(
     return taken, equal
 
 
-def _counting(path: Path) -> Iterator[tuple[bytes, bytes, dict[str, Any]]]:
-    """The records of a run that count, in file order: task key, line and content."""
+def _counting(path: Path) -> Iterator[tuple[bytes, Record]]:
+    """The records of a run that count, in file order, with their task keys."""
     counting = ((entry.offset, key) for key, entry in load_index(path).counting())
     upcoming, key = next(counting, _NONE)
     for number, (offset, line) in enumerate(lines_from(path / "records.jsonl", 0), start=1):
@@ -232,8 +232,8 @@ def _counting(path: Path) -> Iterator[tuple[bytes, bytes, dict[str, Any]]]:
         if record is None:
             msg = f"{path / 'records.jsonl'}:{number}: unreadable; run `verify --repair` first"
             raise RunDirError(msg)
-        if offset == upcoming and task_key(record["id"], record["input_digest"]) == key:
-            yield key, line, record
+        if offset == upcoming and task_key(record.id, record.input_digest) == key:
+            yield key, record
             upcoming, key = next(counting, _NONE)
     if key:
         index = path / "records.idx"

@@ -24,7 +24,7 @@ from runs.maintenance.problem import Problem
 from runs.maintenance.verify_batches import check_batches
 from runs.maintenance.verify_exports import check_exports
 from runs.run_dir import stale_files_of
-from runs.store.checksum import DamagedLine, is_whole, read_object
+from runs.store.checksum import DamagedLine, is_whole
 from runs.store.failures import is_failure
 from runs.store.files import listed, tail_of
 from runs.store.index import (
@@ -39,6 +39,7 @@ from runs.store.index import (
     is_index,
 )
 from runs.store.journal import key_and_order, segments
+from runs.store.record_types import decode_record
 from runs.store.records import id_in, lines_from, parse_record, watched_lines
 from runs.store.settled import NO_LIMIT, Settled
 from runs.supervisor.budget import is_budget_line
@@ -115,14 +116,14 @@ def _check_records(path: Path, report: Report) -> Index:
         rows += own_rows
         lines.extend([number] * (len(own_rows) // ROW_BYTES))
         report.records += 1
-        if record.get("schema_version") != SCHEMA_VERSION:
+        if record.schema_version != SCHEMA_VERSION:
             message = (
-                f"{record['id']}: it has schema {record.get('schema_version')}, not "
+                f"{record.id}: it has schema {record.schema_version}, not "
                 f"{SCHEMA_VERSION}; use the version that wrote it"
             )
             report.problems.append(Problem("contradiction", records, number, message))
-        if [turn.get("turn") for turn in record["turns"]] != [*range(1, len(record["turns"]) + 1)]:
-            message = f"{record['id']}: its turns are not numbered 1, 2, 3 …; turns are missing"
+        if [turn.turn for turn in record.turns] != [*range(1, len(record.turns) + 1)]:
+            message = f"{record.id}: its turns are not numbered 1, 2, 3 …; turns are missing"
             report.problems.append(Problem("contradiction", records, number, message))
     report.problems += _check_tail(records, number)
     index.end(number)
@@ -143,11 +144,9 @@ def _check_records(path: Path, report: Report) -> Index:
 
 def _what_is_lost(line: bytes) -> str:
     """The message for a line that is not a record."""
-    from runs.store.record_types import check_types
-
     details = [f"id {named!r}"] if (named := id_in(line)) else []
     try:
-        check_types(read_object(line))
+        decode_record(line)
     except DamagedLine as error:
         details.append(str(error))
     why = f" ({'; '.join(details)})" if details else ""

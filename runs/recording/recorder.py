@@ -29,12 +29,11 @@ from agent.models.errors import ModelError
 from agent.state.trajectory import Status, Trajectory
 from runs.config.run_config import RunConfig
 from runs.errors import EnvironmentStop, Stopped
-from runs.record import Provenance, dump_record, make_record, tokens_missing
+from runs.record import Provenance, as_stored, make_record, tokens_missing
 from runs.recording.sessions import BadName, SessionFile, session_of
 from runs.recording.upstream import Models, Upstream
 from runs.store.failures import Failure, FailureFile
 from runs.store.files import StorageError
-from runs.store.index import index_fields
 from runs.store.journal import Inflight
 from runs.store.journal_writer import JournalWriter
 from runs.store.records import RecordFile
@@ -313,7 +312,7 @@ class Recorder:
             self._failures.append(failure)
             self._failures.sync()
         self._file.sync()
-        self._records.append(dump_record(record), index_fields(record))
+        self._records.add(as_stored(record))
         self._records.sync()
         self._journal.finish(task.key)
         self._inflight.finish(task.key)

@@ -23,7 +23,6 @@ from typing import IO, Any
 import orjson
 
 from runs.process.startup import die_with_parent
-from runs.store.index import own_turns
 from runs.store.rewards import parse_rewards
 from toolsets import exact_json
 from toolsets.catalog.places import OwnToolError, import_place
@@ -82,7 +81,7 @@ def _call(
     function: Callable[..., Any], name: str, record: dict[str, Any], workspace: PurePath | None
 ) -> dict[str, Any]:
     row = record.pop("row")
-    turns = len(own_turns(record))
+    turns = sum("inherited" not in turn for turn in record["turns"])
     try:
         found = function(record, workspace, row)
         if inspect.isawaitable(found):

@@ -14,11 +14,12 @@ name; null if it failed), `error` (null, or why it failed), and `turn_rewards` i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from runs.store.rewards import BY_TURN, MAIN, Rewards
+from runs.store.record_types import CheckResult, Record, Score
+from runs.store.rewards import MAIN, Rewards
 from toolsets.text import plural
 
 THRESHOLD = 0.5
@@ -66,15 +67,15 @@ class Judgement(NamedTuple):
 _UNCHECKED = Judgement(None, None)
 
 
-def judgement_of(record: Mapping[str, Any], name: str | None = None) -> Judgement:
+def judgement_of(record: Record, name: str | None = None) -> Judgement:
     """The result of a record's check and scores; without a check, of comparing its answer.
 
     The reward is the one with this name. Without a name it is `reward`, the number that the check
     gave, else 1.0 or 0.0; if nothing gave a `reward`, it is the first in `rewards_of`. A
     conversation that reached a limit before its answer was compared has neither.
     """
-    if name is None and not record.get("scores"):
-        if not record.get("check") and not (record.get("options") or {}).get("check_expected"):
+    if name is None and not record.scores:
+        if record.check is None and not (record.options or {}).get("check_expected"):
             return _UNCHECKED
         return _checked(record)
     named = rewards_of(record).named
@@ -86,7 +87,7 @@ def judgement_of(record: Mapping[str, Any], name: str | None = None) -> Judgemen
     return Judgement(verdict, reward, error if reward is None else None)
 
 
-def rewards_of(record: Mapping[str, Any]) -> Rewards:
+def rewards_of(record: Record) -> Rewards:
     """All rewards of a record by name: those of the check, then those of its scores.
 
     Of several with one name the last counts.
@@ -95,21 +96,19 @@ def rewards_of(record: Mapping[str, Any]) -> Rewards:
     by_turn: dict[str, Sequence[float | None]] = {}
     if (reward := _checked(record).reward) is not None:
         named[MAIN] = reward
-    check = record.get("check")
-    for given in ([check] if isinstance(check, dict) else []) + list(record.get("scores") or ()):
-        named |= given.get("rewards") or {}
-        by_turn |= given.get(BY_TURN) or {}
+    given: list[CheckResult | Score] = [] if record.check is None else [record.check]
+    for one in [*given, *(record.scores or ())]:
+        named |= one.rewards or {}
+        by_turn |= one.turn_rewards or {}
     return Rewards(named, by_turn)
 
 
-def _checked(record: Mapping[str, Any]) -> Judgement:
-    check = record.get("check")
-    if isinstance(check, dict):
-        if (error := check.get("error")) is not None:
-            return Judgement(None, None, str(error))
-        verdict = check.get("passed")
-        verdict = verdict if isinstance(verdict, bool) else None
-        reward = _finite(check.get("reward"))
+def _checked(record: Record) -> Judgement:
+    if (check := record.check) is not None:
+        if check.error is not None:
+            return Judgement(None, None, check.error)
+        verdict = check.passed if isinstance(check.passed, bool) else None
+        reward = _finite(check.reward)
         if reward is None and verdict is not None:
             reward = float(verdict)
         if reward is not None:
@@ -117,13 +116,13 @@ def _checked(record: Mapping[str, Any]) -> Judgement:
     return _by_expected_answer(record)
 
 
-def ended_by_wrong_answer(record: Mapping[str, Any]) -> bool:
+def ended_by_wrong_answer(record: Record) -> bool:
     """Whether a conversation ended because its answer was not the expected one.
 
     Like a completed conversation it is whole: the model answered, but wrongly.
     """
-    reason = record.get("status_reason") or ""
-    return record["status"] == "errors" and reason.startswith(_WRONG_ANSWER)
+    reason = record.status_reason or ""
+    return record.status == "errors" and reason.startswith(_WRONG_ANSWER)
 
 
 def _finite(number: Any) -> float | None:
@@ -133,14 +132,14 @@ def _finite(number: Any) -> float | None:
         return None
 
 
-def _by_expected_answer(record: Mapping[str, Any]) -> Judgement:
-    options = record.get("options") or {}
-    if not options.get("check_expected") or record["row"].get("expected") is None:
+def _by_expected_answer(record: Record) -> Judgement:
+    options = record.options or {}
+    if not options.get("check_expected") or record.row.get("expected") is None:
         return _UNCHECKED
-    if record["status"] == "completed":
+    if record.status == "completed":
         return Judgement(verdict=True, reward=1.0)
-    was_wrong = any(note.get("reason") == "expected" for note in record.get("notes") or ())
-    if record["status"] == "errors" and (was_wrong or ended_by_wrong_answer(record)):
+    was_wrong = any(note.reason == "expected" for note in record.notes)
+    if record.status == "errors" and (was_wrong or ended_by_wrong_answer(record)):
         return Judgement(verdict=False, reward=0.0)
     return _UNCHECKED
 

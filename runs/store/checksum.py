@@ -51,11 +51,8 @@ def is_sealed(line: bytes) -> bool:
     return line.startswith(_MEMBER, end - _TAIL) and _matches(line, end)
 
 
-def read_object(line: bytes, loads: Callable[[bytes], Any] = exact_json.loads) -> dict[str, Any]:
-    """The JSON object of a line, parsed by `loads`, without its checksum.
-
-    Raises `DamagedLine` if the line is not as it was written.
-    """
+def check_seal(line: bytes) -> bool:
+    """Whether a line has a checksum. Raises `DamagedLine` if it does not match."""
     end = _end_of(line)
     tail = end - _TAIL
     has_checksum = line.startswith(_MEMBER, tail)
@@ -64,6 +61,15 @@ def read_object(line: bytes, loads: Callable[[bytes], Any] = exact_json.loads) -
             raise DamagedLine(_CHANGED)
     elif sum(map(eq, line[max(tail, 0) :], _MEMBER)) >= _NEARLY:
         raise DamagedLine(_CHANGED)
+    return has_checksum
+
+
+def read_object(line: bytes, loads: Callable[[bytes], Any] = exact_json.loads) -> dict[str, Any]:
+    """The JSON object of a line, parsed by `loads`, without its checksum.
+
+    Raises `DamagedLine` if the line is not as it was written.
+    """
+    has_checksum = check_seal(line)
     try:
         found = loads(line)
     except exact_json.JSONDecodeError as error:

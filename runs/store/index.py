@@ -23,7 +23,8 @@ from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 from agent.messages import MOST_TOKENS
-from runs.store.checks import CHECK_FAILED, has_passed, judgement_of
+from runs.store.checks import CHECK_FAILED, Judgement, has_passed, judgement_of
+from runs.store.record_types import Record
 from runs.tasks import task_key
 
 ROW_BYTES = 64
@@ -105,39 +106,30 @@ def passed_in(fields: list[Any]) -> bool | None:
     return has_passed(*fields[10:])
 
 
-def index_fields(record: dict[str, Any]) -> list[Any]:
+def index_fields(record: Record) -> list[Any]:
     """The fields of a record for the index, without its place: id, input digest, then numbers."""
-    usage = record["usage"] or {}
-    error = record["error"] or {}
-    turns, calls = own_work(record)
+    usage = record.usage or {}
     judgement = judgement_of(record)
     return [
-        record["id"],
-        record["input_digest"],
-        record["status"],
-        record["attempt"],
-        len(turns),
-        len(calls),
+        record.id,
+        record.input_digest,
+        record.status,
+        record.attempt,
+        len(record.own_turns),
+        len(record.own_tool_calls),
         usage.get("input_tokens"),
         usage.get("output_tokens"),
-        record["cost_usd"],
-        error.get("class") or (CHECK_FAILED if judgement.error is not None else None),
+        record.cost_usd,
+        _error_class(record, judgement),
         judgement.verdict,
         judgement.reward,
     ]
 
 
-def own_turns(record: Mapping[str, Any]) -> list[Any]:
-    """The turns of a record, without those that a branch shares with its parent."""
-    return [turn for turn in record["turns"] if "inherited" not in turn]
-
-
-def own_work(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """The turns and tool calls of a record, without those that a branch shares with its parent."""
-    turns, calls = own_turns(record), record["tool_calls"]
-    if first := len(record["turns"]) - len(turns):
-        calls = [call for call in calls if call["turn"] > first]
-    return turns, calls
+def _error_class(record: Record, judgement: Judgement) -> str | None:
+    if record.error is not None:
+        return record.error.error_class
+    return None if judgement.error is None else CHECK_FAILED
 
 
 class RowMaker:

@@ -16,7 +16,7 @@ import orjson
 
 from runs.errors import EnvironmentStop, RunDirError
 from runs.process.long_work import LongWork
-from runs.store.checksum import DamagedLine, read_object
+from runs.store.checksum import DamagedLine
 from runs.store.files import (
     AppendFile,
     StorageError,
@@ -27,6 +27,7 @@ from runs.store.files import (
     temporary_for,
 )
 from runs.store.index import MARK, ROW_BYTES, Index, RowMaker, index_fields, mark_for, valid_rows
+from runs.store.record_types import Record, decode_record
 
 _READ_AHEAD = 1 << 20
 _WRITE_BEHIND = 1 << 16
@@ -35,9 +36,6 @@ _WRITE_BEHIND = 1 << 16
 HEAD = b'{"id":'
 """The beginning of a record (see `runs/record.py`): its id can be read without the rest."""
 AFTER_ID = b'","status":'
-
-_NO_RECORD = (ValueError, KeyError, TypeError, AttributeError)
-"""What reading the fields of a line raises that is not a record."""
 
 
 class UnreadableRecord(EnvironmentStop):
@@ -65,6 +63,10 @@ class RecordFile:
         found, self._found = self._found, None
         assert found is not None
         return found
+
+    def add(self, record: Record) -> None:
+        """Append a record, as `append` does."""
+        self.append(record.line, index_fields(record))
 
     def append(self, record: bytes, fields: list[Any]) -> None:
         """Append the line of a record with these `index_fields`; `sync` makes it survive a power
@@ -136,10 +138,8 @@ def unreadable_record(
 
     `error` is what reading it as a record raised.
     """
-    from runs.store.record_types import check_types
-
     try:
-        check_types(read_object(line))
+        decode_record(line)
     except DamagedLine as damage:
         error = damage
     why = str(error) if isinstance(error, DamagedLine) else "it lacks fields of a record"
@@ -227,8 +227,8 @@ def _matches_last_record(rows: bytes, records: Path, covered: int) -> bool:
         file.seek(last.offset)
         line = file.read(last.length)
     try:
-        row = RowMaker(rows).rows(index_fields(read_object(line)), last.offset, last.length)
-    except _NO_RECORD:
+        row = RowMaker(rows).rows(index_fields(decode_record(line)), last.offset, last.length)
+    except ValueError:  # damaged, or a number is out of the index's range
         return False
     return line.endswith(b"\n") and rows.endswith(row)
 
@@ -310,15 +310,12 @@ def watched_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
             work.advance(len(line))
 
 
-def parse_record(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> Record | None:
     """The record of one line, None if it is not whole or a field has another type."""
-    from runs.store.record_types import check_types  # msgspec: starts do not need it
-
     try:
-        record = read_object(line)
-        check_types(record)
+        record = decode_record(line)
         RowMaker().rows(index_fields(record), 0, len(line))
-    except _NO_RECORD:
+    except ValueError:
         return None
     return record
 

@@ -8,21 +8,25 @@ change: readers add the scores to `scores` of the records that they read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+from msgspec.structs import replace
+
 from runs.errors import RunDirError
 from runs.store.checksum import read_object
+from runs.store.record_types import Record, Score
 from runs.store.records import lines_from
 
 NAME = "scores.jsonl"
 
 
-def score_key(record: Mapping[str, Any]) -> str:
+def score_key(record: Record) -> str:
     """Names a record: by its task and when it was finished, as a task can be run again."""
-    text = f"{record['input_digest']} {record['id']} {record.get('finished_at')}"
+    text = f"{record.input_digest} {record.id} {record.finished_at}"
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -37,7 +41,7 @@ class Scores:
             places = self._by_source.setdefault(line["source"], {})
             places[bytes.fromhex(line["record"])] = offset
 
-    def added_to(self, record: dict[str, Any]) -> dict[str, Any]:
+    def added_to(self, record: Record) -> Record:
         """The record with these scores after its own; the same object if it has none here."""
         if not self._by_source:
             return record
@@ -46,10 +50,10 @@ class Scores:
         if not places:
             return record
         with self._path.open("rb") as file:
-            added = [_line_at(file, place) for place in places]
-        sources = {score["source"] for score in added}
-        kept = [score for score in record.get("scores") or () if score["source"] not in sources]
-        return {**record, "scores": kept + added}
+            added = [_score_at(file, place) for place in places]
+        sources = {score.source for score in added}
+        kept = [score for score in record.scores or () if score.source not in sources]
+        return replace(record, scores=[*kept, *added])
 
 
 def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -60,6 +64,7 @@ def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not (isinstance(line["source"], str) and isinstance(line["version"], str | None)):
                 raise TypeError(line)
             bytes.fromhex(line["record"])
+            msgspec.convert(line, Score)
         except (ValueError, KeyError, TypeError) as error:
             msg = (
                 f"{path}:{number}: not a score; `verify --repair` sets it aside, and its record "
@@ -69,6 +74,6 @@ def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield offset, line
 
 
-def _line_at(file: BinaryIO, offset: int) -> dict[str, Any]:
+def _score_at(file: BinaryIO, offset: int) -> Score:
     file.seek(offset)
-    return read_object(file.readline())
+    return msgspec.convert(read_object(file.readline()), Score)

@@ -29,11 +29,11 @@ from runs.errors import DatasetChanged, EnvironmentStop
 from runs.executors.base import Executor, WorkerHandle
 from runs.protocol.messages import Assignment, pack, unpack
 from runs.protocol.worker_setup import WorkerSetup
-from runs.record import dump_record, make_record
+from runs.record import as_stored, make_record
 from runs.run_dir import RunDir
 from runs.store.failures import Failure, FailureFile
 from runs.store.files import StorageError
-from runs.store.index import index_fields, passed_in
+from runs.store.index import passed_in
 from runs.store.journal import Inflight, next_worker_number
 from runs.store.records import RecordFile
 from runs.store.settled import WORKER_DIED
@@ -357,7 +357,7 @@ class Supervisor:
             attempt=failure.attempt,
             provenance=self._setup.provenance,
         )
-        self._start.records.append(dump_record(record), index_fields(record))
+        self._start.records.add(as_stored(record))
         self._start.records.sync()
         self._forget(key)
         self._progress.task_ended(failure=failure.error_class)

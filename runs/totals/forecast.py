@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from runs.amounts import EndpointLimits
 from runs.dataset.scan import Scan
 from runs.store.failures import load_failed_attempts
-from runs.store.index import IndexEntry, own_work
+from runs.store.index import IndexEntry
 from runs.store.reader import open_records, read_record
 from runs.store.records import load_index
 from runs.totals.run_totals import RunTotals
@@ -182,14 +182,12 @@ def _durations(run_dir: Path, entries: Mapping[bytes, IndexEntry]) -> list[_Dura
     durations = []
     with open_records(run_dir) as records:
         for key, entry in entries.items():
-            record = read_record(records, entry.offset, entry.length, key).record
+            record = read_record(records, entry.offset, entry.length, key)
             slowest: dict[int, float] = {}
-            turns, calls = own_work(record)
-            for call in calls:
-                took = call["duration_s"] or 0.0
-                slowest[call["turn"]] = max(slowest.get(call["turn"], 0.0), took)
-            in_replies = sum(turn["duration_s"] for turn in turns)
-            durations.append(_Duration(in_replies + sum(slowest.values()), record["api_calls"]))
+            for call in record.own_tool_calls:
+                slowest[call.turn] = max(slowest.get(call.turn, 0.0), call.duration_s or 0.0)
+            in_replies = sum(turn.duration_s for turn in record.own_turns)
+            durations.append(_Duration(in_replies + sum(slowest.values()), record.api_calls))
     return durations
 
 

@@ -29,7 +29,7 @@ from runs.dataset.row_fork import Fork
 from runs.errors import AgentFailed, Stopped
 from runs.protocol.messages import Assignment, no_counters, pack
 from runs.protocol.worker_setup import WorkerSetup
-from runs.record import dump_record, make_record, tokens_missing, with_scores
+from runs.record import as_stored, make_record, tokens_missing, with_scores
 from runs.store.failures import Failure
 from runs.store.files import StorageError
 from runs.store.index import index_fields
@@ -399,11 +399,12 @@ class TaskRunner:
 
 
 def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> bytes:
+    stored = as_stored(record)
     return pack(
         "finished",
-        dump_record(record),
+        stored.line,
         key=task.key.hex(),
-        fields=index_fields(record),
+        fields=index_fields(stored),
         failure=failure and failure._asdict(),
         image=None if failure else record.get("image"),
     )

@@ -33,7 +33,7 @@ from export.conversation.validity import Reason, Rejected
 from export.formats.hermes import to_row
 from run_agent import AIAgent
 from runs.dataset.row_user import read_user_turns
-from runs.record import Provenance, dump_record, make_record
+from runs.record import Provenance, as_stored, make_record
 from runs.store.journal import usable_prefix
 from runs.tasks import Task
 from tests import playing
@@ -857,4 +857,4 @@ def record_of(played: Played, scene: Scene) -> bytes:
         attempt=1,
         provenance=PROVENANCE,
     )
-    return dump_record(record)
+    return as_stored(record).line

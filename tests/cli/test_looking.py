@@ -29,6 +29,7 @@ from runs.store.settled import WORKER_DIED
 from runs.tasks import task_key
 from tests.report.test_report import HOSTILE_ID, ROWS
 from tests.running import PATIENCE_S, SCRIPTED, command, lines, run, started, wait_until, write_rows
+from tests.stored import stored
 
 HOLD = '''
 import time
@@ -200,13 +201,13 @@ def test_one_turn_alone(cwd: Path) -> None:
     assert "Nothing there." in text
     assert "read_file" not in text
     (record,) = (line for line in records(cwd) if line["id"] == "plain")
-    turn = turn_as_json(record, 1)
+    turn = turn_as_json(stored(record), 1)
     assert turn["turn"] == record["turns"][0]
     assert [message["role"] for message in turn["messages"]] == ["assistant", "tool"]
     with pytest.raises(ConfigError, match="--turn 3: plain has 2 turns"):
-        turn_as_json(record, 3)
+        turn_as_json(stored(record), 3)
     with pytest.raises(ConfigError, match="--turn 3: plain has turns 1 to 2"):
-        list(ConversationText(record, colours=False).text(turn=3))
+        list(ConversationText(stored(record), colours=False).text(turn=3))
 
 
 def test_json_is_the_record(cwd: Path) -> None:

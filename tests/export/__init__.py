@@ -1,6 +1,7 @@
 """Tests of export/: rows in every format, filters, datasets.
 
 test_export               the files of a run, from its records
+test_reading              any record is read or refused by name
 test_hermes               the Hermes format
 test_export_formats       one record in every format
 test_export_loss          who wrote each message, and which turns carry loss
@@ -23,6 +24,5 @@ test_scoring              the command `score`
 test_export_push          a dataset sent to a hub
 test_export_determinism   same conversations, same bytes
 test_export_rl            token ids for reinforcement learning, and what trainers read of them
-test_ordinary             ordinary conversations, read in one pass
 test_export_docs          docs/export.md
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from export.conversation.own_work import own_of
+from export.conversation.own_work import Own
 from export.conversation.style import Style
 from export.statistics import Statistics
 from export.training_files import export_run, route
@@ -25,8 +25,8 @@ from tests.export.test_hermes import (
     result,
     user,
 )
-from tests.exporting import whole
 from tests.running import ids, lines, write_rows
+from tests.stored import stored, whole
 
 
 def failed(content: str = "no", *, id: str = "c1", kind: Any = None) -> dict[str, Any]:
@@ -37,7 +37,8 @@ def failed(content: str = "no", *, id: str = "c1", kind: Any = None) -> dict[str
 def statistics_of(*records: dict[str, Any]) -> dict[str, Any]:
     statistics = Statistics()
     for record in records:
-        statistics.add(record, own_of(record))
+        kept = stored(record)
+        statistics.add(kept, Own(kept))
     return statistics.to_json()
 
 
@@ -102,11 +103,14 @@ class TestRequireReasoning:
         record = record_of(
             user(), assistant("", call(), reasoning="Hm."), result("r"), assistant("Hi.")
         )
-        assert route(record, style=Style(require_reasoning=True)).place == "training"
+        assert route(stored(record), style=Style(require_reasoning=True)).place == "training"
 
     def test_a_row_that_breaks_a_rule_is_rejected_for_that(self) -> None:
         """S2.54."""
-        assert route(BROKEN, style=Style(require_reasoning=True)).reason == "arguments_not_json"
+        assert (
+            route(stored(BROKEN), style=Style(require_reasoning=True)).reason
+            == "arguments_not_json"
+        )
 
 
 def test_endings_by_reserved_tools_go_to_their_files(tmp_path: Path) -> None:
@@ -159,10 +163,12 @@ class TestStatisticsFile:
             "rows": {"completed": 2, "failed": 1, "max_turns": 1},
             "checks": {
                 "checked": 0,
+                "scored": 0,
                 "passed": 0,
                 "failed": 0,
                 "pass_rate": None,
                 "mean_reward": None,
+                "check_failed": 0,
             },
             "turns_per_row": {"mean": 1.0, "max": 2},
             "duration_s": {"first_started_at": 1.5, "last_ended_at": 1.75, "wall": 0.25},
@@ -202,7 +208,7 @@ class TestStatistics:
     def test_every_tool_that_was_offered_is_listed(self) -> None:
         """S2.53: an unused one has rates of 0.0; the tools of all records are put together."""
         other = {"function": {"name": "area"}}
-        statistics = statistics_of(PLAIN, PLAIN | {"tools": [other]}, PLAIN | {"tools": None})
+        statistics = statistics_of(PLAIN, PLAIN | {"tools": [other]}, PLAIN | {"tools": []})
         unused = {"count": 0, "success": 0, "failure": 0, "success_rate": 0.0, "failure_rate": 0.0}
         assert statistics["tools"] == [{"tool": "area", **unused}, {"tool": "temp", **unused}]
 
@@ -305,9 +311,8 @@ class TestStatistics:
         assert thirds["turns_per_row"]["mean"] == 1.33
 
     def test_a_record_that_no_row_can_be_made_of_is_counted(self) -> None:
-        """S2.54: stray results, content that is not text, calls of nothing."""
-        parts: Any = [{"type": "text", "text": "Hi."}]
-        odd = record_of(user(), result("r"), assistant(parts), assistant("", call(name="")),
+        """S2.54: stray results, blank content, calls of nothing."""
+        odd = record_of(user(), result("r"), assistant(" "), assistant("", call(name="")),
                         result("r"), result("r", id="c9"), status="errors")  # fmt: skip
         statistics = statistics_of(odd)
         assert statistics["rows"] == {"errors": 1}
@@ -324,7 +329,8 @@ class TestStatistics:
                 record = record_of(user(f"Question {n}"), assistant("", invented),
                                    failed(id=f"call_{n}", kind="unknown_tool"),
                                    assistant(f"Answer {n}"), tools=[TEMP, *OFFERED])  # fmt: skip
-                statistics.add(record, own_of(record))
+                kept = stored(record)
+                statistics.add(kept, Own(kept))
             return len(pickle.dumps(statistics))
 
         assert size(1000) - size(10) < 50

@@ -21,6 +21,7 @@ from tests.agent.gateway.talking import MessagesTalk, Recording, Said
 from tests.export.test_hermes import record_of
 from tests.exporting import exported, make_run
 from tests.running import lines
+from tests.stored import stored
 
 PROMPT = "Count the files."
 
@@ -58,7 +59,7 @@ def agents_record(*, ends_by_call: bool = False, **changes: Any) -> dict[str, An
 
 
 def row(record: dict[str, Any], name: str, **style: Any) -> dict[str, Any]:
-    conversation = styled(read_conversation(record), Style(**style))
+    conversation = styled(read_conversation(stored(record)), Style(**style))
     line = dumps_row(ROW_FORMATS[name].row_of(conversation, Style(**style)))
     loaded: dict[str, Any] = json.loads(line)
     return loaded
@@ -162,23 +163,29 @@ def test_a_run_of_agents_is_exported_in_all_formats(tmp_path: Path) -> None:
 def test_all_texts_of_an_agent_are_searched() -> None:
     aside = {"number": 4, "added": [{"role": "user", "content": "an old question"}]}
     aside["message"] = {"role": "assistant", "content": "an old answer"}
-    changed = {"start": 0, "messages": [{"role": "system", "content": "an old rule"}]}
+    changed = {
+        "exchanges": [1],
+        "thread": "thread#1",
+        "start": 0,
+        "end": 1,
+        "messages": [{"role": "system", "content": "an old rule"}],
+    }
     record = agents_record(set_aside=[aside], rewritten=[changed])
-    found = {text for _, text in texts_of(record)}
+    found = {text for _, text in texts_of(stored(record))}
     expected = {"an old question", "an old answer", "an old rule", "Counting", "claude-code"}
     assert expected <= found
 
 
 def test_the_table_and_the_index_count_what_the_agent_did() -> None:
     record = agents_record()
-    found = row_of(record)
+    found = row_of(stored(record))
     assert (found["turns"], found["calls"], found["answer"]) == (3, 2, "Two.")
     assert found["flags"] == ["inner conversations"]
-    assert index_fields(record)[4:8] == [3, 2, 40, 20]
+    assert index_fields(stored(record))[4:8] == [3, 2, 40, 20]
 
 
 def test_a_terminal_shows_the_agent_and_its_threads() -> None:
-    text = "\n".join(ConversationText(agents_record(), colours=False).text())
+    text = "\n".join(ConversationText(stored(agents_record()), colours=False).text())
     assert (
         "agent: claude-code 2.1 · 1 start · exit code 0 · main (thread#1): 3 calls · "
         "side (thread#0): 1 call"

@@ -33,6 +33,7 @@ from tests.export.test_hermes import (
 )
 from tests.exporting import exported, judged, make_run, rejects, rows, worked
 from tests.running import lines
+from tests.stored import stored
 
 PARALLEL = record_of(
     user(),
@@ -44,7 +45,7 @@ PARALLEL = record_of(
 
 def row(record: dict[str, Any], name: str = "openai", **style: Any) -> dict[str, Any]:
     """The row of a record in a format, as a reader of the line gets it."""
-    told = styled(read_conversation(record), Style(**style))
+    told = styled(read_conversation(stored(record)), Style(**style))
     line = dumps_row(ROW_FORMATS[name].row_of(told, Style(**style)))
     loaded: dict[str, Any] = json.loads(line)
     return loaded
@@ -89,7 +90,7 @@ class TestOpenai:
         assert row(record)["messages"][1]["content"] == ""
 
     def test_metadata_is_that_of_the_hermes_row(self) -> None:
-        assert row(worked())["metadata"] == to_row(worked())["metadata"]
+        assert row(worked())["metadata"] == to_row(stored(worked()))["metadata"]
 
 
 class TestReasoning:
@@ -361,15 +362,15 @@ class TestRewards:
     )
     def test_come_from_the_check(self, check: Any, reward: Any, has_passed: Any) -> None:
         record = worked(check=check)
-        assert judgement_of(record).reward == reward
-        assert judgement_of(record).is_good(0.5) is has_passed
+        assert judgement_of(stored(record)).reward == reward
+        assert judgement_of(stored(record)).is_good(0.5) is has_passed
 
     @pytest.mark.parametrize(
         ("changes", "reward"),
         [
             ({"status": "completed"}, 1.0),
             ({"status": "errors", "status_reason": "not the expected answer in 3 attempts"}, 0.0),
-            ({"status": "max_turns", "notes": [{"reason": "expected"}]}, None),
+            ({"status": "max_turns", "notes": [{"turn": 1, "reason": "expected"}]}, None),
             ({"status": "max_turns"}, None),
             ({"status": "completed", "options": {}}, None),
             ({"status": "completed", "row": {"prompt": "Go."}}, None),
@@ -377,7 +378,7 @@ class TestRewards:
     )
     def test_else_from_the_expected_answer(self, changes: Any, reward: Any) -> None:
         told = {"options": {"check_expected": True}, "row": {"prompt": "Go.", "expected": "7"}}
-        assert judgement_of(worked(**(told | changes))).reward == reward
+        assert judgement_of(stored(worked(**(told | changes)))).reward == reward
 
     def test_are_in_the_metadata(self) -> None:
         assert json.loads(row(judged(0.25, "Hi."))["metadata"])["reward"] == 0.25
@@ -629,7 +630,7 @@ class TestForgedStructure:
         """U+2028 and the like end no line; what a prompt or a tool says comes back as it was."""
         record = record_of(user(text), assistant("", call()), result(text), assistant("Hi."))
         try:
-            conversation = read_conversation(record)
+            conversation = read_conversation(stored(record))
             line = dumps_row(ROW_FORMATS["openai"].row_of(conversation, Style()))
         except Rejected:
             return
@@ -647,7 +648,7 @@ def test_all_formats_say_the_same(tmp_path: Path) -> None:
 
 
 def test_rendering_a_conversation_does_not_change_it() -> None:
-    conversation: Conversation = read_conversation(PARALLEL)
+    conversation: Conversation = read_conversation(stored(PARALLEL))
     before = messages_of(conversation, Style())
     for style in (Style(reasoning="none"), Style(parallel_calls="split"), Style(max_tool_chars=1)):
         styled(conversation, style)

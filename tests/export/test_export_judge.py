@@ -23,6 +23,7 @@ from tests.cli.test_looking import on_terminal
 from tests.export.test_hermes import assistant, record_of, user
 from tests.exporting import exported, make_run, rejects, worked
 from tests.running import command, lines, run, wait_until
+from tests.stored import stored
 
 EVEN_ARE_RIGHT = {"right": r"conversation [02468ace]", "wrong": r"conversation [13579bdf]"}
 """The fake endpoint names a hash of the question in its reply."""
@@ -80,7 +81,7 @@ def test_the_judge_sees_question_answer_and_expected_as_they_are(tmp_path: Path)
     """What a text holds is never taken for a place of the prompt."""
     record = worked("It is {expected}.", row={"expected": 4, "prompt": "{answer}?"})
     judge = Judge(model="openai:j", prompt="Q {question} A {answer} E {expected}")
-    question = JudgeQuestions(judge).about(record)
+    question = JudgeQuestions(judge).about(stored(record))
     assert question is not None
     assert question.text.startswith("Q ")
     assert question.text.endswith(" A It is {expected}. E 4")

@@ -17,6 +17,7 @@ from tests.export.test_export_agents import agents_record
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run, rows, worked
 from tests.running import lines
+from tests.stored import stored
 
 NOTE = "Go on, please."
 
@@ -43,7 +44,7 @@ def mixed() -> dict[str, Any]:
 
 
 def test_every_message_knows_who_wrote_it() -> None:
-    conversation = read_conversation(mixed())
+    conversation = read_conversation(stored(mixed()))
     assert [(type(entry).__name__, entry.author) for entry in conversation.entries] == [
         ("Said", "prompt"),
         ("Turn", "prompt"),
@@ -61,7 +62,7 @@ def test_a_note_that_was_added_to_the_words_of_a_user_leaves_them_the_prompts() 
     record = record_of(user(), assistant("A?"), {**user(f"Yes.\n\n{NOTE}"), "notes": ["continue"]},
                        assistant("B."))  # fmt: skip
     record["notes"] = [{"turn": 1, "reason": "continue", "text": NOTE, "at": 1.0}]
-    assert [entry.author for entry in read_conversation(record).entries] == [
+    assert [entry.author for entry in read_conversation(stored(record)).entries] == [
         *("prompt", "model", "prompt", "model")
     ]
 
@@ -79,23 +80,25 @@ def test_further_messages_of_the_user_are_the_rows_or_the_simulated_users() -> N
         user("Thanks."),
         assistant("E"),
     )
-    note = {"reason": "continue", "text": NOTE}
+    note = {"turn": 1, "reason": "continue", "text": NOTE}
     record["notes"] = [
         note,
-        {"reason": "user_turn", "text": "Yes"},
+        {"turn": 2, "reason": "user_turn", "text": "Yes"},
         note,
         note,
-        {"reason": "user_turn", "text": "Thanks."},
+        {"turn": 4, "reason": "user_turn", "text": "Thanks."},
     ]
     record["inner"] = [{"key": "simulated_user#2", "name": "simulated_user"}]
-    authors = [e.author for e in read_conversation(record).entries if not isinstance(e, Turn)]
+    authors = [
+        e.author for e in read_conversation(stored(record)).entries if not isinstance(e, Turn)
+    ]
     assert authors == ["prompt", "prompt", "runtime", "simulated_user"]
 
 
 def test_a_first_reply_that_continues_a_turn_of_the_prompt_is_the_models() -> None:
     record = record_of(user(), assistant("One, "), assistant("two."))
     del record["turns"][0]
-    assert read_conversation(record).others == {}
+    assert read_conversation(stored(record)).others == {}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +116,7 @@ def test_turns_of_another_model_that_an_agent_called_are_not_the_runs(
     record = agents_record(model="openai:m")
     for turn, model in zip(record["turns"], models, strict=True):
         turn["model"] = model
-    entries = read_conversation(record).entries
+    entries = read_conversation(stored(record)).entries
     assert [entry.author for entry in entries if isinstance(entry, Turn)] == authors
 
 
@@ -207,6 +210,6 @@ def test_exactly_the_turns_of_others_are_marked(prompts: int, parents: int, own:
     del record["turns"][:prompts]
     for turn in record["turns"][:parents]:
         turn["inherited"] = True
-    messages = row_of(read_conversation(record), Style())["messages"]
+    messages = row_of(read_conversation(stored(record)), Style())["messages"]
     marks = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
     assert marks == [0] * (prompts + parents) + [1] * own

@@ -19,6 +19,7 @@ from export.formats.registry import ROW_FORMATS
 from export.formats.rl import rows_of
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, api_of
 from tests.export.test_hermes import record_of
+from tests.stored import stored
 
 JSON = dict[str, Any]
 PROMPT = "What is this?"
@@ -104,7 +105,7 @@ def record(recording: Recording) -> JSON:
 
 def row(record: JSON, name: str, *accepts: str) -> JSON:
     style = Style(tolerance=Tolerance(accepted(accepts)).of(name))
-    return ROW_FORMATS[name].row_of(styled(read_conversation(record), style), style)
+    return ROW_FORMATS[name].row_of(styled(read_conversation(stored(record)), style), style)
 
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
@@ -150,7 +151,9 @@ def test_a_picture_that_each_call_shows_again_is_stored_once(make: Callable[[], 
 
 def test_token_ids_have_no_pictures() -> None:
     with pytest.raises(Rejected, match="has_images"):
-        rows_of(record(talked(TALKS["openai_chat"], part_of("openai_chat"), in_result=True)))
+        rows_of(
+            stored(record(talked(TALKS["openai_chat"], part_of("openai_chat"), in_result=True)))
+        )
 
 
 def test_a_picture_in_a_message_that_is_added_to_another_counts() -> None:

@@ -24,6 +24,7 @@ from tests.export.test_export_loss import mixed
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run, rejects, rows, worked
 from tests.running import lines, run
+from tests.stored import stored
 
 STRIPS = """
 {%- set ns = namespace(asked=0) %}
@@ -266,7 +267,7 @@ def test_rows_together_hold_every_own_turn_once_and_whole(steps: list[tuple[str,
         else:
             messages += [assistant(f"A{number}", reasoning=reasoning), user(f"Q{number}")]
     messages.append(assistant("End.", reasoning="R"))
-    conversation = read_conversation(record_of(*messages))
+    conversation = read_conversation(stored(record_of(*messages)))
     whole = row_of(conversation, Style())["messages"]
     own = [entry for entry in conversation.entries if isinstance(entry, Turn)]
     cuts = list(cut_by_turn(conversation, Style()))

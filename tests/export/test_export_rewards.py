@@ -29,7 +29,7 @@ def add_scores(source: Source, *scores: dict[str, Any] | None) -> Path:
     with path.open("ab") as file:
         for stored, given in zip(stored_records(source.run_dir), scores, strict=True):
             if given is not None:
-                line = {"record": score_key(stored.record), "id": stored.record["id"], **given}
+                line = {"record": score_key(stored), "id": stored.id, **given}
                 file.write(with_checksum(orjson.dumps(line)))
     return path
 
@@ -83,7 +83,7 @@ class TestScores:
         add_scores(source, score(rewards={"f": 2.0}))
         add_scores(source, score(rewards={"f": 3.0}, version="2"))
         (stored,) = stored_records(source.run_dir)
-        assert [found["rewards"] for found in stored.record["scores"]] == [{"g": 1.0}, {"f": 3.0}]
+        assert [found.rewards for found in stored.scores or ()] == [{"g": 1.0}, {"f": 3.0}]
 
     def test_are_of_one_record_not_of_its_task(self, tmp_path: Path) -> None:
         """A task that ran again has a record that nothing has scored."""
@@ -109,7 +109,7 @@ class TestScores:
         source = make_run(tmp_path, worked())
         path = add_scores(source, score(rewards={"f": 2.0}))
         path.write_bytes(path.read_bytes()[:-5])
-        assert "scores" not in next(stored_records(source.run_dir)).record
+        assert next(stored_records(source.run_dir)).scores is None
 
 
 class TestFilters:

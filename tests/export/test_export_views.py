@@ -20,6 +20,7 @@ from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import judged, make_run, rejects, rows
 from tests.playing import Played, play, say
 from tests.running import SCRIPTED, lines, run, write_rows
+from tests.stored import stored
 
 LONG = "R" * 300
 
@@ -38,7 +39,7 @@ def record_from(played: Played, **options: Any) -> dict[str, Any]:
 
 
 def metadata_of(record: dict[str, Any]) -> dict[str, Any]:
-    metadata: dict[str, Any] = json.loads(to_row(record)["metadata"])
+    metadata: dict[str, Any] = json.loads(to_row(stored(record))["metadata"])
     return metadata
 
 
@@ -120,7 +121,7 @@ def test_a_workspace_that_was_lost_is_counted() -> None:
 def test_what_was_seen_whole_says_nothing_more() -> None:
     plain = record_of(user(), assistant("Hi."), resumes=[resumed()], options={"max_turns": 3})
     more = plain | {"view_compacted": False}
-    assert to_row(more) == to_row(plain)
+    assert to_row(stored(more)) == to_row(stored(plain))
     keys = {"view_compacted", "summaries", "cut_results", "cut_by_export", "workspace_lost"}
     assert metadata_of(plain).keys().isdisjoint(keys)
 

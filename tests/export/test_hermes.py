@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from export.conversation.row_json import content_json, dumps_row
 from export.conversation.validity import Reason, Rejected, check_finished
 from export.formats.hermes import to_conversations, to_row
+from tests.stored import messages_of, stored
 
 TEMP: dict[str, Any] = {
     "type": "function",
@@ -121,7 +122,7 @@ def record_of(*messages: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def values(*messages: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> list[str]:
     """The values after the system entry."""
-    entries = to_conversations(messages, [TEMP] if tools is None else tools)
+    entries = to_conversations(messages_of(messages), [TEMP] if tools is None else tools)
     return [entry["value"] for entry in entries[1:]]
 
 
@@ -158,13 +159,13 @@ def said(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 def rejected_row(record: dict[str, Any]) -> Rejected:
     with pytest.raises(Rejected) as caught:
-        to_row(record)
+        to_row(stored(record))
     return caught.value
 
 
 def rejection(*messages: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> Rejected:
     with pytest.raises(Rejected) as caught:
-        to_conversations(messages, [TEMP] if tools is None else tools)
+        to_conversations(messages_of(messages), [TEMP] if tools is None else tools)
     return caught.value
 
 
@@ -211,13 +212,13 @@ def line_of(conversations: list[dict[str, str]]) -> list[str]:
 
 class TestWorkedExample:
     def test_passes_to_the_byte(self) -> None:
-        system, *entries = line_of(to_conversations(EXAMPLE, [TEMP]))
+        system, *entries = line_of(to_conversations(messages_of(EXAMPLE), [TEMP]))
         assert entries == EXAMPLE_ENTRIES
         assert rf"<tools>\n{EXAMPLE_TOOLS}\n</tools>\n" in system
 
     def test_the_line_has_its_keys_in_order_and_only_the_run_in_its_metadata(self) -> None:
-        line = dumps_row(to_row(record_of(*EXAMPLE)))
-        conversations = ",".join(line_of(to_conversations(EXAMPLE, [TEMP])))
+        line = dumps_row(to_row(stored(record_of(*EXAMPLE))))
+        conversations = ",".join(line_of(to_conversations(messages_of(EXAMPLE), [TEMP])))
         tools = json.dumps(json.dumps([TEMP]))
         metadata = json.dumps(
             '{"model":"m","model_returned":"m-2026","api":"openai_chat",'
@@ -236,26 +237,26 @@ class TestWorkedExample:
         )
 
     def test_stopped_after_one_turn_it_is_a_partial_row_of_the_same_first_entries(self) -> None:
-        row = to_row(record_of(*EXAMPLE[:5], status="max_turns"))
+        row = to_row(stored(record_of(*EXAMPLE[:5], status="max_turns")))
         assert line_of(row["conversations"])[1:] == EXAMPLE_ENTRIES[:3]
         assert (row["completed"], row["partial"], row["api_calls"]) == (False, True, 1)
         assert json.loads(row["metadata"])["status"] == "max_turns"
 
     def test_failed_before_any_reply_it_is_not_a_row(self) -> None:
         with pytest.raises(Rejected) as caught:
-            to_row(record_of(*EXAMPLE[:2], status="failed"))
+            to_row(stored(record_of(*EXAMPLE[:2], status="failed")))
         assert caught.value.reason == "no_reply"
 
     def test_the_record_is_not_changed(self) -> None:
         record = record_of(*EXAMPLE)
         before = json.dumps(record)
-        to_row(record)
+        to_row(stored(record))
         assert json.dumps(record) == before
 
 
 class TestSystemEntry:
     def test_is_the_published_preamble_around_the_tool_signatures(self) -> None:
-        entry = to_conversations([user(), assistant("Hi.")], [TEMP])[0]
+        entry = to_conversations(messages_of([user(), assistant("Hi.")]), [TEMP])[0]
         signature = TEMP["function"] | {"required": None}
         assert entry == {
             "from": "system",
@@ -263,13 +264,13 @@ class TestSystemEntry:
         }
 
     def test_without_tools_holds_an_empty_list(self) -> None:
-        entry = to_conversations([user(), assistant("Hi.")], [])[0]
+        entry = to_conversations(messages_of([user(), assistant("Hi.")]), [])[0]
         assert entry["value"] == f"{PREAMBLE}[]{CALL_SCHEMA}"
-        assert to_row(record_of(user(), assistant("Hi."), tools=[]))["tools"] == "[]"
+        assert to_row(stored(record_of(user(), assistant("Hi."), tools=[])))["tools"] == "[]"
 
     def test_a_tool_without_description_or_parameters_gets_empty_ones(self) -> None:
         tools = [{"type": "function", "function": {"name": "now"}}]
-        entry = to_conversations([user(), assistant("Hi.")], tools)[0]
+        entry = to_conversations(messages_of([user(), assistant("Hi.")]), tools)[0]
         signature = '[{"name": "now", "description": "", "parameters": {}, "required": null}]'
         assert entry["value"] == PREAMBLE + signature + CALL_SCHEMA
 
@@ -277,13 +278,13 @@ class TestSystemEntry:
     def test_a_tag_in_a_tool_description_is_not_structure(self, marker: str) -> None:
         described = {"name": "now", "description": f"é {marker}", "parameters": {}}
         tools = [{"type": "function", "function": described}]
-        value = to_conversations([user(), assistant("Hi.")], tools)[0]["value"]
+        value = to_conversations(messages_of([user(), assistant("Hi.")]), tools)[0]["value"]
         signatures = value.removeprefix(PREAMBLE).removesuffix(CALL_SCHEMA)
         assert "<" not in signatures
         assert json.loads(signatures)[0]["description"] == f"é {marker}"
 
     def test_never_shows_the_system_messages_of_the_record(self) -> None:
-        assert b"Secret instructions" not in dumps_row(to_row(record_of(*EXAMPLE)))
+        assert b"Secret instructions" not in dumps_row(to_row(stored(record_of(*EXAMPLE))))
 
 
 class TestReasoning:
@@ -305,7 +306,7 @@ class TestReasoning:
         assert value.startswith("<think>\nHm.\n</think>\n<tool_call>\n")
 
     def test_an_empty_inline_block_counts_as_no_reasoning(self) -> None:
-        row = to_row(record_of(user(), assistant("<think>\n\n</think>\n\nHi.")))
+        row = to_row(stored(record_of(user(), assistant("<think>\n\n</think>\n\nHi."))))
         assert row["conversations"][2]["value"] == "<think>\n</think>\nHi."
         assert row["has_reasoning"] is False
 
@@ -514,7 +515,7 @@ class TestResults:
     def test_a_turn_that_broke_off_before_its_results_has_no_tool_entry(self) -> None:
         messages = user(), assistant("", call())
         assert len(values(*messages)) == 2
-        row = to_row(record_of(*messages, status="length"))
+        row = to_row(stored(record_of(*messages, status="length")))
         assert row["conversations"][-1]["from"] == "gpt"
         assert row["num_tool_calls"] == 1
         (stats,) = json.loads(row["metadata"])["tool_stats"]
@@ -562,7 +563,6 @@ class TestConversationRules:
             [assistant("Hi."), assistant("Hi."), user()],
             [user(), {"role": "system", "content": "s"}, assistant("Hi.")],
             [user(), assistant("", call()), result("r"), user(), assistant("Hi.")],
-            [{"role": "developer", "content": "d"}, user(), assistant("Hi.")],
         ],
     )
     def test_roles_out_of_order_are_rejected(self, messages: list[dict[str, Any]]) -> None:
@@ -570,7 +570,8 @@ class TestConversationRules:
 
     def test_several_human_turns_make_one_row(self) -> None:
         entries = to_conversations(
-            [user("A"), assistant("B"), user("C"), assistant("", call()), result("r")], [TEMP]
+            messages_of([user("A"), assistant("B"), user("C"), assistant("", call()), result("r")]),
+            [TEMP],
         )
         assert [entry["from"] for entry in entries] == [
             "system",
@@ -607,10 +608,6 @@ class TestConversationRules:
     def test_an_empty_message_is_rejected(self, messages: Any) -> None:
         assert rejection(*messages).reason == "empty_value"
 
-    def test_content_that_is_not_text_is_rejected(self) -> None:
-        parts: Any = [{"type": "text", "text": "Go."}]
-        assert rejection(user(parts), assistant("Hi.")).reason == "not_text"
-
     def test_a_conversation_without_assistant_is_rejected(self) -> None:
         assert rejection(user()).reason == "no_reply"
         assert rejection().reason == "no_reply"
@@ -625,7 +622,7 @@ class TestFinalAnswer:
     def test_the_only_call_of_the_last_turn_becomes_its_text(self) -> None:
         """C8, S4.24: think block, the turn's own text, a blank line, the answer; no result."""
         record = ended_by(assistant("Both known.\n", final(" 14.5 \n"), reasoning="Hm."))
-        row = to_row(record)
+        row = to_row(stored(record))
         assert said(row)[-2:] == [
             ("tool", '<tool_response>\n{"tool_call_id": "c1", "name": "temp", "content": "r"}\n'
              "</tool_response>"),
@@ -640,7 +637,7 @@ class TestFinalAnswer:
 
     def test_without_text_or_reasoning_the_answer_follows_an_empty_block(self) -> None:
         """C8."""
-        row = to_row(ended_by(assistant("", final("14.5"))))
+        row = to_row(stored(ended_by(assistant("", final("14.5")))))
         assert said(row)[-1] == ("gpt", "<think>\n</think>\n14.5")
         assert row["has_reasoning"] is False
 
@@ -651,8 +648,8 @@ class TestFinalAnswer:
         """C8: they were answered before the run ended, wherever in the turn they stood."""
         calls = [call(id="c2"), final("Done: é")][::order]
         results = [result("two", id="c2"), result("ok", id="f")][::order]
-        row = to_row(record_of(user(), assistant("Last.", *calls, reasoning="A"), *results,
-                               tools=OFFERED))  # fmt: skip
+        row = to_row(stored(record_of(user(), assistant("Last.", *calls, reasoning="A"), *results,
+                               tools=OFFERED)))  # fmt: skip
         assert said(row) == [
             ("human", "Go."),
             ("gpt", '<think>\nA\n</think>\nLast.\n<tool_call>\n{"name": "temp", "arguments": {}}'
@@ -669,9 +666,9 @@ class TestFinalAnswer:
 
     def test_the_reserved_tools_are_not_on_offer_in_a_row_that_calls_neither(self) -> None:
         """C8: neither in the preamble nor in the column, so all rows offer the same tools."""
-        by_call = to_row(ended_by(assistant("", final("14.5"))))
-        by_text = to_row(ended_by(assistant("14.5")))
-        plain = to_row(ended_by(assistant("14.5"), tools=[TEMP]))
+        by_call = to_row(stored(ended_by(assistant("", final("14.5")))))
+        by_text = to_row(stored(ended_by(assistant("14.5"))))
+        plain = to_row(stored(ended_by(assistant("14.5"), tools=[TEMP])))
         for row in (by_call, by_text):
             assert row["conversations"] == plain["conversations"]
             assert json.loads(row["tools"]) == [TEMP]
@@ -682,8 +679,8 @@ class TestFinalAnswer:
         told = {**result("ok\n\nThat is wrong.", id="f"), "notes": ["expected"]}
         refused = [assistant("", final("13")), told]
         row = to_row(
-            record_of(user(), *refused, assistant("", final("14")), result("ok", id="f"),
-                      tools=OFFERED)
+            stored(record_of(user(), *refused, assistant("", final("14")), result("ok", id="f"),
+                      tools=OFFERED))
         )  # fmt: skip
         assert [kind for kind, _ in said(row)] == ["human", "gpt", "tool", "gpt"]
         assert '{"name": "final_answer", "arguments": {"answer": "13"}}' in said(row)[1][1]
@@ -699,7 +696,7 @@ class TestFinalAnswer:
         turn = assistant("", final(answer, id="f1"), final("14", id="f2"), final("15", id="f3"))
         results = [result("r", id="f1", is_error=is_error), result("ok", id="f2")]
         results.append(result("ok", id="f3"))
-        row = to_row(record_of(user(), turn, *results, tools=OFFERED))
+        row = to_row(stored(record_of(user(), turn, *results, tools=OFFERED)))
         assert [kind for kind, _ in said(row)] == ["human", "gpt", "tool", "gpt"]
         assert said(row)[-1][1].endswith("\n14")
         assert json.loads(row["tools"]) == OFFERED
@@ -708,7 +705,7 @@ class TestFinalAnswer:
         """C8, S4.24."""
         gives_up = call('{"reason": "no network"}', id="f", name="cannot_complete")
         record = ended_by(assistant("", gives_up), status="cannot_complete")
-        row = to_row(record)
+        row = to_row(stored(record))
         assert (row["completed"], row["partial"]) == (False, True)
         assert [kind for kind, _ in said(row)] == ["human", "gpt", "tool", "gpt", "tool"]
         assert '"arguments": {"reason": "no network"}' in said(row)[-2][1]
@@ -717,7 +714,7 @@ class TestFinalAnswer:
 
     def test_a_conversation_that_is_not_completed_keeps_the_call(self) -> None:
         """C8: the answer did not end it."""
-        row = to_row(ended_by(assistant("", final("14")), status="budget"))
+        row = to_row(stored(ended_by(assistant("", final("14")), status="budget")))
         assert said(row)[-1][0] == "tool"
         assert row["num_tool_calls"] == 2
 
@@ -755,8 +752,8 @@ class TestFinalAnswer:
         unanswered = record_of(user(), turn, result("ok", id="f"), tools=OFFERED)
         assert rejected_row(unanswered).reason == "unfinished"
         with pytest.raises(Rejected, match="the last message is a tool's"):
-            check_finished(unanswered["messages"])
-        check_finished([*unanswered["messages"], result("r", id="c2")])
+            check_finished(messages_of(unanswered["messages"]))
+        check_finished(messages_of([*unanswered["messages"], result("r", id="c2")]))
 
     def test_a_final_answer_that_was_not_offered_is_an_invented_tool(self) -> None:
         """C8, S2.54."""
@@ -766,14 +763,14 @@ class TestFinalAnswer:
 
     def test_lone_surrogates_of_an_answer_are_replaced(self) -> None:
         turn = assistant("", call('{"answer": "a\\udead"}', id="f", name="final_answer"))
-        line = json.loads(dumps_row(to_row(ended_by(turn))))
+        line = json.loads(dumps_row(to_row(stored(ended_by(turn)))))
         assert said(line)[-1] == ("gpt", "<think>\n</think>\na\ufffd")
 
     def test_the_answer_has_its_references_replaced(self) -> None:
         """References in it stand for what they name."""
         taken = result("ok", id="f") | {"details": {"text": "All 14.5 of it."}}
         turn = assistant("", final("[[c1]] of it."))
-        row = to_row(record_of(user(), turn, taken, tools=OFFERED))
+        row = to_row(stored(record_of(user(), turn, taken, tools=OFFERED)))
         assert said(row)[-1] == ("gpt", "<think>\n</think>\nAll 14.5 of it.")
 
 
@@ -787,7 +784,7 @@ class TestPausedTurn:
             result("r"),
             assistant("Done."),
         ]
-        row = to_row(record_of(*messages))
+        row = to_row(stored(record_of(*messages)))
         assert [kind for kind, _ in said(row)] == ["human", "gpt", "tool", "gpt"]
         assert said(row)[1][1] == (
             "<think>\nA\n\nB\n</think>\nOne.\n\nTwo.\n"
@@ -815,8 +812,8 @@ class TestPausedTurn:
 
     def test_may_end_in_a_final_answer(self) -> None:
         row = to_row(
-            record_of(user(), assistant("One."), assistant("Two.", final("14")),
-                      result("ok", id="f"), tools=OFFERED)
+            stored(record_of(user(), assistant("One."), assistant("Two.", final("14")),
+                      result("ok", id="f"), tools=OFFERED))
         )  # fmt: skip
         assert said(row)[1:] == [("gpt", "<think>\n</think>\nOne.\n\nTwo.\n\n14")]
 
@@ -834,7 +831,7 @@ class TestPausedTurn:
     def test_that_the_prompt_began_counts_once(self) -> None:
         record = record_of(user(), assistant("A"), user(), assistant("B"), assistant("C"))
         record["turns"] = record["turns"][2:]
-        metadata = json.loads(to_row(record)["metadata"])
+        metadata = json.loads(to_row(stored(record))["metadata"])
         assert metadata["reasoning"] == {"assistant_turns": 1, "with_reasoning": 0}
 
 
@@ -844,7 +841,11 @@ class TestNotes:
         noted = {**result("r\n\nNote: again."), "notes": ["repeat", "plan"]}
         told = {**user("That is wrong."), "notes": ["repeat"]}
         row = to_row(
-            record_of(user(), assistant("", call()), noted, assistant("A"), told, assistant("B"))
+            stored(
+                record_of(
+                    user(), assistant("", call()), noted, assistant("A"), told, assistant("B")
+                )
+            )
         )
         assert content_of(said(row)[2][1]) == "r\n\nNote: again."
         assert said(row)[4] == ("human", "That is wrong.")
@@ -854,7 +855,7 @@ class TestNotes:
         noted = {**result("r"), "notes": ["repeat"]}
         record = record_of(user(), assistant("", call()), noted, assistant("A"))
         record["turns"][0]["inherited"] = True
-        row = to_row(record)
+        row = to_row(stored(record))
         assert row["num_turns"] == 1
         assert "notes" not in json.loads(row["metadata"])
 
@@ -864,11 +865,13 @@ class TestNotes:
         turn = {**assistant("", call(), call(id="c2")), "repairs": repairs}
         results = [result("r"), result("r", id="c2")]
         last = {**assistant("", final("14")), "repairs": [{"call": "f", "name": "finalanswer"}]}
-        row = to_row(record_of(user(), turn, *results, last, result("ok", id="f"), tools=OFFERED))
+        row = to_row(
+            stored(record_of(user(), turn, *results, last, result("ok", id="f"), tools=OFFERED))
+        )
         assert json.loads(row["metadata"])["repairs"] == 3
 
     def test_a_row_without_any_does_not_speak_of_them(self) -> None:
-        metadata = json.loads(to_row(record_of(*EXAMPLE, status_reason=None))["metadata"])
+        metadata = json.loads(to_row(stored(record_of(*EXAMPLE, status_reason=None)))["metadata"])
         assert metadata.keys().isdisjoint({"notes", "repairs", "status_reason"})
 
 
@@ -876,15 +879,12 @@ class TestRow:
     def test_unknown_keys_of_a_record_are_not_read(self) -> None:
         """S2.54: a record may hold more than a row shows."""
         record = record_of(*EXAMPLE)
-        more = record | {
-            "subagents": [{"messages": None}], "discarded": [{"message": {}}], "openings": 3,
-            "notes": [{"reason": "repeat"}], "inner": None, "status_reason": None,
-        }  # fmt: skip
-        assert dumps_row(to_row(more)) == dumps_row(to_row(record))
+        more = record | {"subagents": [{"messages": None}], "openings": 3, "more": None}
+        assert dumps_row(to_row(stored(more))) == dumps_row(to_row(stored(record)))
 
     def test_the_reason_of_an_ending_is_in_the_metadata(self) -> None:
         record = record_of(*EXAMPLE[:5], status="errors", status_reason="5 errors")
-        assert json.loads(to_row(record)["metadata"])["status_reason"] == "5 errors"
+        assert json.loads(to_row(stored(record))["metadata"])["status_reason"] == "5 errors"
 
     @pytest.mark.parametrize(
         "messages",
@@ -896,14 +896,14 @@ class TestRow:
     )
     def test_a_completed_record_must_end_with_an_answer(self, messages: Any) -> None:
         with pytest.raises(Rejected) as caught:
-            to_row(record_of(*messages))
+            to_row(stored(record_of(*messages)))
         assert caught.value.reason == "unfinished"
-        assert to_row(record_of(*messages, status="budget"))["partial"] is True
+        assert to_row(stored(record_of(*messages, status="budget")))["partial"] is True
 
     def test_a_record_without_replies_is_rejected_with_any_opening(self) -> None:
         record = record_of(user(), assistant("Hi."), user(), status="failed", turns=[])
         with pytest.raises(Rejected) as caught:
-            to_row(record)
+            to_row(stored(record))
         assert caught.value.reason == "no_reply"
 
     def test_counts_cover_the_replies_and_not_the_opening(self) -> None:
@@ -922,7 +922,7 @@ class TestRow:
         )
         record["turns"] = record["turns"][2:]
         record["api_calls"] = 2
-        row = to_row(record)
+        row = to_row(stored(record))
         assert (row["api_calls"], row["num_turns"], row["num_tool_calls"]) == (2, 2, 3)
         assert row["has_reasoning"] is False
         metadata = json.loads(row["metadata"])
@@ -934,48 +934,34 @@ class TestRow:
         ]
 
     def test_unknown_usage_stays_null(self) -> None:
-        row = to_row(record_of(user(), assistant("Hi."), usage=None))
+        row = to_row(stored(record_of(user(), assistant("Hi."), usage=None)))
         assert json.loads(row["metadata"])["usage"] is None
 
     def test_times_of_the_record_leave_no_trace(self) -> None:
         early = record_of(*EXAMPLE)
         late = record_of(*EXAMPLE, started_at=9.0, attempt=3)
         late["turns"] = [{**turn, "started_at": 99.0, "duration_s": 9.0} for turn in late["turns"]]
-        assert dumps_row(to_row(early)) == dumps_row(to_row(late))
+        assert dumps_row(to_row(stored(early))) == dumps_row(to_row(stored(late)))
 
     def test_setup_and_check_are_not_exported_as_columns(self) -> None:
         """What a check looks for is not to be learnt; without one they are columns like others."""
         row = {"prompt": "x", "setup": "make", "check": "grep 42 a.txt", "source": "mine"}
         judged = record_of(user(), assistant("Hi."), row=row, check={"passed": True})
-        assert json.loads(to_row(judged)["metadata"])["columns"] == {"source": "mine"}
+        assert json.loads(to_row(stored(judged))["metadata"])["columns"] == {"source": "mine"}
         plain = record_of(user(), assistant("Hi."), row=row)
-        assert "check" in json.loads(to_row(plain)["metadata"])["columns"]
+        assert "check" in json.loads(to_row(stored(plain))["metadata"])["columns"]
 
 
 class TestLine:
     def test_lone_surrogates_become_replacement_characters(self) -> None:
-        messages = (
-            user("a\ud800b\udc00"),
-            assistant('x\udfff"'),
-            user("é😀\u2028\x7f"),
-            assistant("y"),
-        )
-        row = json.loads(dumps_row(to_row(record_of(*messages))))
-        said = [entry["value"] for entry in row["conversations"][1:]]
-        assert said[0] == "a\ufffdb\ufffd"
-        assert said[1] == '<think>\n</think>\nx\ufffd"'
-        assert said[2] == "é😀\u2028\x7f"
-
-    def test_so_do_those_of_the_tools_on_offer(self) -> None:
-        odd = {**TEMP, "function": {**TEMP["function"], "description": "Temperature \ud800"}}
-        row = json.loads(dumps_row(to_row(record_of(user(), assistant("Done."), tools=[odd]))))
-        assert "Temperature \ufffd" in row["tools"]
-        assert "Temperature \ufffd" in row["conversations"][0]["value"]
+        """A record cannot hold them; a conversation that was never stored can."""
+        row = json.loads(dumps_row({"a": "a\ud800b\udc00", "b": "é😀\u2028\x7f"}))
+        assert row == {"a": "a\ufffdb\ufffd", "b": "é😀\u2028\x7f"}
 
     def test_escaped_surrogates_of_a_tool_are_replaced_inside_its_value(self) -> None:
         turn = assistant("", call('{"city": "\\udead"}'))
         messages = user(), turn, result('["\\ud800", "\\ud83d\\ude00"]'), assistant("Done.")
-        row = json.loads(dumps_row(to_row(record_of(*messages))))
+        row = json.loads(dumps_row(to_row(stored(record_of(*messages)))))
         assert arguments_of(row["conversations"][2]["value"]) == {"city": "\ufffd"}
         assert content_of(row["conversations"][3]["value"]) == ["\ufffd", "😀"]
 
@@ -985,7 +971,7 @@ class TestLine:
     @given(
         st.text(min_size=1),
         st.text(st.characters(exclude_characters="<"), min_size=1),
-        st.text(st.characters()),
+        st.text(),
     )
     def test_is_one_line_that_reads_back(self, human: str, said: str, returned: str) -> None:
         record = record_of(
@@ -994,7 +980,7 @@ class TestLine:
             result(returned),
             assistant(f"a{said}"),
         )
-        row = to_row(record)
+        row = to_row(stored(record))
         line = dumps_row(row)
         assert line.endswith(b"\n")
         assert line.count(b"\n") == 1
@@ -1002,4 +988,4 @@ class TestLine:
         assert list(read) == list(row)
         assert read["conversations"][1]["value"] == f"h{human}"
         assert json.loads(read["tools"]) == [TEMP]
-        assert dumps_row(to_row(json.loads(json.dumps(record)))) == line
+        assert dumps_row(to_row(stored(json.loads(json.dumps(record))))) == line

@@ -17,6 +17,7 @@ from export.training_files import route
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run, rejects, rows
 from tests.running import SCRIPTED, lines, run, write_rows
+from tests.stored import stored
 
 TOOL = {"name": "temp", "input": {}, "id": "c1", "type": "tool_use"}
 
@@ -85,7 +86,7 @@ def gpt(row: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("reply", HIDDEN.values(), ids=HIDDEN)
 def test_a_turn_with_it_has_no_think_block(reply: Completion) -> None:
-    row = to_row(record_with(reply))
+    row = to_row(stored(record_with(reply)))
     assert gpt(row) == ["Hi."]
     assert row["has_reasoning"] is False
     told = json.loads(row["metadata"])["reasoning"]
@@ -94,7 +95,7 @@ def test_a_turn_with_it_has_no_think_block(reply: Completion) -> None:
 
 @pytest.mark.parametrize("reply", NOT_HIDDEN.values(), ids=NOT_HIDDEN)
 def test_a_turn_with_hidden_reasoning_has_an_empty_block(reply: Completion) -> None:
-    row = to_row(record_with(reply))
+    row = to_row(stored(record_with(reply)))
     assert gpt(row) == ["<think>\n</think>\nHi."]
     assert json.loads(row["metadata"])["reasoning"] == {"assistant_turns": 1, "with_reasoning": 0}
 
@@ -102,7 +103,7 @@ def test_a_turn_with_hidden_reasoning_has_an_empty_block(reply: Completion) -> N
 def test_words_beside_it_are_reasoning() -> None:
     said = {"type": "thinking", "thinking": "Hm.", "signature": "E"}
     reply = anthropic(said, {"type": "redacted_thinking", "data": "Eo"}, TEXT, tokens=90)
-    row = to_row(record_with(reply))
+    row = to_row(stored(record_with(reply)))
     assert gpt(row) == ["<think>\nHm.\n</think>\nHi."]
     assert "hidden" not in json.loads(row["metadata"])["reasoning"]
 
@@ -110,7 +111,7 @@ def test_words_beside_it_are_reasoning() -> None:
 def test_a_signature_of_gemini_on_a_call_counts_as_hidden_reasoning() -> None:
     signed = call() | {"extra_content": {"google": {"thought_signature": "Cg"}}}
     record = record_of(user(), assistant("", signed), result("r"), assistant("Hi."))
-    assert [value.startswith("<think>") for value in gpt(to_row(record))] == [False, True]
+    assert [value.startswith("<think>") for value in gpt(to_row(stored(record)))] == [False, True]
 
 
 def test_each_turn_is_judged_by_its_own_replies() -> None:
@@ -120,7 +121,7 @@ def test_each_turn_is_judged_by_its_own_replies() -> None:
     record = record_of(*given, *own)
     del record["turns"][0]
     record["turns"][1]["usage"] = {"reasoning_tokens": 7}
-    values = gpt(to_row(record))
+    values = gpt(to_row(stored(record)))
     assert [value.startswith("<think>\n</think>") for value in values] == [True, False, True]
 
 
@@ -130,7 +131,7 @@ def test_an_answer_by_a_call_is_part_of_its_reply() -> None:
     results = [result("r"), result("ok", id="f")]
     record = record_of(user(), assistant("", *calls), *results, tools=offered)
     record["turns"][0]["usage"] = {"reasoning_tokens": 7}
-    assert [value.startswith("<think>") for value in gpt(to_row(record))] == [False, False]
+    assert [value.startswith("<think>") for value in gpt(to_row(stored(record)))] == [False, False]
 
 
 def test_split_parallel_calls_have_no_empty_block(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_other_formats_say_nothing_and_count_it(tmp_path: Path, name: str) -> No
 
 def test_hidden_reasoning_does_not_satisfy_a_reasoning_filter(tmp_path: Path) -> None:
     record = record_with(HIDDEN["counted"])
-    assert route(record, style=Style(require_reasoning=True)).reason == "no_reasoning"
+    assert route(stored(record), style=Style(require_reasoning=True)).reason == "no_reasoning"
     source = make_run(tmp_path, record, record_with(chat()), record_with(chat(reasoning="Hm.")))
     left_out = rejects(source, formats="openai", filters={"min_reasoning": 1})
     assert left_out == dict.fromkeys(("t0", "t1"), "min_reasoning")

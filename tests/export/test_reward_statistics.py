@@ -13,6 +13,7 @@ import pytest
 from export.reward_statistics import MAX_NAMES, RewardStatistics, as_text
 from tests.exporting import judged, make_run, worked
 from tests.running import run
+from tests.stored import stored
 
 GROUPS = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.25]]
 
@@ -22,7 +23,7 @@ def counted(*rewards: list[float], samples: int = 4) -> dict[str, Any]:
     found = RewardStatistics(samples)
     for prompt, group in enumerate(rewards):
         for reward in group:
-            found.add({**judged(reward, "a"), "prompt_id": f"p{prompt}"})
+            found.add(stored({**judged(reward, "a"), "prompt_id": f"p{prompt}"}))
     return found.to_json()
 
 
@@ -71,8 +72,8 @@ def test_single_samples_make_no_groups() -> None:
 def test_rewards_of_turns_and_failures_are_counted_apart() -> None:
     found = RewardStatistics(1)
     score = {"source": "m:f", "version": "1", "error": None}
-    found.add(worked(scores=[{**score, "rewards": {}, "turn_rewards": {"f": [1.0, None]}}]))
-    found.add(worked(scores=[{**score, "rewards": None, "error": "ValueError: no"}]))
+    found.add(stored(worked(scores=[{**score, "rewards": {}, "turn_rewards": {"f": [1.0, None]}}])))
+    found.add(stored(worked(scores=[{**score, "rewards": None, "error": "ValueError: no"}])))
     assert found.to_json() == {
         "by_name": {},
         "turns": {"f": {"turns": 1, "mean": 1.0, "std": None}},
@@ -85,7 +86,7 @@ def test_any_number_of_names_takes_limited_memory() -> None:
     found = RewardStatistics(1)
     for n in range(2 * MAX_NAMES):
         check = {"passed": True, "reward": 1.0, "rewards": {f"n{n}": 1.0}}
-        found.add(worked(check=check))
+        found.add(stored(worked(check=check)))
     assert len(found.to_json()["by_name"]) == MAX_NAMES
 
 

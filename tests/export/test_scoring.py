@@ -75,10 +75,10 @@ class TestFunctions:
         again = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
         assert counts(again) == (0, 0)
         assert (source.run_dir / "records.jsonl").read_bytes() == before
-        first = next(stored_records(source.run_dir)).record
-        given = {score["source"]: score for score in first["scores"]}
-        assert given["graders:length"]["rewards"] == {"length": len("Answer 0")}
-        assert given["graders:nothing"]["turn_rewards"] == {"calls": [0, 0]}
+        first = next(stored_records(source.run_dir))
+        given = {score.source: score for score in first.scores or ()}
+        assert given["graders:length"].rewards == {"length": len("Answer 0")}
+        assert given["graders:nothing"].turn_rewards == {"calls": [0, 0]}
 
     def test_that_fail_are_repeated_and_others_are_not(self, tmp_path: Path) -> None:
         (tmp_path / "graders.py").write_text(GRADERS)
@@ -100,8 +100,8 @@ class TestFunctions:
         (tmp_path / "graders.py").write_text(GRADERS.replace("[-1]", "[0]"))
         done = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
         assert counts(done) == (2, 0)
-        first = next(stored_records(source.run_dir)).record
-        assert [score["rewards"] for score in first["scores"]] == [{"length": len("Be brief.")}]
+        first = next(stored_records(source.run_dir))
+        assert [score.rewards for score in first.scores or ()] == [{"length": len("Be brief.")}]
 
     def test_of_the_run_itself_are_not_repeated(self, tmp_path: Path) -> None:
         source = make(tmp_path, 1)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from hypothesis import given
@@ -22,6 +23,7 @@ from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
 from agent.state.tally import Tally
 from agent.state.trajectory import Trajectory
 from export.conversation.row_json import read_arguments
+from runs.store.record_types import StoredCall
 from tests.answering import JSON, answering
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import make_run, rows, worked
@@ -317,6 +319,6 @@ def test_every_file_of_rows_is_read_by_arrow(tmp_path: Path) -> None:
 
 
 def test_the_value_of_arguments_is_narrowed_and_its_text_is_not() -> None:
-    text, value = read_arguments(call(ARGUMENTS), where="here")
+    text, value = read_arguments(msgspec.convert(call(ARGUMENTS), StoredCall), where="here")
     assert f'"n": {LONG},' in text
     assert value == {"n": str(LONG), "below": [str(SMALL), 1.5]}

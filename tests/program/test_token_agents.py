@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from agent.tokens import token_turns
 from testing.fake_endpoint import FakeEndpoint
 from testing.fake_tokens import ids_of
 from tests.program.test_agent_runs import scripted
 from tests.program.test_record import recording, records, stop
 from tests.program.test_token_runs import rl_rows
 from tests.running import lines, run, write_rows
+from tests.stored import token_turns_of
 from tests.toolsets.test_sandbox import needs_bwrap
 
 IDS = {"return_token_ids": True, "logprobs": True, "temperature": 0.5}
@@ -29,7 +29,7 @@ def of_its_own(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
 
 def is_what_was_sampled(record: dict[str, Any]) -> None:
     """Each prompt begins with what was sampled before, and ends as the wire's replies do."""
-    turns = list(token_turns(record["turns"]))
+    turns = token_turns_of(record)
     said = [message for message in record["messages"] if message["role"] == "assistant"]
     assert len(turns) == len(said) == TURNS
     for turn, message in zip(turns, said, strict=True):
@@ -126,7 +126,7 @@ def test_calls_of_agents_are_asked_for_ids(tmp_path: Path, flags: tuple[str, ...
         done = run(tmp_path, "--token_ids", base_url=endpoint.openai_url, **given)
     assert done.returncode == 0, done.stdout + done.stderr
     (record,) = lines(tmp_path / "trajectories/r/records.jsonl")
-    turns = list(token_turns(record["turns"]))
+    turns = token_turns_of(record)
     assert len(turns) == len(record["turns"]) > 1
     rows = rl_rows(tmp_path)
     assert [turn for row in rows for turn in row["turns"]] == [*range(1, len(turns) + 1)]

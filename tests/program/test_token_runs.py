@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from agent.tokens import token_turns
 from testing.fake_endpoint import FakeEndpoint
 from testing.fake_tokens import WEIGHTS, ids_of, logprob_of
 from tests.faults.oracle import assert_gone, resume_and_judge
@@ -26,6 +25,7 @@ from tests.running import (
     write_prompts,
     write_rows,
 )
+from tests.stored import token_turns_of
 
 TURNS = 3
 PLAYS: dict[str, Any] = {"turns": TURNS, "latency_s": 0.0, "reasoning_chars": 60, **WRITE_A_NOTE}
@@ -69,7 +69,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def _is_what_was_sampled(record: dict[str, Any]) -> None:
     """The tokenizer of the endpoint gives the same ids for the messages of the record."""
     said = [message for message in record["messages"] if message["role"] == "assistant"]
-    turns = list(token_turns(record["turns"]))
+    turns = token_turns_of(record)
     assert len(turns) == len(said) == TURNS
     for turn, message in zip(turns, said, strict=True):
         calls = [call["function"] for call in message.get("tool_calls", ())]
@@ -228,7 +228,7 @@ def test_subagents_have_rows_of_what_they_sampled(tmp_path: Path) -> None:
         assert [row["thread_id"] for row in rows[1:]] == [one["key"] for one in record["inner"]]
         assert [row["turns"] for row in rows] == [[1, 2, 3], [1, 2], [1, 2]]
         for row, one in zip(rows[1:], record["inner"], strict=True):
-            (first, _) = token_turns(one["turns"])
+            (first, _) = token_turns_of(one)
             assert row["prompt_ids"] == first.prompt
             assert row["response_ids"][: len(first.completion)] == first.completion
     assert run(tmp_path, "export", "r", "--check").returncode == 0

@@ -25,6 +25,7 @@ from tests.running import (
     run,
     write_rows,
 )
+from tests.stored import stored
 
 STOP = "###STOP###"
 TASKS, KILLS = 20, 3
@@ -204,6 +205,6 @@ def test_a_policy_a_user_with_a_scenario_and_a_check_of_the_end(tmp_path: Path) 
     }
     assert found["right"]["check"]["passed"]
     assert not found["wrong"]["check"]["passed"]
-    assert "notes" not in flags_of(found["right"]), "the user's messages are none"
+    assert "notes" not in flags_of(stored(found["right"])), "the user's messages are none"
     users = [m["content"] for m in found["right"]["messages"] if m["role"] == "user"]
     assert users == [row["prompt"], "To B2, please.", "Yes."]

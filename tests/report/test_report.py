@@ -20,6 +20,7 @@ from report.page.training_form import training_form
 from report.page.writer import write_report
 from runs.errors import RunDirError
 from tests.running import SCRIPTED, lines, run, write_rows
+from tests.stored import stored
 
 HOSTILE = (
     "</script><script>window.pwned = 1</script><!--<script> <img src=x onerror='window.pwned=2'> "
@@ -159,10 +160,10 @@ def test_turns_that_the_prompt_brought_along_are_counted(run_dir: Path) -> None:
     (record,) = (line for line in lines(run_dir / "records.jsonl") if line["id"] == "plain")
     brought = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
     longer = record | {"messages": [*brought, *record["messages"]]}
-    form = training_form(longer, number_of=len, style=Style())
+    form = training_form(stored(longer), number_of=len, style=Style())
     assert form["given"] == 1
     assert [loss for _, _, loss in form["turns"]] == [False, True, False, True, False, True]
-    assert training_form(record, number_of=len, style=Style())["given"] == 0
+    assert training_form(stored(record), number_of=len, style=Style())["given"] == 0
 
 
 def test_the_command_writes_report_html_into_the_run(run_dir: Path) -> None:
@@ -261,7 +262,7 @@ def test_a_place_that_cannot_be_written_is_named(run_dir: Path, tmp_path: Path) 
 
 
 def test_a_row_counts_what_the_model_did(run_dir: Path) -> None:
-    by_id = {record["id"]: row_of(record) for record in lines(run_dir / "records.jsonl")}
+    by_id = {record["id"]: row_of(stored(record)) for record in lines(run_dir / "records.jsonl")}
     row = by_id["plain"]
     assert (row["status"], row["turns"], row["reasoned"]) == ("completed", 2, 1)
     assert (row["calls"], row["failed_calls"]) == (1, 1)
@@ -280,9 +281,19 @@ def test_time_at_work_leaves_pauses_out_and_counts_parallel_calls_once() -> None
     calls = [(1, 10.0, 2.0), (1, 10.5, 2.0), (2, 900.0, 1.0)]
     record = {
         "turns": [{"duration_s": 3.0}, {"duration_s": 4.0}],
-        "tool_calls": [{"turn": t, "started_at": at, "duration_s": s} for t, at, s in calls],
+        "tool_calls": [
+            {
+                "turn": t,
+                "call": n,
+                "name": "t",
+                "is_error": False,
+                "started_at": at,
+                "duration_s": s,
+            }
+            for n, (t, at, s) in enumerate(calls)
+        ],
     }
-    assert seconds_at_work(record) == pytest.approx(3.0 + 4.0 + 2.5 + 1.0)
+    assert seconds_at_work(stored(record)) == pytest.approx(3.0 + 4.0 + 2.5 + 1.0)
 
 
 def test_embedded_json_is_the_same_json() -> None:

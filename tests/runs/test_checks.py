@@ -20,6 +20,7 @@ from tests.export.test_hermes import assistant, call
 from tests.exporting import exported, judged, make_run, rejects, rows, worked
 from tests.playing import say
 from tests.running import ROOT, SCRIPTED, lines, run, started, wait_until, write_rows
+from tests.stored import stored
 
 ROWS: list[dict[str, Any]] = [
     {"id": "good", "check": "true"},
@@ -100,9 +101,9 @@ class TestSums:
     ) -> None:
         check = {"passed": verdict, "reward": reward}
         record = worked(check=check, input_digest="d", tool_calls=[], cost_usd=None, attempt=1)
-        fields = index_fields(record)
+        fields = index_fields(stored(record))
         index = Index(MARK + RowMaker().rows(fields, 0, 9))
-        assert has_passed(verdict, reward) is judgement_of(record).passed is passed
+        assert has_passed(verdict, reward) is judgement_of(stored(record)).passed is passed
         assert [index.entry(2).passed, *index.passed([2]), passed_in(fields)] == [passed] * 3
         sums = CheckSums()
         sums.add(verdict, reward)
@@ -113,7 +114,7 @@ class TestSums:
     def test_any_reward_of_a_check_fits_the_index(self, reward: Any) -> None:
         record = worked(check={"passed": False, "reward": reward}, attempt=1)
         record |= {"input_digest": "d", "tool_calls": [], "cost_usd": None}
-        entry = Index(MARK + RowMaker().rows(index_fields(record), 0, 9)).entry(2)
+        entry = Index(MARK + RowMaker().rows(index_fields(stored(record)), 0, 9)).entry(2)
         assert entry.passed is False
         assert isinstance(entry.reward, float)
 
@@ -121,7 +122,7 @@ class TestSums:
     def test_any_count_of_tokens_fits_the_index(self, count: int | None) -> None:
         record = worked(usage={"input_tokens": count, "output_tokens": 7}, attempt=1)
         record |= {"input_digest": "d", "tool_calls": [], "cost_usd": None}
-        entry = Index(MARK + RowMaker().rows(index_fields(record), 0, 9)).entry(2)
+        entry = Index(MARK + RowMaker().rows(index_fields(stored(record)), 0, 9)).entry(2)
         assert entry.input_tokens == (count if count in (0, 2**32, 2**43 + 5) else None)
         assert entry.output_tokens == 7
 
@@ -341,7 +342,7 @@ class TestTheReport:
         record = worked(**(known | {"view_compacted": False, "tool_calls": []} | changes))
         record |= {"cost_usd": None, "finished_at": 1.0, "error": None}
         record.setdefault("status_reason", None)
-        row = row_of(record)
+        row = row_of(stored(record))
         assert (row["passed"], row["reward"]) == (passed, reward)
         assert row["flags"] == [flag] * bool(flag)
 
@@ -379,23 +380,27 @@ class TestACheckThatFailedItself:
     def test_is_left_out_of_rates(self) -> None:
         statistics = RewardStatistics(2)
         for number, check in enumerate([{"passed": True, "reward": 1.0}, FAILED]):
-            statistics.add(worked(check=check, prompt_id="p", sample=number))
+            statistics.add(stored(worked(check=check, prompt_id="p", sample=number)))
         found = statistics.to_json()
         assert found["pass_at"] == {"1": 100.0}
         assert found["by_name"]["reward"]["records"] == 1
 
     def test_is_not_stood_for_by_other_rewards_or_answers(self) -> None:
-        score = {"rewards": {"style": 0.7}, "error": None}
-        assert judgement_of(self.failed("A", scores=[score])) == (None, None, "it timed out")
-        own = {"rewards": {"reward": 0.7}, "error": None}
-        assert judgement_of(self.failed("A", scores=[own])) == (None, 0.7, None)
+        score = {"source": "s", "version": None, "rewards": {"style": 0.7}, "error": None}
+        assert judgement_of(stored(self.failed("A", scores=[score]))) == (
+            None,
+            None,
+            "it timed out",
+        )
+        own = {"source": "s", "version": None, "rewards": {"reward": 0.7}, "error": None}
+        assert judgement_of(stored(self.failed("A", scores=[own]))) == (None, 0.7, None)
         compared: Any = {"options": {"check_expected": True}, "row": {"expected": "A"}}
-        assert judgement_of(self.failed("A", **compared)).passed is None
+        assert judgement_of(stored(self.failed("A", **compared))).passed is None
 
     def test_has_its_place_in_the_index(self) -> None:
         record = self.failed("A", attempt=1)
         record |= {"input_digest": "d", "tool_calls": [], "cost_usd": None}
-        entry = Index(MARK + RowMaker().rows(index_fields(record), 0, 9)).entry(2)
+        entry = Index(MARK + RowMaker().rows(index_fields(stored(record)), 0, 9)).entry(2)
         assert (entry.check_failed, entry.passed, entry.reward) == (True, None, None)
 
 

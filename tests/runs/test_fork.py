@@ -46,6 +46,7 @@ from tests.running import (
     wait_until,
     write_rows,
 )
+from tests.stored import stored
 
 __all__ = ["stage"]
 
@@ -165,7 +166,7 @@ def test_branches_start_at_their_parent_s_turn_and_cost_only_new_calls(tmp_path:
     for line in lines(tmp_path / "trajectories" / "b.jsonl"):
         assert (line["num_turns"], line["num_tool_calls"], line["api_calls"]) == (2, 1, 2)
     for record in found:
-        row = row_of(record)
+        row = row_of(stored(record))
         own = [turn for turn in record["turns"] if "inherited" not in turn]
         assert (row["turns"], row["calls"], row["reasoned"]) == (2, 1, 2)
         assert row["started_at"] == own[0]["started_at"] > parents["p0"]["finished_at"]
@@ -448,12 +449,12 @@ def test_flags_of_a_parent_are_not_those_of_its_branch(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": "x", "script": script})
     parent = run(tmp_path, **SCRIPTED, max_reasks=1)
     assert parent.returncode == 0, parent.stderr
-    assert row_of(records(tmp_path, "r")[0])["flags"] == ["notes", "discarded replies"]
+    assert row_of(stored(records(tmp_path, "r")[0]))["flags"] == ["notes", "discarded replies"]
     for turn, flags in ((2, ["notes"]), (3, [])):  # the note is made of what follows turn 2
         name = f"b{turn}"
         done = run(tmp_path, "fork", "r", f"--at_turn={turn}", "--n=1", run_name=name)
         assert done.returncode == 0, done.stderr
-        assert row_of(records(tmp_path, name)[0])["flags"] == flags
+        assert row_of(stored(records(tmp_path, name)[0]))["flags"] == flags
 
 
 def until(events: list[Event], turn: int) -> list[Event]:

@@ -15,6 +15,7 @@ from runs.store.index import MARK, ROW_BYTES, Ending, Index, IndexEntry, RowMake
 from runs.store.records import RecordFile, load_index, parse_record
 from runs.tasks import task_key
 from tests.exporting import bare
+from tests.stored import stored
 
 ENDINGS = [
     ("completed", None),
@@ -52,7 +53,7 @@ def write(run_dir: Path, seed: int, count: int) -> list[dict[str, Any]]:
     records = [some_record(draw, draw.randrange(count)) for _ in range(count)]
     file = RecordFile(run_dir, run_dir / "quarantine")
     for number, record in enumerate(records):
-        file.append(orjson.dumps(record) + b"\n", index_fields(record))
+        file.append(orjson.dumps(record) + b"\n", index_fields(stored(record)))
         if number % 7 == 0:
             file.sync()
     file.sync()
@@ -191,7 +192,7 @@ def test_a_reader_beside_the_run_sees_records_that_have_no_row_yet(tmp_path: Pat
     draw = random.Random(0)
     for task in range(100, 105):
         record = some_record(draw, task)
-        file.append(orjson.dumps(record) + b"\n", index_fields(record))
+        file.append(orjson.dumps(record) + b"\n", index_fields(stored(record)))
     assert dict(load_index(tmp_path)) == from_records(tmp_path)
     file.close()
 
@@ -245,5 +246,5 @@ def test_a_record_with_unusable_fields_is_not_parsed(odd: dict[str, Any]) -> Non
 
 def test_a_huge_attempt_number_is_capped(tmp_path: Path) -> None:
     record = some_record(random.Random(0), 1) | {"attempt": 10**9}
-    rows = RowMaker().rows(index_fields(record), 0, 10)
+    rows = RowMaker().rows(index_fields(stored(record)), 0, 10)
     assert Index(MARK + rows).entry(2).attempt == 2**16 - 1

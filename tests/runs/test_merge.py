@@ -64,7 +64,7 @@ def test_scores_come_along(cwd: Path) -> None:
     assert "0 scores" in run(cwd, "score", "m", reward="g:one").stdout
     assert sorted(ids(cwd / "trajectories" / "m" / "scores.jsonl")) == ["p0", "p1", "p2"]
     shown = run(cwd, "show", "m", "p0").stdout
-    assert "\nreward 1\n" in shown
+    assert "\npassed, reward 1\n" in shown
     assert "rewards: one 1" in shown
 
 

@@ -29,13 +29,12 @@ from runs.store.journal import (
     usable_prefix,
 )
 from runs.store.journal_writer import JournalWriter
-from runs.store.reader import SharedTools
 from runs.store.records import RecordFile, load_index, refuse_lost_records
 from runs.supervisor.budget import BudgetLog
 from runs.supervisor.damaged import set_aside_damaged
 from runs.tasks import BadRow, task_key
 from tests.exporting import bare
-from toolsets import exact_json
+from tests.stored import stored
 
 
 def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, 
 
 def append(file: RecordFile, *records: dict[str, Any]) -> None:
     for one in records:
-        file.append(orjson.dumps(one) + b"\n", index_fields(one))
+        file.append(orjson.dumps(one) + b"\n", index_fields(stored(one)))
     file.sync()
 
 
@@ -70,7 +69,7 @@ def records(tmp_path: Path) -> Path:
 
 def test_records_that_are_removed_before_their_first_sync_are_missed(tmp_path: Path) -> None:
     file = open_records(tmp_path)
-    file.append(orjson.dumps(record("a")) + b"\n", index_fields(record("a")))
+    file.append(orjson.dumps(record("a")) + b"\n", index_fields(stored(record("a"))))
     (tmp_path / "records.jsonl").unlink()
     with pytest.raises(StorageError, match="removed or replaced"):
         file.sync()
@@ -564,26 +563,8 @@ TOOLS = [{"type": "function", "function": {"name": "a", "parameters": {"options"
 
 
 def test_tools_that_many_records_offer_are_one_object() -> None:
-    loads = SharedTools().loads
-    lines = [orjson.dumps({"id": n, "tools": TOOLS, "options": {}, "model": n}) for n in range(3)]
-    first, *others = map(loads, lines)
-    assert [first, *others] == list(map(orjson.loads, lines))
-    assert all(other["tools"] is first["tools"] for other in others)
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"tools": [], "options": {"x": 1, "tools": TOOLS, "options": {}}},
-        {"id": "p", "row": {"x": 1, "tools": TOOLS, "options": 2}},
-        {"id": "p", "inner": [{"x": 1, "tools": TOOLS, "options": {}}], "tools": [{"b": 1}]},
-        {"id": "p", "text": ',"tools":' + orjson.dumps(TOOLS).decode() + ',"options":'},
-        {"id": "p", "tools": [{"n": 2**70}], "options": {}},
-        {"id": "p", "tools": TOOLS},
-    ],
-    ids=["in the options", "in the row", "of a subagent", "in a text", "beyond 64 bits", "last"],
-)
-def test_tools_elsewhere_in_a_record_are_left_where_they_are(record: dict[str, Any]) -> None:
-    loads = SharedTools().loads
-    loads(orjson.dumps({"id": "p", "tools": TOOLS, "options": {}}))
-    assert loads(exact_json.dumps(record)) == record
+    first, *others = [stored({"id": str(n), "tools": TOOLS}) for n in range(3)]
+    assert first.tools == TOOLS
+    assert all(other.tools is first.tools for other in others)
+    long = [{"type": "function", "function": {"name": "a", "parameters": {"n": 2**70}}}]
+    assert stored({"tools": long}).tools == long

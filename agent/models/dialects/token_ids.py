@@ -68,9 +68,14 @@ def without_outer_newlines(messages: Sequence[Mapping[str, Any]]) -> list[Mappin
     their own, so that with both the prompt would not begin with what was sampled.
     """
     return [
-        {**message, "content": _trimmed(message)} if has_outer_newlines(message) else message
+        {**message, "content": _trimmed(message)} if _is_trimmed(message) else message
         for message in messages
     ]
+
+
+def _is_trimmed(message: Mapping[str, Any]) -> bool:
+    content = message.get("content") if message.get("role") == "assistant" else None
+    return isinstance(content, str) and has_outer_newlines(content)
 
 
 def _trimmed(message: Mapping[str, Any]) -> str | None:

@@ -23,9 +23,8 @@ from runs.dataset.scan import Scan, tasks
 from runs.errors import ConfigError
 from runs.maintenance.hermes.sharegpt import ImportedConversation, read_conversation
 from runs.process.long_work import watched
-from runs.record import dump_record
+from runs.record import as_stored
 from runs.run_dir import RunDir
-from runs.store.index import index_fields
 from runs.store.records import RecordFile
 from runs.tasks import SCHEMA_VERSION, Task
 from toolsets import exact_json
@@ -117,9 +116,9 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
             if taken.key in there:
                 imported.there += 1
                 continue
-            record = _record(taken, row, run_dir)
-            records.append(dump_record(record), index_fields(record))
-            if record["status"] == "completed":
+            record = as_stored(_record(taken, row, run_dir))
+            records.add(record)
+            if record.status == "completed":
                 imported.completed += 1
             else:
                 imported.ended_early += 1

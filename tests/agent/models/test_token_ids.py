@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 
@@ -19,6 +20,7 @@ from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.resolve import resolve_sibling
 from agent.tokens import Sampled, missing_in, pack_ids, pack_logprobs, to_stored, token_turns
+from runs.store.record_types import StoredTokens
 from tests.agent.models.test_refusals import ask, openai_error, refusing, serving
 
 JSON = dict[str, Any]
@@ -273,13 +275,17 @@ def turns_of(*sampled: Sampled | None) -> list[JSON]:
     return turns
 
 
+def stored_in(turns: list[JSON]) -> list[StoredTokens | None]:
+    return [msgspec.convert(turn.get("tokens"), StoredTokens | None) for turn in turns]
+
+
 def test_a_prompt_is_stored_as_what_it_adds() -> None:
     first = Sampled(pack_ids([1, 2]), pack_ids([3]), pack_logprobs([-1.5]))
     second = Sampled(pack_ids([1, 2, 3, 4]), pack_ids([5]), None)
     drifted = Sampled(pack_ids([1, 2, 9, 4]), pack_ids([6]), pack_logprobs([-2.0]))
     turns = turns_of(first, None, second, drifted)
     assert [turn.get("tokens", {}).get("shared") for turn in turns] == [0, None, 3, 2]
-    assert list(token_turns(turns)) == [
+    assert list(token_turns(stored_in(turns))) == [
         (0, 0, 0, [1, 2], [3], [-1.5]),
         (2, 3, 3, [4], [5], None),
         (3, 2, 5, [9, 4], [6], [-2.0]),
@@ -305,7 +311,7 @@ def test_any_turns_are_read_back() -> None:
     for _ in range(200):
         given = list(conversation())
         sequence: list[int] = []
-        for turn, sampled in zip(token_turns(turns_of(*given)), given, strict=True):
+        for turn, sampled in zip(token_turns(stored_in(turns_of(*given))), given, strict=True):
             assert turn.of == len(sequence)
             prompt = sequence[: turn.shared] + turn.prompt
             assert sampled is not None
@@ -321,4 +327,4 @@ def test_tokens_of_no_such_form_are_refused(change: JSON) -> None:
     (turn,) = turns_of(Sampled(pack_ids([1]), pack_ids([2]), pack_logprobs([-1.0])))
     turn["tokens"] |= change
     with pytest.raises(ValueError, match="token"):
-        list(token_turns([turn]))
+        list(token_turns(stored_in([turn])))

@@ -157,8 +157,8 @@ def test_fields_of_a_message_are_sent_back_and_metadata_is_not() -> None:
 
 def test_a_signed_text_shows_that_the_model_reasoned() -> None:
     reply = whole({**CHAT, "choices": [{**CHAT["choices"][0], "finish_reason": "stop"}]})
-    del reply.message["tool_calls"]
-    assert hides_reasoning(reply.message, None)
+    blocks = reply.message["provider_blocks"]["blocks"]
+    assert hides_reasoning(blocks, (), None)
 
 
 def test_further_choices_are_kept_streamed_or_not() -> None:
