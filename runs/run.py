@@ -178,6 +178,7 @@ def _work(
                 progress=progress,
                 batches=batches,
                 keys=keys,
+                has_answers=state.has_answers and run_dir.same_endpoints,
             )
             supervisor = Supervisor(start)
             del state  # frees the memory of the index

@@ -10,4 +10,5 @@ progress     the progress line and progress.json
 damaged      sets damaged lines aside
 key_service  runs key commands and sends their keys to workers
 outages      reports endpoints that do not answer
+refusals     holds failures back while an endpoint refuses everything
 """

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from runs.process.console import say
 from runs.process.long_work import PLAIN_EVERY_S, bar_class, draws_lines, in_notebook, terminal_size
 from runs.protocol.messages import Counters, no_counters
+from runs.store.failures import Failure
 from runs.store.files import temporary_for
 
 PROGRESS_FILE = "progress.json"
@@ -31,6 +32,7 @@ _WRITE_EVERY_S = 1.0
 _RATE_OVER_S = 30.0
 _MESSAGES_KEPT = 8
 _EARLIER = "in earlier starts"
+_FAILURES_SHOWN = 20
 """Counted as a class: tasks that failed in earlier starts and are not retried."""
 
 
@@ -70,6 +72,7 @@ class Progress:
         self._past: deque[_Work] = deque([_Work(self._started_at, 0, 0, 0)])
         self._file = None if run_dir is None else run_dir / PROGRESS_FILE
         self._messages: deque[str] = deque(maxlen=_MESSAGES_KEPT)
+        self._failures_told = 0
         self._tell = tell
         self._is_terminal = tell is None and draws_lines()
         self._bar = (bar_class() if self._is_terminal else tqdm)(
@@ -127,6 +130,18 @@ class Progress:
         """Show a message above the progress line."""
         self._messages.append(message)
         self._say(message)
+
+    def say_failed(self, failure: Failure) -> None:
+        """Show only the first failures: a run may have thousands, and failures.jsonl has all."""
+        self._failures_told += 1
+        if self._failures_told <= _FAILURES_SHOWN:
+            last_line = failure.message.strip().splitlines()[-1]
+            self.say(
+                f"{failure.id}: attempt {failure.attempt} failed ({failure.error_class}): "
+                f"{last_line}"
+            )
+        if self._failures_told == _FAILURES_SHOWN and self._file is not None:
+            self.say(f"further failures: {self._file.with_name('failures.jsonl')}")
 
     def show(self, running: int, limit: str, *, pause_s: float = 0.0) -> None:
         """Draw the current state from time to time.

@@ -43,6 +43,7 @@ from runs.supervisor.key_service import KeyService
 from runs.supervisor.limits import RunLimits
 from runs.supervisor.outages import Outages
 from runs.supervisor.progress import Progress
+from runs.supervisor.refusals import Refusals
 from runs.supervisor.task_queue import TaskQueue
 from runs.supervisor.worker_pool import KILL_AFTER_GRACE_S, WorkerPool
 from runs.tasks import Task
@@ -54,7 +55,6 @@ _TICK_S = 0.25
 _SYNC_EVERY_S = 0.02
 """As the journals: a power loss takes no more of records than of replies."""
 _FAILED_STARTS = 3
-_FAILURES_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,8 @@ class Start:
     budget_log: BudgetLog
     batches: BatchService
     keys: KeyService
+    has_answers: bool
+    """These endpoints have answered calls of earlier starts."""
 
 
 class Supervisor:
@@ -92,7 +94,6 @@ class Supervisor:
         self._finished: list[tuple[WorkerHandle, bytes]] = []
         """Tasks whose records are not durable yet, with their workers."""
         self._failed_now: set[bytes] = set()
-        self._failures_told = 0
         """Tasks that failed in this start; their journals stay for the next start."""
         self._said: set[str] = set()
         self.limits = RunLimits(limits_of(start.config, start.setups))
@@ -101,6 +102,7 @@ class Supervisor:
         self._pool = WorkerPool(start.executor, start.config, first_number=first_number)
         self._failed_starts = 0
         self._outages = Outages(start.setup.proven, say=start.progress.say)
+        self._refusals = Refusals(start.setup.limits, has_answered=start.has_answers)
         self._signals = 0
         self._stop_reason: str | None = None
         self.is_out_of_budget = False
@@ -139,7 +141,7 @@ class Supervisor:
         return ", ".join(filter(None, (part.describe() for part in parts)))
 
     def _is_over(self) -> bool:
-        if self._pool.held:
+        if self._pool.held or (self._refusals.are_open and self._stop_reason is None):
             return False
         return self._stop_reason is not None or self._queue.is_empty()
 
@@ -164,6 +166,7 @@ class Supervisor:
         self._watch_workers()
         self.limits.share(self._pool.workers)
         self._grant_budget()
+        self._settle_refusals()
         self._serve_batches()
         self._progress.show(self._pool.held, self._describe(), pause_s=self.limits.pause_s())
         self._due = time.monotonic() + _TICK_S
@@ -201,6 +204,9 @@ class Supervisor:
         self._due = min(self._due, due)
 
     def _on_message(self, worker: WorkerHandle, header: dict[str, Any], payload: bytes) -> None:
+        if self._refusals.holds(worker, header, payload):
+            self._release(worker, bytes.fromhex(header["key"]))
+            return
         match header["type"]:
             case "ready":
                 worker.ready = True
@@ -217,7 +223,7 @@ class Supervisor:
                 if header["failure"]:
                     failure = Failure(**header["failure"])
                     self._start.failures.append(failure)
-                    self._say_failed(failure)
+                    self._progress.say_failed(failure)
                 if header["image"]:
                     self._start.run_dir.keep_image(**header["image"])
                 self._start.records.append(payload, header["fields"])
@@ -230,7 +236,7 @@ class Supervisor:
                 self._start.failures.append(failure)
                 self._failed_now.add(bytes.fromhex(header["key"]))
                 self._progress.task_ended(failure=failure.error_class)
-                self._say_failed(failure)
+                self._progress.say_failed(failure)
             case "released":
                 self._release(worker, bytes.fromhex(header["key"]))
             case "ask":
@@ -242,6 +248,7 @@ class Supervisor:
                 self.limits.on_load(worker, header["endpoint"], header["load"])
                 if header["load"]["replies"]:
                     self._outages.on_replies(url_of(header["endpoint"]))
+                    self._refusals.on_reply()
             case "refused":
                 self.limits.on_refusal(
                     header["endpoint"], header["retry_after_s"], header["sent_at"]
@@ -259,21 +266,18 @@ class Supervisor:
             case "halt":
                 self._stop(header["message"])
 
-    def _say_failed(self, failure: Failure) -> None:
-        """Show only the first failures: a run may have thousands, and failures.jsonl has all."""
-        self._failures_told += 1
-        if self._failures_told <= _FAILURES_SHOWN:
-            self._progress.say(
-                f"{failure.id}: attempt {failure.attempt} failed ({failure.error_class}): "
-                f"{failure.message.strip().splitlines()[-1]}"
-            )
-        if self._failures_told == _FAILURES_SHOWN:
-            self._progress.say(f"further failures: {self._start.run_dir.path / 'failures.jsonl'}")
-
     def _release(self, worker: WorkerHandle, key: bytes) -> None:
         worker.held.pop(key, None)
         worker.isolated = False
         self._start.batches.do(BatchCollector.leave, key)
+
+    def _settle_refusals(self) -> None:
+        is_last = not self._pool.held and (self._refusals.are_enough or self._queue.is_empty())
+        messages, reason = self._refusals.settle(is_last=is_last)
+        if reason is not None and self._stop_reason is None:
+            self._stop(reason, grace_s=0.0)
+        for refused in messages:
+            self._on_message(*refused)
 
     def _grant_budget(self) -> None:
         self.budget.grant_shares(self._pool.workers)
@@ -371,7 +375,7 @@ class Supervisor:
 
     def _assign(self) -> None:
         """Assign tasks to the workers with the most room, at most `batch_size` per message."""
-        if self._stop_reason is not None:
+        if self._stop_reason is not None or self._refusals.are_enough:
             return
         assignments: dict[WorkerHandle, list[Assignment]] = {}
         while worker := self._pool.with_room(self._progress.left):

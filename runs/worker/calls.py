@@ -161,16 +161,16 @@ class Calls:
 
     async def close(self) -> None:
         """Report the last results, return the rest of the budget, and close all connections."""
-        self._report()
+        self.report()
         if self._budget.is_kept:
             self._budget.close()
         await self.pool.close()
 
     def _report_on(self) -> None:
-        self._report()
+        self.report()
         asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_on)
 
-    def _report(self) -> None:
+    def report(self) -> None:
         """Report the load of each endpoint to the parent, if it has changed."""
         for endpoint, limiter in self._limiters.items():
             load = limiter.take_load()

@@ -171,6 +171,7 @@ class TaskRunner:
             if self._calls.is_the_endpoints(error):
                 self._stops.halt(self._calls.describe(error))
                 raise Stopped from error
+            self._calls.report()  # the parent knows what was answered before what has failed
             failure = Failure(
                 task.id, task.input_digest, assignment["attempt"], error.kind, str(error)
             )
