@@ -67,7 +67,7 @@ class AIAgent:
 
     def __init__(
         self,
-        model: str = "anthropic/claude-sonnet-4",
+        model: str = "",
         api_key: str | None = None,
         base_url: str | None = None,
         max_turns: int = 20,
@@ -93,8 +93,8 @@ class AIAgent:
     ) -> None:
         """Check the settings; makes no model call and writes nothing.
 
-        `model` and `base_url` are those of batch_runner.py: a name without a prefix is a model of
-        OpenRouter unless `base_url` is given. `api_key`: None takes the key from the environment;
+        `model` and `base_url` are those of batch_runner.py: a name without a prefix is one that
+        the server at `base_url` knows. `api_key`: None takes the key from the environment;
         `key_env` names its variable, "none" means that no key is needed. `model_options` are
         other fields of `ModelSettings`, such as temperature or reasoning_effort. `max_turns`
         limits the model replies. Toolsets: None means all but "browser" and "web". `sandbox`
@@ -363,7 +363,7 @@ def _list_option(name: str, help: str) -> Callable[[Any], Any]:
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
 )
 @click.argument("prompt")
-@click.option("--model", default="anthropic/claude-sonnet-4", show_default=True)
+@click.option("--model", required=True, help="As --model of batch_runner.py.")
 @click.option("--base_url", help="Root URL of the endpoint.")
 @click.option("--api", type=click.Choice(get_args(Api)), help="Dialect, if not the model's own.")
 @click.option("--key_env", help="Variable that holds the API key; 'none' for none.")

@@ -108,15 +108,16 @@ def score(
 def _judge_config(stored: StoredRun, judge: str, given: dict[str, Any]) -> RunConfig:
     """How the judge is called: as given, with the endpoints and prices of the run."""
     from runs.config.loading import load_config
+    from runs.config.models import beside
 
     of_run = stored.identity["config"]
     budget_usd = given.pop("max_judge_cost_usd", None)
     values = {
         **{name: of_run.get(name) or {} for name in ("endpoints", "prices")},
+        **({"model": judge} if "base_url" in given else beside(stored.config, judge)),
         **given,
         "dataset_file": of_run["dataset_file"],
         "run_name": of_run["run_name"],
-        "model": judge,
     }
     config = load_config(None, values)
     return config.model_copy(update={"max_run_cost_usd": budget_usd})

@@ -44,6 +44,7 @@ from runs.supervisor.budget import BudgetLog, spent_before
 from runs.supervisor.damaged import set_aside_damaged, shortened
 from runs.supervisor.key_service import KeyService
 from runs.supervisor.progress import Progress
+from runs.supervisor.refusals import Refusals
 from runs.supervisor.supervisor import Start, Supervisor
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY
@@ -178,7 +179,10 @@ def _work(
                 progress=progress,
                 batches=batches,
                 keys=keys,
-                has_answers=state.has_answers and run_dir.same_endpoints,
+                refusals=Refusals(
+                    limits_of(plan.config, plan.setups),
+                    has_answered=state.has_answers and run_dir.same_endpoints,
+                ),
             )
             supervisor = Supervisor(start)
             del state  # frees the memory of the index

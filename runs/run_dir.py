@@ -32,7 +32,7 @@ from zlib import crc32
 
 import orjson
 
-from runs.config.fingerprint import digest_of, meaning_of, with_defaults
+from runs.config.fingerprint import digest_of, meaning_of, with_defaults, with_provider
 from runs.config.run_config import RunConfig
 from runs.config.sandboxes import replaced_images
 from runs.dataset.scan import Scan
@@ -293,6 +293,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
         if missing := [key for key in _RUN_KEYS if not isinstance(run.get(key), _RUN_KEYS[key])]:
             msg = f"{path}/run.json: damaged ({', '.join(missing)}); start over with --fresh"
             raise RunDirError(msg)
+        run["config"] = with_provider(run["config"], run["config"].get("base_url"))
         return run
     msg = (
         f"{path}/run.json: written by another version of this program (schema "
@@ -356,7 +357,9 @@ def _run_json(
                 "requested; each shard needs its own --run_name (`merge` joins all shards)"
             )
             raise ConfigError(msg)
-        then, now = with_defaults(before["meaning"]), with_defaults(meaning)
+        base_url = before["config"].get("base_url")
+        then = with_defaults(with_provider(before["meaning"], base_url))
+        now = with_defaults(meaning)
         changes = {
             key: {"from": then.get(key), "to": now[key]}
             for key in meaning

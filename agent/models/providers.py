@@ -38,6 +38,8 @@ class Provider(NamedTuple):
     """See `Connection.client`."""
     other_credentials: str = ""
     """What a client uses where the variable is not set."""
+    url_env: str = ""
+    """The variable by which its SDK finds another base URL."""
     is_own_server: bool = False
     """The program runs on users' machines, so its prefix holds at any `--base_url`."""
 
@@ -47,15 +49,15 @@ _NEW_NAME = "max_completion_tokens"
 PROVIDERS: Mapping[str, Provider] = {
     "openai": Provider(
         "https://api.openai.com/v1", "OPENAI_API_KEY", "openai",
-        max_tokens_name=_NEW_NAME, has_batches=True,
+        max_tokens_name=_NEW_NAME, has_batches=True, url_env="OPENAI_BASE_URL",
     ),
     "responses": Provider(
         "https://api.openai.com/v1", "OPENAI_API_KEY", "openai", "openai_responses",
-        max_tokens_name=_NEW_NAME, has_batches=True,
+        max_tokens_name=_NEW_NAME, has_batches=True, url_env="OPENAI_BASE_URL",
     ),
     "anthropic": Provider(
         "https://api.anthropic.com", "ANTHROPIC_API_KEY", "anthropic", "anthropic_messages",
-        has_batches=True,
+        has_batches=True, url_env="ANTHROPIC_BASE_URL",
     ),
     "openrouter": Provider("https://openrouter.ai/api/v1", "OPENROUTER_API_KEY", "openrouter"),
     "gemini": Provider(

@@ -1,9 +1,10 @@
 """From the model name that a user writes to the endpoint, API and key that it means.
 
 scripted                 offline, plays the row's script
-PREFIX:NAME              a row of the table in `providers`
+PREFIX:NAME              a row of the table in `providers`; without --base_url at OPENAI_BASE_URL or
+                         ANTHROPIC_BASE_URL, as by the SDKs
 ENDPOINT:NAME            at an endpoint that the config names under `endpoints`
-NAME or VENDOR/NAME      the OpenAI chat API at --base_url, by default OpenRouter
+NAME or VENDOR/NAME      at --base_url, by the OpenAI chat API unless --api is given
 
 A base URL at the host of a provider in the table means that provider, even if the name has another
 prefix: its key, its prices, its API. So the key of one is never sent to another, unless --key_env
@@ -40,6 +41,15 @@ class Endpoint(NamedTuple):
 
 
 SCRIPTED = "scripted"
+
+FORMS = (
+    "give PROVIDER:NAME, such as openai:NAME, anthropic:NAME or openrouter:VENDOR/NAME (`python "
+    "batch_runner.py endpoints` lists the providers), or NAME and --base_url for a server"
+)
+"""How a model is named."""
+
+_SERVER = Provider("", NO_KEY)
+"""A server of the user's own."""
 
 PLACEHOLDER = "no-key"
 """Sent where no key is known: some servers refuse requests without any."""
@@ -83,6 +93,9 @@ def resolve_model(
             raise UnknownModel(_unknown_prefix(name, prefix, [*PROVIDERS, *endpoints]))
         prefix = ""
     row = PROVIDERS[prefix] if colon and holds_at(prefix, base_url) else None
+    if row is None and base_url is None:
+        raise UnknownModel(f"model {name!r} has no provider and no --base_url: {FORMS}")
+    base_url = base_url or (row and _url_in_environment(row))
     there = provider_at(base_url) if base_url is not None else None
     if row is not None and row.client is not None:
         arguments = {"base_url": base_url} if base_url else {}
@@ -90,7 +103,7 @@ def resolve_model(
         key = key_env or NO_KEY
         own = Endpoint(api, "", key, row.prices, habits_of(row), connection)
         return _at_own(own, name, rest, options)
-    endpoint = row or there or PROVIDERS["openrouter"]
+    endpoint = row or there or _SERVER
     payee = there or (None if base_url is not None and row is None else endpoint)
     # What it calls things is up to who answers there, not to who is paid.
     if base_url is None or (row is not None and row.is_own_server):
@@ -107,6 +120,21 @@ def resolve_model(
         provider=payee and payee.prices,
         reference=name,
         **options,
+    )
+
+
+def _url_in_environment(row: Provider) -> str | None:
+    """The base URL that the variable of a provider's SDK holds. Raises `UnknownModel`."""
+    value = os.environ.get(row.url_env, "").strip().rstrip("/") if row.url_env else ""
+    if not value:
+        return None
+    url = urlsplit(value)
+    is_plain = url.username is None and not url.query and not any(c.isspace() for c in value)
+    if url.scheme in ("http", "https") and url.hostname and is_plain:
+        return value
+    raise UnknownModel(
+        f"the environment variable {row.url_env} must hold an http or https URL without password "
+        "and query; set it again, or unset it"
     )
 
 
@@ -186,7 +214,9 @@ def resolve_sibling(
     prefix, colon, rest = _parts(name)
     is_own = colon and prefix in endpoints
     # Beside a server of the user's own, `mistral:7b` is the name of a model there.
-    is_known_place = settings.connection.client or provider_at(settings.base_url or "")
+    is_known_place = bool(settings.connection.client or provider_at(settings.base_url or ""))
+    if (asked := PROVIDERS.get(settings.reference.partition(":")[0])) is not None:
+        is_known_place |= settings.base_url == _url_in_environment(asked)
     is_row = holds_at(prefix, None if is_known_place else settings.base_url)
     row = PROVIDERS[prefix] if colon and not is_own and is_row else None
     if name != SCRIPTED and row is None and settings.api != SCRIPTED and not is_own:
@@ -224,8 +254,8 @@ def _parts(name: str) -> tuple[str, str, str]:
     """The prefix, the colon and the name; no prefix without a colon."""
     parts = name.partition(":")
     if not name.strip() or (parts[1] and not parts[2].strip()):
-        msg = f"model {name!r}: the name of a model is missing"
-        raise UnknownModel(msg)
+        named = f"model {name!r}: " if name else ""
+        raise UnknownModel(f"{named}the name of a model is missing; {FORMS}")
     return parts
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from agent.models.resolve import SCRIPTED
 from runs.config.run_config import RunConfig
 from toolsets import exact_json
 from toolsets.mcp.mcp_settings import McpServer
@@ -50,6 +51,27 @@ def meaning_of(config: RunConfig) -> dict[str, Any]:
         if name in used
     }
     return fields
+
+
+def with_provider(values: Mapping[str, Any], base_url: str | None) -> dict[str, Any]:
+    """A config or fingerprint in which models without a provider are named as now.
+
+    Earlier versions took them for models of OpenRouter where no base URL was given.
+    """
+    found = dict(values)
+    if found.get("models"):
+        found.pop("model", None)  # a default that was not used
+    if base_url is None and found.get("models"):
+        found["models"] = {_full(name): weight for name, weight in found["models"].items()}
+    elif base_url is None and found.get("model"):
+        found["model"] = _full(found["model"])
+    return found
+
+
+def _full(model: str) -> str:
+    prefix, colon, _ = model.partition(":")
+    is_full = model == SCRIPTED or (colon and "/" not in prefix)
+    return model if is_full else f"openrouter:{model}"
 
 
 def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:

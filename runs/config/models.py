@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from agent.command_agent import CommandAgent
 from agent.models.batches.calls import has_batches
 from agent.models.model import ModelSettings
-from agent.models.providers import Api, provider_at
+from agent.models.providers import Api, holds_at, provider_at
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_model, resolve_sibling
 from agent.setup import Setup, set_up
 from runs.amounts import Cost, EndpointLimits
@@ -105,6 +106,23 @@ def settings_of(config: RunConfig, name: str) -> ModelSettings:
     )
     read_key(settings)
     return settings
+
+
+def beside(config: RunConfig, name: str) -> dict[str, Any]:
+    """The options `model`, `base_url`, `api` and `key_env` of a model beside those of a run.
+
+    Without a provider, or with that of the run's first model, it is asked at the run's endpoint.
+    """
+    own, colon, _ = next(iter(config.model_weights())).partition(":")
+    own = own if colon and "/" not in own else ""
+    prefix, colon, _ = name.partition(":")
+    there = {key: getattr(config, key) for key in ("base_url", "api", "key_env")}
+    is_elsewhere = colon and (prefix in config.endpoints or holds_at(prefix, config.base_url))
+    if name == SCRIPTED or (is_elsewhere and prefix != own):
+        return {"model": name}
+    if not is_elsewhere and config.base_url is None and own:
+        name = f"{own}:{name}"
+    return {"model": name, **({} if own in config.endpoints else there)}
 
 
 def _endpoints(config: RunConfig) -> dict[str, Endpoint]:

@@ -56,8 +56,6 @@ if TYPE_CHECKING:
 else:
     Endpoints = dict[str, Any]
 
-_DEFAULT_MODEL = "anthropic/claude-sonnet-4"
-
 
 def _read_endpoints(entries: dict[str, Any]) -> dict[str, EndpointConfig]:
     if not entries:
@@ -90,10 +88,9 @@ class RunConfig(SandboxOptions):
     )
     output_dir: Path = running(Path("trajectories"), "Directory for runs and training files.")
     model: str = meaning(
-        _DEFAULT_MODEL,
+        "",
         "openai:NAME, anthropic:NAME, responses:NAME, openrouter:NAME, scripted, or a NAME at"
         " --base_url.",
-        min_length=1,
     )
     models: Annotated[dict[str, Weight] | None, BeforeValidator(parse_json)] = meaning(
         None,
@@ -315,7 +312,7 @@ class RunConfig(SandboxOptions):
 
     @model_validator(mode="after")
     def _selects_once(self) -> RunConfig:
-        if self.models is not None and self.model != _DEFAULT_MODEL:
+        if self.models is not None and self.model:
             msg = "model and models both name the model; give one of them"
             raise ValueError(msg)
         if self.models is not None and not any(self.models.values()):

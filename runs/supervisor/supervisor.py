@@ -79,8 +79,7 @@ class Start:
     budget_log: BudgetLog
     batches: BatchService
     keys: KeyService
-    has_answers: bool
-    """These endpoints have answered calls of earlier starts."""
+    refusals: Refusals
 
 
 class Supervisor:
@@ -102,7 +101,6 @@ class Supervisor:
         self._pool = WorkerPool(start.executor, start.config, first_number=first_number)
         self._failed_starts = 0
         self._outages = Outages(start.setup.proven, say=start.progress.say)
-        self._refusals = Refusals(start.setup.limits, has_answered=start.has_answers)
         self._signals = 0
         self._stop_reason: str | None = None
         self.is_out_of_budget = False
@@ -141,7 +139,7 @@ class Supervisor:
         return ", ".join(filter(None, (part.describe() for part in parts)))
 
     def _is_over(self) -> bool:
-        if self._pool.held or (self._refusals.are_open and self._stop_reason is None):
+        if self._pool.held or (self._start.refusals.are_open and self._stop_reason is None):
             return False
         return self._stop_reason is not None or self._queue.is_empty()
 
@@ -204,7 +202,7 @@ class Supervisor:
         self._due = min(self._due, due)
 
     def _on_message(self, worker: WorkerHandle, header: dict[str, Any], payload: bytes) -> None:
-        if self._refusals.holds(worker, header, payload):
+        if self._start.refusals.holds(worker, header, payload):
             self._release(worker, bytes.fromhex(header["key"]))
             return
         match header["type"]:
@@ -248,7 +246,7 @@ class Supervisor:
                 self.limits.on_load(worker, header["endpoint"], header["load"])
                 if header["load"]["replies"]:
                     self._outages.on_replies(url_of(header["endpoint"]))
-                    self._refusals.on_reply()
+                    self._start.refusals.on_reply()
             case "refused":
                 self.limits.on_refusal(
                     header["endpoint"], header["retry_after_s"], header["sent_at"]
@@ -272,8 +270,10 @@ class Supervisor:
         self._start.batches.do(BatchCollector.leave, key)
 
     def _settle_refusals(self) -> None:
-        is_last = not self._pool.held and (self._refusals.are_enough or self._queue.is_empty())
-        messages, reason = self._refusals.settle(is_last=is_last)
+        is_last = not self._pool.held and (
+            self._start.refusals.are_enough or self._queue.is_empty()
+        )
+        messages, reason = self._start.refusals.settle(is_last=is_last)
         if reason is not None and self._stop_reason is None:
             self._stop(reason, grace_s=0.0)
         for refused in messages:
@@ -375,7 +375,7 @@ class Supervisor:
 
     def _assign(self) -> None:
         """Assign tasks to the workers with the most room, at most `batch_size` per message."""
-        if self._stop_reason is not None or self._refusals.are_enough:
+        if self._stop_reason is not None or self._start.refusals.are_enough:
             return
         assignments: dict[WorkerHandle, list[Assignment]] = {}
         while worker := self._pool.with_room(self._progress.left):

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from agent.models.resolve import read_key
-from runs.config.fingerprint import meaning_of
+from runs.config.fingerprint import meaning_of, with_provider
 from runs.config.loading import load_config
-from runs.config.models import called_models, limits_of, set_up_models
+from runs.config.models import beside, called_models, limits_of, set_up_models
 from runs.config.run_config import RunConfig
 from runs.config.sampling import setup_of_task
 from runs.errors import ConfigError
@@ -230,3 +230,37 @@ def test_the_endpoint_of_a_simulated_user_is_fixed_for_the_run() -> None:
     first = config(model="scripted", simulated_user=user, endpoints={"own": LOCAL})
     second = config(model="scripted", simulated_user=user, endpoints={"own": other})
     assert meaning_of(first)["endpoints"] != meaning_of(second)["endpoints"]
+
+
+@pytest.mark.parametrize(
+    ("of_run", "name", "means"),
+    [
+        ({"model": "m", "base_url": "http://h/v1", "key_env": "K"}, "qwen3", "own"),
+        ({"model": "m", "base_url": "http://h/v1", "key_env": "K"}, "mistral:7b", "own"),
+        ({"model": "openai:m", "base_url": "http://h/v1", "key_env": "K"}, "openai:n", "own"),
+        ({"model": "m", "base_url": "http://h/v1", "key_env": "K"}, "openai:n", {}),
+        ({"model": "openai:m"}, "n", {"model": "openai:n"}),
+        ({"model": "openai:m", "key_env": "K"}, "n", {"model": "openai:n", "key_env": "K"}),
+        ({"model": "openai:m", "key_env": "K"}, "anthropic:n", {}),
+        ({"model": "scripted"}, "scripted", {}),
+        ({"model": "local:m", "endpoints": {"local": LOCAL}}, "n", {"model": "local:n"}),
+    ],
+)
+def test_a_judge_without_a_provider_of_its_own_is_asked_at_the_runs_endpoint(
+    of_run: dict[str, Any], name: str, means: Any
+) -> None:
+    found = beside(config(**of_run), name)
+    expected = {"model": name, "base_url": "http://h/v1", "key_env": "K"}
+    given = {key: value for key, value in found.items() if value is not None}
+    assert given == (expected if means == "own" else {"model": name} | means)
+
+
+def test_models_of_earlier_versions_are_named_in_full() -> None:
+    """A bare name was one of OpenRouter, unless there was a base URL."""
+    assert with_provider({"model": "a/b"}, None) == {"model": "openrouter:a/b"}
+    assert with_provider({"model": "a/b:free"}, None) == {"model": "openrouter:a/b:free"}
+    assert with_provider({"model": "a/b"}, "http://h/v1") == {"model": "a/b"}
+    for name in ("scripted", "openai:m"):
+        assert with_provider({"model": name}, None) == {"model": name}
+    several = {"model": "a/b", "models": {"c": 1, "openai:m": 2}}
+    assert with_provider(several, None) == {"models": {"openrouter:c": 1, "openai:m": 2}}

@@ -725,7 +725,7 @@ def test_any_text_is_a_wait_or_none(value: str) -> None:
             ("claude", "anthropic_messages", "https://api.anthropic.com", "ANTHROPIC_API_KEY"),
         ),
         (
-            "anthropic/claude-sonnet-4",
+            "openrouter:anthropic/claude-sonnet-4",
             {},
             (
                 "anthropic/claude-sonnet-4",
@@ -754,6 +754,45 @@ def test_any_text_is_a_wait_or_none(value: str) -> None:
 def test_a_model_name_gives_provider_url_and_key(name: str, given: Any, means: Any) -> None:
     found = resolve(name, **given)
     assert (found.name, found.api, found.base_url, found.key_env) == means
+
+
+@pytest.mark.parametrize("name", ["qwen3", "anthropic/claude-sonnet-4", "qwen/qwen3:free", ""])
+def test_a_name_without_a_provider_needs_a_base_url(name: str) -> None:
+    """No company is the default."""
+    with pytest.raises(UnknownModel, match="openai:NAME, anthropic:NAME or openrouter:VENDOR/"):
+        resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "value", "means"),
+    [
+        ("openai:m", "OPENAI_BASE_URL", "http://h/v1/", "http://h/v1"),
+        ("responses:m", "OPENAI_BASE_URL", "http://h/v1", "http://h/v1"),
+        ("openai:m", "OPENAI_BASE_URL", " ", "https://api.openai.com/v1"),
+        ("anthropic:m", "ANTHROPIC_BASE_URL", "http://h:1", "http://h:1"),
+        ("anthropic:m", "OPENAI_BASE_URL", "http://h:1", "https://api.anthropic.com"),
+        ("openrouter:m", "OPENAI_BASE_URL", "http://h:1", "https://openrouter.ai/api/v1"),
+    ],
+)
+def test_the_variables_of_the_sdks_are_honoured(
+    name: str, variable: str, value: str, means: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert resolve(name).base_url == means
+    assert resolve(name, base_url="http://own/v1").base_url == "http://own/v1"
+    assert resolve_sibling("groq:n", resolve(name)).base_url == "https://api.groq.com/openai/v1"
+    assert resolve_sibling("n", resolve(name)).base_url == means
+
+
+@pytest.mark.parametrize("value", ["h/v1", "http://user:secret@h/v1", "http://h/v1?key=secret"])
+def test_a_variable_that_no_call_can_use_is_refused(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", value)
+    with pytest.raises(UnknownModel, match="OPENAI_BASE_URL must hold") as caught:
+        resolve("openai:m")
+    assert "secret" not in str(caught.value)
+    assert resolve("anthropic:m").base_url == "https://api.anthropic.com"
 
 
 KNOWN_URLS = {
@@ -807,7 +846,7 @@ def test_a_url_that_only_looks_like_a_known_provider_s_is_one_s_own(url: str) ->
 
 def test_a_known_url_is_treated_as_its_provider() -> None:
     by_url = resolve("m", base_url="https://openrouter.ai/api/v1/", reasoning_effort="low")
-    plain = resolve("m", reasoning_effort="low")
+    plain = resolve("openrouter:m", reasoning_effort="low")
     hello = Request([{"role": "user", "content": "Hello"}])
     assert openai_chat.request_body(by_url, hello) == openai_chat.request_body(plain, hello)
     assert not has_batches(by_url)
