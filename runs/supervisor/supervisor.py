@@ -270,10 +270,9 @@ class Supervisor:
         self._start.batches.do(BatchCollector.leave, key)
 
     def _settle_refusals(self) -> None:
-        is_last = not self._pool.held and (
-            self._start.refusals.are_enough or self._queue.is_empty()
-        )
-        messages, reason = self._start.refusals.settle(is_last=is_last)
+        refusals = self._start.refusals
+        is_last = not self._pool.held and (refusals.are_enough or self._queue.is_empty())
+        messages, reason = refusals.settle(is_last=is_last)
         if reason is not None and self._stop_reason is None:
             self._stop(reason, grace_s=0.0)
         for refused in messages:
@@ -308,11 +307,8 @@ class Supervisor:
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= _FAILED_STARTS:
-                msg = (
-                    f"workers die before they are ready{why}; see "
-                    f"{self._start.run_dir.path / 'run.log'}"
-                )
-                raise EnvironmentStop(msg)
+                log_file = self._start.run_dir.path / "run.log"
+                raise EnvironmentStop(f"workers die before they are ready{why}; see {log_file}")
         if worker.held:
             self._progress.say(
                 f"{worker.name} died; another worker takes over {plural(len(worker.held), 'task')}"
