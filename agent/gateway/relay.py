@@ -27,6 +27,7 @@ from agent.messages import (
 )
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
+from agent.models.dialects.assembly import Assembly
 from agent.models.dialects.openai_chat import API as CHAT
 from agent.models.dialects.registry import RELAYED, read_reply
 from agent.models.dialects.token_ids import (
@@ -114,10 +115,14 @@ class Relay:
         volatile: Volatile = NOTHING_VOLATILE,
         is_stopping: Callable[[], bool] = lambda: False,
         ends_with: Callable[[ModelError], bool] = ends_agent,
+        is_live: bool = False,
     ) -> None:
         """`route` gives the model for a dialect and the name that the agent asked for; it raises
         `RefusedModel`. `ends_with` says whether a failed call is the last one; after others the
         agent gets the error and can make further calls.
+
+        `is_live`: streams are passed on as they come. Otherwise the agent gets them whole, so that
+        one that is cut can be asked for again; few agents do that themselves.
         """
         self._route = route
         self._trajectory = trajectory
@@ -127,6 +132,7 @@ class Relay:
         self._volatile = volatile
         self._is_stopping = is_stopping
         self._ends_with = ends_with
+        self._is_live = is_live
         self._calls: dict[asyncio.Task[None], int] = {}
         if trajectory.agent_calls is None:
             trajectory.agent_calls = Threads()
@@ -303,11 +309,16 @@ class Relay:
         held: list[bytes] = []
         bodies: list[bytes] = []
 
-        def on_event(raw: bytes, data: str | None) -> None:
-            if held or (data is not None and wire.last_event(data)):
-                held.append(raw)
-            else:
+        def begin() -> Assembly:
+            held.clear()  # what a stream brought that was cut
+            return RELAYED[wire.api].assembly(ignored)
+
+        def on_event(raw: bytes, data: str | None) -> bool:
+            if self._is_live and not held and not (data is not None and wire.last_event(data)):
                 reply.add(raw)
+                return True
+            held.append(raw)
+            return False
 
         def pay(unreadable: Completion) -> None:
             turn = self._trajectory.turns + 1
@@ -316,8 +327,7 @@ class Relay:
         read = partial(_keep, bodies, request.read)
         request = replace(request, read=read, on_unreadable=pay)
         if asked.is_stream:
-            assembly = partial(RELAYED[wire.api].assembly, ignored)
-            request = replace(request, assembly=assembly, on_event=on_event)
+            request = replace(request, assembly=begin, on_event=on_event)
         clock = Clock()
         completion = await model.complete(request)
         body = load_object(bodies[-1])

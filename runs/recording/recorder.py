@@ -219,6 +219,7 @@ class Recorder:
             ),
             is_stopping=lambda: self._is_stopping,
             ends_with=partial(self._stops_recording, name),
+            is_live=True,  # somebody may watch
         )
         return Gateway(relay, wires=tuple(WIRES), models=self._upstream.list_models)
 

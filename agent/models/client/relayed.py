@@ -9,8 +9,9 @@ from agent.messages import Message
 from agent.models.dialects.assembly import Assembly
 from agent.models.model import Completion, ModelSettings, Request
 
-OnEvent = Callable[[bytes, str | None], None]
-"""Takes an event of a stream: its bytes, and the data in it, None if it has none."""
+OnEvent = Callable[[bytes, str | None], bool]
+"""Takes an event of a stream: its bytes, and the data in it, None if it has none; returns whether
+it was passed on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class RelayRequest(Request):
     asking_for_tokens: bytes | None = None
     """The body with the fields that ask for token ids; None: it is sent as it is."""
     on_event: OnEvent | None = None
-    """Gets the events of a stream; once it got any, the call is not repeated."""
+    """Gets the events of a stream; once it has passed one on, the call is not repeated."""
 
     def size(self, settings: ModelSettings) -> int:
         """See `Request`."""

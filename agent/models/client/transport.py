@@ -160,18 +160,19 @@ class Transport:
         prepared = prepared._replace(headers=headers)
         if (on_event := request.on_event) is None:
             return await self._post(prepared, settings, assembly, method=request.method)
-        has_begun = False
+        has_begun = was_passed_on = False
 
-        def pass_on(raw: bytes, data: str | None) -> None:
-            nonlocal has_begun
+        def pass_on(raw: bytes, data: str | None) -> bool:
+            nonlocal has_begun, was_passed_on
             if has_begun or data is not None:  # a comment is no reason not to try again
                 has_begun = True
-                on_event(raw, data)
+                was_passed_on |= on_event(raw, data)
+            return was_passed_on
 
         try:
             return await self._post(prepared, settings, assembly, pass_on)
         except ModelError as error:
-            error.was_passed_on = has_begun
+            error.was_passed_on = was_passed_on
             raise
 
     async def _post(

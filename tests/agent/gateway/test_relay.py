@@ -11,11 +11,13 @@ from aiohttp import web
 
 from agent.gateway.wires import WIRES
 from agent.messages import AgentRestartedEvent
+from agent.models.client import retrying
 from agent.models.errors import ModelError
 from tests.agent.gateway.relaying import (
     ALL,
     KEY,
     PATHS,
+    Play,
     Relayed,
     ask,
     events_of,
@@ -86,7 +88,10 @@ def test_a_stream_arrives_as_it_was_sent(api: str) -> None:
         return response
 
     async def run() -> None:
-        async with relayed(api, play) as world, world.post(ask(stream=True)) as response:
+        async with (
+            relayed(api, play, is_live=True) as world,
+            world.post(ask(stream=True)) as response,
+        ):
             assert response.content_type == "text/event-stream"
             assert await response.content.readexactly(len(events[0])) == events[0]
             goes_on.set()
@@ -130,7 +135,7 @@ def test_a_stream_stops_before_its_last_event_until_it_is_on_disk(api: str) -> N
 
     async def run() -> None:
         async with (
-            relayed(api, kept=on_disk.wait, keepalive_s=0.01) as world,
+            relayed(api, kept=on_disk.wait, keepalive_s=0.01, is_live=True) as world,
             world.post(ask(stream=True)) as response,
         ):
             seen = b""
@@ -251,6 +256,46 @@ def test_passing_failures_before_the_first_byte_are_waited_out(
     asyncio.run(run())
 
 
+def cut(api: str, how: str) -> Play:
+    """Ends the first stream in its middle; further ones are whole."""
+    answer = whole(api)
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        if n > 1:
+            return await answer(request, content, n)
+        events = events_of(api, reply_of(api, text="Half of it."))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"".join(events[: len(events) // 2]))
+        if how == "reset":
+            request.transport.abort()  # type: ignore[union-attr]
+        elif how == "error":
+            error = {"type": "error", "error": {"type": "overloaded_error", "message": "Busy."}}
+            await response.write(b"event: error\ndata: " + orjson.dumps(error) + b"\n\n")
+        return response
+
+    return play
+
+
+@EACH
+@pytest.mark.parametrize("how", ["reset", "end", "error"])
+def test_a_stream_that_is_cut_is_asked_for_again_before_the_agent_sees_any_of_it(
+    api: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent gets one good reply; the journal has one call."""
+    monkeypatch.setattr(retrying, "_backoff", lambda state: 0.0)
+
+    async def run() -> None:
+        async with relayed(api, cut(api, how)) as world:
+            said = b"".join(events_of(api, reply_of(api)))
+            assert await world.read(ask(stream=True)) == (200, said)
+            assert len(world.endpoint.asked) == 2
+            assert len(world.exchanges) == 1
+            assert not world.gateway.relay.ended.is_set()
+
+    asyncio.run(run())
+
+
 @EACH
 def test_a_stream_that_is_cut_after_its_first_byte_is_not_made_again(api: str) -> None:
     """The agent gets an error inside the stream; when it asks again, that is another call."""
@@ -269,7 +314,7 @@ def test_a_stream_that_is_cut_after_its_first_byte_is_not_made_again(api: str) -
         return response
 
     async def run() -> None:
-        async with relayed(api, play) as world:
+        async with relayed(api, play, is_live=True) as world:
             reading = asyncio.create_task(world.read(ask(stream=True)))
             await until(lambda: world.readers == 1)
             is_read.set()
@@ -409,7 +454,7 @@ def test_gemini_names_model_and_stream_in_the_path() -> None:
             await response.write_eof()
             return response
 
-        async with relayed("gemini", play, name="m") as world:
+        async with relayed("gemini", play, name="m", is_live=True) as world:
             async with world.post(talk.body(), path) as response:
                 assert response.content_type == "text/event-stream"
                 assert await response.content.readexactly(len(first)) == first
