@@ -39,6 +39,9 @@ directory that the command starts in, and its HOME."""
 PER_ROW = ("command", "stdin", "env", "files", "final_call")
 """What a row can set for itself in its column `agent`."""
 
+NO_MEANING = frozenset({"programs", "memory_mb", "version", "volatile"})
+"""Fields that do not affect the data: runs continue where a preset changes them."""
+
 _VARIABLES: Mapping[str, str] = {
     "OPENAI_BASE_URL": "{gateway}/v1",
     "OPENAI_API_BASE": "{gateway}/v1",
@@ -181,7 +184,7 @@ class CommandAgent(BaseModel):
 
     def meaning(self) -> dict[str, Any]:
         """What affects the data, JSON-ready."""
-        fields = self.model_dump(mode="json", exclude={"programs", "memory_mb", "version"})
+        fields = self.model_dump(mode="json", exclude={*NO_MEANING})
         return {**fields, "found": self.found}
 
 

@@ -102,8 +102,14 @@ class AgentEndpoint:
     """The endpoint in a thread, for the time of a `with` block."""
 
     def __init__(
-        self, *, reasoning: str = "", latency_s: float = 0.0, log: Path | None = None
+        self,
+        *,
+        reasoning: str = "",
+        latency_s: float = 0.0,
+        log: Path | None = None,
+        cut_every: int | None = None,
     ) -> None:
+        """Of `cut_every` streams, one ends after its first half, and is not logged."""
         self.exchanges: list[Exchange] = []
         """Replies that were sent in full, in order."""
         self.refusing: int | None = None
@@ -116,6 +122,7 @@ class AgentEndpoint:
         self._log = log
         self._lock = threading.Condition()
         self._taken = 0
+        self._cut_every, self._streams = cut_every, itertools.count(1)
         self._numbers = itertools.count()
         self._server = _Server(("127.0.0.1", 0), _handler_of(self))
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
@@ -173,6 +180,10 @@ class AgentEndpoint:
                 events = dialect.events(orjson.loads(orjson.dumps(body)), request)
         return body, events
 
+    def is_cut(self) -> bool:
+        """Whether the next stream is cut."""
+        return self._cut_every is not None and next(self._streams) % self._cut_every == 0
+
     def note(self, path: str, key: str, request: JSON, reply: JSON) -> None:
         """Log an exchange."""
         with self._lock:
@@ -216,8 +227,12 @@ def _handler_of(endpoint: AgentEndpoint) -> type[BaseHTTPRequestHandler]:
                 self.send_header("Content-Type", "text/event-stream")
                 self.send_header("Transfer-Encoding", "chunked")
                 self.end_headers()
-                for event in [*events, b""]:
+                is_cut = endpoint.is_cut()
+                for event in events[: len(events) // 2] if is_cut else [*events, b""]:
                     self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+                if is_cut:
+                    self.close_connection = True
+                    return None
             endpoint.note(path, key, request, body)
             return None
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from agent.command_agent import NO_MEANING
 from agent.models.resolve import SCRIPTED
 from runs.config.run_config import RunConfig
 from toolsets import exact_json
@@ -77,15 +78,21 @@ def _full(model: str) -> str:
 def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
     """A fingerprint with the defaults of options that its version did not have.
 
-    This also fills in what objects inside it lack, such as a subagent. Compare fingerprints by
+    This also fills in what objects inside it lack, such as a subagent, and leaves out what counted
+    for the data only in earlier versions. Compare fingerprints by
     this only: a run of an earlier version must not differ by a new option.
     """
     fields = {name: field for name, field in RunConfig.model_fields.items() if _is_meaning(name)}
     given = {"endpoints": {}, **_defaults(fields), **meaning}
-    return {
+    whole = {
         name: _completed(value, fields[name].annotation) if name in fields else value
         for name, value in given.items()
     }
+    if whole["agent"] is not None:
+        whole["agent"] = {
+            name: value for name, value in whole["agent"].items() if name not in NO_MEANING
+        }
+    return whole
 
 
 def _defaults(fields: Mapping[str, FieldInfo]) -> dict[str, Any]:

@@ -95,3 +95,4 @@ def test_what_affects_the_data_is_in_its_meaning() -> None:
     assert base.meaning() != base.with_found("1.3").meaning()
     assert base.meaning() != agent(env={"A": "1"}).with_found("1.2").meaning()
     assert base.meaning() == agent(memory_mb=100).with_found("1.2").meaning()
+    assert base.meaning() == agent(volatile={"texts": ["a"]}).with_found("1.2").meaning()

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from agent.gateway.canonical import cut
 from agent.models.model import ModelSettings
 from runs.config.agent_program import free_memory_mb, with_checked_agent
 from runs.config.agents import model_asked, presets
-from runs.config.fingerprint import digest_of, meaning_of
+from runs.config.fingerprint import digest_of, meaning_of, with_defaults
 from runs.config.loading import load_config
 from runs.config.models import set_up_models
 from runs.config.run_config import RunConfig
@@ -41,6 +42,45 @@ def test_all_presets_are_valid_and_named_after_their_files() -> None:
         agent = config(agent=name).agent
         assert agent is not None
         assert agent.name == name
+
+
+UUID = "51180b64-6f44-4828-a5ab-{n:012}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "claude-code",
+            "agentId: a05ff74d97c1f02c{n} (use SendMessage with to: 'a05ff{n}', summary)",
+        ),
+        ("claude-code", "<usage>subagent_tokens: 11882\ntool_uses: 2\nduration_ms: 68{n}</usage>"),
+        ("claude-code", f"/home/user/.claude/projects/-workspace/{UUID}/tool-results/bxj{{n}}.txt"),
+        ("codex", "Chunk ID: 18a7{n}f\nWall time: 0.{n} seconds\nOutput:\n"),
+        ("opencode", '<task id="ses_df721baa4ffecKrYA18coy345{n}" state="completed">'),
+        ("opencode", "saved to: /home/user/.local/share/opencode/tool-output/tool_208e2X{n}\n"),
+        ("qwen-code", "Exit Code: 0\nSignal: 0\nProcess Group PGID: 18{n}"),
+        ("qwen-code", "/home/user/.qwen/tmp/c52dd/run_shell_command_babbb251fa7{n}.output"),
+        (
+            "gemini-cli",
+            f"/tmp/workspace/tool-outputs/session-{UUID}/run_shell_command_1795445{{n}}.txt",
+        ),
+    ],
+)
+def test_a_preset_knows_what_its_agent_makes_anew_with_each_start(name: str, text: str) -> None:
+    """Texts that the agents were seen to write."""
+    agent = config(agent=name).agent
+    assert agent is not None
+    left = {cut(text.format(n=n), agent.what_varies.texts) for n in range(10)}
+    assert len(left) == 1
+
+
+def test_a_run_continues_where_its_preset_knows_more() -> None:
+    meaning = meaning_of(config())
+    then = {**meaning, "agent": {**meaning["agent"], "volatile": {"fields": [], "texts": ["a"]}}}
+    assert with_defaults(then) == with_defaults(meaning)
+    other = {**meaning, "agent": {**meaning["agent"], "command": ["bash"]}}
+    assert with_defaults(other) != with_defaults(meaning)
 
 
 def test_an_agent_can_be_a_file_beside_the_config(tmp_path: Path) -> None:
