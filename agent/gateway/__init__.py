@@ -12,6 +12,7 @@ wires           the dialects by name
 conversations/  what an agent's calls become
 answers         replies on their way to agents, and who asked for them again
 listing         lists of models
+sending         what is sent to the endpoint for a call
 relay           makes the calls of an agent, and records them
 server          the HTTP server that agents talk to
 

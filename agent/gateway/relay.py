@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from agent.gateway.answers import Answer, Answers, Refusal
 from agent.gateway.conversations.threads import Threads
-from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
+from agent.gateway.sending import AgentCall, free, request_of
+from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireRequest
 from agent.gateway.wire_base import Wire
 from agent.loop.rules import unknown_use
 from agent.loop.steps import Finish
@@ -22,27 +23,20 @@ from agent.messages import (
     AgentRestartedEvent,
     AnsweredEvent,
     ExchangeEvent,
-    Message,
-    Usage,
 )
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
 from agent.models.dialects.assembly import Assembly
-from agent.models.dialects.openai_chat import API as CHAT
-from agent.models.dialects.registry import RELAYED, read_reply
+from agent.models.dialects.registry import RELAYED
 from agent.models.dialects.token_ids import (
-    asking_body,
-    asks_for_ids,
-    with_tokens,
     without_tokens,
 )
 from agent.models.errors import ModelError
-from agent.models.model import Completion, ModelSettings
+from agent.models.model import Completion
 from agent.models.parsing import load_object
 from agent.state.events import Clock, exchange_event, reply_event
 from agent.state.trajectory import Journal, Kept, Trajectory
 from agent.stream_events import ignored
-from toolsets import exact_json
 
 log = logging.getLogger(__name__)
 
@@ -86,19 +80,6 @@ def ends_agent(error: ModelError) -> bool:
     if error.kind in ("not_found", "forbidden"):
         return True
     return not error.was_passed_on and error.action in ("retry", "stop_run")
-
-
-class AgentCall(NamedTuple):
-    """A request of an agent."""
-
-    wire: Wire
-    path: str
-    headers: Mapping[str, str]
-    content: bytes
-    """The body as it came."""
-    body: dict[str, Any]
-    is_repeat: bool
-    """The agent says that it made this request before."""
 
 
 class Relay:
@@ -172,7 +153,7 @@ class Relay:
             route = self._route(call.wire.api, asked.model)
         except RefusedModel as error:
             return Answer(Refusal(_STOP, "model", str(error)))
-        request = _request(call, route, asked)
+        request = request_of(call, route.model.settings, route.name, asked)
         reply = self.answers.begin(asked)
         task = asyncio.create_task(self._make(call.wire, asked, route.model, request, reply))
         self._calls[task] = self._threads.calls
@@ -187,7 +168,9 @@ class Relay:
         name = in_path[1] if in_path else str(call.body.get("model"))
         try:
             route = self._route(call.wire.api, name)
-            return await ask_freely(route.model, _request(call, route, None))
+            return await ask_freely(
+                route.model, request_of(call, route.model.settings, route.name, None)
+            )
         except RefusedModel as error:
             return Answer(Refusal(_STOP, "model", str(error)))
         except Exception as error:
@@ -360,53 +343,11 @@ class Relay:
         return Refusal(_STOP, "failed", f"no more model calls: {error}")
 
 
-def _request(call: AgentCall, route: Route, asked: WireRequest | None) -> RelayRequest:
-    """The request to send: the agent's own, unless a part of it has to change.
-
-    `asked` is None for a request that costs nothing. Raises `WireError`.
-    """
-    wire, path, content, body = call.wire, call.path, call.content, call.body
-    most: int | None = 0
-    bound, tools = None, False
-    if asked is not None:
-        most, tools = asked.max_tokens, bool(asked.server_tools)
-        settings = route.model.settings
-        if most is None and settings.needs_bound:
-            most = bound = settings.reply_bound
-            if bound is None:
-                msg = (
-                    "the request does not limit the reply's tokens, so the budget of the run "
-                    "cannot be kept: set its limit, or --max_tokens"
-                )
-                raise WireError(msg)
-    if route.name is not None or bound is not None or tools:
-        path, body = wire.rewritten(
-            path, body, model=route.name, max_tokens=bound, without_server_tools=tools
-        )
-        content = exact_json.dumps(body)
-    asking = None
-    read: Callable[[bytes], Completion] = _free
-    if asked is not None:
-        settings, read = route.model.settings, partial(read_reply, wire.api)
-        if wire.api == CHAT and settings.token_ids:
-            asking = asking_body(settings, body)
-        if asking is not None or (wire.api == CHAT and asks_for_ids(body)):
-            read = partial(_read_tokens, settings, asking or body)
-    return RelayRequest(
-        path=wire.upstream_path(path),
-        body=content,
-        headers=wire.request_headers(call.headers),
-        max_tokens=None if most is None else most * _choices(body),
-        read=read,
-        asking_for_tokens=None if asking is None else exact_json.dumps(asking),
-    )
-
-
 async def ask_freely(model: RetryingModel, request: RelayRequest) -> Answer:
     """The endpoint's answer to a request that costs nothing, or its refusal."""
     bodies: list[bytes] = []
     try:
-        await model.complete(replace(request, read=partial(_keep, bodies, _free)))
+        await model.complete(replace(request, read=partial(_keep, bodies, free)))
     except ModelError as error:
         return Answer(_refusal_of(error))
     reply = Answer()
@@ -416,39 +357,12 @@ async def ask_freely(model: RetryingModel, request: RelayRequest) -> Answer:
 
 def free_request(path: str, headers: Mapping[str, str]) -> RelayRequest:
     """A GET request for `path`, below the root of an endpoint; see `ask_freely`."""
-    return RelayRequest(
-        method="GET", path=path, body=b"", headers=headers, max_tokens=0, read=_free
-    )
-
-
-def _read_tokens(settings: ModelSettings, sent: Mapping[str, Any], body: bytes) -> Completion:
-    """The reply to a relayed request that asked for token ids."""
-    return with_tokens(read_reply(CHAT, body), settings, sent)
-
-
-def _choices(body: Mapping[str, Any]) -> int:
-    """How many replies a body asks for, each of which may be as long as its limit."""
-    config = body.get("generationConfig")
-    asked = body.get("n"), config.get("candidateCount") if isinstance(config, dict) else None
-    return max([1, *(count for count in asked if type(count) is int)])
+    return RelayRequest(method="GET", path=path, body=b"", headers=headers, max_tokens=0, read=free)
 
 
 def _keep(bodies: list[bytes], read: Callable[[bytes], Completion], body: bytes) -> Completion:
     bodies.append(body)
     return read(body)
-
-
-def _free(body: bytes) -> Completion:
-    """The completion of a reply that no model wrote."""
-    usage = Usage(
-        input_tokens=0,
-        output_tokens=0,
-        cache_read_tokens=0,
-        cache_write_tokens=0,
-        reasoning_tokens=0,
-    )
-    message = Message(role="assistant", content="")
-    return Completion(message, "stop", usage, None, None, cost_usd=0.0)
 
 
 def _refusal_of(error: ModelError) -> Refusal:

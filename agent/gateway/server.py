@@ -15,7 +15,8 @@ from aiohttp import web
 from agent.gateway.answers import Answer, Refusal
 from agent.gateway.listing import List, names_only
 from agent.gateway.reading import path_of
-from agent.gateway.relay import AgentCall, Relay
+from agent.gateway.relay import Relay
+from agent.gateway.sending import AgentCall
 from agent.gateway.wire import WireError
 from agent.gateway.wire_base import Wire
 from agent.gateway.wires import WIRES

@@ -1,0 +1,99 @@
+"""What is sent to the endpoint for a call of an agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from agent.gateway.wire import WireError, WireRequest
+from agent.gateway.wire_base import Wire
+from agent.messages import Message, Usage
+from agent.models.client.relayed import RelayRequest
+from agent.models.dialects.openai_chat import API as CHAT
+from agent.models.dialects.registry import read_reply
+from agent.models.dialects.token_ids import asking_body, asks_for_ids, with_tokens
+from agent.models.model import Completion, ModelSettings
+from toolsets import exact_json
+
+
+class AgentCall(NamedTuple):
+    """A request of an agent."""
+
+    wire: Wire
+    path: str
+    headers: Mapping[str, str]
+    content: bytes
+    """The body as it came."""
+    body: dict[str, Any]
+    is_repeat: bool
+    """The agent says that it made this request before."""
+
+
+def request_of(
+    call: AgentCall, settings: ModelSettings, name: str | None, asked: WireRequest | None
+) -> RelayRequest:
+    """The request to send: the agent's own, unless a part of it has to change.
+
+    `name` is what the model is called at its endpoint, if the agent calls it otherwise; `asked` is
+    None for a request that costs nothing. Raises `WireError`.
+    """
+    wire, path, content, body = call.wire, call.path, call.content, call.body
+    most: int | None = 0
+    bound, tools = None, False
+    if asked is not None:
+        most, tools = asked.max_tokens, bool(asked.server_tools)
+        if most is None and settings.needs_bound:
+            most = bound = settings.reply_bound
+            if bound is None:
+                msg = (
+                    "the request does not limit the reply's tokens, so the budget of the run "
+                    "cannot be kept: set its limit, or --max_tokens"
+                )
+                raise WireError(msg)
+    if name is not None or bound is not None or tools:
+        path, body = wire.rewritten(
+            path, body, model=name, max_tokens=bound, without_server_tools=tools
+        )
+        content = exact_json.dumps(body)
+    asking = None
+    read: Callable[[bytes], Completion] = free
+    if asked is not None:
+        read = partial(read_reply, wire.api)
+        if wire.api == CHAT and settings.token_ids:
+            asking = asking_body(settings, body)
+        if asking is not None or (wire.api == CHAT and asks_for_ids(body)):
+            read = partial(_read_tokens, settings, asking or body)
+    return RelayRequest(
+        path=wire.upstream_path(path),
+        body=content,
+        headers=wire.request_headers(call.headers),
+        max_tokens=None if most is None else most * _choices(body),
+        read=read,
+        asking_for_tokens=None if asking is None else exact_json.dumps(asking),
+    )
+
+
+def free(body: bytes) -> Completion:
+    """The completion of a reply that no model wrote."""
+    usage = Usage(
+        input_tokens=0,
+        output_tokens=0,
+        cache_read_tokens=0,
+        cache_write_tokens=0,
+        reasoning_tokens=0,
+    )
+    message = Message(role="assistant", content="")
+    return Completion(message, "stop", usage, None, None, cost_usd=0.0)
+
+
+def _read_tokens(settings: ModelSettings, sent: Mapping[str, Any], body: bytes) -> Completion:
+    """The reply to a relayed request that asked for token ids."""
+    return with_tokens(read_reply(CHAT, body), settings, sent)
+
+
+def _choices(body: Mapping[str, Any]) -> int:
+    """How many replies a body asks for, each of which may be as long as its limit."""
+    config = body.get("generationConfig")
+    asked = body.get("n"), config.get("candidateCount") if isinstance(config, dict) else None
+    return max([1, *(count for count in asked if type(count) is int)])
