@@ -6,10 +6,10 @@ caller; options that are off cost nothing.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
@@ -23,7 +23,7 @@ from toolsets import exact_json
 from toolsets.errors import machine_failure
 from toolsets.text import clip, valid_utf8
 from toolsets.tool import ToolResult
-from toolsets.toolbox import Toolbox, cancellations
+from toolsets.toolbox import Toolbox, cancellations, in_thread
 
 _log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ async def _why_denied(
         if inspect.iscoroutinefunction(approve):
             decision = await approve(name, arguments)
         else:
-            decision = await asyncio.to_thread(approve, name, arguments)
+            decision = await in_thread(partial(approve, name, arguments))
             decision = await decision if inspect.isawaitable(decision) else decision
     except BaseException as error:
         if cancellations() > before or isinstance(error, GeneratorExit | KeyboardInterrupt):

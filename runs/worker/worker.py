@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
@@ -53,6 +54,9 @@ log = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
 
 _REPORT_EVERY_S = 1.0
+
+_SPARE_THREADS = 8
+"""Threads of the event loop beside one for each conversation."""
 
 
 def worker_main(connection: Connection, setup: WorkerSetup) -> None:
@@ -122,6 +126,10 @@ class Worker:
         """Run assigned tasks until the parent sends exit; return whether the run is done."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_lost_error)
+        # Tools may wait in its threads while the time limit of their call runs.
+        loop.set_default_executor(
+            ThreadPoolExecutor(self._config.agents_per_worker + _SPARE_THREADS)
+        )
         self._sender = sender = threading.Thread(
             target=self._send_forever, name="sender", daemon=True
         )

@@ -62,6 +62,41 @@ def only(function: Any) -> Tool:
     return as_toolsets([("own", function)])[0].tools[0]
 
 
+WAITING = """
+import asyncio, threading
+
+together = threading.Barrier(30)
+
+
+def meet() -> str:
+    \"\"\"Wait until all 15 calls of both kinds wait.\"\"\"
+    together.wait(30)
+    return "met"
+
+
+async def meet_in_a_thread() -> str:
+    \"\"\"Wait in a thread of the loop.\"\"\"
+    return await asyncio.to_thread(meet)
+
+
+ALL = [meet, meet_in_a_thread]
+"""
+
+
+def test_calls_that_wait_in_threads_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    written(tmp_path, "waiting", WAITING)
+    both = [call(name) for name in ("meet", "meet_in_a_thread") for _ in range(15)]
+    write_rows(
+        tmp_path / "p.jsonl",
+        {"id": "a", "prompt": "x", "script": [calls(*both), say("done")]},
+    )
+    given = {**SCRIPTED, "enabled_toolsets": "waiting", "tools": "waiting:ALL"}
+    done = run(tmp_path, **given, tool_timeout_s=10)
+    assert done.returncode == 0, done.stderr
+    record = lines(tmp_path / "trajectories" / "r" / "records.jsonl")[0]
+    assert {m["content"] for m in record["messages"] if m["role"] == "tool"} == {"met"}
+
+
 def test_plain_functions_work_in_a_run_beside_the_built_in_tools(tmp_path: Path) -> None:
     written(tmp_path, "my_tools", MODULE)
     script = [

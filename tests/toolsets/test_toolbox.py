@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from toolsets.errors import HostError, ToolError
 from toolsets.sandbox.base import Limits
 from toolsets.sandbox.factory import make_sandbox
 from toolsets.tool import MAX_RESULT_CHARS, Tool, ToolResult, tool
-from toolsets.toolbox import Toolbox
+from toolsets.toolbox import Threads, Toolbox
 from toolsets.workspace.workspace import Workspace
 
 
@@ -165,6 +167,80 @@ def test_slow_tools_are_given_up(context: ToolContext) -> None:
     for name, result in zip(("blocks", "hangs", "stubborn"), asyncio.run(calls()), strict=True):
         assert result.content == f"Error executing {name}: no result within 0.1 s"
         assert result.is_error
+
+
+@tool()
+def meets(context: ToolContext) -> str:
+    """Wait until as many others run."""
+    _MEETING.wait(PATIENCE_S)
+    return "met"
+
+
+_MEETING = threading.Barrier(40)
+
+
+def test_functions_run_at_the_same_time_however_many(context: ToolContext) -> None:
+    async def calls() -> list[ToolResult]:
+        toolbox = Toolbox([meets], context, call_timeout_s=PATIENCE_S)
+        return await asyncio.gather(*(toolbox.call("meets", "") for _ in range(40)))
+
+    assert [result.content for result in asyncio.run(calls())] == ["met"] * 40
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
+    """The machine refuses a second thread for functions."""
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    threads = Threads()
+    monkeypatch.setattr("toolsets.toolbox._THREADS", threads)
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    yield threads
+    monkeypatch.undo()
+    threads.shutdown()
+
+
+def test_time_that_a_call_waits_for_a_thread_is_not_its_own(
+    context: ToolContext, one_thread: ThreadPoolExecutor
+) -> None:
+    release = threading.Event()
+    one_thread.submit(release.wait, PATIENCE_S)
+
+    async def late() -> ToolResult:
+        asyncio.get_running_loop().call_later(0.6, release.set)
+        return await Toolbox([returning("in time")], context, call_timeout_s=0.5).call("give", "")
+
+    assert asyncio.run(late()).content == "in time"
+
+
+def test_functions_that_hold_all_threads_for_ever_stop_the_run(
+    context: ToolContext, one_thread: ThreadPoolExecutor
+) -> None:
+    release = threading.Event()
+
+    @tool()
+    def blocks(context: ToolContext) -> str:
+        """Block a thread."""
+        release.wait(PATIENCE_S)
+        return "late"
+
+    async def calls() -> None:
+        toolbox = Toolbox([blocks, returning("")], context, call_timeout_s=0.05)
+        try:
+            assert (await toolbox.call("blocks", "")).details["failure"] == "timeout"
+            await toolbox.call("give", "")
+        finally:
+            release.set()
+
+    with pytest.raises(HostError, match="no thread is free"):
+        asyncio.run(calls())
 
 
 @pytest.mark.parametrize("swallows", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from toolsets.errors import ToolError
 from toolsets.extras import install
 from toolsets.net.web_settings import WebSettings
 from toolsets.tool import ToolResult, tool
+from toolsets.toolbox import in_thread
 from toolsets.web.cache import WebCache
 
 _PACKAGES = ("aiohttp", "ddgs", "lxml_html_clean", "trafilatura")
@@ -78,7 +80,7 @@ async def _page(url: str, settings: WebSettings) -> Any:
 
     async def fetch() -> dict[str, str]:
         got = await download(url, settings)
-        page = await asyncio.to_thread(read_page, got.url, got.content_type, got.charset, got.body)
+        page = await in_thread(partial(read_page, got.url, got.content_type, got.charset, got.body))
         return {"url": got.url, "type": got.content_type, "title": page.title, "text": page.text}
 
     return await _cached(settings, f"GET {checked(url)}", fetch)
