@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import select
 import socket
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +21,7 @@ import pytest
 
 from tests.running import PATIENCE_S, ROOT, wait_until
 from toolsets.sandbox.base import ExecResult, Limits
+from toolsets.sandbox.bwrap import end_orphans, launch
 from toolsets.sandbox.factory import SANDBOXES, SandboxError, make_sandbox, sandbox_problem
 from toolsets.sandbox.inside.outputs import HeadTail
 from toolsets.sandbox.inside.processes import descendants
@@ -327,6 +330,35 @@ def test_bwrap_forks_do_not_outlive_the_command(workspace: Workspace, alive: int
     assert result.timed_out
     assert (workspace.root / "started").exists()
     assert has_no_writer(alive)
+
+
+@needs_bwrap
+def test_what_is_left_of_a_killed_start_is_ended(workspace: Workspace) -> None:
+    """Until it has asked for a signal, nothing ends the child of a bwrap that is killed."""
+    workspace.make()
+    said, says = os.pipe()
+    blocked, blocks = os.pipe()
+    with ExitStack() as stack:
+        held = ["--info-fd", str(says), "--userns-block-fd", str(blocked)]
+        start = launch(["true"], stack, False, held, str(workspace.root))
+        argv, fds = start.argv, (*start.pass_fds, says, blocked)
+        bwrap = subprocess.Popen(argv, env=start.env, cwd=start.cwd, pass_fds=fds)
+    try:
+        first = os.pidfd_open(int(re.findall(rb"\d+", os.read(said, 1 << 16))[0]))
+        end_orphans()
+        assert not is_readable(first, 0), "its bwrap lives"
+    finally:
+        bwrap.kill()
+        bwrap.wait()
+    assert not is_readable(first, 0), "nothing has ended it"
+    end_orphans()
+    assert is_readable(first, PATIENCE_S)
+    for fd in (said, says, blocked, blocks, first):
+        os.close(fd)
+
+
+def is_readable(descriptor: int, within_s: float) -> bool:
+    return bool(select.select([descriptor], [], [], within_s)[0])
 
 
 @needs_bwrap

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,9 @@ _USER = ["--uid", "1000", "--gid", "1000"]
 FORK_SERVER = ["--uid", "0", "--gid", "0"]
 for _capability in ("CAP_SYS_ADMIN", "CAP_NET_ADMIN", "CAP_SETFCAP"):
     FORK_SERVER += ["--cap-add", _capability]
+_MARK = {"BATCH_TRAJECTORIES": "sandbox"}
+"""The environment of bwrap itself, so that `end_orphans` knows those of ours."""
+_COMM = b"bwrap\n"
 _PASSWD = b"root:x:0:0:root:/root:/usr/sbin/nologin\nuser:x:1000:1000:user:/workspace:/bin/sh\n"
 _GROUP = b"root:x:0:\nuser:x:1000:\n"
 _ETC = ["ld.so.cache", "alternatives", "nsswitch.conf", "localtime"]
@@ -123,14 +127,46 @@ def bwrap_problem() -> str | None:
 
 @cache
 def _problem_with(path: str | None) -> str | None:
-    """`bwrap_problem` with that PATH; it is asked for each task."""
+    """`bwrap_problem` with that PATH; it is asked for each task. Ends what is left of others."""
     bwrap = shutil.which("bwrap", path=path)
     if bwrap is None:
         return f"sandbox bwrap: the program bwrap was not found; {_INSTALL}"
+    end_orphans()
     failure = _probe(bwrap, ("--disable-userns",))
     if failure is not None:
         failure = _probe(bwrap, ())
     return failure and f"sandbox bwrap: it does not work here ({failure}); {_ALLOW}"
+
+
+def end_orphans() -> None:
+    """End what is left of sandboxes whose bwrap was killed while it started.
+
+    Its child then waits for it for ever: it asks to die with its parent only later.
+    """
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            handle = os.pidfd_open(int(process.name))
+            try:
+                if _is_orphan(process):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            finally:
+                os.close(handle)
+
+
+def _is_orphan(process: Path) -> bool:
+    """Whether it is a bwrap of ours in a sandbox, without the bwrap outside of it."""
+    if (process / "comm").read_bytes() != _COMM:
+        return False
+    status = (process / "status").read_text()
+    parent = re.search(r"^PPid:\t(\d+)$", status, re.M)
+    is_first_inside = re.search(r"^NSpid:.*\t1$", status, re.M)
+    if not parent or not is_first_inside:
+        return False
+    mark = b"".join(f"{name}={value}\0".encode() for name, value in _MARK.items())
+    return (
+        mark in (process / "environ").read_bytes()
+        and Path("/proc", parent[1], "comm").read_bytes() != _COMM
+    )
 
 
 def _bwrap() -> str:
@@ -173,7 +209,7 @@ def launch(
     return Launch(
         argv=[_bwrap(), "--args", str(args.fileno()), "--", *argv],
         # Of bwrap too, which outlives its start: clearing that of commands would not do.
-        env={},
+        env=_MARK,
         cwd="/",
         pass_fds=[file.fileno() for file in (args, *files)],
     )
@@ -216,7 +252,7 @@ def _probe(bwrap: str, extra: tuple[str, ...]) -> str | None:
     try:
         done = subprocess.run(
             [bwrap, *options, "--", "true"],
-            env={},
+            env=_MARK,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=20,
