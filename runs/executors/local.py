@@ -172,8 +172,13 @@ class WorkerProcess(WorkerHandle):
     connection: Connection
 
     def __post_init__(self) -> None:
-        """Start sending and receiving."""
-        self._move_bytes(self.connection)
+        """Start sending and receiving; if that fails, end the process."""
+        try:
+            self._move_bytes(self.connection)
+        except BaseException:
+            self.kill()
+            self.reap()
+            raise
 
     def is_alive(self) -> bool:
         """See `WorkerHandle`."""

@@ -75,6 +75,7 @@ class Progress:
         self._failures_told = 0
         self._tell = tell
         self._is_terminal = tell is None and draws_lines()
+        tqdm.monitor_interval = 0  # a thread that could be refused, for lines drawn often enough
         self._bar = (bar_class() if self._is_terminal else tqdm)(
             total=total,
             disable=not self._is_terminal,

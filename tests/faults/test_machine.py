@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.playing import call, calls, say
-from tests.running import SCRIPTED, lines, run, write_rows
+from tests.running import PATIENCE_S, ROOT, SCRIPTED, command, lines, run, write_rows
 from toolsets.errors import HOST_ERRNOS, HostError, machine_failure, machine_failure_in
 
 # A worker takes its own limits away, as a machine that fills up does, while `full` is there.
@@ -83,6 +85,56 @@ def is_stopped_and_goes_on(cwd: Path, options: dict[str, Any], words: str) -> No
 def test_no_thread_is_the_machines_failure(tmp_path: Path) -> None:
     options = given(tmp_path, calls(call("squeeze")), calls(*[call("wait")] * 12))
     is_stopped_and_goes_on(tmp_path, options, "can't start new thread; raise the limit")
+
+
+REFUSING = f"""
+import os, sys, threading
+own, made, refused = os.getpid(), 0, int(sys.argv[1])
+
+
+def refusing(start, error):
+    def counted(*args):
+        global made
+        made += os.getpid() == own
+        if os.getpid() == own and made == refused:
+            raise error
+        return start(*args)
+
+    return counted
+
+
+if sys.argv[2] == "thread":
+    error = RuntimeError("can't start new thread")
+    threading.Thread.start = refusing(threading.Thread.start, error)
+else:
+    os.fork = refusing(os.fork, BlockingIOError(11, "Resource temporarily unavailable"))
+sys.path.insert(0, {str(ROOT)!r})
+sys.argv[:3] = ["batch_runner.py"]
+import batch_runner
+batch_runner.cli()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "number"), [("thread", 1), ("thread", 2), ("thread", 3), ("process", 2)]
+)
+def test_a_start_that_is_refused_a_thread_or_process_ends(
+    tmp_path: Path, what: str, number: int
+) -> None:
+    options = {**given(tmp_path), "num_workers": 2, "num_samples": 2}
+    _, _, *arguments = command(**options)
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSING, str(number), what, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 4, done.stderr
+    assert done.stderr.count("raise the limit on processes") == 1
+    assert "Traceback" not in done.stderr
+    assert run(tmp_path, **options).returncode == 0
 
 
 def test_no_memory_is_the_machines_failure(tmp_path: Path) -> None:
