@@ -175,8 +175,8 @@ class Toolbox:
         return ToolResult(valid_utf8(text), is_error=True, details={"failure": failure, **facts})
 
 
-class Threads(ThreadPoolExecutor):
-    """Threads for functions: a few at once, and as many more as wait while those do not compute.
+class FunctionThreads(ThreadPoolExecutor):
+    """FunctionThreads for functions: a few at once, and as many more as wait while those do not compute.
 
     More that compute would be no faster, and hold up the event loop. Calls wait where the machine
     refuses a thread. Use it from the thread of the loop.
@@ -221,13 +221,13 @@ class Threads(ThreadPoolExecutor):
                 raise
 
 
-_THREADS = Threads()
+_THREADS = FunctionThreads()
 """For functions of the user, which may take long: the loop's own threads stay free."""
 
 
 def _renew_threads() -> None:
     global _THREADS
-    _THREADS = Threads()
+    _THREADS = FunctionThreads()
 
 
 os.register_at_fork(after_in_child=_renew_threads)  # a fork has none of the threads

@@ -19,7 +19,7 @@ from toolsets.errors import HostError, ToolError
 from toolsets.sandbox.base import Limits
 from toolsets.sandbox.factory import make_sandbox
 from toolsets.tool import MAX_RESULT_CHARS, Tool, ToolResult, tool
-from toolsets.toolbox import Threads, Toolbox
+from toolsets.toolbox import FunctionThreads, Toolbox
 from toolsets.workspace.workspace import Workspace
 
 
@@ -199,7 +199,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
         started.append(thread)
         start(thread)
 
-    threads = Threads()
+    threads = FunctionThreads()
     monkeypatch.setattr("toolsets.toolbox._THREADS", threads)
     monkeypatch.setattr("threading.Thread.start", refuse)
     yield threads
