@@ -176,7 +176,7 @@ class Toolbox:
 
 
 class FunctionThreads(ThreadPoolExecutor):
-    """FunctionThreads for functions: a few at once, and as many more as wait while those do not compute.
+    """Threads for functions: a few at once, and as many more as wait while those do not compute.
 
     More that compute would be no faster, and hold up the event loop. Calls wait where the machine
     refuses a thread. Use it from the thread of the loop.
