@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from runs.store.files import open_temporary, sync_directory
+from runs.store.files import make_directory, open_temporary, sync_directory
 
 
 class Written(NamedTuple):
@@ -70,10 +70,10 @@ class Staging:
         self._files: list[BinaryIO] = []
 
     def __enter__(self) -> Staging:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self._directory, own=False)
         for left in self._directory.glob(".export.*.tmp"):
             shutil.rmtree(left)  # of a killed export; the directory is locked
-        self._root.mkdir()
+        self._root.mkdir(mode=0o700)
         return self
 
     def __exit__(
@@ -90,7 +90,7 @@ class Staging:
     def open(self, path: str) -> BinaryIO:
         """A new file, which `publish` moves to its place."""
         temporary = self._root / path
-        temporary.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(temporary.parent)
         self._paths[path] = path
         self._files = [file for file in self._files if not file.closed]
         self._files.append(open_temporary(temporary, self._directory / path))
@@ -109,7 +109,7 @@ class Staging:
         folders = set()
         for path, final in self._paths.items():
             target = self._directory / final
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(target.parent)
             temporary = self._root / path
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())

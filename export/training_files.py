@@ -39,6 +39,7 @@ from runs.store.checks import judgement_of
 from runs.store.failures import load_failed_attempts
 from runs.store.files import (
     StorageError,
+    make_directory,
     open_temporary,
     replace_file,
     sync_directory,
@@ -119,7 +120,7 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
     others: Counter[str] = Counter()
     statistics = Statistics()
     try:
-        exports.mkdir(exist_ok=True)
+        make_directory(exports)
         with ExitStack() as stack:
             outputs = {
                 place: stack.enter_context(_replacing(path)) for place, path in paths.items()

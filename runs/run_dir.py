@@ -43,6 +43,8 @@ from runs.run_lock import is_same_file, lock
 from runs.sources.kept_dataset import remove_other_kept, source_of_kept, take_kept
 from runs.store.files import (
     listed,
+    make_directory,
+    refuse_links,
     refuse_strange_files,
     replace_file,
     storage_error,
@@ -176,10 +178,10 @@ def open_run_dir(
     path = config.run_dir
     lock_fd = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(exist_ok=True, mode=0o700)
+        make_directory(path, own=False)
         if not fresh:
             refuse_strange_files(path)
+            refuse_links(path)
             refuse_lost_records(path)
         lock_fd = lock(path)
         # What this start has written itself is no earlier run.
@@ -193,7 +195,7 @@ def open_run_dir(
             if scan.path.parent == path:
                 take_kept(aside / scan.path.name, path)
         for name in ("inflight", "workspaces", "exports"):
-            (path / name).mkdir(exist_ok=True, mode=0o700)
+            make_directory(path / name)
         for file in stale_files_of(path):
             file.unlink()
         before, run = _identity(config, scan, accept_changes)

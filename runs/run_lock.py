@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from runs.errors import RunLocked
+from runs.store.files import open_own
 
 
 def holder_of(path: Path) -> dict[str, Any] | None:
@@ -56,7 +57,7 @@ def locked(path: Path) -> Iterator[None]:
 def lock(path: Path) -> int:
     """Take the lock of a run and return its descriptor. Raises `RunLocked`."""
     while True:
-        fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        fd = open_own(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -30,7 +30,7 @@ from export.recipe import Recipe
 from export.row_files import FileTarget, Nowhere, Staging, Written
 from runs.errors import ConfigError
 from runs.process.console import say
-from runs.store.files import StorageError, alone_in, replace_file
+from runs.store.files import StorageError, alone_in, make_directory, replace_file
 from toolsets.validation import mistakes_in
 
 MANIFEST = "manifest.json"
@@ -118,7 +118,7 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
 
 def _make_directory(directory: Path) -> None:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory, own=False)
     except (FileExistsError, NotADirectoryError) as error:
         msg = f"{directory}: not a directory; name another --output"
         raise ConfigError(msg) from error

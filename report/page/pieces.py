@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from runs.store.files import open_temporary
+from runs.store.files import make_directory, open_temporary
 from toolsets import exact_json
 
 INLINE_BYTES = 4 << 20
@@ -70,7 +70,7 @@ class Pieces:
         self._write_records()
         self._write_rows()
         remove_files(self._directory)
-        self._directory.mkdir(mode=0o700, exist_ok=True)
+        make_directory(self._directory)
         for path in self._temporary.iterdir():
             path.replace(self._directory / path.name)
         return b"[]", b"[]", self._row_pieces

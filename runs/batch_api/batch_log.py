@@ -37,6 +37,7 @@ from runs.store.files import (
     StorageError,
     keep_readable,
     listed,
+    make_directory,
     repair_tail,
     sync_directory,
 )
@@ -148,12 +149,12 @@ class BatchLog:
 
     def items_file(self, job: BatchJob) -> Path:
         """The file of a job's calls, as lines for the provider."""
-        self._directory.mkdir(mode=0o700, exist_ok=True)
+        make_directory(self._directory)
         return self._directory / f"{job.name}.items"
 
     def begin_results(self, job: BatchJob) -> Results:
         """A new file for the results of a job."""
-        self._directory.mkdir(mode=0o700, exist_ok=True)
+        make_directory(self._directory)
         return Results(job, self._results_file(job))
 
     def result(self, job: BatchJob, id: str) -> ItemResult:

@@ -22,7 +22,7 @@ from runs.dataset.row import RowRules
 from runs.dataset.row_fork import FORK_COLUMN
 from runs.errors import ConfigError, RunDirError
 from runs.run_dir import read_run_json
-from runs.store.files import open_temporary, sync_directory, temporary_for
+from runs.store.files import make_directory, open_temporary, sync_directory, temporary_for
 from toolsets import exact_json
 
 _FIXED_KEYS = ("dataset_file", "num_samples", "max_samples", "shard", "forks")
@@ -139,7 +139,7 @@ def write_forks(
     """
     forked = ForkedRows(path, left_out=Counter() if left_out is None else left_out)
     rules = replace(rules, with_forks=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent, own=False)
     temporary = temporary_for(path)
     try:
         with open_temporary(temporary, path) as file:

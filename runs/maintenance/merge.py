@@ -28,7 +28,7 @@ from runs.run_lock import locked
 from runs.shards import check_shards
 from runs.sources.kept_dataset import link_kept
 from runs.store.failures import read_failure
-from runs.store.files import AppendFile, sync_directory, training_file_of
+from runs.store.files import AppendFile, make_directory, sync_directory, training_file_of
 from runs.store.journal import read_journaled_replies
 from runs.store.record_types import Record
 from runs.store.records import RecordFile, lines_from, load_index, parse_record
@@ -127,7 +127,7 @@ def merge(
         for path, _ in runs:
             stack.enter_context(locked(path))
             _refuse_unfinished(path, drop=drop)
-        into.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(into.parent, own=False)
         try:
             taken, equal = _make(making, runs, config, scan)
             making.rename(into)

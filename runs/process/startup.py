@@ -102,7 +102,8 @@ def log_to(path: Path, level: str) -> None:
 
     Loggers of libraries may quote requests, so only their warnings are logged.
     """
-    os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    os.close(os.open(path, flags, 0o600))
     logging.basicConfig(
         filename=path,
         level=level.upper(),

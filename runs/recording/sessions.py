@@ -13,7 +13,7 @@ from aiohttp import web
 from agent.gateway.server import key_of
 from runs.dataset.row import RowRules
 from runs.dataset.scan import Scan, scan, task_of, tasks
-from runs.store.files import AppendFile, repair_tail
+from runs.store.files import AppendFile, make_directory, repair_tail
 from runs.tasks import Task
 from toolsets import exact_json
 
@@ -52,7 +52,7 @@ class SessionFile:
 
     def __init__(self, path: Path, rules: RowRules, quarantine: Path) -> None:
         """Open the file, and create it if it is new. Raises `StorageError`."""
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory(path.parent)
         self.path = path
         self._rules = rules
         repair_tail(path, quarantine)

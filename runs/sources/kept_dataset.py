@@ -32,6 +32,7 @@ from runs.sources.columns import Renaming
 from runs.sources.source import DataSource, source_of
 from runs.store.files import (
     alone_in,
+    make_directory,
     open_temporary,
     replace_file,
     storage_error,
@@ -128,7 +129,7 @@ def keep_dataset(
 
     if writes:
         try:
-            run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_directory(run_dir, own=False)
             with alone_in(run_dir, f"{run_dir}: {_BEING_WRITTEN}"):
                 for leftover in run_dir.glob(".dataset-*.tmp"):
                     leftover.unlink()  # of a start that was killed; it may fill the disk

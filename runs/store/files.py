@@ -8,6 +8,7 @@ that file: the kernel may have dropped the pages that it failed to write.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -27,6 +28,9 @@ _PLAIN_FILES = (
     "exports/manifest.json",
 )
 
+_OF_WORKERS = ("inflight", "workspaces")
+_DIRECTORIES = (*_OF_WORKERS, "batches", "exports", "quarantine")
+
 
 class StorageError(EnvironmentStop):
     """The disk refused a write: it is full, over quota, failing or gone."""
@@ -40,6 +44,40 @@ def storage_error(path: Path, error: OSError) -> StorageError:
     )
 
 
+def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Open a file of a run for writing; its descriptor.
+
+    Raises `RunDirError` for a symbolic link: a run directory from elsewhere could have it write
+    any file of this user.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise RunDirError(_linked(path)) from None
+        raise
+
+
+def make_directory(path: Path, *, own: bool = True) -> None:
+    """Create a directory unless it is there, and those above it; only its owner may write there.
+
+    `own`: it belongs to a run, so a link in its place raises `RunDirError`.
+    """
+    for above in reversed(path.parents):
+        if not above.exists():
+            above.mkdir(mode=0o755, exist_ok=True)
+    if own and path.is_symlink():
+        raise RunDirError(_linked(path))
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def _linked(path: Path) -> str:
+    return (
+        f"{path}: a symbolic link, which nothing is written through; put the file or directory "
+        "itself there, or remove the link"
+    )
+
+
 class AppendFile:
     """A file that only grows, by whole lines. Not thread-safe."""
 
@@ -47,7 +85,7 @@ class AppendFile:
         self.path = path
         try:
             created = not path.exists()
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self.size = os.fstat(self._fd).st_size
             if created:
                 sync_directory(path.parent)
@@ -118,7 +156,7 @@ class AppendFile:
         try:
             content = Path(f"/proc/self/fd/{self._fd}").read_bytes()
             replace_file(self.path, content)
-            fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            fd = open_own(self.path, os.O_WRONLY | os.O_APPEND)
             os.dup2(fd, self._fd, inheritable=False)  # a thread may be syncing it
             os.close(fd)
         except OSError as error:
@@ -140,7 +178,7 @@ def repair_tail(path: Path, quarantine: Path) -> int:
     torn = tail_of(path)
     if not torn:
         return 0
-    with path.open("r+b") as file:
+    with os.fdopen(open_own(path, os.O_RDWR), "r+b") as file:
         keep = file.seek(0, os.SEEK_END) - len(torn)
         if is_whole(torn):
             file.write(b"\n")
@@ -185,7 +223,7 @@ def keep_readable(path: Path, quarantine: Path, is_readable: Callable[[bytes], b
 
 def set_aside(quarantine: Path, name: str, content: bytes) -> Path:
     """Write unreadable bytes to a new file in the quarantine directory."""
-    quarantine.mkdir(exist_ok=True)
+    make_directory(quarantine)
     path = quarantine / name
     number = 1
     while path.exists():
@@ -227,7 +265,8 @@ def open_temporary(temporary: Path, path: Path) -> BinaryIO:
         mode = path.stat().st_mode
     except FileNotFoundError:
         mode = 0o600
-    file = temporary.open("wb", buffering=1 << 20)
+    descriptor = open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    file = os.fdopen(descriptor, "wb", buffering=1 << 20)
     os.fchmod(file.fileno(), stat.S_IMODE(mode))
     return file
 
@@ -236,7 +275,7 @@ def refuse_strange_files(run_dir: Path) -> None:
     """Raise `RunDirError` if a file of a run is not a plain file.
 
     Reading a pipe would never end; with a dangling link (a disk that is not mounted) the run
-    would start over.
+    would start over. Links are read, but nothing is written through them: see `open_own`.
     """
     for name in _PLAIN_FILES:
         file = run_dir / name
@@ -244,6 +283,15 @@ def refuse_strange_files(run_dir: Path) -> None:
             what = "a dangling link" if file.is_symlink() else "not a plain file"
             msg = f"{file}: {what}; put the file of this run back, or remove it if there was none"
             raise RunDirError(msg)
+
+
+def refuse_links(run_dir: Path) -> None:
+    """Raise `RunDirError` if a file or directory that a start writes to is a symbolic link."""
+    own = (*_PLAIN_FILES, *_DIRECTORIES)
+    inside = (entry for name in _OF_WORKERS for entry in listed(run_dir / name))
+    for path in (*(run_dir / name for name in own), *inside):
+        if path.is_symlink():
+            raise RunDirError(_linked(path))
 
 
 @contextlib.contextmanager

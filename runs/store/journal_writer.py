@@ -14,7 +14,7 @@ from typing import Protocol
 
 from agent.messages import Event
 from runs.store.checksum import with_checksum
-from runs.store.files import AppendFile, StorageError, storage_error
+from runs.store.files import AppendFile, StorageError, make_directory, storage_error
 from runs.tasks import task_key
 from toolsets import exact_json
 
@@ -145,7 +145,7 @@ class JournalWriter:
         """
         removed = [segment for segment in self._open_tasks if segment.was_removed()]
         try:
-            self._inflight.mkdir(mode=0o700, exist_ok=True)
+            make_directory(self._inflight)
         except OSError as error:
             raise storage_error(self._inflight, error) from error
         for segment in removed:

@@ -20,6 +20,7 @@ from runs.store.checksum import DamagedLine
 from runs.store.files import (
     AppendFile,
     StorageError,
+    open_own,
     repair_tail,
     set_aside,
     storage_error,
@@ -106,7 +107,7 @@ class _IndexFile:
         self._checksum = crc32(memoryview(rows)[ROW_BYTES:])
         try:
             # A descriptor for appending cannot write at the beginning.
-            self._mark_fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            self._mark_fd = open_own(path, os.O_WRONLY)
         except OSError as error:
             raise storage_error(path, error) from error
         self._write_mark()

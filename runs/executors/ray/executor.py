@@ -37,6 +37,7 @@ from runs.executors.ray.worker_handle import RayWorker, Run
 from runs.protocol.messages import pack
 from runs.protocol.worker_setup import WorkerSetup
 from runs.run_dir import RunDir, read_run_json
+from runs.store.files import open_own
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class RayExecutor:
             token=_token(run_dir.path),
             lock=(run_dir.path / "lock").read_bytes(),
             environment=environment,
-            log_fd=os.open(run_dir.path / "run.log", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC),
+            log_fd=open_own(run_dir.path / "run.log", os.O_WRONLY | os.O_APPEND),
         )
         self._workers: dict[int, RayWorker] = {}
         self._closing = threading.Event()
