@@ -30,7 +30,7 @@ from export.recipe import Recipe
 from export.row_files import FileTarget, Nowhere, Staging, Written
 from runs.errors import ConfigError
 from runs.process.console import say
-from runs.store.files import StorageError, alone_in, make_directory, replace_file
+from runs.store.files import StorageError, alone_in, make_directory, refuse_links, replace_file
 from toolsets.validation import mistakes_in
 
 MANIFEST = "manifest.json"
@@ -79,8 +79,9 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
 
     Files of an earlier export into `directory` that are not written again are removed, others
     are left alone. Raises `ConfigError` if the directory holds something else, `RunLocked`
-    while another export writes there, and `StorageError`.
+    while another export writes there, `RunDirError` for links in the run, and `StorageError`.
     """
+    refuse_links(source.run_dir)
     try:
         _make_directory(directory)
         refusal = f"{directory}: another export writes here; wait for it or name another --output"

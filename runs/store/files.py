@@ -29,7 +29,7 @@ _PLAIN_FILES = (
 )
 
 _OF_WORKERS = ("inflight", "workspaces")
-_DIRECTORIES = (*_OF_WORKERS, "batches", "exports", "quarantine")
+_DIRECTORIES = (*_OF_WORKERS, "batches", "exports", "exports/dataset", "quarantine")
 
 
 class StorageError(EnvironmentStop):
@@ -286,7 +286,7 @@ def refuse_strange_files(run_dir: Path) -> None:
 
 
 def refuse_links(run_dir: Path) -> None:
-    """Raise `RunDirError` if a file or directory that a start writes to is a symbolic link."""
+    """Raise `RunDirError` if a file or directory of a run to be written to is a symbolic link."""
     own = (*_PLAIN_FILES, *_DIRECTORIES)
     inside = (entry for name in _OF_WORKERS for entry in listed(run_dir / name))
     for path in (*(run_dir / name for name in own), *inside):

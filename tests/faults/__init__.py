@@ -8,6 +8,7 @@ test_sweep             a kill at each system call that writes
 test_resume            a kill while resuming
 test_concurrency       several commands at once
 test_disk              full, broken and slow disks
+test_links             links in run directories, modes of files
 test_bit_flips         flipped bits
 test_machine           clocks, memory, file descriptors
 test_input             bad input

@@ -1,0 +1,96 @@
+"""A run directory from somebody else, and the modes of what is written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.playing import say
+from tests.running import SCRIPTED, run, write_rows
+
+
+def files_and_directories(run_dir: Path) -> list[Path]:
+    return [path for path in [run_dir, *run_dir.rglob("*")] if not path.is_symlink()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lock", "run.log", "run.json", "records.jsonl", "records.idx", "failures.jsonl"),
+        *("inflight", "workspaces", "exports", "quarantine", f"workspaces/{'0' * 32}"),
+    ],
+)
+def test_nothing_is_written_through_a_link_in_a_run_directory(tmp_path: Path, name: str) -> None:
+    """It may come from somebody else: a link in it would have this user overwrite a file."""
+    given = scripted(tmp_path)
+    run_dir = tmp_path / "trajectories" / "r"
+    assert run(tmp_path, **given).returncode == 0
+    target = tmp_path / "mine"
+    entry = run_dir / name
+    if entry.is_file():
+        entry.rename(target)
+    else:
+        target.mkdir()
+        (target / "file").touch()
+        shutil.rmtree(entry, ignore_errors=True)
+    entry.symlink_to(target)
+    before = {path: path.stat().st_mtime_ns for path in files_and_directories(target)}
+    refused = run(tmp_path, **given)
+    assert refused.returncode == 2, refused.stderr
+    assert f"r/{name}: a symbolic link, which nothing is written through" in refused.stderr
+    assert before == {path: path.stat().st_mtime_ns for path in files_and_directories(target)}
+
+
+@pytest.mark.parametrize(
+    ("args", "name"),
+    [
+        (("export", "r", "--format=openai"), "exports/dataset"),
+        (("score", "r", "--reward=own.py:score"), "scores.jsonl"),
+    ],
+)
+def test_other_commands_write_through_no_link_either(
+    tmp_path: Path, args: tuple[str, ...], name: str
+) -> None:
+    given = scripted(tmp_path)
+    assert run(tmp_path, **given).returncode == 0
+    (tmp_path / "own.py").write_text("def score(record):\n    return 1.0\n")
+    target = tmp_path / "mine"
+    target.mkdir() if name == "exports/dataset" else target.touch()
+    (tmp_path / "trajectories" / "r" / name).symlink_to(target)
+    refused = run(tmp_path, *args)
+    assert refused.returncode == 2, refused.stderr
+    assert "a symbolic link, which nothing is written through" in refused.stderr
+    assert target.is_file() or not any(target.iterdir())
+
+
+def test_a_run_directory_may_be_a_link_itself(tmp_path: Path) -> None:
+    given = scripted(tmp_path)
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "r").symlink_to(tmp_path / "fast")
+    assert run(tmp_path, **given).returncode == 0
+    assert run(tmp_path, "export", "r", "--format=openai").returncode == 0
+    assert (tmp_path / "fast" / "exports" / "dataset" / "openai").is_dir()
+
+
+def test_without_a_umask_only_the_owner_may_write(tmp_path: Path) -> None:
+    given = scripted(tmp_path)
+    before = os.umask(0)
+    try:
+        assert run(tmp_path, **given).returncode == 0
+        assert run(tmp_path, "export", "r", "--format=openai").returncode == 0
+        assert run(tmp_path, "report", "r").returncode == 0
+    finally:
+        os.umask(before)
+    written = files_and_directories(tmp_path / "trajectories")
+    assert len(written) > 10
+    assert [path for path in written if path.stat().st_mode & 0o022] == []
+
+
+def scripted(cwd: Path) -> dict[str, Any]:
+    write_rows(cwd / "p.jsonl", {"id": "a", "prompt": "x", "script": [say("done")]})
+    return SCRIPTED
