@@ -10,6 +10,9 @@ from cli.exit_codes import errors_as_exit_codes, fail
 from runs.process.console import say, show
 from toolsets.text import plural
 
+_LAYOUT = "built"
+"""The directory of the layout with all images that were built."""
+
 
 @click.command(name="build_images")
 @click.argument("tasks", type=click.Path(path_type=Path, exists=True, file_okay=False))
@@ -23,7 +26,7 @@ from toolsets.text import plural
     "--save",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Also write each image as an archive into DIR, for --images=DIR.",
+    help="Also write the images into one OCI layout in DIR, for --images=DIR.",
 )
 def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
     """Build the images of Harbor tasks from environment/Dockerfile.
@@ -35,7 +38,7 @@ def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
     from runs.errors import DatasetError, EnvironmentStop
     from runs.sources.harbor import tasks_in
     from toolsets.images.image_error import ImageError
-    from toolsets.sandbox.docker import build_image, docker_problem, save_image
+    from toolsets.sandbox.docker import build_image, docker_problem
 
     with errors_as_exit_codes():
         found = tasks_in(tasks)
@@ -65,9 +68,7 @@ def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
                     timeout_s=task.build_timeout_s,
                 )
                 if save is not None:
-                    path = save / f"{image.rpartition('/')[2].replace(':', '-')}.tar"
-                    if not path.exists():
-                        save_image(container_engine, image, path)
+                    _save(save, image, container_engine)
             except ImageError as error:
                 failed += 1
                 say(f"{task.id}: {error}")
@@ -79,3 +80,18 @@ def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
         )
     if failed:
         fail(f"{plural(failed, 'image')} could not be built", 1)
+
+
+def _save(directory: Path, image: str, engine: str) -> None:
+    """Add an image to the layout in a directory of images, unless it is in any of them."""
+    from toolsets.images.image_error import ImageError
+    from toolsets.images.layouts import add_to_layout
+    from toolsets.images.store import ImageStore
+    from toolsets.sandbox.docker import image_config, save_image
+
+    try:
+        ImageStore(directory).find(image)
+    except ImageError:
+        layout = directory if (directory / "index.json").is_file() else directory / _LAYOUT
+        _, digest = image_config(engine, image, "never")
+        add_to_layout(layout, image, digest, lambda path: save_image(engine, image, path))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from runs.sources.harbor import HarborTask
+from testing.fake_images import Entry, layer_of, write_saved
 from tests.running import run
 from tests.runs.test_harbor import SIMPLE, write_task
 from toolsets.images.store import ImageStore
@@ -26,7 +27,7 @@ if args[0] == "version":
 if args[:2] == ["image", "inspect"]:
     if not name(args[-1]).exists():
         sys.exit("no such image: " + args[-1])
-    print("{{}}")
+    print("1234 {{}}")
 elif args[0] == "build":
     dockerfile = Path(args[args.index("--file") + 1])
     with open({log!r}, "a") as log:
@@ -35,7 +36,9 @@ elif args[0] == "build":
         sys.exit("first line\\nunknown instruction: broken")
     name(args[args.index("--tag") + 1]).touch()
 elif args[0] == "save":
-    Path(args[args.index("--output") + 1]).write_text(args[-1])
+    with open({log!r}, "a") as log:
+        print("saved", file=log)
+    Path(args[args.index("--output") + 1]).write_bytes(Path({had!r}, "archive").read_bytes())
 else:
     sys.exit("unexpected: " + " ".join(args))
 """
@@ -87,15 +90,36 @@ class TestPlayed:
     def test_images_are_saved_once_for_machines_without_an_engine(
         self, tmp_path: Path, log: Path
     ) -> None:
+        """Into one layout: what images have in common is in it once."""
         write_tasks(tmp_path / "tasks")
-        run(tmp_path, "build-images", "tasks", save="images")
-        image = HarborTask(tmp_path / "tasks" / "one").built_image
-        saved = tmp_path / "images" / f"{image.rpartition('/')[2].replace(':', '-')}.tar"
-        assert saved.read_text() == image
-        saved.write_text("there already")
-        run(tmp_path, "build-images", "tasks", save="images")
-        assert saved.read_text() == "there already"
-        assert len(list((tmp_path / "images").iterdir())) == 2
+        layers = [layer_of([Entry("base", os.urandom(1 << 20))]), layer_of([Entry("own", b"1")])]
+        write_saved(tmp_path / "had/archive", layers, name="any:1")
+        for _ in range(2):
+            done = run(tmp_path, "build-images", "tasks", save="images")
+            assert done.returncode == 0, done.stderr
+        # The engine says that both are one image, so it is asked for one.
+        assert log.read_text().split().count("saved") == 1
+        store = ImageStore(tmp_path / "images")
+        for name in ("one", "two"):
+            image = HarborTask(tmp_path / "tasks" / name).built_image
+            assert (store.unpack(image).rootfs / "own").read_bytes() == b"1"
+        layout = tmp_path / "images" / "built"
+        sizes = sorted(path.stat().st_size for path in (layout / "blobs/sha256").iterdir())
+        assert len(sizes) == 4
+        assert sum(sizes) < 1.1 * (1 << 20)
+
+    def test_an_image_that_is_saved_in_any_form_is_not_saved_again(
+        self, tmp_path: Path, log: Path
+    ) -> None:
+        write_tasks(tmp_path / "tasks")
+        (tmp_path / "images").mkdir()
+        for name in ("one", "two"):
+            image = HarborTask(tmp_path / "tasks" / name).built_image
+            path = tmp_path / "images" / f"{name}.tar"
+            write_saved(path, [layer_of([Entry("own", b"1")])], name=image)
+        done = run(tmp_path, "build-images", "tasks", save="images")
+        assert done.returncode == 0, done.stderr
+        assert "saved" not in log.read_text()
 
     def test_a_directory_without_tasks_is_refused(self, tmp_path: Path, log: Path) -> None:
         refused = run(tmp_path, "build-images", str(tmp_path))

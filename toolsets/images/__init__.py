@@ -2,6 +2,7 @@
 
 image_error  an image that is missing, damaged or refused
 archives     OCI layouts, and archives of them or of `docker save`
+layouts      writes a layout that many images share
 names        references, and which images they mean
 layers       layers as one directory tree that is safe on this machine
 store        the unpacked images of this user

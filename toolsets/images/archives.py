@@ -70,6 +70,15 @@ def images_in(directory: Path) -> Iterator[StoredImage | ImageError]:
             yield error if isinstance(error, ImageError) else ImageError(f"{source}: {first}")
 
 
+def images_of(source: Path) -> list[StoredImage]:
+    """The images of one layout or archive. Raises `ImageError` if it cannot be read."""
+    try:
+        with opener(source) as open_member:
+            return list(_images_of(source, source.name, open_member))
+    except (tarfile.TarError, zlib.error, OSError, EOFError) as error:
+        raise ImageError(f"{source}: {str(error).partition(chr(10))[0]}") from error
+
+
 @contextmanager
 def opener(source: Path) -> Iterator[Opener]:
     """A function that opens the files of a layout or an archive by their path in it."""

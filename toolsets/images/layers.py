@@ -8,10 +8,12 @@ are left out, with all their names. Holes of files take no disk. All files belon
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import io
 import os
+import shutil
 import stat
 import tarfile
 import zlib
@@ -19,10 +21,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import orjson
+
 from toolsets.errors import HOST_ERRNOS, HostError, describe
 from toolsets.images.image_error import ImageError
 from toolsets.workspace.removal import remove_tree
 
+TREE, STATE = "rootfs", "state.json"
 MAX_BYTES = 64 << 30
 """Of an image's layers, uncompressed."""
 _MAX_ENTRIES = 5_000_000
@@ -32,13 +37,17 @@ _MAX_DEPTH = 200
 _PIECE_BYTES = 1 << 20
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _HIDDEN, _OPAQUE, _INTERNAL = ".wh.", ".wh..wh..opq", ".wh..wh."
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+MAGIC_GZIP, MAGIC_ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 class Unpacking:
-    """A tree that layers are unpacked into, the lowest first. Nothing else may write there."""
+    """A tree that layers are unpacked into, the lowest first. Nothing else may write there.
 
-    def __init__(self, root: Path) -> None:
+    Files are never changed once they are written, so trees can share them: as hard links.
+    """
+
+    def __init__(self, root: Path, base: Path | None = None) -> None:
+        """`base` is a directory where another one is kept (`keep`), to be continued here."""
         root.mkdir(mode=0o700)
         self._root = root
         self._modes: dict[str, int] = {"": 0o755}
@@ -47,6 +56,21 @@ class Unpacking:
         self._left_out: set[str] = set()
         """Devices, pipes and sockets, which may have other names, too."""
         self._bytes = self._entries = 0
+        if base is not None:
+            state = orjson.loads((base / STATE).read_bytes())
+            self._modes, self._left_out = state["modes"], set(state["left_out"])
+            self._bytes, self._entries = state["bytes"], state["entries"]
+            _link_tree(base / TREE, root)
+
+    def keep(self, directory: Path) -> None:
+        """Write what others need to continue this tree, which is in the directory as `TREE`."""
+        state = {
+            "modes": self._modes,
+            "left_out": sorted(self._left_out),
+            "bytes": self._bytes,
+            "entries": self._entries,
+        }
+        (directory / STATE).write_bytes(orjson.dumps(state))
 
     def add(self, layer: IO[bytes], diff_id: str) -> None:
         """Unpack a layer; raises `HostError`, and `ImageError` where its digest differs."""
@@ -224,6 +248,26 @@ class Unpacking:
             self._hide(_joined(path, child.name), made)
 
 
+def _link_tree(source: Path, target: Path) -> None:
+    """Fill a directory with directories as in `source`, and with links to its files."""
+    pending = [(str(source), str(target))]
+    while pending:
+        there, here = pending.pop()
+        with os.scandir(there) as entries:
+            for entry in entries:
+                at = f"{here}/{entry.name}"
+                if entry.is_dir(follow_symlinks=False):
+                    os.mkdir(at, 0o700)  # noqa: PTH102 - objects for every file of an image are slow
+                    pending.append((entry.path, at))
+                    continue
+                try:
+                    os.link(entry.path, at, follow_symlinks=False)
+                except OSError as error:
+                    if error.errno not in (errno.EMLINK, errno.EPERM, errno.ENOTSUP):
+                        raise
+                    shutil.copy2(entry.path, at, follow_symlinks=False)
+
+
 def resolve(root: Path, names: list[str], *, on_missing: object = None) -> str:
     """The real path beneath `root` of a path that a process confined to `root` would use.
 
@@ -369,10 +413,10 @@ class _Counted(io.RawIOBase):
 def _uncompressed(layer: IO[bytes]) -> Iterator[IO[bytes]]:
     magic = layer.read(4)
     layer.seek(0)
-    if magic.startswith(_GZIP):
+    if magic.startswith(MAGIC_GZIP):
         with gzip.open(layer) as stream:
             yield stream  # type: ignore[misc]
-    elif magic == _ZSTD:
+    elif magic == MAGIC_ZSTD:
         import pyarrow as pa  # only here: it takes a while to import
 
         with pa.input_stream(layer, compression="zstd") as stream:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import stat
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +20,14 @@ import orjson
 from toolsets.errors import HostError, machine_failure
 from toolsets.images.archives import StoredImage, images_in, opener
 from toolsets.images.image_error import ImageError
-from toolsets.images.layers import Unpacking, read_inside
+from toolsets.images.layers import STATE, TREE, Unpacking, read_inside
 from toolsets.images.names import digest_of, full_name
 from toolsets.locked import locked
 from toolsets.workspace.removal import remove_tree
 
 _log = logging.getLogger(__name__)
 
-_ROOTFS, _CONFIG = "rootfs", "config.json"
+_CONFIG = "config.json"
 _NAMES_SHOWN = 5
 
 
@@ -31,7 +36,7 @@ class UnpackedImage:
     """An image as a directory tree, which nothing may change, and its configuration."""
 
     path: Path
-    """Holds the tree in `rootfs`."""
+    """Holds the tree."""
     digest: str
     """Of the image's configuration."""
     env: dict[str, str]
@@ -41,7 +46,7 @@ class UnpackedImage:
     @property
     def rootfs(self) -> Path:
         """The tree."""
-        return self.path / _ROOTFS
+        return self.path / TREE
 
     def read(self, path: str) -> bytes | None:
         """The beginning of a file of the image; None if it has none."""
@@ -83,7 +88,7 @@ class ImageStore:
         else:
             name = full_name(reference)
             found = [image for image in self._images if name in image.names]
-        if len({image.digest for image in found}) > 1:
+        if len({image.config_digest for image in found}) > 1:
             places = ", ".join(sorted(str(image.source) for image in found))
             raise ImageError(f"image {reference!r}: several have this name ({places})")
         if found:
@@ -152,28 +157,72 @@ class ImageStore:
                 f"{self.unpacked} must be a directory that only this user may enter (mode 0700)"
             )
 
+    @cached_property
+    def _layers(self) -> dict[str, list[str]]:
+        """The layers of all images that can be read, by the digest of the configuration."""
+        found = {}
+        for image in self._images:
+            with suppress(ImageError, OSError, tarfile.TarError):
+                found[image.config_digest] = _diff_ids(image.configuration(), len(image.layers))
+        return found
+
     def _unpack(self, image: StoredImage, place: Path) -> None:
-        making = place.with_suffix(".tmp")
-        remove_tree(making)  # of a process that was killed
-        remove_tree(place)
-        making.mkdir(mode=0o700)
         _log.info("unpacking image %s of %s", image.digest, image.source)
-        try:
-            config = image.configuration()
-            diff_ids = _diff_ids(config, len(image.layers))
-            unpacking = Unpacking(making / _ROOTFS)
-            with opener(image.source) as open_member:
-                for name, diff_id in zip(image.layers, diff_ids, strict=True):
-                    with open_member(name) as layer:
-                        unpacking.add(layer, diff_id)
+        config = image.configuration()
+        diff_ids = _diff_ids(config, len(image.layers))
+        others = [ids for found, ids in self._layers.items() if found != image.config_digest]
+        shared = max((_in_common(diff_ids, ids) for ids in others), default=0)
+        with _being_made(place) as making:
+            unpacking = self._filled(making / TREE, image, diff_ids, shared)
             unpacking.finish()
             (making / _CONFIG).write_bytes(orjson.dumps(_settings(config)))
-            # A power loss must not leave a tree of empty files that looks complete.
-            os.sync()
-            making.rename(place)
-        except BaseException:
-            remove_tree(making)
-            raise
+
+    def _filled(
+        self, root: Path, image: StoredImage, diff_ids: list[str], shared: int
+    ) -> Unpacking:
+        """Unpack the layers with these ids. The first ones are `shared`, and so are their files."""
+        base = self._base(image, diff_ids[:shared]) if shared else None
+        unpacking = Unpacking(root, base)
+        with opener(image.source) as open_member:
+            for name, diff_id in list(zip(image.layers, diff_ids, strict=False))[shared:]:
+                with open_member(name) as layer:
+                    unpacking.add(layer, diff_id)
+        return unpacking
+
+    def _base(self, image: StoredImage, diff_ids: list[str]) -> Path:
+        """The directory with the tree of layers that several images begin with."""
+        name = hashlib.sha256(" ".join(diff_ids).encode()).hexdigest()
+        place = self.unpacked / f"{name}.base"
+        with locked(place.with_suffix(".base.lock")):
+            if not (place / STATE).exists():
+                lower = (_in_common(diff_ids, ids) for ids in self._layers.values())
+                shared = max((count for count in lower if count < len(diff_ids)), default=0)
+                with _being_made(place) as making:
+                    self._filled(making / TREE, image, diff_ids, shared).keep(making)
+        return place
+
+
+@contextmanager
+def _being_made(place: Path) -> Iterator[Path]:
+    """A directory that is at `place` once all is in it, or not at all."""
+    making = place.with_suffix(f"{place.suffix}.tmp")
+    remove_tree(making)  # of a process that was killed
+    remove_tree(place)
+    making.mkdir(mode=0o700)
+    try:
+        yield making
+        # A power loss must not leave a tree of empty files that looks complete.
+        os.sync()
+        making.rename(place)
+    except BaseException:
+        remove_tree(making)
+        raise
+
+
+def _in_common(one: list[str], other: list[str]) -> int:
+    """The number of layers that two images begin with."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in pairs)
 
 
 def _diff_ids(config: dict[str, Any], layers: int) -> list[str]:
