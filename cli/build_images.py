@@ -10,9 +10,6 @@ from cli.exit_codes import errors_as_exit_codes, fail
 from runs.process.console import say, show
 from toolsets.text import plural
 
-_LAYOUT = "built"
-"""The directory of the layout with all images that were built."""
-
 
 @click.command(name="build_images")
 @click.argument("tasks", type=click.Path(path_type=Path, exists=True, file_okay=False))
@@ -38,7 +35,7 @@ def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
     from runs.errors import DatasetError, EnvironmentStop
     from runs.sources.harbor import tasks_in
     from toolsets.images.image_error import ImageError
-    from toolsets.sandbox.docker import build_image, docker_problem
+    from toolsets.sandbox.docker import build_image, docker_problem, save_image
 
     with errors_as_exit_codes():
         found = tasks_in(tasks)
@@ -68,7 +65,7 @@ def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
                     timeout_s=task.build_timeout_s,
                 )
                 if save is not None:
-                    _save(save, image, container_engine)
+                    save_image(container_engine, image, save)
             except ImageError as error:
                 failed += 1
                 say(f"{task.id}: {error}")
@@ -80,18 +77,3 @@ def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
         )
     if failed:
         fail(f"{plural(failed, 'image')} could not be built", 1)
-
-
-def _save(directory: Path, image: str, engine: str) -> None:
-    """Add an image to the layout in a directory of images, unless it is in any of them."""
-    from toolsets.images.image_error import ImageError
-    from toolsets.images.layouts import add_to_layout
-    from toolsets.images.store import ImageStore
-    from toolsets.sandbox.docker import image_config, save_image
-
-    try:
-        ImageStore(directory).find(image)
-    except ImageError:
-        layout = directory if (directory / "index.json").is_file() else directory / _LAYOUT
-        _, digest = image_config(engine, image, "never")
-        add_to_layout(layout, image, digest, lambda path: save_image(engine, image, path))

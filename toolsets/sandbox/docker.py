@@ -43,6 +43,8 @@ _ENGINE = (
     *("CONTAINERS_REGISTRIES_CONF", "REGISTRY_AUTH_FILE"),
 )
 """What the command line needs of the environment to find the engine; the container gets nothing."""
+_LAYOUT = "built"
+"""Of a directory of images the layout with those that were built."""
 _RUN_LABEL = "batch-trajectories.run"
 _TIMEOUT_S = 120
 _PULL_TIMEOUT_S = 3600
@@ -295,15 +297,26 @@ def build_image(
         raise ImageError(f"{dockerfile}: {engine} cannot build it: {_words(done)}")
 
 
-def save_image(engine: str, image: str, path: Path) -> None:
-    """Write an image of the engine as an archive. Raises `ImageError` with the engine's words."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    done = _ask(engine, ["save", "--output", str(temporary), image], timeout_s=_PULL_TIMEOUT_S)
-    if done.returncode != 0:
-        temporary.unlink(missing_ok=True)
-        raise ImageError(f"image {image!r}: {engine} cannot save it: {_words(done)}")
-    temporary.replace(path)
+def save_image(engine: str, image: str, directory: Path) -> None:
+    """Add an image of the engine to the OCI layout in a directory of images.
+
+    Does nothing where one there has this name. Raises `ImageError` with the engine's words.
+    """
+    from toolsets.images.layouts import add_to_layout  # they read archives, which few runs need
+    from toolsets.images.store import ImageStore
+
+    def save(archive: Path) -> None:
+        asked = ["save", "--output", str(archive), image]
+        done = _ask(engine, asked, timeout_s=_PULL_TIMEOUT_S)
+        if done.returncode != 0:
+            raise ImageError(f"image {image!r}: {engine} cannot save it: {_words(done)}")
+
+    try:
+        ImageStore(directory).find(image)
+    except ImageError:
+        layout = directory if (directory / "index.json").is_file() else directory / _LAYOUT
+        _, digest = image_config(engine, image, "never")
+        add_to_layout(layout, image, digest, save)
 
 
 def run_label(run_dir: Path) -> str:
