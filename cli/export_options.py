@@ -33,7 +33,11 @@ _RECIPE_FLAGS = {
 }
 
 _OPTIONS = (
-    ("format", "NAME,...", "hermes, llamafactory, openai, parquet, hf, atif, dpo, kto, rl, raw."),
+    (
+        "format",
+        "NAME,...",
+        "hermes, llamafactory, openai, parquet, hf, atif, dpo, kto, rl, predictions, raw.",
+    ),
     ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
     ("output", "DIR", "Directory of the dataset.  [default: RUN/exports/dataset]"),
     (

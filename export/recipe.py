@@ -47,9 +47,21 @@ from runs.store.checks import THRESHOLD
 from toolsets.validation import UNKNOWN_KEY, Mistake, Pattern, did_you_mean, mistakes_in
 
 FormatName = Literal[
-    "hermes", "llamafactory", "openai", "atif", "parquet", "hf", "dpo", "kto", "rl", "raw"
+    "hermes",
+    "llamafactory",
+    "openai",
+    "atif",
+    "parquet",
+    "hf",
+    "dpo",
+    "kto",
+    "rl",
+    "predictions",
+    "raw",
 ]
 assert set(get_args(FormatName)) == set(KNOWN)
+_WHOLE = {"rl", "predictions"}
+"""Formats that are for judging or training on all that was tried."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -258,11 +270,13 @@ class Recipe(_Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_defaults_of_rl(cls, values: Any) -> Any:
-        """Groups of samples are whole: failures and equal samples count too."""
+    def _with_defaults_of_all(cls, values: Any) -> Any:
+        """What is judged elsewhere is whole: failures and equal samples count too."""
         formats = values.get("formats") if isinstance(values, dict) else None
         filters = values.get("filters", {}) if isinstance(values, dict) else None
-        if split_commas(formats) not in (("rl",), ["rl"]) or not isinstance(filters, dict):
+        chosen = split_commas(formats)
+        is_whole = isinstance(chosen, list | tuple) and {*map(str, chosen)} <= _WHOLE
+        if not chosen or not is_whole or not isinstance(filters, dict):
             return values
         return {**values, "filters": {"status": ["any"], "exact_duplicates": False, **filters}}
 

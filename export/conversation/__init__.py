@@ -11,6 +11,7 @@ order      messages of agents in an order that rows can have
 own_work   what the model itself did
 row_json   reading and writing the JSON of rows
 rewards    rewards by name
+patches    diffs
 style      options for reasoning, parallel calls, long results and tools
 tools      values computed once per list of tools
 texts      the texts of a conversation, for filters

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from export.conversation.authors import with_authors
 from export.conversation.ending import is_answered, plain_ending
 from export.conversation.order import ends_with_a_call, in_order, is_agents
 from export.conversation.own_work import Own, is_reasoning_hidden, tool_stats
+from export.conversation.patches import patch_of
 from export.conversation.rewards import reward_facts
 from export.conversation.row_json import Token, control_token, read_arguments, write_json
 from export.conversation.tolerance import Flaw, Tolerance
@@ -324,6 +326,9 @@ def metadata_for(
             metadata["repairs"] = repairs
     if record.check is not None or record.scores or record.options:
         metadata |= reward_facts(record)
+    if record.diff is not None:
+        with suppress(Rejected):
+            metadata["patch"] = patch_of(record)
     metadata["columns"] = _small_columns(record)
     metadata["sandbox"] = record.sandbox
     metadata["seed"] = record.seed

@@ -31,10 +31,11 @@ _LOADING = {
     "kto": "TRL KTOTrainer: prompt, completion, label. Needs datasets 4.7 or newer.",
     "rl": "Token ids as sampled, one row per segment of a conversation: see docs/training.md of "
     "the program that wrote it.",
+    "predictions": "Diffs by `instance_id`, for the harness of SWE-bench (`--predictions_path`).",
     "raw": "The records of the run, whole; not meant for `load_dataset`.",
 }
 
-_NOT_LOADED = ("atif", "rl", "raw")
+_NOT_LOADED = ("atif", "rl", "predictions", "raw")
 """Formats without a fixed schema."""
 
 

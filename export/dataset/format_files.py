@@ -8,6 +8,9 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import orjson
+
+from export.conversation.patches import prediction_of
 from export.conversation.row_json import dumps_row
 from export.conversation.style import styled
 from export.conversation.turns import Conversation
@@ -240,6 +243,23 @@ class _TokenFiles(FormatFiles):
         return None
 
 
+class _PredictionFiles(FormatFiles):
+    """Diffs for SWE-bench's harness, which takes one for each task."""
+
+    def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
+        super().__init__(name, place, recipe)
+        self._instances: set[str] = set()
+
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+        line = prediction_of(candidate.record)
+        if (name := line["instance_id"]) in self._instances:
+            detail = f"{name} is there already; `best_n: 1` of a recipe takes the best sample"
+            raise Rejected(Reason.OTHER_SAMPLE, detail)
+        self.write(split, orjson.dumps(line) + b"\n")
+        self._instances.add(name)
+        return None
+
+
 class _RawFiles(FormatFiles):
     """The records, unchanged."""
 
@@ -296,6 +316,8 @@ def open_formats(recipe: Recipe, place: FileTarget) -> list[FormatFiles]:
             formats.append(_PreferenceFiles(name, place, recipe))
         elif name == "rl":
             formats.append(_TokenFiles(name, place, recipe))
+        elif name == "predictions":
+            formats.append(_PredictionFiles(name, place, recipe))
         else:
             formats.append(_RawFiles(name, place, recipe))
     return formats

@@ -72,7 +72,7 @@ COPIED = frozenset(COLUMNS)
 COPIES = frozenset({"parquet", "hf"})
 """Names for such copies."""
 
-OF_RECORDS = ("rl", "raw")
+OF_RECORDS = ("rl", "predictions", "raw")
 """Formats made of what records hold beside their messages."""
 
 KNOWN = (*ROW_FORMATS, *sorted(COPIES, reverse=True), *GROUP_FORMATS, *OF_RECORDS)

@@ -7,6 +7,7 @@ test_export_formats       one record in every format
 test_export_loss          who wrote each message, and which turns carry loss
 test_export_per_turn      one row per turn
 test_export_agents        conversations of agents that run as commands
+test_export_patches       diffs of conversations in images
 test_export_parts         pictures and documents in messages of agents
 test_export_forged        text that looks like structure
 test_export_tolerance     which rows are refused
