@@ -20,7 +20,10 @@ USER_COLUMN = "simulated_user"
 
 
 def with_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
-    """The options with what the row says of its simulated user. Raises `ValueError`."""
+    """The options with what the row says of its simulated user. Raises `ValueError`.
+
+    A row with further messages of its user has no simulated one.
+    """
     own = columns.get(USER_COLUMN)
     user = options.simulated_user
     if user is None:
@@ -28,6 +31,10 @@ def with_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions
             msg = f"`{USER_COLUMN}` needs a model for it: give --simulated_user, for example '{{}}'"
             raise ValueError(msg)
         return options
+    if columns.get(TURNS_COLUMN) is not None:
+        if own is not None:
+            raise ValueError(f"`{TURNS_COLUMN}` does not go together with `{USER_COLUMN}`")
+        return options.model_copy(update={"simulated_user": None})
     if own is not None:
         if not isinstance(own, dict) or "model" in own:
             what = "sets its model, which only the config can" if isinstance(own, dict) else ""
@@ -56,10 +63,8 @@ def read_user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[
     if not all(turn.strip() for turn in turns):
         msg = f"`{TURNS_COLUMN}[{[bool(turn.strip()) for turn in turns].index(False)}]` is empty"
         raise ValueError(msg)
-    for name in ("simulated_user", "completion_tools"):
-        if turns and getattr(options, name):
-            msg = f"`{TURNS_COLUMN}` does not go together with {name}"
-            raise ValueError(msg)
+    if turns and options.completion_tools:
+        raise ValueError(f"`{TURNS_COLUMN}` does not go together with completion_tools")
     return turns
 
 

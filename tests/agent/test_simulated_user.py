@@ -255,6 +255,14 @@ def test_a_row_says_who_its_user_is() -> None:
     assert spec.options.simulated_user.instructions().startswith("You are Ann.")
 
 
+@pytest.mark.parametrize("turns", [[], ["Then this."]])
+def test_rows_with_a_simulated_user_and_with_fixed_messages_can_be_mixed(turns: list[str]) -> None:
+    """The run's simulated user is for the rows that do not bring their user's messages."""
+    spec = RULES.read({"prompt": "x", "user_turns": turns}).spec
+    assert (spec.user_turns, spec.options.simulated_user) == (tuple(turns), None)
+    assert RULES.read({"prompt": "x", "simulated_user": ANN}).spec.options.simulated_user
+
+
 def test_what_the_user_says_decides_the_conversation() -> None:
     plain = {"prompt": "x"}
     for more in ({"user_turns": ["a"]}, {"simulated_user": {"system_prompt": "You are Bo."}}):

@@ -57,6 +57,11 @@ def source_of(folder: Path, *records: dict[str, Any], samples: int = 1) -> Sourc
     return make_run(folder, *records, samples=samples)
 
 
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
 def turns_of(row: dict[str, Any]) -> list[str]:
     """Reasoning, text and a star for loss, of each assistant message."""
     return [
@@ -111,6 +116,30 @@ def test_the_style_decides_which_reasoning_the_context_keeps(
 ) -> None:
     found = rows(source_of(tmp_path, asked_twice()), "openai", per_turn=True, reasoning=reasoning)
     assert turns_of(found[-1]) == last
+
+
+def test_the_context_of_a_turn_is_what_the_model_saw(tmp_path: Path) -> None:
+    """With token ids, replies were sent back without the newlines around their text."""
+    said = (
+        user("Q"),
+        assistant("\n\nLook.\n", call()),
+        result("\nr\n"),
+        assistant("\n\nA\n\nB"),
+        user("Q2"),
+        assistant("\nC"),
+    )
+    record = record_of(*said, view_trimmed=True)
+    found = rows(source_of(made(tmp_path / "t"), record), "openai", per_turn=True)
+    assert [turns_of(row) for row in found] == [
+        ["|\n\nLook.*"],
+        ["|Look.", "|\n\nA\n\nB*"],
+        ["|Look.", "|A\n\nB", "|\nC*"],
+    ]
+    assert all(row["messages"][2]["content"] == "\nr\n" for row in found[1:])
+    assert json.loads(found[0]["metadata"])["trimmed_replies"] == 2
+    plain = rows(source_of(made(tmp_path / "p"), record_of(*said)), "openai", per_turn=True)
+    assert turns_of(plain[1])[0].startswith("|\n\nLook.")
+    assert "trimmed_replies" not in json.loads(plain[0]["metadata"])
 
 
 def test_turns_of_others_are_context_and_have_no_row(tmp_path: Path) -> None:

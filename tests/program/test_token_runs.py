@@ -135,6 +135,25 @@ def test_an_endpoint_that_gives_none_is_named_once(tmp_path: Path) -> None:
     assert "not used           2  no_token_ids" in done.stdout
 
 
+def test_nothing_is_missing_of_a_simulated_user(tmp_path: Path) -> None:
+    """What it saw is not kept, so there are no ids of its prompts."""
+    write_prompts(tmp_path / "p.jsonl", 1)
+    user = json.dumps({"system_prompt": "You are Ann.", "max_turns": 2})
+    with FakeEndpoint(tokens="vllm", **{**PLAYS, "turns": 1}) as endpoint:
+        done = run(
+            tmp_path, "--token_ids", simulated_user=user,
+            **asking(endpoint, num_workers=1, model="m"),
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (record,) = records(tmp_path)
+    inner = [turn for one in record["inner"] for turn in one["turns"]]
+    assert inner
+    assert not any("prompt" in turn["tokens"] for turn in inner)
+    assert "come without" not in done.stdout + done.stderr
+    (row,) = rl_rows(tmp_path)
+    assert row["turns"] == [turn["turn"] for turn in record["turns"]]
+
+
 def test_without_the_option_nothing_is_asked_for_or_said(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 1)
     with FakeEndpoint(tokens="vllm", **PLAYS) as endpoint:

@@ -172,6 +172,23 @@ def booked(flight: str) -> dict[str, Any]:
     return calls(call("write_file", path="bookings.json", content=content))
 
 
+def test_a_dataset_can_mix_simulated_users_and_fixed_messages(tmp_path: Path) -> None:
+    ann = {"system_prompt": "You are Ann.", "script": [say("Which?"), say(STOP)]}
+    answers = [say("One."), say("Two."), say("Three.")]
+    write_rows(
+        tmp_path / "p.jsonl",
+        {"id": "fixed", "prompt": "A", "user_turns": ["B", "C"], "script": answers},
+        {"id": "played", "prompt": "A", "simulated_user": ann, "script": answers},
+    )
+    done = run(tmp_path, **SCRIPTED, simulated_user='{"model": "scripted"}')
+    assert done.returncode == 0, done.stderr
+    said = {
+        record["id"]: [m["content"] for m in record["messages"] if m["role"] == "user"]
+        for record in records(tmp_path)
+    }
+    assert said == {"fixed": ["A", "B", "C"], "played": ["A", "Which?"]}
+
+
 def test_a_policy_a_user_with_a_scenario_and_a_check_of_the_end(tmp_path: Path) -> None:
     """Rows as those of tau-bench: the user confirms, and the files decide the reward."""
     row = {
