@@ -36,7 +36,7 @@ _OPTIONS = (
     (
         "format",
         "NAME,...",
-        "hermes, llamafactory, openai, parquet, hf, atif, dpo, kto, rl, predictions, raw.",
+        "hermes, llamafactory, openai, parquet, hf, atif, dpo, kto, rl, prompts, predictions, raw.",
     ),
     ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
     ("output", "DIR", "Directory of the dataset.  [default: RUN/exports/dataset]"),
@@ -182,6 +182,11 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
             f"  not used   {count:>9,}  {reason}"
             for reason, count in part["rejected_by_reason"].items()
         ]
+        if count := part.get("rows_with_null_arguments"):
+            lines.append(
+                f"{count:>9,} of these rows have arguments that are null, which Axolotl drops from "
+                "JSON lines: give it Parquet (--format openai,parquet)"
+            )
         if part["format"] == "rl":
             lines += _of_token_rows(part, discarded=manifest["recipe"]["discarded"])
         lines += [

@@ -56,11 +56,12 @@ FormatName = Literal[
     "dpo",
     "kto",
     "rl",
+    "prompts",
     "predictions",
     "raw",
 ]
 assert set(get_args(FormatName)) == set(KNOWN)
-_WHOLE = {"rl", "predictions"}
+_WHOLE = {"rl", "prompts", "predictions"}
 """Formats that are for judging or training on all that was tried."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -355,9 +356,10 @@ class Recipe(_Part):
 
     @property
     def compares(self) -> bool:
-        """Whether samples of a prompt are compared, or rows of their turns."""
+        """Whether samples of a prompt are compared, or rows of their turns, or have one row."""
         chosen = self.filters.first_n or self.filters.best_n
-        return bool(chosen) or self.makes_comparisons or self.per_turn
+        has_row_per_prompt = self.makes_comparisons or "prompts" in self.formats
+        return bool(chosen) or has_row_per_prompt or self.per_turn
 
     @property
     def makes_comparisons(self) -> bool:

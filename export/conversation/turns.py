@@ -128,3 +128,19 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
                 found[turn.number] = left[-count:]
                 del left[-count:]
         return found
+
+
+def has_null_arguments(conversation: Conversation) -> bool:
+    """Whether a call has an argument that is null, at any depth."""
+    return any(
+        "null" in call.arguments and _holds_null(call.value)
+        for entry in conversation.entries
+        if isinstance(entry, Turn)
+        for call in entry.calls
+    )
+
+
+def _holds_null(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return value is None or (isinstance(value, list) and any(map(_holds_null, value)))

@@ -63,7 +63,8 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
     with order.reading(Scores(source.run_dir)) as read:
         judge = recipe.filters.judge
         verdicts = None if judge is None else Verdicts(source.run_dir, judge)
-        making = _Making(recipe, place, Seen(len(order)), read, verdicts)
+        name = source.run_dir.name
+        making = _Making(recipe, place, Seen(len(order)), read, verdicts, name)
         with LongWork("export", total=order.with_record) as work:
             for groups in order.groups(by_prompt=recipe.compares):
                 making.add(groups)
@@ -150,6 +151,7 @@ class _Making:
         seen: Seen,
         read: RecordReader,
         verdicts: Verdicts | None,
+        run: str,
     ) -> None:
         self._recipe = recipe
         self._seen = seen
@@ -161,7 +163,7 @@ class _Making:
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
         )
         self._splits = Splits(recipe.splits, seed=recipe.split_seed)
-        self._formats = open_formats(recipe, place)
+        self._formats = open_formats(recipe, place, run)
         self._tolerances = recipe.tolerances
         self._needs_conversations = recipe.needs_conversations
         self._rejects = Hashing(place.open("rejects.jsonl"))

@@ -31,12 +31,27 @@ _LOADING = {
     "kto": "TRL KTOTrainer: prompt, completion, label. Needs datasets 4.7 or newer.",
     "rl": "Token ids as sampled, one row per segment of a conversation: see docs/training.md of "
     "the program that wrote it.",
+    "prompts": "A row per prompt for verl's own rollouts (`data.train_files`).",
     "predictions": "Diffs by `instance_id`, for the harness of SWE-bench (`--predictions_path`).",
     "raw": "The records of the run, whole; not meant for `load_dataset`.",
 }
 
-_NOT_LOADED = ("atif", "rl", "predictions", "raw")
+_NOT_LOADED = ("atif", "rl", "prompts", "predictions", "raw")
 """Formats without a fixed schema."""
+
+
+_TRAINERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("TRL SFTTrainer", ("openai_hf", "openai")),
+    ("Axolotl", ("openai_parquet", "openai")),
+    ("LLaMA-Factory", ("llamafactory",)),
+    ("verl, fine-tuning", ("openai_parquet",)),
+    ("ms-swift, OpenRLHF, Unsloth, NeMo AutoModel", ("openai",)),
+    ("TRL DPOTrainer", ("dpo_hf", "dpo")),
+    ("TRL KTOTrainer", ("kto_hf", "kto")),
+    ("prime-rl, SkyRL, slime, verl: token ids", ("rl",)),
+    ("verl: prompts for its own rollouts", ("prompts",)),
+)
+"""Trainers, and the folders that they read, the best one first."""
 
 
 class _Plain(yaml.SafeDumper):
@@ -107,7 +122,8 @@ def _pattern(path: str) -> str:
 
 def _suffix(manifest: Mapping[str, Any]) -> str:
     """The kind of file that the hub is to load: Parquet, else JSON lines, else Arrow."""
-    files = (file["path"] for part in manifest["formats"] for file in part["files"])
+    loaded = [part for part in manifest["formats"] if part["format"] not in _NOT_LOADED]
+    files = (file["path"] for part in loaded for file in part["files"])
     written = {PurePath(path).suffix for path in files}
     return next((kind for kind in (".parquet", ".jsonl") if kind in written), ".arrow")
 
@@ -117,6 +133,16 @@ def _features(name: str, recipe: Recipe) -> list[dict[str, Any]]:
     return [
         {"name": column, **_LISTS.get(kind, {"dtype": kind})} for column, kind in columns.items()
     ]
+
+
+def _files_of_trainers(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each trainer that can read a file of the dataset, and that file."""
+    files = [file["path"] for part in manifest["formats"] for file in part["files"]]
+    folders = {path.partition("/")[0]: path for path in reversed(files)}
+    for trainer, known in _TRAINERS:
+        if found := [folder for folder in known if folder in folders]:
+            path = found[0] if found[0].endswith("_hf") else _pattern(folders[found[0]])
+            yield trainer, f"`{path}`"
 
 
 def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
@@ -157,7 +183,16 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield ""
     for part in manifest["formats"]:
         yield f"- **{part['format']}**: {_LOADING[part['format']]}"
+    if files := list(_files_of_trainers(manifest)):
+        yield ""
+        yield from _table(("trainer", "file"), files)
+        yield ""
     for part in manifest["formats"]:
+        if count := part.get("rows_with_null_arguments"):
+            yield (
+                f"- {count:,} rows of `{part['format']}` have arguments that are null. Axolotl "
+                "drops these from JSON lines, not from Parquet."
+            )
         if others := part.get("turns_of_others"):
             yield _by_others(part["format"], others, is_marked=part["marks_loss"])
     reasoning = statistics["reasoning"]

@@ -13,11 +13,13 @@ import orjson
 from export.conversation.patches import prediction_of
 from export.conversation.row_json import dumps_row
 from export.conversation.style import styled
-from export.conversation.turns import Conversation
+from export.conversation.turns import Conversation, has_null_arguments
 from export.conversation.validity import Reason, Rejected
 from export.dataset.per_turn import content_of, cut_by_turn
 from export.formats.arrow import datasets_writer, parquet_writer
 from export.formats.preference import Sample, dpo_row, kto_row, pair_of, sample_of
+from export.formats.prompts import prompts_writer
+from export.formats.prompts import row_of as row_of_prompt
 from export.formats.registry import COPIED, GROUP_FORMATS, ROW_FORMATS, Format
 from export.formats.rl import discarded_replies, rows_of, threads_of
 from export.recipe import Recipe
@@ -63,8 +65,13 @@ class _Lengths:
 class FormatFiles(ABC):
     """Writes one format of a dataset: JSON lines and the copies asked for, by split."""
 
-    def __init__(self, name: str, place: FileTarget, recipe: Recipe) -> None:
-        """Raises `ConfigError` where a package is missing."""
+    def __init__(
+        self, name: str, place: FileTarget, recipe: Recipe, own: MakeWriter | None = None
+    ) -> None:
+        """`own` writes Parquet files, the only ones of the format.
+
+        Raises `ConfigError` where a package is missing.
+        """
         self.name = name
         shard_bytes = None if recipe.shard_mb is None else int(recipe.shard_mb * 1_000_000)
 
@@ -73,7 +80,9 @@ class FormatFiles(ABC):
 
         self._outputs = []
         copies = recipe.formats if name in COPIED else ()
-        if recipe.writes_lines or not copies:
+        if own is not None:
+            self._outputs.append(files(name, "parquet", own))
+        elif recipe.writes_lines or not copies:
             self._outputs.append(files(name, "jsonl", None))
         if "parquet" in copies:
             self._outputs.append(files(f"{name}_parquet", "parquet", parquet_writer(name)))
@@ -150,6 +159,7 @@ class _RowFiles(FormatFiles):
         self._per_turn = recipe.per_turn
         self._without_copies = recipe.filters.exact_duplicates
         self._copies = 0
+        self._with_nulls = 0
         style = recipe.style.of(format.name)
         self._style = style if format.splits_calls else style.with_calls("keep")
 
@@ -160,6 +170,7 @@ class _RowFiles(FormatFiles):
         self.write(split, dumps_row(self._format.row_of(conversation, self._style)))
         if conversation.has_others:
             self._others += conversation.others
+        self._with_nulls += has_null_arguments(conversation)
         return None
 
     def _add_turns(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
@@ -184,14 +195,17 @@ class _RowFiles(FormatFiles):
         self._copies += copies
         for number, row in enumerate(rows):
             self.write(split, dumps_row(row), uses=number == 0)
+        self._with_nulls += sum(map(has_null_arguments, new))
         return None
 
     def finish(self) -> dict[str, Any]:
+        has_nulls = self._with_nulls and self._format.has_argument_objects
         return {
             **super().finish(),
             "marks_loss": self._format.marks_loss,
             "turns_of_others": dict(sorted(self._others.items())),
             **({"duplicate_turns": self._copies} if self._per_turn else {}),
+            **({"rows_with_null_arguments": self._with_nulls} if has_nulls else {}),
         }
 
 
@@ -306,8 +320,38 @@ class _PreferenceFiles(FormatFiles):
                 yield self.unused(candidate, (Reason.NO_PAIR.value, detail))
 
 
-def open_formats(recipe: Recipe, place: FileTarget) -> list[FormatFiles]:
-    """Begin the files of all formats of a recipe. Raises `ConfigError` without a package."""
+class _PromptFiles(FormatFiles):
+    """A Parquet file with one row per prompt."""
+
+    def __init__(self, place: FileTarget, recipe: Recipe, run: str) -> None:
+        super().__init__("prompts", place, recipe, prompts_writer())
+        self._run = run
+        self._reward_name = recipe.reward_name
+
+    def add(
+        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Why]
+    ) -> Iterator[tuple[Loaded, Why]]:
+        records = [candidate.record for candidate in candidates]
+        try:
+            row = row_of_prompt(
+                records, index=self._rows, run=self._run, reward_name=self._reward_name
+            )
+        except Rejected as rejected:
+            for candidate in candidates:
+                yield self.unused(candidate, (rejected.reason.value, rejected.detail))
+            return
+        self.write(split, dumps_row(row), uses=len(candidates))
+
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+        """Never called: samples of a prompt have one row."""
+        raise NotImplementedError
+
+
+def open_formats(recipe: Recipe, place: FileTarget, run: str) -> list[FormatFiles]:
+    """Begin the files of all formats of a recipe. Raises `ConfigError` without a package.
+
+    `run` is the name of the run.
+    """
     formats: list[FormatFiles] = []
     for name in recipe.row_formats:
         if name in ROW_FORMATS:
@@ -318,6 +362,8 @@ def open_formats(recipe: Recipe, place: FileTarget) -> list[FormatFiles]:
             formats.append(_TokenFiles(name, place, recipe))
         elif name == "predictions":
             formats.append(_PredictionFiles(name, place, recipe))
+        elif name == "prompts":
+            formats.append(_PromptFiles(place, recipe, run))
         else:
             formats.append(_RawFiles(name, place, recipe))
     return formats

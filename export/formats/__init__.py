@@ -7,6 +7,7 @@ llamafactory  LLaMA-Factory
 atif          ATIF of harbor
 preference    DPO and KTO
 rl            token ids for reinforcement learning
+prompts       prompts for trainers that make their own rollouts
 columns       the columns of each format
 arrow         copies as Parquet and as directories of `datasets`
 """

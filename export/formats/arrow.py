@@ -37,7 +37,7 @@ def parquet_writer(format_name: str) -> MakeWriter:
     schema = _parquet_schema(pa, format_name)
     messages = [name for name, kind in COLUMNS[format_name].items() if kind == "messages"]
 
-    class ParquetRows(_Rows):
+    class ParquetRows(RowTables):
         def __init__(self, file: Hashing) -> None:
             super().__init__(
                 pq.ParquetWriter(
@@ -45,8 +45,7 @@ def parquet_writer(format_name: str) -> MakeWriter:
                 )
             )
 
-        def table(self, lines: list[bytes]) -> Any:
-            rows = list(map(json.loads, lines))
+        def rows_table(self, rows: list[dict[str, Any]]) -> Any:
             for row in rows:
                 for name in messages:
                     row[name] = with_arguments_as_text(row[name])
@@ -65,12 +64,11 @@ def datasets_writer(format_name: str, *, lists_tools: bool) -> MakeWriter:
     schema = _datasets_schema(columns)
     as_json = [name for name, kind in columns.items() if kind == "messages"]
 
-    class DatasetsRows(_Rows):
+    class DatasetsRows(RowTables):
         def __init__(self, file: Hashing) -> None:
             super().__init__(pa.ipc.new_stream(file, schema))
 
-        def table(self, lines: list[bytes]) -> Any:
-            rows = list(map(json.loads, lines))
+        def rows_table(self, rows: list[dict[str, Any]]) -> Any:
             for row in rows:
                 for name in as_json:
                     value = row[name]
@@ -123,7 +121,7 @@ def _without_progress_bars() -> Iterator[None]:
         datasets.enable_progress_bars()
 
 
-class _Rows:
+class RowTables:
     """Rows that are written in groups of tables."""
 
     def __init__(self, writer: Any) -> None:
@@ -132,8 +130,8 @@ class _Rows:
         self._held = 0
         self._tables: list[Any] = []
 
-    def table(self, lines: list[bytes]) -> Any:
-        """A table of rows, given as lines of JSON."""
+    def rows_table(self, rows: list[dict[str, Any]]) -> Any:
+        """A table of rows, which it may change."""
         raise NotImplementedError
 
     def write(self, line: bytes) -> None:
@@ -153,7 +151,7 @@ class _Rows:
 
     def _end_table(self) -> None:
         if self._lines:
-            self._tables.append(self.table(self._lines))
+            self._tables.append(self.rows_table(list(map(json.loads, self._lines))))
         self._lines = []
         self._held = 0
 

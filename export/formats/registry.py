@@ -25,6 +25,8 @@ class Format:
     splits_calls: bool = True
     marks_loss: bool = False
     """Whether rows say which turns are not to be learnt."""
+    has_argument_objects: bool = False
+    """Whether arguments of calls are objects in the JSON lines."""
     has_turns: bool = False
     """Whether a row can be for one turn, which alone is learnt."""
 
@@ -45,6 +47,7 @@ ROW_FORMATS: Mapping[str, Format] = {
             chat.row_of,
             has_reasoning_field=True,
             has_inline_reasoning=True,
+            has_argument_objects=True,
             marks_loss=True,
             has_turns=True,
         ),
@@ -72,7 +75,7 @@ COPIED = frozenset(COLUMNS)
 COPIES = frozenset({"parquet", "hf"})
 """Names for such copies."""
 
-OF_RECORDS = ("rl", "predictions", "raw")
+OF_RECORDS = ("rl", "prompts", "predictions", "raw")
 """Formats made of what records hold beside their messages."""
 
 KNOWN = (*ROW_FORMATS, *sorted(COPIES, reverse=True), *GROUP_FORMATS, *OF_RECORDS)

@@ -24,6 +24,7 @@ test_reward_statistics    rewards in `stats`
 test_scoring              the command `score`
 test_export_push          a dataset sent to a hub
 test_export_determinism   same conversations, same bytes
+test_export_prompts       prompts for rollouts of trainers
 test_export_rl            token ids for reinforcement learning, and what trainers read of them
 test_export_docs          docs/export.md
 """

@@ -945,3 +945,38 @@ class TestCommand:
         assert "stays" in told[4]
         assert "nothing was sent" in told[-1]
         assert run(tmp_path, "export", source.run_dir, "--push_for_real").returncode == 2
+
+
+def test_arguments_that_are_null_are_named_and_pointed_to_parquet(tmp_path: Path) -> None:
+    """Axolotl drops them from JSON lines."""
+    nested = record_of(
+        user(), assistant("", call('{"a": [{"b": null}]}')), result("r"), assistant("Done.")
+    )
+    plain = record_of(
+        user(), assistant("", call('{"a": "null"}')), result("r"), assistant("Done again.")
+    )
+    source = make_run(tmp_path, nested, plain)
+    directory, manifest = exported(source, formats="openai,llamafactory,parquet")
+    counts = [part.get("rows_with_null_arguments") for part in manifest["formats"]]
+    assert counts == [1, None]
+    card = (directory / "README.md").read_text()
+    assert "- 1 rows of `openai` have arguments that are null." in card
+    assert "| Axolotl | `openai_parquet/train.parquet` |" in card
+    done = run(tmp_path, "export", str(source.run_dir), format="openai")
+    assert "1 of these rows have arguments that are null, which Axolotl drops" in done.stdout
+    (part,) = exported(source, formats="openai", per_turn=True)[1]["formats"]
+    assert part["rows_with_null_arguments"] == 2
+
+
+def test_the_card_names_a_file_for_each_trainer(tmp_path: Path) -> None:
+    source = make_run(tmp_path, worked())
+    card = (exported(source, formats="openai,llamafactory")[0] / "README.md").read_text()
+    for line in (
+        "| TRL SFTTrainer | `openai/train.jsonl` |",
+        "| Axolotl | `openai/train.jsonl` |",
+        "| LLaMA-Factory | `llamafactory/train.jsonl` |",
+    ):
+        assert line in card
+    assert "verl" not in card
+    split = (exported(source, formats="openai,hf", shard_mb=0.0001)[0] / "README.md").read_text()
+    assert "| TRL SFTTrainer | `openai_hf` |" in split
