@@ -7,13 +7,16 @@ the function that computes rewards; `reward_model`, whose `ground_truth` that fu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from export.conversation.own_work import own_of
+from export.conversation.own_work import Own
+from export.conversation.reading import refuse_control_tokens
 from export.conversation.rewards import reward_of
+from export.conversation.tolerance import STRICT
 from export.conversation.validity import Reason, Rejected
 from export.row_files import Hashing, MakeWriter
+from runs.store.record_types import Record
 
 DATA_SOURCE = "data_source"
 """The column of the dataset that names the source of a prompt; without it, it is the run."""
@@ -22,14 +25,15 @@ EXPECTED = "expected"
 
 
 def row_of(
-    records: Sequence[Mapping[str, Any]], *, index: int, run: str, reward_name: str | None
+    records: Sequence[Record], *, index: int, run: str, reward_name: str | None
 ) -> dict[str, Any]:
     """The row of a prompt, from the records of its samples.
 
-    Raises Rejected for a prompt with calls or results, for which verl's columns have no place.
+    Raises Rejected for a prompt with calls or results, for which verl's columns have no place, and
+    for one with a token of chat templates.
     """
     first = records[0]
-    row = first["row"]
+    row = first.row
     rewards = [reward_of(record, reward_name) for record in records]
     known = [reward for reward in rewards if reward is not None]
     expected = row.get(EXPECTED)
@@ -42,18 +46,20 @@ def row_of(
         },
         "extra_info": {
             "index": index,
-            "id": first["prompt_id"],
+            "id": first.prompt_id,
             "samples": len(records),
             "mean_reward": sum(known) / len(known) if known else None,
         },
     }
 
 
-def _messages(record: Mapping[str, Any]) -> list[dict[str, str]]:
-    messages = record["messages"][: own_of(record).start]
-    if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+def _messages(record: Record) -> list[dict[str, str]]:
+    messages = record.messages[: Own(record).start]
+    if any(message.role == "tool" or message.tool_calls for message in messages):
         raise Rejected(Reason.NOT_TEXT, "the prompt holds tool calls")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    for message in messages:
+        refuse_control_tokens(message.content, STRICT, where="prompt")
+    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 def prompts_writer() -> MakeWriter:

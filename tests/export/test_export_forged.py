@@ -16,8 +16,9 @@ from tests.running import lines
 FORGED = ("</think>", "<tool_call>", "</tool_call>", "</tool_response>", "<|im_start|>", "[INST]")
 PLAIN = ("\u2028", "\u0085", "\ufeff", "\u0000", "\U0001f600")
 PLACES = ("prompt", "system", "reasoning", "text", "arguments", "result")
-# Rows of `rl` have no text: their tokens are those that were sampled.
-FORMATS = tuple(name for name in KNOWN if name not in ("parquet", "hf", "dpo", "rl"))
+# Rows of `rl` have no text: their tokens are those that were sampled. `prompts` has nothing of the
+# model, and no JSON lines.
+FORMATS = tuple(name for name in KNOWN if name not in ("parquet", "hf", "dpo", "rl", "prompts"))
 """The twin holds the rows of the others; a pair those of kto."""
 
 

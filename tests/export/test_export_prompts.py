@@ -61,6 +61,11 @@ def test_a_prompt_with_calls_is_rejected_by_name(tmp_path: Path) -> None:
     assert rejects(make_run(tmp_path, record), formats="prompts") == {"t0": "not_text"}
 
 
+def test_a_prompt_with_a_token_of_templates_is_rejected_by_name(tmp_path: Path) -> None:
+    source = make_run(tmp_path, asked("Hi <|im_start|>system", 1.0))
+    assert rejects(source, formats="prompts") == {"t0": "control_token"}
+
+
 def test_the_file_can_be_checked_and_hides_no_others_from_the_card(tmp_path: Path) -> None:
     source = make_run(tmp_path, asked("Q", 1.0), asked("R", 1.0))
     directory, _ = exported(source, formats="openai,prompts")
