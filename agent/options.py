@@ -25,9 +25,6 @@ from toolsets.validation import did_you_mean, mistakes_in
 
 MAX_COUNT = 10**9
 
-LIMITS = ("max_turns", "max_conversation_s", "max_cost_usd", "max_total_tokens")
-"""The options that limit a conversation; all that there are for agents that run as commands."""
-
 
 def _no_flag(value: Any) -> Any:
     if isinstance(value, bool):
@@ -75,9 +72,17 @@ def split_commas(value: Any) -> Any:
     return value
 
 
-def meaning(default: Any, help: str, **more: Any) -> Any:
-    """A field that affects the data; it cannot change within a run."""
-    return Field(default, description=help, json_schema_extra={"meaning": True}, **more)
+def meaning(
+    default: Any, help: str, *, is_limit: bool = False, is_inherited: bool = False, **more: Any
+) -> Any:
+    """A field that affects the data; it cannot change within a run.
+
+    `is_limit`: it limits a conversation, be it of this program or of an agent that runs as a
+    command. `is_inherited`: it holds for inner conversations as well (subagents, simulated user).
+    """
+    marks = {"meaning": True, "limit": is_limit, "inherited": is_inherited}
+    extra: dict[str, Any] = {name: True for name, is_set in marks.items() if is_set}
+    return Field(default, description=help, json_schema_extra=extra, **more)
 
 
 class ChatMessage(BaseModel):
@@ -141,36 +146,40 @@ class AgentOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
-    max_turns: PositiveInt = meaning(20, "Maximum model replies.")
+    max_turns: PositiveInt = meaning(20, "Maximum model replies.", is_limit=True)
     max_errors: NonNegativeInt = meaning(
-        5,
-        "Failed tool calls that end a conversation; 0: no limit.",
+        5, "Failed tool calls that end a conversation; 0: no limit.", is_inherited=True
     )
     repeat_limit: NonNegativeInt = meaning(
         3,
         "Equal calls with equal results in a row that end a conversation; 0: no limit.",
+        is_inherited=True,
     )
-    max_reasks: NonNegativeInt = meaning(2, "Unusable replies in a row that are requested again.")
+    max_reasks: NonNegativeInt = meaning(
+        2, "Unusable replies in a row that are requested again.", is_inherited=True
+    )
     max_cost_usd: PositiveFloat | None = meaning(
-        None,
-        "Dollar budget of a conversation.",
+        None, "Dollar budget of a conversation.", is_limit=True, is_inherited=True
     )
     max_total_tokens: PositiveInt | None = meaning(
-        None, "Token budget of a conversation, input and output."
+        None, "Token budget of a conversation, input and output.", is_limit=True, is_inherited=True
     )
     max_conversation_s: PositiveFloat | None = meaning(
         None,
         "Time limit of a conversation's model and tool calls.",
+        is_limit=True,
+        is_inherited=True,
     )
     parallel_tools: bool = meaning(
-        True, "Run the calls of a reply concurrently where their tools allow it."
+        True, "Run the calls of a reply concurrently where their tools allow it.", is_inherited=True
     )
     bad_arguments: Literal["feedback", "resample"] = meaning(
         "feedback",
         "Report arguments that are no JSON object to the model, or request the reply again.",
+        is_inherited=True,
     )
     repair_tool_names: bool = meaning(
-        False, "Correct a misspelt tool name if exactly one tool is close."
+        False, "Correct a misspelt tool name if exactly one tool is close.", is_inherited=True
     )
     continue_cut: NonNegativeInt = meaning(
         0, "How often to continue a text that the token limit cut."
@@ -196,11 +205,13 @@ class AgentOptions(BaseModel):
     )
     result_references: bool = meaning(False, "Name tool results for use in arguments, as $$NAME.")
     observation_chars: PositiveInt | None = meaning(
-        None, "Characters of a tool result that the model sees."
+        None, "Characters of a tool result that the model sees.", is_inherited=True
     )
     state_max_turns: bool = meaning(False, "State the turn limit in the system prompt.")
     text_protocol: Literal["react"] | None = meaning(
-        None, "For models without tool calling: read calls from Thought/Action lines."
+        None,
+        "For models without tool calling: read calls from Thought/Action lines.",
+        is_inherited=True,
     )
     plan: bool = meaning(False, "Have the model write a plan first, then work through its steps.")
     plan_step_turns: PositiveInt = meaning(5, "Maximum replies per step of a plan.")
@@ -240,7 +251,7 @@ class AgentOptions(BaseModel):
         (), "Agents that the model can call as tools."
     )
     max_subagent_depth: PositiveInt | None = meaning(
-        None, "Maximum nesting of subagents; required if one can reach itself."
+        None, "Maximum nesting of subagents; required if one can reach itself.", is_inherited=True
     )
 
     def given(self) -> dict[str, Any]:
@@ -301,6 +312,26 @@ class AgentOptions(BaseModel):
             msg = f"subagent {circle!r} can reach itself without a limit; set max_subagent_depth"
             raise ValueError(msg)
         return self
+
+
+def _marked(mark: str) -> tuple[str, ...]:
+    fields = AgentOptions.model_fields.items()
+    return tuple(
+        name
+        for name, field in fields
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get(mark)
+    )
+
+
+LIMITS = _marked("limit")
+"""The options that limit a conversation; all that there are for agents that run as commands."""
+
+_INHERITED = _marked("inherited")
+
+
+def inherited_from(caller: AgentOptions, *, max_turns: int) -> AgentOptions:
+    """The options of an inner conversation with its own turn limit."""
+    return AgentOptions(max_turns=max_turns, **{name: getattr(caller, name) for name in _INHERITED})
 
 
 def _circle(subagents: Sequence[Subagent]) -> str | None:

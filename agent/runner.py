@@ -13,12 +13,11 @@ from agent.loop.resume import prepare_resume
 from agent.loop.rules import ConversationSpec
 from agent.loop.simulated_user import (
     UsersModel,
-    options_of_user,
     seen_by_user,
     stored_opening,
 )
 from agent.loop.steps import Finish
-from agent.loop.subagents import SubagentTool, options_of
+from agent.loop.subagents import SubagentTool
 from agent.loop.tools import AgentTools
 from agent.messages import (
     PREPARATION,
@@ -31,7 +30,7 @@ from agent.messages import (
     user_key,
 )
 from agent.models.model import Model
-from agent.options import AgentOptions, Subagent
+from agent.options import AgentOptions, Subagent, inherited_from
 from agent.setup import Home
 from agent.state.trajectory import Journal, Trajectory
 from agent.stream_events import StreamHandler, guarded
@@ -158,7 +157,7 @@ class ConversationRunner:
         system = subagent.system_prompt
         opening = [Message(role="system", content=system)] if system else []
         opening.append(Message(role="user", content=task))
-        options = options_of(subagent, self.spec.options)
+        options = inherited_from(self.spec.options, max_turns=subagent.max_turns)
         inner = self._inner(call_id, subagent.name, opening, options)
         deepest = options.max_subagent_depth
         inner = replace(
@@ -176,7 +175,8 @@ class ConversationRunner:
         key = user_key(self.trajectory.notes_of(USER_TURN) + 1)
         seen = seen_by_user(user, self.trajectory)
         opening = stored_opening(seen, self.trajectory)
-        inner = self._inner(key, SIMULATED_USER, opening, options_of_user(self.spec.options))
+        options = inherited_from(self.spec.options, max_turns=1)
+        inner = self._inner(key, SIMULATED_USER, opening, options)
         model = self.host.user_model(user, self.trajectory) or self.model
         inner = replace(
             inner,

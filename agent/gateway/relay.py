@@ -34,6 +34,7 @@ from agent.models.dialects.token_ids import (
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from agent.models.parsing import load_object
+from agent.options import AgentOptions
 from agent.state.events import Clock, exchange_event, reply_event
 from agent.state.trajectory import Journal, Kept, Trajectory
 from agent.stream_events import ignored
@@ -70,6 +71,15 @@ class CallLimits:
     max_calls: int | None = None
     max_tokens: int | None = None
     max_cost_usd: float | None = None
+
+    @classmethod
+    def of(cls, options: AgentOptions, *, has_turn_limit: bool = True) -> CallLimits:
+        """Those of a conversation's options."""
+        return cls(
+            max_calls=options.max_turns if has_turn_limit else None,
+            max_tokens=options.max_total_tokens,
+            max_cost_usd=options.max_cost_usd,
+        )
 
 
 NO_LIMITS = CallLimits()

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from agent.messages import SIMULATED_USER, USER_TURN, Message, Role, user_key
 from agent.models.model import Completion, Model, Request
-from agent.options import AgentOptions, SimulatedUser
+from agent.options import SimulatedUser
 from agent.reasoning import split_inline_reasoning
 from agent.state.trajectory import CONTINUE_CUT, Trajectory
 
@@ -79,14 +79,3 @@ def seen_by_user(user: SimulatedUser, t: Trajectory) -> list[Message]:
         elif message["role"] == "user":  # a note as a whole
             between = "" if CONTINUE_CUT in message.get("notes", ()) else "\n\n"
     return seen
-
-
-def options_of_user(caller: AgentOptions) -> AgentOptions:
-    """The options of its inner conversations: the limits of the whole conversation."""
-    return AgentOptions(
-        max_turns=1,
-        max_reasks=caller.max_reasks,
-        max_cost_usd=caller.max_cost_usd,
-        max_total_tokens=caller.max_total_tokens,
-        max_conversation_s=caller.max_conversation_s,
-    )

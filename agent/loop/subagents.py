@@ -14,7 +14,7 @@ from pydantic import Field
 
 from agent.loop.steps import Finish
 from agent.messages import ToolCall
-from agent.options import AgentOptions, Subagent
+from agent.options import Subagent
 from agent.state.trajectory import Trajectory
 from toolsets.context import ToolContext
 from toolsets.text import clip
@@ -72,21 +72,3 @@ def _as_tool(subagent: Subagent) -> Tool:
 
 
 _INVALID = {"failure": "invalid_arguments"}
-
-
-def options_of(subagent: Subagent, caller: AgentOptions) -> AgentOptions:
-    """The options of a subagent's conversation: its own turn limit, the rest from the caller."""
-    return AgentOptions(
-        max_turns=subagent.max_turns,
-        max_errors=caller.max_errors,
-        repeat_limit=caller.repeat_limit,
-        max_reasks=caller.max_reasks,
-        max_cost_usd=caller.max_cost_usd,
-        max_conversation_s=caller.max_conversation_s,
-        parallel_tools=caller.parallel_tools,
-        bad_arguments=caller.bad_arguments,
-        repair_tool_names=caller.repair_tool_names,
-        observation_chars=caller.observation_chars,
-        text_protocol=caller.text_protocol,
-        max_subagent_depth=caller.max_subagent_depth,
-    )

@@ -211,12 +211,8 @@ class Recorder:
             route=self._upstream.route,
             trajectory=trajectory,
             journal=journal,
-            limits=CallLimits(
-                # `max_turns` has a default, which is for conversations of this program.
-                max_calls=options.max_turns if "max_turns" in options.given() else None,
-                max_tokens=options.max_total_tokens,
-                max_cost_usd=options.max_cost_usd,
-            ),
+            # `max_turns` has a default, which is for conversations of this program.
+            limits=CallLimits.of(options, has_turn_limit="max_turns" in options.given()),
             is_stopping=lambda: self._is_stopping,
             ends_with=partial(self._stops_recording, name),
             is_live=True,  # somebody may watch

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent.messages import Message
-from agent.options import AgentOptions, of_row
+from agent.options import LIMITS, AgentOptions, inherited_from, of_row
 from agent.setup import set_up
 from agent.views.views import compact, compacted_from
 from run_agent import AIAgent
@@ -556,6 +556,19 @@ class TestSubagents:
         cost = played.trajectory.cost_usd()
         assert cost is not None
         assert cost <= 1.0 + 6 * 0.15
+
+    def test_they_have_the_callers_budget_of_tokens(self, tmp_path: Path) -> None:
+        turns = [calls(call(f"nope{n}")) for n in range(9)]
+        helper = {**self.HELPER, "script": turns, "max_turns": 9}
+        script = [calls(call("helper", task="x")), ANSWER]
+        given = {"max_total_tokens": 350, "reply_tokens": 100}
+        played = play(tmp_path, script, subagents=[helper], **given)
+        assert played.status == "budget"
+        assert played.trajectory.spent_tokens == 400, "the reply that went beyond was the last"
+
+    def test_every_limit_holds_for_inner_conversations(self) -> None:
+        inherited = inherited_from(AgentOptions(max_turns=7), max_turns=1).model_fields_set
+        assert set(LIMITS) <= inherited
 
 
 class TestBudget:

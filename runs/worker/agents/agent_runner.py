@@ -137,11 +137,7 @@ class AgentRunner:
             trajectory=task.trajectory,
             journal=task.journal,
             kept=task.kept,
-            limits=CallLimits(
-                max_calls=options.max_turns,
-                max_tokens=options.max_total_tokens,
-                max_cost_usd=options.max_cost_usd,
-            ),
+            limits=CallLimits.of(options),
             volatile=task.agent.what_varies,
             is_stopping=lambda: self._stops.is_stopping,
         )
