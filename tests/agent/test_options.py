@@ -558,10 +558,10 @@ class TestSubagents:
         assert cost <= 1.0 + 6 * 0.15
 
     def test_they_have_the_callers_budget_of_tokens(self, tmp_path: Path) -> None:
-        turns = [calls(call(f"nope{n}")) for n in range(9)]
-        helper = {**self.HELPER, "script": turns, "max_turns": 9}
+        turns = [calls(call("write_file", path=f"{n}", content="x")) for n in range(9)]
+        helper = {**self.HELPER, "script": turns, "enabled_toolsets": ["file"]}
         script = [calls(call("helper", task="x")), ANSWER]
-        given = {"max_total_tokens": 350, "reply_tokens": 100}
+        given: dict[str, Any] = {"max_total_tokens": 350, "reply_tokens": 100}
         played = play(tmp_path, script, subagents=[helper], **given)
         assert played.status == "budget"
         assert played.trajectory.spent_tokens == 400, "the reply that went beyond was the last"
