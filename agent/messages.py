@@ -290,6 +290,8 @@ class ExchangeEvent(TypedDict):
     """Tools that the provider would have run, and that were removed from the request."""
     reply: ReplyEvent
     """Its `turn` is that of the thread."""
+    instructed: NotRequired[bool]
+    """The first message is for this call alone; a call that continues its reply by id has not."""
     ids: NotRequired[list[str]]
     """The ids of the reply's calls as the agent got them, if the record needs others."""
     body: dict[str, Any]

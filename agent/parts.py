@@ -15,15 +15,20 @@ from toolsets import exact_json
 
 REPEATS = "repeats"
 
+EARLIER: Literal["earlier_response"] = "earlier_response"
+"""The type of a part for messages that the endpoint has, and the record not."""
+
 _LARGE = 1000
 """Bytes of JSON from which on a part is stored once."""
 
 _IN_GEMINI = ("inlineData", "inline_data", "fileData", "file_data")
 
 
-def kind_of_part(part: Mapping[str, Any]) -> Literal["image", "file"]:
-    """What a part is: a picture, or anything else that is not text."""
+def kind_of_part(part: Mapping[str, Any]) -> Literal["image", "file", "earlier_response"]:
+    """What a part is: a picture, messages that are unknown, or anything else that is not text."""
     kind = str(part.get("type", ""))
+    if kind == EARLIER:
+        return EARLIER
     if "image" in kind or kind == "computer_screenshot":
         return "image"
     found = (part[key] for key in _IN_GEMINI if isinstance(part.get(key), dict))

@@ -118,6 +118,9 @@ class AgentEndpoint:
         """How many requests get a reply; further ones wait until this is raised."""
         self.waiting = 0
         """Requests that wait for that."""
+        self.keeps = True
+        """It keeps responses, so that requests can continue them; else it ignores their ids."""
+        self._kept: dict[str, list[JSON]] = {}
         self._reasoning, self._latency_s = reasoning, latency_s
         self._log = log
         self._lock = threading.Condition()
@@ -158,6 +161,15 @@ class AgentEndpoint:
         with self._lock:
             return [one for one in self.exchanges if f"[{name} steps=" in _words(one.request)]
 
+    def whole(self, request: JSON) -> JSON:
+        """A request with what it continues, as a list; raises `KeyError` if that is unknown."""
+        if isinstance(text := request.get("input"), str):
+            request = {**request, "input": [{"role": "user", "content": text}]}
+        earlier = request.get("previous_response_id")
+        if earlier is None or not self.keeps:
+            return request
+        return {**request, "input": [*self._kept[earlier], *request["input"]]}
+
     def answer(self, path: str, key: str, request: JSON) -> tuple[JSON, list[bytes] | None]:
         """The reply to a request, and its events where it asks for a stream."""
         with self._lock:
@@ -174,6 +186,10 @@ class AgentEndpoint:
         else:
             dialect = DIALECTS[path]
             body = dialect.body(_reply(request, self._reasoning))
+            if "input" in request:
+                kept = request.get("previous_response_id") if self.keeps else None
+                body["previous_response_id"] = kept
+                self._kept[body["id"]] = [*request["input"], *body["output"]]
             events = None
             if request.get("stream"):
                 # Some dialects take their body apart.
@@ -219,6 +235,11 @@ def _handler_of(endpoint: AgentEndpoint) -> type[BaseHTTPRequestHandler]:
                 return self._send(200, {"input_tokens": len(raw) // 4})
             if path not in DIALECTS and not path.startswith("/v1beta/models/"):
                 return self._send(404, {"error": {"message": f"there is no {path}"}})
+            try:
+                request = endpoint.whole(request)
+            except KeyError as error:
+                words = f"Previous response with id {error} not found."
+                return self._send(400, {"error": {"message": words}})
             body, events = endpoint.answer(path, key, request)
             if events is None:
                 self._send(200, body)

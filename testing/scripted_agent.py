@@ -1,7 +1,8 @@
 """A small agent that runs as a command: it asks the model and runs the commands it calls for.
 
-    python -m testing.scripted_agent DIALECT [--stream] PROMPT
+    python -m testing.scripted_agent DIALECT [--stream] [--by_id] PROMPT
 
+With --by_id, the dialect responses sends only what is new, and the id of the reply before.
 DIALECT is chat, messages or responses. It knows only what the environment says (OPENAI_BASE_URL,
 ANTHROPIC_BASE_URL), runs with the standard library alone, and prints the last text.
 """
@@ -123,8 +124,12 @@ class Responses:
         return [{"type": kind, "call_id": id, "output": text} for id, text in results]
 
 
-def ask(dialect: Chat | Messages | Responses, history: list[JSON], stream: bool) -> list[JSON]:
+def ask(
+    dialect: Chat | Messages | Responses, history: list[JSON], stream: bool, by_id: str | None
+) -> list[JSON]:
     body = {"model": os.environ.get("MODEL", "m"), "stream": stream, **dialect.more}
+    if by_id:
+        body |= {"previous_response_id": by_id, "store": True}
     body[dialect.field] = history
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
     request = urllib.request.Request(dialect.url, json.dumps(body).encode(), headers)
@@ -143,13 +148,17 @@ def main() -> None:
         "responses": Responses(),
     }[kind]  # type: ignore[assignment]
     history = dialect.opening(prompt)
+    by_id = None
     while True:
         try:
-            events = ask(dialect, history, "--stream" in flags)
+            events = ask(dialect, history, "--stream" in flags, by_id)
         except urllib.error.HTTPError as error:
             sys.exit(f"HTTP {error.code}: {error.read().decode()}")
         echo, text, calls = dialect.read(events)
         history += echo
+        if "--by_id" in flags:
+            by_id = events[-1].get("response", events[-1])["id"]
+            history = []
         if not calls:
             print(text)
             return

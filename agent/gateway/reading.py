@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import orjson
@@ -15,8 +16,17 @@ from agent.gateway.canonical import (
     message_digest,
     without_marks,
 )
-from agent.gateway.wire import Offer, Part, Volatile, WireError, WireRequest
+from agent.gateway.wire import (
+    NOTHING_VOLATILE,
+    Earlier,
+    Offer,
+    Part,
+    Volatile,
+    WireError,
+    WireRequest,
+)
 from agent.messages import Message, Role
+from agent.parts import EARLIER
 from toolsets import exact_json
 
 Schemas = list[dict[str, Any]] | str
@@ -34,6 +44,8 @@ class Layout(NamedTuple):
     """Fields of the body that are read otherwise, or do not decide the reply."""
     messages: str
     """The field with the messages, for errors."""
+    has_instructions: bool = False
+    """Its system prompt is for one call."""
 
 
 class Asked(NamedTuple):
@@ -46,6 +58,8 @@ class Asked(NamedTuple):
     tools: Any
     is_stream: bool
     max_tokens: Any
+    follows: str = ""
+    """The id of what it continues; see `WireRequest.follows`."""
 
 
 def read_request(
@@ -54,13 +68,21 @@ def read_request(
     asked: Asked,
     volatile: Volatile,
     before: Sequence[WireRequest],
+    earlier: Earlier,
 ) -> WireRequest:
-    """The request with this body; a system prompt is the piece before its messages."""
+    """The request with this body; a system prompt is the piece before its messages.
+
+    What it continues by an id comes between them. Where that is unknown, the piece says so.
+    """
     model, tools, max_tokens = asked.model, asked.tools, asked.max_tokens
     if not isinstance(model, str) or not model:
         raise WireError("model: it must be the name of a model")
     first = int(bool(asked.system))
     pieces = [("system", asked.system), *asked.messages] if first else asked.messages
+    if asked.follows:
+        known = earlier(asked.follows) or (EARLIER, asked.follows)
+        pieces = [*pieces[:first], known, *asked.messages]
+        first += 1
     before = [request for request in before if request.api == layout.api]
     parts = _read_parts(layout, pieces, first, volatile, before)
     offer = next((known.offer for known in before if known.offer.raw == tools), None)
@@ -83,6 +105,34 @@ def read_request(
         parts=parts,
         pieces=pieces,
         offer=offer,
+        follows=asked.follows,
+        is_instructed=layout.has_instructions and bool(asked.system),
+    )
+
+
+def unknown_earlier(api: str, id: str) -> Message:
+    """Stands for what a call continues by an id and its model did not see, or nobody knows."""
+    message = Message(role="system", content=f"[earlier response {id}: unknown]")
+    message["provider_blocks"] = {"api": api, "blocks": [{"type": EARLIER, "id": id}]}
+    return message
+
+
+def without_earlier(request: WireRequest) -> WireRequest:
+    """The request, if the endpoint did not read what it continues: a message says so."""
+    known = (n for n, piece in enumerate(request.pieces, 1) if isinstance(piece, Part))
+    if not (place := next(known, 0)):
+        return request
+    before = request.parts[:place]
+    message = unknown_earlier(request.api, request.follows)
+    digest = message_digest(message, CallsInOrder(before), NOTHING_VOLATILE)
+    part = Part((EARLIER, request.follows), [message], [digest], [], CallsInOrder(before).count)
+    parts = [*before, part, *request.parts[place:]]
+    return replace(
+        request,
+        messages=[message for part in parts for message in part.messages],
+        digests=[digest for part in parts for digest in part.digests],
+        parts=parts,
+        pieces=[*request.pieces[:place], part.raw, *request.pieces[place:]],
     )
 
 
@@ -193,7 +243,10 @@ def _read_parts(
     is_alike = True  # all calls so far have the ids that they had
     for n in range(same, len(pieces)):
         old = known[n] if is_alike and n < len(known) else None
-        if old is not None and old.raw == pieces[n]:
+        if isinstance(pieces[n], Part):
+            part, is_alike = pieces[n], False
+            calls.add(part.calls)
+        elif old is not None and old.raw == pieces[n]:
             part = old
             calls.add(part.calls)
         else:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from agent.gateway.answers import Answer, Answers, Refusal
 from agent.gateway.conversations.threads import Threads
+from agent.gateway.reading import without_earlier
 from agent.gateway.sending import AgentCall, free, request_of
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireRequest
 from agent.gateway.wire_base import Wire
@@ -147,7 +148,9 @@ class Relay:
 
     def answer(self, call: AgentCall) -> Answer:
         """The reply to a model call, perhaps still to come. Raises `WireError`."""
-        asked = call.wire.read(call.path, call.body, self._volatile, self._threads.recent)
+        asked = call.wire.read(
+            call.path, call.body, self._volatile, self._threads.recent, self._threads.earlier
+        )
         if reply := self.answers.join(asked, is_repeat=call.is_repeat):
             log.debug("a call is asked for again: it gets the same reply")
             return reply
@@ -326,6 +329,9 @@ class Relay:
         body = load_object(bodies[-1])
         if request.asking_for_tokens is not None:
             body = without_tokens(body, load_object(request.body))
+        if not wire.has_followed(asked, body):
+            log.warning("the endpoint has not read the earlier response %s", asked.follows)
+            asked = without_earlier(asked)
         self._record(exchange_event(self._threads, asked, completion, body, clock))
         if self._kept is not None:
             await self._kept()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,6 +48,16 @@ class Part:
     """How many calls there are before it."""
 
 
+Earlier = Callable[[str], Part | None]
+"""Gives what the model read and wrote up to the reply with this id, or up to the last reply of the
+conversation with this id; None if it is unknown."""
+
+
+def nothing_earlier(id: str) -> None:
+    """Knows no reply; see `Earlier`."""
+    del id
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """The tools of a request."""
@@ -88,3 +98,7 @@ class WireRequest:
     """The `raw` of all parts."""
     offer: Offer = field(default=_NO_OFFER, repr=False)
     """What its tools were read from."""
+    follows: str = ""
+    """The id of the reply, or of the conversation, that it continues without repeating it."""
+    is_instructed: bool = False
+    """The first message is for this call alone: what continues its reply by id does not have it."""

@@ -13,7 +13,14 @@ from typing import Any
 import orjson
 
 from agent.gateway.reading import Asked, Layout, Schemas, path_of, read_request
-from agent.gateway.wire import NOTHING_VOLATILE, Operation, Volatile, WireRequest
+from agent.gateway.wire import (
+    NOTHING_VOLATILE,
+    Earlier,
+    Operation,
+    Volatile,
+    WireRequest,
+    nothing_earlier,
+)
 from agent.models.dialects.registry import DIALECTS
 from toolsets import exact_json
 
@@ -86,13 +93,15 @@ class Wire(ABC):
         body: Mapping[str, Any],
         volatile: Volatile = NOTHING_VOLATILE,
         before: Sequence[WireRequest] = (),
+        earlier: Earlier = nothing_earlier,
     ) -> WireRequest:
         """Read the body of a model call.
 
         `before` are earlier requests of the same agent (see `Threads.recent`): what the body
-        repeats of them is not read again. Raises `WireError`.
+        repeats of them is not read again. `earlier` knows what it continues without repeating it.
+        Raises `WireError`.
         """
-        return read_request(self.layout, body, self.asked(path, body), volatile, before)
+        return read_request(self.layout, body, self.asked(path, body), volatile, before, earlier)
 
     def asked(self, path: str, body: Mapping[str, Any]) -> Asked:
         """What a call asks for beside the fields that have the same meaning for all."""
@@ -107,7 +116,18 @@ class Wire(ABC):
             max_tokens=next(
                 (body[name] for name in self.limits if body.get(name) is not None), None
             ),
+            follows=self.follows(body),
         )
+
+    def follows(self, body: Mapping[str, Any]) -> str:
+        """The id of what a call continues without repeating it, "" if it repeats all."""
+        del body
+        return ""
+
+    def has_followed(self, request: WireRequest, reply: Mapping[str, Any]) -> bool:
+        """Whether the endpoint has read what the request continues by an id."""
+        del request, reply
+        return True
 
     @abstractmethod
     def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:

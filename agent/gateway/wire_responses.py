@@ -14,12 +14,14 @@ from agent.gateway.reading import (
     message_of,
     objects_in,
     placeholder,
+    unknown_earlier,
 )
-from agent.gateway.wire import WireError
+from agent.gateway.wire import WireError, WireRequest
 from agent.gateway.wire_base import Wire, sse
 from agent.messages import Message, Role
-from agent.models.dialects.openai_responses import API, read_output
+from agent.models.dialects.openai_responses import API, conversation_of, read_output
 from agent.models.errors import ModelError
+from agent.parts import EARLIER
 from toolsets.exact_json import objects_among
 
 _READ_ELSEWHERE = frozenset(
@@ -28,6 +30,8 @@ _READ_ELSEWHERE = frozenset(
         # The following identify the caller and control where prompts and replies are stored.
         *("client_metadata", "metadata", "prompt_cache_key", "prompt_cache_retention"),
         *("safety_identifier", "store", "user"),
+        # These name what is read in their place.
+        *("previous_response_id", "conversation"),
     }
 )
 
@@ -48,7 +52,9 @@ class ResponsesWire(Wire):
     ends = ("response.completed", "response.incomplete", "response.failed", "error")
 
     def __init__(self) -> None:
-        self.layout = Layout(API, _read_part, _read_tool, _READ_ELSEWHERE, "input")
+        self.layout = Layout(
+            API, _read_part, _read_tool, _READ_ELSEWHERE, "input", has_instructions=True
+        )
 
     def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """See `Wire.messages_of`."""
@@ -56,6 +62,21 @@ class ResponsesWire(Wire):
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
         return body.get("instructions"), _grouped(objects_in(given, "input"))
+
+    def follows(self, body: Mapping[str, Any]) -> str:
+        """See `Wire.follows`. A conversation is given by its id or as an object with that."""
+        conversation = body.get("conversation")
+        if isinstance(conversation, dict):
+            conversation = conversation.get("id")
+        id = body.get("previous_response_id") or conversation or ""
+        if not isinstance(id, str):
+            raise WireError("previous_response_id, conversation: it must be an id")
+        return id
+
+    def has_followed(self, request: WireRequest, reply: Mapping[str, Any]) -> bool:
+        """See `Wire.has_followed`. Servers that ignore the id do not repeat it, or give null."""
+        said = reply.get("previous_response_id", request.follows), conversation_of(reply)
+        return not request.follows or request.follows in said
 
     def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.stream_of`."""
@@ -156,7 +177,8 @@ def _is_assistants(item: Mapping[str, Any]) -> bool:
 
 def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
     if isinstance(raw, tuple):
-        return [_said("system", raw[1])]
+        kind, given = raw
+        return [unknown_earlier(API, given) if kind == EARLIER else _said("system", given)]
     if isinstance(raw, list):
         try:
             return [read_output([{"type": "message", **item} for item in raw])]

@@ -166,6 +166,8 @@ def exchange_event(
     )
     if placed.of is not None:
         event["of"] = placed.of
+    if request.is_instructed:
+        event["instructed"] = True
     if got != [call["id"] for call in reply["message"].get("tool_calls", ())]:
         event["ids"] = got
     if placed.echoes:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from agent.parts import kind_of_part, parts_of
+from agent.parts import EARLIER, kind_of_part, parts_of
 from agent.reasoning import opens_reasoning, split_inline_reasoning
 from export.conversation.authors import with_authors
 from export.conversation.ending import is_answered, plain_ending
@@ -102,13 +102,13 @@ def read_entries(
 
     A turn that the provider paused is one entry with its continuation. Flaws are added to `flaws`.
     """
+    flaws += flaws_of_parts(messages)
     for detail in check_conversation(messages, names_of(tools)):
         flaws.append(Flaw(Reason.UNKNOWN_TOOL, detail))
     entries: list[Entry] = []
     number = 1
     parts: list[StoredMessage] = []
     results: dict[str | None, StoredMessage] = {}
-    flaws += flaws_of_parts(messages)
     for message in messages:
         role = message.role
         if role == "tool":
@@ -128,13 +128,20 @@ def read_entries(
 
 
 def flaws_of_parts(messages: Iterable[StoredMessage]) -> list[Flaw]:
-    """A flaw for each part of the messages that is not text."""
+    """A flaw for each part of the messages that is not text.
+
+    Raises Rejected if messages are missing, so that the others need not fit together.
+    """
     flaws = []
     for place, message in enumerate(messages, start=1):
         if message.provider_blocks is None:
             continue
         for part in parts_of(message.role, message.provider_blocks.blocks):
-            reason = Reason.HAS_IMAGES if kind_of_part(part) == "image" else Reason.HAS_FILES
+            kind = kind_of_part(part)
+            if kind == EARLIER:
+                words = f"message {place}: what precedes response {part.get('id')} is unknown"
+                raise Rejected(Reason.EARLIER_RESPONSE_UNKNOWN, words)
+            reason = Reason.HAS_IMAGES if kind == "image" else Reason.HAS_FILES
             what = part.get("type") or part.get("kind") or next(iter(part), "part")
             flaws.append(Flaw(reason, f"message {place}: a part of the type {what!r}"))
     return flaws

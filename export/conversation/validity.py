@@ -49,6 +49,8 @@ class Reason(StrEnum):
     """Arguments hold the tag that closes calls, in a format that templates render."""
     MARKER_IN_RESULT = "marker_in_result"
     """A tool result holds the tag that closes results, in a format that does not escape it."""
+    EARLIER_RESPONSE_UNKNOWN = "earlier_response_unknown"
+    """An agent continued a response of the endpoint by its id, and what came before is unknown."""
     HAS_IMAGES = "has_images"
     """A message holds a picture, and the format only text."""
     HAS_FILES = "has_files"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agent.gateway.wires import WIRES
 from agent.parts import kind_of_part
 from export.conversation.reading import read_conversation
 from export.conversation.style import Style, styled
@@ -165,6 +166,20 @@ def test_a_picture_in_a_message_that_is_added_to_another_counts() -> None:
     recording.relay(talk, Said("A cat."))
     with pytest.raises(Rejected, match="has_images: message 4"):
         row(record(recording), "hermes")
+
+
+@pytest.mark.parametrize("name", ROW_FORMATS)
+def test_a_conversation_whose_beginning_is_unknown_is_always_rejected(name: str) -> None:
+    """First of all flaws: its results need not fit its calls."""
+    recording, talk = Recording(PROMPT), TALKS["openai_responses"]()
+    talk.items.append({"type": "function_call_output", "call_id": "call_9", "output": "a b"})
+    wire, body = WIRES["openai_responses"], {**talk.body(), "previous_response_id": "resp_9"}
+    recording.record(wire, wire.read("/v1/responses", body), talk.reply(Said("Two.")))
+    with pytest.raises(Rejected) as caught:
+        row(record(recording), name, "has_files", "has_images")
+    assert str(caught.value) == (
+        "earlier_response_unknown: message 2: what precedes response resp_9 is unknown"
+    )
 
 
 def test_parts_are_told_apart() -> None:

@@ -479,3 +479,50 @@ def test_all_commands_read_a_run_of_agents(tmp_path: Path, endpoint: AgentEndpoi
     ):
         done = run(tmp_path, *words)
         assert done.returncode == 0, (words, done.stderr)
+
+
+@needs_bwrap
+@pytest.mark.parametrize("stream", [(), ("--stream",)], ids=["whole", "stream"])
+def test_calls_that_continue_a_response_by_its_id_are_one_conversation(
+    tmp_path: Path, endpoint: AgentEndpoint, stream: tuple[str, ...]
+) -> None:
+    """Killed in the middle, too: the replayed reply has the id that the endpoint knows."""
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 3)})
+    given = options(endpoint, scripted("responses", "--by_id", *stream))
+    endpoint.answers = 2
+    with started(tmp_path, **given) as process:
+        wait_until(lambda: endpoint.waiting == 1 and len(endpoint.exchanges) == 2)
+        kill_session(process.pid)
+    endpoint.answer_all()
+    assert run(tmp_path, **given).returncode == 0
+    (record,) = records(tmp_path)
+    assert (record["status"], record["api_calls"], record["diverged_at"]) == ("completed", 4, None)
+    assert [(one["name"], one["calls"]) for one in record["threads"]] == [("main", 4)]
+    last = max(said(endpoint, "t"), key=lambda one: len(one.request["input"]))
+    assert [m["content"] for m in record["messages"] if m["role"] == "tool"] == _results(
+        last.request
+    )
+    ids = [turn["response_id"] for turn in record["turns"]]
+    assert {one.reply["id"] for one in said(endpoint, "t")} >= {*ids}
+    assert [message["role"] for message in record["messages"]].count("system") == 1
+    (row,) = lines(tmp_path / "trajectories/r.jsonl")
+    assert [turn["from"] for turn in row["conversations"]] == [
+        *("system", "human"),
+        *("gpt", "tool") * 3,
+        "gpt",
+    ]
+
+
+@needs_bwrap
+def test_an_endpoint_that_ignores_ids_gives_no_training_data(
+    tmp_path: Path, endpoint: AgentEndpoint
+) -> None:
+    endpoint.keeps = False
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 1)})
+    run(tmp_path, **options(endpoint, scripted("responses", "--by_id")))
+    (record,) = records(tmp_path)
+    assert [(one["name"], one["calls"]) for one in record["threads"]] == [("main", 2)]
+    assert "has not read the earlier response" in (tmp_path / "trajectories/r/run.log").read_text()
+    assert not lines(tmp_path / "trajectories/r.jsonl")
+    (reject,) = lines(tmp_path / "trajectories/r/exports/rejects.jsonl")
+    assert "earlier_response_unknown" in json.dumps(reject)

@@ -14,7 +14,7 @@ from typing import Any
 
 from agent.gateway.canonical import CallsInOrder, message_digest
 from agent.gateway.conversations.repeats import Found, Repeats
-from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireRequest
+from agent.gateway.wire import NOTHING_VOLATILE, Part, Volatile, WireRequest
 from agent.messages import (
     AgentEvent,
     AgentExitEvent,
@@ -24,7 +24,9 @@ from agent.messages import (
     ToolCall,
     TurnTokens,
 )
-from agent.parts import Parts
+from agent.models.dialects.openai_responses import API as RESPONSES
+from agent.models.dialects.openai_responses import conversation_of
+from agent.parts import EARLIER, Parts
 from agent.tokens import has_ids, restated
 
 _MOST_RECENT = 8
@@ -97,6 +99,8 @@ class Threads:
         """Those that events have whole; later ones have digests of them."""
         self._repeats = Repeats()
         self._recent_of: dict[int, tuple[WireRequest, Found]] = {}
+        self._by_id: dict[str, int] = {}
+        """The latest call by the ids of replies and of conversations at the endpoint."""
         self._ends: list[tuple[int, int]] = []
         """The thread of each call, and how many messages it had after the reply."""
         self._tools: list[list[dict[str, Any]]] = []
@@ -130,6 +134,22 @@ class Threads:
         aside; None if none are set aside now.
         """
         return self._diverged_at if self._aside else None
+
+    def earlier(self, id: str) -> Part | None:
+        """See `Earlier`. Replies have the ids that the agent got."""
+        if (number := self._by_id.get(id)) is None:
+            return None
+        thread, end = self.end_of(number)
+        first = int(self.exchanges[number].get("instructed", False))
+        messages = thread.messages[:end]
+        for at, reply in thread.replies:
+            if at < end and (ids := self.exchanges[reply].get("ids")):
+                made = zip(messages[at]["tool_calls"], ids, strict=True)
+                got = [ToolCall(**{**call, "id": id}) for call, id in made]
+                messages[at] = {**messages[at], "tool_calls": got}
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        digests = thread.digests(self.volatile)[first:end]
+        return Part((EARLIER, id, number), messages[first:], digests, calls, first_call=0)
 
     def end_of(self, number: int) -> tuple[Thread, int]:
         """The thread of a call, and how many messages it had after the reply."""
@@ -205,6 +225,9 @@ class Threads:
         thread.tools = event.get("tools", thread.tools)
         if self._aside and self._diverged_at is None:
             self._diverged_at = self._answered
+        if event["dialect"] == RESPONSES:
+            ids = event["reply"]["response_id"], conversation_of(event["body"])
+            self._by_id |= {id: event["number"] for id in ids if id}
         self.exchanges.append(event)
         self.live.add(event["number"])
         self._tools.append(thread.tools)

@@ -20,6 +20,7 @@ from agent.models.errors import ModelError, kind_of
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import (
     make_call,
+    object_of,
     parse_object,
     read_usage,
     text_or_none,
@@ -208,6 +209,11 @@ def read_reply(body: bytes) -> Completion:
             usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
         ),
     )
+
+
+def conversation_of(reply: Mapping[str, Any]) -> str:
+    """The id of the endpoint's conversation that a reply belongs to; "" for none."""
+    return text_or_none(object_of(reply, "conversation").get("id")) or ""
 
 
 def usage_in(reply: Mapping[str, Any]) -> Usage | None:

@@ -5,6 +5,7 @@ test_wires           requests are read, replies are written
 test_clients         the providers' own clients take what is written
 test_threads         calls become conversations
 test_repeats         replies that agents repeat in other words
+test_continuing      calls that continue a response by its id
 test_agent_journals  calls in the journals of a run
 relaying             a gateway between an endpoint and an agent that tests play
 test_relay           what reaches the endpoint and the agent, and in which order

@@ -328,7 +328,9 @@ class Recording:
         """The request that an agent would send now."""
         wire = WIRES[api_of(talk)]
         body = talk.body()
-        return wire, wire.read(path_for(talk), body, self.threads.volatile, self.threads.recent)
+        threads = self.threads
+        known = threads.volatile, threads.recent, threads.earlier
+        return wire, wire.read(path_for(talk), body, *known)
 
     def relay(self, talk: Talk, said: Said, *, echo: bool = True) -> JSON:
         """One call that the model answers with `said`; returns the body of its reply."""
