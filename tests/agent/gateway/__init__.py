@@ -4,6 +4,7 @@ talking              agents as they talk to a model, and a gateway without conne
 test_wires           requests are read, replies are written
 test_clients         the providers' own clients take what is written
 test_threads         calls become conversations
+test_agent_tokens    token ids of calls
 test_repeats         replies that agents repeat in other words
 test_continuing      calls that continue a response by its id
 test_agent_journals  calls in the journals of a run
