@@ -4,10 +4,12 @@
 
 Exports a run into a temporary directory and loads it with `datasets` (the newest and an old one),
 TRL's SFTTrainer, DPOTrainer and KTOTrainer, LLaMA-Factory's loader, Axolotl's chat-template
-strategy and the models of harbor.
+strategy, the models of harbor and others. The run needs rewards that differ between samples, and
+token ids (`--num_samples`, `--token_ids`).
 Environments are made in DIR the first time, which takes gigabytes and minutes, and kept. `--torch`
 is what pip is to install as torch, such as `torch==2.13.0+cpu` where there is such a wheel. Ends
-with 1 if a consumer drops a row or learns what is not the model's.
+with 1 if a consumer drops a row or learns what is not the model's, and if one could not be
+installed or a check could not run: each is named at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +37,16 @@ from runs.dataset.scan import scan
 from runs.run_dir import read_run_json
 
 ROOT = Path(__file__).resolve().parents[1]
-_FORMATS: tuple[FormatName, ...] = ("hermes", "openai", "llamafactory", "atif", "dpo", "kto", "rl")
+_FORMATS: tuple[FormatName, ...] = (
+    "hermes",
+    "openai",
+    "llamafactory",
+    "atif",
+    "dpo",
+    "kto",
+    "rl",
+    "prompts",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,9 @@ class _Consumer:
     bare: tuple[str, ...] = ()
     """Installed without what they depend on."""
     more: tuple[str, ...] = ()
-    """Further modules that run in the same environment."""
+    """Further modules that run in the same environment, with an argument after a space."""
+    is_asked_for: bool = False
+    """Only with `--only`: it needs modules that are in no registry."""
 
 
 _CONSUMERS = {
@@ -57,7 +70,12 @@ _CONSUMERS = {
     "trl": _Consumer("trl_sft", ("trl",), needs_torch=True, more=("trl_preferences", "trl_turns")),
     "llamafactory": _Consumer("llamafactory_loader", ("llamafactory",), needs_torch=True),
     "axolotl": _Consumer("axolotl_chat", ("axolotl",), needs_torch=True),
-    "verl": _Consumer("verl_sft", ("verl",), needs_torch=True, more=("rl_rows",)),
+    "verl": _Consumer(
+        "verl_sft", ("verl",), needs_torch=True, more=("rl_rows verl", "verl_prompts")
+    ),
+    "skyrl": _Consumer("rl_rows skyrl", ("skyrl",), needs_torch=True),
+    "prime-rl": _Consumer("rl_rows prime_rl", ("msgspec",), is_asked_for=True),
+    "slime": _Consumer("rl_rows slime", ("torch",), is_asked_for=True),
     "ms-swift": _Consumer("swift_template", ("ms-swift",), needs_torch=True),
     "openrlhf": _Consumer(
         "openrlhf_sft",
@@ -74,7 +92,7 @@ _CONSUMERS = {
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--venvs", type=click.Path(path_type=Path), required=True)
-@click.option("--only", default=",".join(_CONSUMERS))
+@click.option("--only", default=",".join(n for n, c in _CONSUMERS.items() if not c.is_asked_for))
 @click.option("--torch", default="torch")
 def main(run_dir: Path, venvs: Path, only: str, torch: str) -> None:
     """Export RUN_DIR and show what consumers make of it."""
@@ -82,31 +100,37 @@ def main(run_dir: Path, venvs: Path, only: str, torch: str) -> None:
     if unknown := set(names) - set(_CONSUMERS):
         msg = f"unknown {sorted(unknown)}; known are {', '.join(_CONSUMERS)}"
         raise click.UsageError(msg)
-    has_failed = False
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         lines, twins = Path(folder, "lines"), Path(folder, "twins")
         _export(run_dir, lines, twins)
         for name in names:
             consumer = _CONSUMERS[name]
-            python = _environment(venvs.resolve() / name, consumer, torch)
+            try:
+                python = _environment(venvs.resolve() / name, consumer, torch)
+            except subprocess.CalledProcessError as error:
+                failed.append(f"{name}: cannot be installed: {error}")
+                continue
             directories = [twins]  # it holds the JSON lines too
             if name == "datasets":
                 directories = [lines, twins]
             modules = (consumer.module, *consumer.more)
             for directory, module in product(directories, modules):
                 command = [str(python), "-W", "ignore", "-m"]
-                command += [f"benchmarks.consuming.{module}", str(directory)]
+                file, *given = module.split()
+                command += [f"benchmarks.consuming.{file}", str(directory), *given]
                 result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
                 # Trainers print as they please.
-                for line in result.stdout.splitlines():
-                    if line.startswith("= "):
-                        click.echo(line.removeprefix("= "))
-                if result.returncode:
-                    has_failed = True
-                    click.echo(f"{name} ended with {result.returncode}: {result.stderr[-2000:]}")
+                said = [line[2:] for line in result.stdout.splitlines() if line.startswith("= ")]
+                click.echo("\n".join(said))
+                if result.returncode or not said:
+                    why = result.stderr[-2000:].strip() or "it said nothing"
+                    failed.append(f"{name}, {module}: ended with {result.returncode}: {why}")
             if name == "trl":
                 _render(python, twins)
-    sys.exit(int(has_failed))
+    for words in failed:
+        click.echo(f"FAILED {words}")
+    sys.exit(int(bool(failed)))
 
 
 def _export(run_dir: Path, lines: Path, twins: Path) -> None:

@@ -1,17 +1,17 @@
 """Rows of token ids, as trainers read them, by the functions of docs/training.md.
 
-Each is tried where its package can be imported. prime-rl and slime are in no registry: put the
-modules that hold TrainingSample and Sample on the path, as `prime_rl_types` and `slime_types`.
+prime-rl and slime are in no registry: put the modules that hold TrainingSample and Sample on
+PYTHONPATH, as `prime_rl_types` and `slime_types`.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.consuming.rows import not_checked
 from benchmarks.consuming.rows import rows as rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,20 +83,20 @@ def slime(rows: Rows, functions: dict[str, Any]) -> str:
     return "Sample.from_dict"
 
 
-def main(directory: Path) -> None:
-    """Read the rows of an export."""
+_READERS = {reader.__name__: reader for reader in (verl, skyrl, prime_rl, slime)}
+
+
+def main(directory: Path, name: str) -> None:
+    """Have a trainer read the rows of an export."""
     text = (ROOT / "docs" / "training.md").read_text()
     functions: dict[str, Any] = {}
     exec(re.findall(r"```python\n# rl.py\n(.*?)```", text, re.DOTALL)[0], functions)
     rows = [row for row in rows_of(directory, "rl") if row["logprobs"] is not None]
-    readers: list[Callable[[Rows, dict[str, Any]], str]] = [verl, skyrl, prime_rl, slime]
-    for reader in readers if rows else ():
-        try:
-            done = f"{reader(rows, functions)} takes {len(rows)} rows of token ids"
-        except ImportError as error:
-            done = f"not tried: {error}"
-        print(f"= {reader.__name__}: {done}")
+    if not rows:
+        not_checked("the run has no rows of rl with logprobs; it needs --token_ids")
+    done = _READERS[name](rows, functions)
+    print(f"= {name}: {done} takes {len(rows)} rows of token ids")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])
