@@ -70,7 +70,7 @@ class Staging:
         self._files: list[BinaryIO] = []
 
     def __enter__(self) -> Staging:
-        make_directory(self._directory, own=False)
+        make_directory(self._directory, is_inside=False, parents=True)
         for left in self._directory.glob(".export.*.tmp"):
             shutil.rmtree(left)  # of a killed export; the directory is locked
         self._root.mkdir(mode=0o700)
@@ -90,7 +90,7 @@ class Staging:
     def open(self, path: str) -> BinaryIO:
         """A new file, which `publish` moves to its place."""
         temporary = self._root / path
-        make_directory(temporary.parent)
+        make_directory(temporary.parent, parents=True)
         self._paths[path] = path
         self._files = [file for file in self._files if not file.closed]
         self._files.append(open_temporary(temporary, self._directory / path))
@@ -109,7 +109,7 @@ class Staging:
         folders = set()
         for path, final in self._paths.items():
             target = self._directory / final
-            make_directory(target.parent)
+            make_directory(target.parent, parents=True)
             temporary = self._root / path
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())

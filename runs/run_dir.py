@@ -178,7 +178,7 @@ def open_run_dir(
     path = config.run_dir
     lock_fd = None
     try:
-        make_directory(path, own=False)
+        make_directory(path, is_inside=False, parents=True)
         if not fresh:
             refuse_strange_files(path)
             refuse_links(path)

@@ -119,7 +119,7 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
 
 def _make_directory(directory: Path) -> None:
     try:
-        make_directory(directory, own=False)
+        make_directory(directory, is_inside=False, parents=True)
     except (FileExistsError, NotADirectoryError) as error:
         msg = f"{directory}: not a directory; name another --output"
         raise ConfigError(msg) from error

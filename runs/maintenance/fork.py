@@ -139,7 +139,7 @@ def write_forks(
     """
     forked = ForkedRows(path, left_out=Counter() if left_out is None else left_out)
     rules = replace(rules, with_forks=False)
-    make_directory(path.parent, own=False)
+    make_directory(path.parent, is_inside=False, parents=True)
     temporary = temporary_for(path)
     try:
         with open_temporary(temporary, path) as file:

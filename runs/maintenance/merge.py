@@ -127,7 +127,7 @@ def merge(
         for path, _ in runs:
             stack.enter_context(locked(path))
             _refuse_unfinished(path, drop=drop)
-        make_directory(into.parent, own=False)
+        make_directory(into.parent, is_inside=False, parents=True)
         try:
             taken, equal = _make(making, runs, config, scan)
             making.rename(into)

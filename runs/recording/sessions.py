@@ -52,7 +52,7 @@ class SessionFile:
 
     def __init__(self, path: Path, rules: RowRules, quarantine: Path) -> None:
         """Open the file, and create it if it is new. Raises `StorageError`."""
-        make_directory(path.parent)
+        make_directory(path.parent, is_inside=False, parents=True)
         self.path = path
         self._rules = rules
         repair_tail(path, quarantine)

@@ -129,7 +129,7 @@ def keep_dataset(
 
     if writes:
         try:
-            make_directory(run_dir, own=False)
+            make_directory(run_dir, is_inside=False, parents=True)
             with alone_in(run_dir, f"{run_dir}: {_BEING_WRITTEN}"):
                 for leftover in run_dir.glob(".dataset-*.tmp"):
                     leftover.unlink()  # of a start that was killed; it may fill the disk

@@ -58,15 +58,14 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
         raise
 
 
-def make_directory(path: Path, *, own: bool = True) -> None:
-    """Create a directory unless it is there, and those above it; only its owner may write there.
+def make_directory(path: Path, *, is_inside: bool = True, parents: bool = False) -> None:
+    """Create a directory unless it is there; only its owner may write there.
 
-    `own`: it belongs to a run, so a link in its place raises `RunDirError`.
+    `is_inside`: it is part of a run, so a link in its place raises `RunDirError`.
     """
-    for above in reversed(path.parents):
-        if not above.exists():
-            above.mkdir(mode=0o755, exist_ok=True)
-    if own and path.is_symlink():
+    for above in reversed(path.parents) if parents else ():
+        above.mkdir(mode=0o755, exist_ok=True)
+    if is_inside and path.is_symlink():
         raise RunDirError(_linked(path))
     path.mkdir(mode=0o700, exist_ok=True)
 

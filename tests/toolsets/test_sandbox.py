@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -387,6 +388,39 @@ def test_a_sandbox_that_cannot_start_is_refused(
     assert "uid map" in str(sandbox_problem("bwrap"))
     with pytest.raises(SandboxError, match="user namespaces"):
         make_sandbox("bwrap", workspace, Limits())
+
+
+NEW_NAMESPACES = ["unshare", "--pid", "--mount", "--fork", "--kill-child"]
+can_unshare = pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run([*NEW_NAMESPACES, "true"], capture_output=True, check=False).returncode != 0,
+    reason="no namespaces of its own without root",
+)
+
+
+@can_unshare
+@pytest.mark.parametrize(
+    ("proc", "words"),
+    [
+        ("true", "/proc shows the processes of another PID namespace"),
+        ("umount -l /proc", "/proc is not mounted"),
+        ("mount -t proc proc /proc", "None"),
+    ],
+)
+@BOTH
+def test_a_proc_that_does_not_fit_is_named(name: str, proc: str, words: str) -> None:
+    """bwrap would hang there, and `local` could end the processes of others."""
+    say = "import sys, toolsets.sandbox.factory as f; print(f.sandbox_problem(sys.argv[1]))"
+    done = subprocess.run(
+        [*NEW_NAMESPACES, "sh", "-c", f'{proc} && exec "$@"', "-", sys.executable, "-c", say, name],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout
 
 
 def test_an_unknown_sandbox_is_refused_by_name(workspace: Workspace) -> None:

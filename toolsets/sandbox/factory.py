@@ -5,6 +5,8 @@ A sandbox that does not work is refused; another never replaces it.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -61,7 +63,28 @@ def sandbox_problem(name: str, *, image: str | None = None, engine: str = "docke
         return f"unknown sandbox {name!r}; known: {', '.join(SANDBOXES)}"
     if name == "docker":
         return docker_problem(image, engine)
+    if (problem := _proc_problem()) is not None:
+        return f"sandbox {name}: {problem}"
     return bwrap_problem() if name == "bwrap" else None
+
+
+def _proc_problem() -> str | None:
+    """What is wrong with /proc, by which both other sandboxes find their processes."""
+    if sys.platform != "linux":
+        return None
+    try:
+        own = os.readlink("/proc/self")  # noqa: PTH115 - for each conversation, so without a Path
+    except OSError:
+        if os.path.exists("/proc/version"):  # noqa: PTH110 - as above
+            own = ""
+        else:
+            return "/proc is not mounted: run `mount -t proc proc /proc` before the start"
+    if own == str(os.getpid()):
+        return None
+    return (
+        "/proc shows the processes of another PID namespace: mount that of this one "
+        "(`unshare --mount-proc`, or `mount -t proc proc /proc`) before the start"
+    )
 
 
 def make_sandbox(
