@@ -46,8 +46,8 @@ from runs.store.record_types import stored_messages
 from toolsets.browser.process import Browsers
 from toolsets.catalog.custom import as_toolsets, load_own
 from toolsets.catalog.registry import Toolset, catalog
-from toolsets.mcp.mcp_settings import McpServer, ServerName
-from toolsets.mcp.servers import McpError, McpServers, list_servers
+from toolsets.mcp.mcp_settings import McpError, McpServer, ServerName
+from toolsets.mcp.servers import McpServers, list_servers
 from toolsets.net.web_settings import WebSettings
 from toolsets.sandbox.factory import SandboxError, sandbox_problem
 from toolsets.text import join_commas

@@ -1,7 +1,8 @@
 """An MCP server without the SDK, for what no SDK would do; run as a script by the tests.
 
 Arguments: `--slow` never answers; `--noise` prints a banner first; `--twice` lists a tool twice;
-`--broken` lists a tool whose schema is none; a name `--tool=NAME` is listed as well.
+`--broken` lists a tool whose schema is none, `--deep=N` one whose schema has N levels; a name
+`--tool=NAME` is listed as well.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ def reply(method: str, params: dict[str, Any]) -> dict[str, Any]:
         ]
         if "--broken" in sys.argv:
             tools[0]["inputSchema"] = {"type": "object", "properties": {"text": {"type": "odd"}}}
+        for argument in sys.argv:
+            if argument.startswith("--deep="):
+                for _ in range(int(argument[7:])):
+                    tools[0]["inputSchema"] = {"properties": {"a": tools[0]["inputSchema"]}}
         return {"result": {"tools": tools}}
     if method == "tools/call" and params["name"] == "refuse":
         return {"error": {"code": -32603, "message": "not today"}}

@@ -9,8 +9,8 @@ from agent.session import run_here
 from runs.config.run_config import RunConfig
 from runs.config.toolsets import catalog_of
 from toolsets.catalog.registry import Toolset
-from toolsets.mcp.mcp_settings import McpServer
-from toolsets.mcp.servers import McpError, list_servers
+from toolsets.mcp.mcp_settings import McpError, McpServer
+from toolsets.mcp.servers import list_servers
 from toolsets.sandbox.factory import sandbox_problem
 from toolsets.text import clip
 

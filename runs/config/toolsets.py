@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from runs.config.run_config import RunConfig
 from toolsets.catalog.custom import load_own
 from toolsets.catalog.registry import ALL, Toolset, catalog
-from toolsets.mcp.mcp_settings import McpServer
-from toolsets.mcp.servers import McpError, McpServers, list_servers
+from toolsets.mcp.mcp_settings import McpError, McpServer
+from toolsets.mcp.servers import McpServers, list_servers
 
 
 def catalog_of(config: RunConfig, servers: McpServers | None = None) -> Mapping[str, Toolset]:

@@ -24,6 +24,7 @@ from runs.errors import ConfigError
 from runs.planning.plan import make_plan
 from tests.playing import call, calls, say
 from tests.running import (
+    PATIENCE_S,
     ROOT,
     SCRIPTED,
     lines,
@@ -35,9 +36,10 @@ from tests.running import (
 )
 from toolsets.catalog.registry import tools_of
 from toolsets.context import ToolContext
-from toolsets.mcp.mcp_settings import McpServer
-from toolsets.mcp.servers import McpError, McpServers, list_servers
-from toolsets.tool import MAX_RESULT_CHARS, ToolResult
+from toolsets.mcp.argument_check import check_by
+from toolsets.mcp.mcp_settings import McpError, McpServer
+from toolsets.mcp.servers import McpServers, list_servers
+from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, ToolResult
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
 
@@ -283,6 +285,64 @@ def test_tools_that_cannot_be_offered_are_refused(arguments: list[str], words: s
     assert isinstance(found, McpServer)
     with pytest.raises(McpError, match=words):
         McpServers({"raw": found}).toolsets()
+
+
+def test_a_schema_too_deep_to_be_read_is_named_at_once() -> None:
+    """The SDK cannot read the message, so that no answer comes."""
+    named = refusal(raw=server("--deep=98", start_timeout_s=PATIENCE_S))
+    assert "lists a tool whose schema is nested too deeply to be read" in named
+
+
+def test_a_schema_too_deep_to_be_checked_is_named() -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(1000):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(McpError, match="the schema of t is nested too deeply to be checked"):
+        check_by(schema, "t")
+
+
+BACKTRACKING = "^(a|aa)+$"
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        ({"properties": {"p": {"pattern": BACKTRACKING}}}, {"p": "a" * 60 + "!"}),
+        ({"patternProperties": {BACKTRACKING: False}}, {"a" * 60 + "!": 1}),
+        (
+            {"patternProperties": {BACKTRACKING: {}}, "additionalProperties": False},
+            {"a" * 60 + "!": 1},
+        ),
+        (
+            {"patternProperties": {BACKTRACKING: {}}, "unevaluatedProperties": False},
+            {"a" * 60 + "!": 1},
+        ),
+    ],
+)
+def test_a_pattern_that_takes_too_long_is_left_to_the_server(
+    schema: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    """A search without a limit would hold up the worker for ever."""
+    check_by({"type": "object", **schema}, "t")(arguments)
+
+
+def test_patterns_are_checked() -> None:
+    check = check_by(
+        {
+            "properties": {"p": {"pattern": "^a+$"}, "q": {}},
+            "patternProperties": {"^x": {"type": "integer"}},
+            "additionalProperties": False,
+        },
+        "t",
+    )
+    check({"p": "aa", "q": 1, "x1": 2})
+    with pytest.raises(ArgumentsError) as refused:
+        check({"p": "b", "x1": "no", "y": 3})
+    assert str(refused.value).splitlines() == [
+        "arguments: Additional properties are not allowed ('y' was unexpected)",
+        "p: 'b' does not match '^a+$'",
+        "x1: 'no' is not of type 'integer'",
+    ]
 
 
 def test_a_server_knows_no_more_than_it_is_given(

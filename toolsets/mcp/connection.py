@@ -28,6 +28,8 @@ _MAX_PAGES = 100
 _MAX_GARBAGE = 100
 _LATE_IN_A_ROW = 3
 _CONNECTION_CLOSED = -32000
+_TOO_DEEP = "recursion limit exceeded"
+"""In the error of the SDK's parser."""
 
 
 class ServerError(ToolError):
@@ -83,7 +85,8 @@ class Link:
                 connection.is_broken = True
                 stderr = connection.last_stderr()
                 _log.warning("mcp server %s died: %s%s", self._name, _describe(error), stderr)
-            raise ServerError(f"the server {self._name!r} died during the call") from error
+            what = "sent what is nested too deeply" if connection.is_too_deep else "died"
+            raise ServerError(f"the server {self._name!r} {what} during the call") from error
         connection.late = 0
         return result
 
@@ -93,7 +96,16 @@ class Link:
         tools = []
         cursor = None
         for _ in range(_MAX_PAGES):
-            page = await connection.client.list_tools(cursor=cursor)
+            try:
+                page = await connection.client.list_tools(cursor=cursor)
+            except Exception as error:
+                if not connection.is_too_deep:
+                    raise
+                raise StartError(
+                    f"the server {self._name!r} lists a tool whose schema is nested too deeply to "
+                    "be read (about 200 levels of JSON); have it list a flatter one, or leave the "
+                    "server out"
+                ) from error
             tools += [_listed(tool) for tool in page.tools]
             cursor = page.next_cursor
             if cursor is None:
@@ -159,6 +171,8 @@ class _Connection:
         """It must not be used again."""
         self.is_dead = False
         """The server has closed the connection."""
+        self.is_too_deep = False
+        """The server has sent a message that is nested too deeply to be read."""
         self.late = 0
         """Calls in a row that did not end in time."""
         self.garbage = 0
@@ -237,6 +251,10 @@ class _Connection:
 
         async def on_message(message: Any) -> None:
             if isinstance(message, Exception):
+                if _TOO_DEEP in str(message):  # perhaps an answer, which will never come
+                    self.is_broken = self.is_too_deep = True
+                    self._kill()
+                    self._stop.set()
                 self.garbage += 1
                 if self.garbage == _MAX_GARBAGE:
                     self.is_broken = True

@@ -29,6 +29,10 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+class McpError(ValueError):
+    """A server cannot be used; the message says which and why."""
+
+
 class McpServer(BaseModel):
     """How to reach or start a server, and how often to restart it."""
 

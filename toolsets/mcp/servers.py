@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,21 +15,16 @@ from toolsets.catalog.registry import Toolset
 from toolsets.context import ToolContext
 from toolsets.errors import HostError
 from toolsets.extras import install
+from toolsets.mcp.argument_check import check_by
 from toolsets.mcp.connection import Link, StartError
-from toolsets.mcp.mcp_settings import ListedTool, McpServer
+from toolsets.mcp.mcp_settings import ListedTool, McpError, McpServer
 from toolsets.per_loop import PerLoop
 from toolsets.text import clip
-from toolsets.tool import TOOL_NAME, ArgumentsError, Tool, ToolResult
+from toolsets.tool import TOOL_NAME, Tool, ToolResult
 
 _STARTS_AT_A_TIME = 4
 _HOME = "/workspace"
 """Replaces the temporary workspace in the texts of a server that lists its tools."""
-_MAX_PROBLEMS = 10
-_MAX_PROBLEM_CHARS = 300
-
-
-class McpError(ValueError):
-    """A server cannot be used; the message says which and why."""
 
 
 async def list_servers(servers: Mapping[str, McpServer]) -> dict[str, McpServer | McpError]:
@@ -96,7 +91,7 @@ class McpServers(PerLoop["_Links"]):
             arguments_model=None,
             idempotent=listed.is_idempotent,
             sequential=not listed.is_read_only,
-            check=_check_by(listed.input_schema, tool_name),
+            check=check_by(listed.input_schema, tool_name),
         )
 
     def _link(self, name: str, server: McpServer, context: ToolContext) -> Link:
@@ -146,39 +141,6 @@ def _without_path(tool: ListedTool, directory: str) -> ListedTool:
     schema = json.dumps(tool.input_schema).replace(directory, _HOME)
     description = tool.description.replace(directory, _HOME)
     return replace(tool, description=description, input_schema=json.loads(schema))
-
-
-def _check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, Any]], None]:
-    """A check of arguments against a server's schema; raises `McpError` for an invalid schema."""
-    import jsonschema
-    from referencing import Registry
-    from referencing.exceptions import Unresolvable
-
-    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    try:
-        kind.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        msg = f"mcp: the schema of {tool_name} is not a JSON Schema: {error.message}"
-        raise McpError(msg) from error
-    # The default registry would fetch references from the network.
-    validator = kind(schema, registry=Registry())
-
-    def check(arguments: dict[str, Any]) -> None:
-        try:
-            problems = sorted(validator.iter_errors(arguments), key=lambda error: error.json_path)
-        except Unresolvable:
-            return  # the schema refers to another document; the server will check
-        except RecursionError:
-            raise ArgumentsError("the JSON is nested too deeply") from None
-        lines = [
-            f"{'.'.join(map(str, problem.absolute_path)) or 'arguments'}: "
-            f"{clip(problem.message, max_chars=_MAX_PROBLEM_CHARS)}"
-            for problem in problems[:_MAX_PROBLEMS]
-        ]
-        if lines:
-            raise ArgumentsError("\n".join(lines))
-
-    return check
 
 
 def _roots(context: ToolContext) -> tuple[str, ...]:
