@@ -157,7 +157,8 @@ class Gateway:
                 break
             await self._change(reply, sent)
         if reply.refusal is not None:
-            await response.write(wire.stream_error(reply.refusal.kind, reply.refusal.words))
+            status, kind, words, _ = reply.refusal
+            await response.write(wire.stream_error(status, kind, words))
         await response.write_eof()
         return response
 

@@ -34,6 +34,9 @@ _TYPES: Mapping[int, str] = {
     529: "overloaded_error",
 }
 
+SERVER_ERROR = "server_error"
+"""What OpenAI calls an error that may pass."""
+
 
 def sse(data: Any, *, event: str = "") -> bytes:
     """One server-sent event: JSON data, and its name if the API names its events."""
@@ -208,8 +211,11 @@ class Wire(ABC):
         return exact_json.dumps({"error": error})
 
     @abstractmethod
-    def stream_error(self, kind: str, words: str) -> bytes:
-        """An event that ends a stream whose headers are sent, as an error not worth repeating."""
+    def stream_error(self, status: int, kind: str, words: str) -> bytes:
+        """An event that ends a stream whose headers are sent.
+
+        `status` is what would have been sent instead: clients repeat the call from 500 on.
+        """
 
 
 def _remove_server_tools(

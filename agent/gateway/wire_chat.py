@@ -15,7 +15,7 @@ from agent.gateway.reading import (
     placeholder,
 )
 from agent.gateway.wire import WireError
-from agent.gateway.wire_base import Wire, sse
+from agent.gateway.wire_base import SERVER_ERROR, Wire, sse
 from agent.messages import Message
 from agent.models.dialects.openai_chat import API, flat_text, read_message
 from agent.models.errors import ModelError
@@ -79,9 +79,10 @@ class ChatWire(Wire):
         """See `Wire.is_end`."""
         return any(choice.get("finish_reason") for choice in event.get("choices") or [])
 
-    def stream_error(self, kind: str, words: str) -> bytes:
-        """See `Wire.stream_error`."""
-        return b"data: " + self.error(400, kind, words) + b"\n\n"
+    def stream_error(self, status: int, kind: str, words: str) -> bytes:
+        """See `Wire.stream_error`. opencode repeats calls that fail with this code."""
+        code = SERVER_ERROR if status >= 500 else kind
+        return b"data: " + self.error(status, code, words) + b"\n\n"
 
 
 def _delta_of(choice: Mapping[str, Any]) -> dict[str, Any]:

@@ -138,9 +138,9 @@ class GeminiWire(Wire):
         error = {"code": status, "message": f"{words} ({kind})", "status": named}
         return exact_json.dumps({"error": error})
 
-    def stream_error(self, kind: str, words: str) -> bytes:
+    def stream_error(self, status: int, kind: str, words: str) -> bytes:
         """See `Wire.stream_error`. Google's own client finds errors only outside of events."""
-        return self.error(400, kind, words) + b"\n\n"
+        return self.error(status, kind, words) + b"\n\n"
 
 
 def _config_of(body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -68,9 +68,9 @@ class MessagesWire(Wire):
         """See `Wire.error`."""
         return exact_json.dumps(_error(status, kind, words))
 
-    def stream_error(self, kind: str, words: str) -> bytes:
+    def stream_error(self, status: int, kind: str, words: str) -> bytes:
         """See `Wire.stream_error`."""
-        return sse(_error(400, kind, words), event="error")
+        return sse(_error(status, kind, words), event="error")
 
 
 def _error(status: int, kind: str, words: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from agent.gateway.reading import (
     unknown_earlier,
 )
 from agent.gateway.wire import WireError, WireRequest
-from agent.gateway.wire_base import Wire, sse
+from agent.gateway.wire_base import SERVER_ERROR, Wire, sse
 from agent.messages import Message, Role
 from agent.models.dialects.openai_responses import API, conversation_of, read_output
 from agent.models.errors import ModelError
@@ -85,9 +85,10 @@ class ResponsesWire(Wire):
             for n, event in enumerate(_events_of(body))
         ]
 
-    def stream_error(self, kind: str, words: str) -> bytes:
-        """See `Wire.stream_error`. Codex repeats calls that fail with most other codes."""
-        error = {"code": "invalid_prompt", "message": f"{words} ({kind})"}
+    def stream_error(self, status: int, kind: str, words: str) -> bytes:
+        """See `Wire.stream_error`. Codex repeats calls that fail with most codes."""
+        code = SERVER_ERROR if status >= 500 else "invalid_prompt"
+        error = {"code": code, "message": f"{words} ({kind})"}
         reply = {"id": "", "object": "response", "status": "failed", "error": error, "output": []}
         event = {"type": "response.failed", "response": reply, "sequence_number": 0}
         return sse(event, event="response.failed")

@@ -255,7 +255,7 @@ def test_errors_have_the_words(api: str) -> None:
     wire = WIRES[api]
     whole = json.loads(wire.error(400, "budget", "The budget is spent."))
     assert "The budget is spent." in whole["error"]["message"]
-    assert b"The budget is spent." in wire.stream_error("budget", "The budget is spent.")
+    assert b"The budget is spent." in wire.stream_error(400, "budget", "The budget is spent.")
 
 
 @EACH
