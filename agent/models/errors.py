@@ -171,6 +171,13 @@ class ModelError(Exception):
         return self.action == "retry" and not self.was_passed_on
 
     @property
+    def is_by_load(self) -> bool:
+        """Whether too many calls may have caused it: not a reply that is cut or malformed."""
+        if self.kind in ("connection", "timeout"):
+            return not self._was_sent
+        return self.kind in ("rate_limited", "overloaded")
+
+    @property
     def may_have_cost(self) -> bool:
         """Whether the endpoint may charge for the attempt although its reply cannot be used."""
         return self._was_sent and self.kind in _UNANSWERED

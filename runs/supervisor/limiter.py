@@ -17,9 +17,15 @@ _NEAR = 0.95
 _SLOWLY = 0.3
 """Slow growth, in calls per round of calls."""
 
+_FLOOR = 4
+_SURELY = 8
+"""Below this floor the limit is cut only where so many more calls were refused than answered since
+the last cut. Some endpoints refuse a share of all calls however few there are, and with one call
+in flight a slow reply would hold up everything."""
+
 _HELD_UP = 10
-"""Number of replies after a failure of the endpoint (5xx, a cut connection) that do not let the
-limit grow. So it stays while one call in ten fails, but grows in spite of an occasional failure."""
+"""Number of replies after a failure by load (5xx, no connection) that do not let the limit grow.
+So it stays while one call in ten fails, but grows in spite of an occasional failure."""
 
 _MAX_HELD_UP_ROUNDS = 3
 """An outage delays growth by at most this many rounds of calls."""
@@ -38,6 +44,8 @@ class Limiter:
         self._refused_at = float("inf")
         self._cut_at = float("-inf")
         self._held_up = 0
+        self._answered = self._refused = 0
+        """Calls since the last cut."""
         self.cool_down_until = float("-inf")
         """No call may be sent before this time."""
         self.refused = 0
@@ -59,6 +67,7 @@ class Limiter:
         The limit doubles per round of calls until the first refusal. After that it grows by one
         call per round, and slowly near the limit of the last refusal.
         """
+        self._answered += count
         held_up = min(self._held_up, count)
         self._held_up -= held_up
         count -= held_up
@@ -81,13 +90,19 @@ class Limiter:
         if retry_after_s is not None:
             pause_s = min(retry_after_s, MAX_COOL_DOWN_S)
             self.cool_down_until = max(self.cool_down_until, now + pause_s)
-        if sent_at > self._cut_at:
+        if sent_at <= self._cut_at:
+            return
+        self._refused += 1
+        is_load = self._refused >= self._answered + _SURELY
+        lowest = 1.0 if is_load else min(self._limit, float(_FLOOR))
+        if self._limit > lowest:
             self._cut_at = now
             self._refused_at = self._limit
-            self._limit = max(1.0, self._limit * _CUT)
+            self._limit = max(lowest, self._limit * _CUT)
+            self._answered = self._refused = 0
 
     def on_failures(self, count: int) -> None:
-        """`count` calls failed otherwise; the limit should not grow for a while."""
+        """`count` calls failed by load otherwise; the limit should not grow for a while."""
         highest = int(_MAX_HELD_UP_ROUNDS * self._limit) + _HELD_UP
         self._held_up = min(self._held_up + _HELD_UP * count, highest)
 

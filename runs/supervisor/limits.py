@@ -131,8 +131,8 @@ class _SharedLimit:
         has_rate = self._limits.rpm or self._limits.tpm
         if has_rate and share.waiting and share.in_flight < share.permits:
             self._is_paced = True
-        if load["failures"]:
-            self.limiter.on_failures(load["failures"])
+        if load["overloads"]:
+            self.limiter.on_failures(load["overloads"])
         if load["replies"]:
             is_needed = any(each.waiting for each in self._shares.values())
             self.limiter.on_replies(load["replies"], is_needed=is_needed)

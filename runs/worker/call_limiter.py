@@ -76,6 +76,9 @@ class Load:
     """The number of the last message with permits that has arrived."""
     replies: int = 0
     failures: int = 0
+    """Attempts that failed otherwise than by a refusal (429), and are repeated."""
+    overloads: int = 0
+    """Those that the load of the endpoint may have caused."""
 
 
 class CallLimiter:
@@ -110,7 +113,7 @@ class CallLimiter:
         self._not_before = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._replies = 0
-        self._failures = 0
+        self._failures = self._overloads = 0
         self._is_stopping = False
 
     async def enter(self, claim: Callable[[], CostEstimate]) -> CallPermit:
@@ -148,6 +151,7 @@ class CallLimiter:
             self._on_refusal(outcome.retry_after_s, permit.sent_at)
         elif outcome is not None and outcome.action == "retry":
             self._failures += 1
+            self._overloads += outcome.is_by_load
         self._leave()
 
     def allow(
@@ -180,8 +184,9 @@ class CallLimiter:
     def take_load(self) -> Load:
         """The load, with the results since the last call."""
         waiting = sum(not turn.done() for turn, _ in self._waiting)
-        load = Load(self._in_flight, waiting, self._told, self._replies, self._failures)
-        self._replies = self._failures = 0
+        results = (self._replies, self._failures, self._overloads)
+        load = Load(self._in_flight, waiting, self._told, *results)
+        self._replies = self._failures = self._overloads = 0
         return load
 
     async def _take_turn(self, tokens: float) -> None:

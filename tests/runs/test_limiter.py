@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from runs.protocol.messages import unpack
 from runs.supervisor.limiter import MAX_COOL_DOWN_S, Limiter, share_out
 from runs.supervisor.limits import RunLimits
 from runs.worker.budget_share import WorkerBudget
-from runs.worker.call_limiter import CallLimiter, TokenBucket
+from runs.worker.call_limiter import CallLimiter, Load, TokenBucket
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import lines, run, write_prompts
 
@@ -68,6 +69,46 @@ class TestLimiter:
         for n in range(50):
             limiter.on_refusal(None, sent_at=n + 0.5, now=n + 1.0)
         assert limiter.limit == 1
+
+    @pytest.mark.parametrize(("share", "level"), [(0.03, 4), (0.3, 4), (0.9, 1)])
+    def test_a_share_of_calls_that_is_refused_whatever_the_load_leaves_a_few_calls(
+        self, share: float, level: int
+    ) -> None:
+        """One slow reply must not hold up everything; but where most are refused, one is enough."""
+        limiter, draw, now, lowest = Limiter(start=64, ceiling=64), random.Random(1), 0.0, 64
+        for _ in range(600):
+            for _ in range(limiter.limit):
+                if draw.random() < share:
+                    limiter.on_refusal(None, sent_at=now + 0.1, now=now + 0.2)
+                else:
+                    limiter.on_replies(1, is_needed=True)
+            now += 1.0
+            lowest = min(lowest, limiter.limit)
+        assert lowest >= 4 if level == 4 else lowest == 1
+
+    @pytest.mark.parametrize(
+        ("error", "by_load"),
+        [
+            (ModelError("overloaded", "503"), 1),
+            (ModelError("connection", "no connection", was_sent=False), 1),
+            (ModelError("connection", "cut"), 0),
+            (ModelError("timeout", "silent"), 0),
+            (ModelError("malformed", "no JSON"), 0),
+        ],
+    )
+    def test_only_failures_by_load_hold_it_up(self, error: ModelError, by_load: int) -> None:
+        async def fail() -> Load:
+            gate = CallLimiter(
+                permits=1,
+                budget=WorkerBudget(budget=None, report=lambda report: None),
+                on_refusal=lambda retry_after_s, sent_at: None,
+            )
+            permit = await gate.enter(lambda: CostEstimate(None, None, 0))
+            permit.leave(error)
+            return gate.take_load()
+
+        load = asyncio.run(fail())
+        assert (load.failures, load.overloads) == (1, by_load)
 
     def test_after_failures_the_limit_grows_only_after_enough_replies(self) -> None:
         limiter = Limiter(start=4, ceiling=100)
@@ -311,7 +352,7 @@ class FakeWorker:
     def load(self, replies: int) -> dict[str, int]:
         return {
             "in_flight": self.in_flight, "waiting": 20, "told": self.told,
-            "replies": replies, "failures": 0,
+            "replies": replies, "failures": 0, "overloads": 0,
         }  # fmt: skip
 
 
