@@ -40,6 +40,7 @@ from export.conversation.row_json import dumps_row
 from export.conversation.validity import Reason, Rejected, check_finished
 from export.formats.hermes import to_conversations
 from runs.config.endpoints import check_url
+from runs.config.option_types import local_path
 from runs.process.first_process import leave_first_place
 from runs.store.files import AppendFile, StorageError
 from runs.store.record_types import stored_messages
@@ -154,7 +155,7 @@ class AIAgent:
         )
         self._model_name = model
         self._save_trajectories = save_trajectories
-        self._output_dir = Path(output_dir)
+        self._output_dir = Path(local_path(output_dir))
         if verbose_logging:
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
             log.setLevel(logging.DEBUG)

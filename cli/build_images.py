@@ -6,13 +6,14 @@ from pathlib import Path
 
 import click
 
+from cli.command_line import LocalPath
 from cli.exit_codes import errors_as_exit_codes, fail
 from runs.process.console import say, show
 from toolsets.text import plural
 
 
 @click.command(name="build_images")
-@click.argument("tasks", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("tasks", type=LocalPath(path_type=Path, exists=True, file_okay=False))
 @click.option(
     "--container_engine",
     type=click.Choice(["docker", "podman"]),
@@ -21,7 +22,7 @@ from toolsets.text import plural
 )
 @click.option(
     "--save",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=LocalPath(path_type=Path, file_okay=False),
     metavar="DIR",
     help="Also write the images into one OCI layout in DIR, for --images=DIR.",
 )

@@ -41,6 +41,19 @@ def _help_all_option() -> click.Option:
     )
 
 
+class LocalPath(click.Path):
+    """A path of this machine."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; URLs are refused."""
+        from runs.config.option_types import local_path
+
+        try:
+            return super().convert(local_path(value), param, ctx)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 class Commands(click.Group):
     """A group whose default command is `run`, with that command's options in its own help."""
 

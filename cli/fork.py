@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.command_line import RunCommand
+from cli.command_line import LocalPath, RunCommand
 from cli.exit_codes import end, errors_as_exit_codes
 from cli.shared import Starting, live_option, start, starting_options
 from runs.process.console import show
@@ -37,10 +37,8 @@ _FILTERS = ("status", "min_reward", "max_reward", "passed")
 @click.option("--min_reward", metavar="NUMBER", type=float, help="Minimum reward.")
 @click.option("--max_reward", metavar="NUMBER", type=float, help="Maximum reward.")
 @click.option("--passed/--not_passed", default=None, help="By check, else by reward.")
-@click.option(
-    "--recipe", type=click.Path(path_type=Path), help="Recipe with filters; see `export`."
-)
-@click.option("--ids", type=click.Path(path_type=Path), help="File of record ids, one per line.")
+@click.option("--recipe", type=LocalPath(path_type=Path), help="Recipe with filters; see `export`.")
+@click.option("--ids", type=LocalPath(path_type=Path), help="File of record ids, one per line.")
 @click.option(
     "--limit", metavar="N", type=click.IntRange(min=1), help="Maximum conversations to branch from."
 )

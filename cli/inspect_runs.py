@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from cli.command_line import LocalPath
 from cli.exit_codes import errors_as_exit_codes
 from cli.export_options import asks_for_dataset, dataset_options, make_dataset
 from cli.shared import output_dir_option, run_argument, run_dir_argument, show_run
@@ -105,11 +106,11 @@ def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: b
 @click.option("--into", required=True, help="Name of the new run.")
 @click.option(
     "--output_dir",
-    type=click.Path(path_type=Path),
+    type=LocalPath(path_type=Path),
     default=Path("trajectories"),
     help="Directory of the new run and of RUNs given by name.  [default: trajectories]",
 )
-@click.option("--dataset_file", type=click.Path(path_type=Path), help="Dataset with all rows.")
+@click.option("--dataset_file", type=LocalPath(path_type=Path), help="Dataset with all rows.")
 @click.option("--drop_unfinished", is_flag=True, help="Leave unfinished conversations out.")
 @click.option("--allow_gaps", is_flag=True, help="Leave tasks of missing shards pending.")
 def merge(

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from cli.command_line import LocalPath
 from cli.exit_codes import errors_as_exit_codes
 from runs.process.console import show
 
@@ -22,7 +23,7 @@ def distributions() -> None:
 
 
 @click.command()
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="As for `run`.")
+@click.option("--config", "config_file", type=LocalPath(path_type=Path), help="As for `run`.")
 @click.option("--tools", help="As for `run`.")
 @click.option("--mcp", metavar="JSON", help="As for `run`; the servers are started.")
 @click.option("--sandbox", help="As for `run`.")
@@ -46,7 +47,7 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
 
 
 @click.command()
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="As for `run`.")
+@click.option("--config", "config_file", type=LocalPath(path_type=Path), help="As for `run`.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with all that is known.")
 def endpoints(config_file: Path | None, as_json: bool) -> None:
     """List all endpoints that a model can name and whether their keys are set."""

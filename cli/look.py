@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli.command_line import LocalPath
 from cli.exit_codes import errors_as_exit_codes
 from cli.shared import output_dir_option, run_argument, run_dir_argument
 from runs.process.console import show
@@ -24,7 +25,7 @@ _ID_CHARS = 100
 @run_dir_argument
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=LocalPath(path_type=Path),
     help="HTML file to write.  [default: report.html in the run directory]",
 )
 def report(run: str, output_dir: Path, output: Path | None) -> None:

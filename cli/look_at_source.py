@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from cli.command_line import LocalPath
 from cli.exit_codes import errors_as_exit_codes
 from runs.process.console import show
 
@@ -21,7 +22,7 @@ _REASONS = 20
 
 
 @click.command()
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=LocalPath(path_type=Path))
 @click.option("--columns", metavar="COLUMN=SOURCE_COLUMN,...", help="As for `run`.")
 @click.option(
     "--rows",

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from cli.command_line import EXAMPLES, RunCommand
+from cli.command_line import EXAMPLES, LocalPath, RunCommand
 from cli.exit_codes import end, errors_as_exit_codes, fail
 from cli.shared import Starting, live_option, make_plan_of, show_run, start, starting_options
 from runs.process.console import say, show
@@ -93,7 +93,7 @@ def estimate(
 
 
 @click.command(cls=RunCommand, name="import_hermes")
-@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("directory", type=LocalPath(path_type=Path, exists=True, file_okay=False))
 @starting_options
 def import_hermes(
     directory: Path,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli.command_line import LocalPath
 from cli.exit_codes import errors_as_exit_codes
 from cli.shared import run_dir_argument
 from runs.process.console import show
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--judge_prompt",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=LocalPath(path_type=Path),
     help="Its prompt, with {conversation}, {question}, {answer} or {expected}.",
 )
 @click.option("--base_url", metavar="URL", help="Root URL of the judge's endpoint.")

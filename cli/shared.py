@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from cli.command_line import LocalPath
 from cli.live import check_live, live_view
 from runs.process.console import show
 from toolsets.text import plural
@@ -48,7 +49,7 @@ def starting_options(function: Any) -> Any:
             click.option(
                 "--config",
                 "config_file",
-                type=click.Path(path_type=Path),
+                type=LocalPath(path_type=Path),
                 help="YAML file of options; flags win over it.",
             ),
             click.option(
@@ -77,7 +78,7 @@ live_option = click.option(
 
 output_dir_option = click.option(
     "--output_dir",
-    type=click.Path(path_type=Path),
+    type=LocalPath(path_type=Path),
     default=Path("trajectories"),
     help="Where to find RUN if it is a name, not a directory.  [default: trajectories]",
 )

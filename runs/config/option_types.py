@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,7 +28,23 @@ RowFlaw = Literal[
 ]
 """Reasons why exports reject rows that some formats can represent."""
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""`Path` leaves one of the two slashes. A directory of such a name is `./s3:/...`."""
+
 AcceptedRows = Annotated[tuple[RowFlaw, ...], BeforeValidator(split_commas)]
+
+
+def local_path(value: Any) -> Any:
+    """Before-validator: a URL is no path; `s3://bucket` would be a directory `s3:` here."""
+    if isinstance(value, str | Path) and _SCHEME.match(str(value)):
+        raise ValueError(
+            "must be a path of this machine: URLs are not supported; mount the storage, or copy "
+            "the files"
+        )
+    return value
+
+
+LocalPath = Annotated[Path, BeforeValidator(local_path)]
 
 
 def named(value: Any) -> Any:
@@ -35,7 +52,7 @@ def named(value: Any) -> Any:
     if value == "":
         msg = "must not be empty"
         raise ValueError(msg)
-    return value
+    return local_path(value)
 
 
 def is_text(value: Any) -> bool:

@@ -32,6 +32,7 @@ from runs.config.agents import DEFAULTS, check_options, read_agent
 from runs.config.endpoints import BaseUrl, Effort, ExtraBody, PriceConfig
 from runs.config.option_types import (
     AcceptedRows,
+    LocalPath,
     Names,
     Resource,
     Weight,
@@ -86,7 +87,7 @@ class RunConfig(SandboxOptions):
     run_name: Annotated[str, AfterValidator(plain_name)] = running(
         ..., "Name of the run; the same name resumes it.", max_length=120
     )
-    output_dir: Path = running(Path("trajectories"), "Directory for runs and training files.")
+    output_dir: LocalPath = running(Path("trajectories"), "Directory for runs and training files.")
     model: str = meaning(
         "",
         "openai:NAME, anthropic:NAME, responses:NAME, openrouter:NAME, scripted, or a NAME at"
@@ -169,10 +170,10 @@ class RunConfig(SandboxOptions):
         "Ask for token ids and logprobs as sampled, for `export --format rl` (vLLM, SGLang).",
     )
     prompt_caching: bool = running(True, "Anthropic: cache the system message and the tools.")
-    script_file: Path | None = meaning(
+    script_file: LocalPath | None = meaning(
         None, "YAML turns of --model=scripted for rows without a script."
     )
-    prefill_messages_file: Path | None = running(None, "JSON file with prefill_messages.")
+    prefill_messages_file: LocalPath | None = running(None, "JSON file with prefill_messages.")
     require_reasoning: bool = running(
         False, "Training file: leave out conversations without reasoning."
     )
@@ -216,7 +217,7 @@ class RunConfig(SandboxOptions):
         "driver",
         "Keep journals with the driver and workspaces on nodes, or both on shared storage.",
     )
-    ray_scratch_dir: Path | None = running(
+    ray_scratch_dir: LocalPath | None = running(
         None, "Directory for workspaces on nodes; default: the temporary directory."
     )
     concurrency: PositiveInt | None = running(

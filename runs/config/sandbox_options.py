@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import model_validator
 
 from agent.options import AgentOptions, PositiveFloat, PositiveInt, meaning
-from runs.config.option_types import Names, running
+from runs.config.option_types import LocalPath, Names, running
 
 
 class SandboxOptions(AgentOptions):
@@ -30,7 +29,7 @@ class SandboxOptions(AgentOptions):
         None,
         "With --workspace=image: the workspace of rows without `workdir`; default: the image's.",
     )
-    images: Path | None = running(
+    images: LocalPath | None = running(
         None,
         "Directory of images (OCI layouts, archives of `docker save`) for --sandbox=bwrap "
         "--workspace=image.",

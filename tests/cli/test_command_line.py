@@ -178,3 +178,24 @@ def test_own_tools_that_are_given_one_by_one_are_all_offered(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     (record,) = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
     assert [m["content"] for m in record["messages"] if m["role"] == "tool"] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--dataset_file=p.jsonl", "--run_name=r", "--output_dir=s3://bucket/runs"],
+        ["--dataset_file=s3://bucket/p.jsonl", "--run_name=r"],
+        ["--dataset_file=p.jsonl", "--run_name=r", "--images=gs://b/x"],
+        ["status", "r", "--output_dir=s3://bucket"],
+        ["report", "r", "--output=file:///tmp/r.html"],
+    ],
+    ids=lambda args: args[-1],
+)
+def test_urls_are_no_paths(args: list[str], tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
+    refused = (
+        run(tmp_path, *args, "--model=scripted") if args[0][0] == "-" else run(tmp_path, *args)
+    )
+    assert refused.returncode == 2
+    assert "must be a path of this machine: URLs are not supported" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
