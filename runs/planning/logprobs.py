@@ -19,6 +19,9 @@ _NEUTRAL = {
 }
 """Values of options that leave the distribution as it is."""
 
+_GRAMMAR = {"tool_choice", "response_format", "structured_outputs", "regex", "ebnf"}
+"""Options that allow only some tokens at each place."""
+
 _PATIENCE_S = 2.0
 
 
@@ -29,20 +32,29 @@ def on_logprobs(setups: Setups) -> Iterator[str]:
     Asks servers of the user's own what they know of themselves.
     """
     for settings in called_models(setups):
-        if not settings.token_ids or settings.api != "openai_chat":
+        is_own = provider_at(settings.base_url or "") is None  # others give no token ids
+        if not settings.token_ids or settings.api != "openai_chat" or not is_own:
             continue
         given = _changed(settings)
-        is_own = provider_at(settings.base_url or "") is None
-        mode = _mode_of(settings) if given and is_own else None
-        if not given or mode in ("processed_logprobs", "processed_logits"):
+        where = f"token_ids: {settings.name} at {settings.base_url} samples"
+        if grammar := given.keys() & _GRAMMAR:
+            yield (
+                f"{where} by a grammar ({', '.join(sorted(grammar))}): its logprobs are those "
+                "after the grammar's mask, which the model itself does not have (docs/endpoints.md)"
+            )
+        given = {name: value for name, value in given.items() if name not in _GRAMMAR}
+        mode = _mode_of(settings) if given else None
+        if not given or mode == "processed_logprobs":
             continue
         if settings.reference.startswith("sglang:") and set(given) <= {"temperature"}:
             continue  # its logprobs are those after the temperature
         options = ", ".join(f"{name} {value}" for name, value in given.items())
-        known = "" if mode else ", unless it was started with --logprobs-mode processed_logprobs"
+        known = ", unless it was started with --logprobs-mode processed_logprobs"
+        if mode is not None:
+            known = f" (--logprobs-mode {mode})"
         yield (
-            f"token_ids: {settings.name} at {settings.base_url} samples with {options}; the "
-            f"logprobs of vLLM are those before these options{known} (docs/endpoints.md)"
+            f"{where} with {options}; the logprobs of vLLM are those before these options{known} "
+            "(docs/endpoints.md)"
         )
 
 

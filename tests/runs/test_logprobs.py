@@ -62,7 +62,6 @@ def mode(name: str) -> Any:
     [
         ({"temperature": 0.6, "top_p": 0.95}, "temperature 0.6, top_p 0.95;"),
         ({"extra_body": {"top_k": 20}}, "top_k 20;"),
-        ({"extra_body": {"tool_choice": "required"}}, "tool_choice required;"),
         ({"temperature": None}, "temperature of its own (none is given);"),
         ({"model": "sglang:m", "temperature": 0.6, "top_p": 0.5}, "temperature 0.6, top_p 0.5;"),
     ],
@@ -74,6 +73,13 @@ def test_options_that_change_the_distribution_are_named(
         (words,) = said(url, **options)
     assert f"m at {url} samples with {named}" in words
     assert "unless it was started with --logprobs-mode processed_logprobs" in words
+
+
+def test_a_grammar_is_named_whatever_the_mode() -> None:
+    for known in (None, mode("processed_logprobs")):
+        with server(known) as url:
+            (words,) = said(url, extra_body={"tool_choice": "required"})
+        assert "samples by a grammar (tool_choice): its logprobs are those after" in words
 
 
 @pytest.mark.parametrize(
