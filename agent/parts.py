@@ -31,9 +31,11 @@ def kind_of_part(part: Mapping[str, Any]) -> Literal["image", "file", "earlier_r
         return EARLIER
     if "image" in kind or kind == "computer_screenshot":
         return "image"
-    found = (part[key] for key in _IN_GEMINI if isinstance(part.get(key), dict))
-    data: Mapping[str, Any] = next(found, {})
-    kind = str(data.get("mimeType") or data.get("mime_type") or part.get("kind", ""))
+    kind = str(part.get("kind", ""))
+    for key in _IN_GEMINI:
+        if key in part and isinstance(data := part[key], dict):
+            kind = str(data.get("mimeType") or data.get("mime_type") or kind)
+            break
     return "image" if kind.startswith("image") else "file"
 
 

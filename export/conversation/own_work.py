@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -39,39 +38,50 @@ class Counts(msgspec.Struct, frozen=True, gc=False):
 class Own:
     """What this run's model did in a record, without the turns of a branch's parent."""
 
+    __slots__ = ("_counts", "brought", "messages", "start", "turns")
+
     def __init__(self, record: StoredConversation) -> None:
-        self.turns: list[StoredTurn] = record.own_turns
-        self.start = first_reply(record.messages, turns=len(self.turns))
+        self.turns: Sequence[StoredTurn] = record.own_turns
+        replies = [n for n, message in enumerate(record.messages) if message.role == "assistant"]
+        self.brought = max(0, len(replies) - len(self.turns))
+        """Number of replies that were there before, from the prompt or a branch's parent."""
+        self.start = replies[self.brought] if self.brought < len(replies) else len(record.messages)
         """Index of its first message among those of the record."""
         self.messages: Sequence[StoredMessage] = record.messages[self.start :]
         """That message and all later ones."""
+        self._counts: Counts | None = None
 
-    @cached_property
-    def replies(self) -> list[StoredMessage]:
-        """The messages of this run's model."""
-        return [message for message in self.messages if message.role == "assistant"]
-
-    @cached_property
-    def tools(self) -> list[dict[str, Any]]:
-        """See `tool_stats`."""
-        return tool_stats(self.messages)
-
-    @cached_property
+    @property
     def counts(self) -> Counts:
-        """Counts for statistics."""
-        turns = self.turns
-        failed = [m for m in self.messages if m.role == "tool" and m.is_error]
-        reasoned = sum(map(has_reasoning, self.replies))
-        return Counts(
-            self.tools,
-            len(self.replies),
-            reasoned,
-            hidden_reasoning(self) if reasoned < len(self.replies) else 0,
-            [kind_of_failure(message.details) for message in failed],
-            sum(turn.has_ids for turn in turns),
-            min([turn.started_at for turn in turns], default=None),
-            max([turn.started_at + turn.duration_s for turn in turns], default=None),
-        )
+        """Counts of it, made once."""
+        if self._counts is None:
+            self._counts = _counts_of(self)
+        return self._counts
+
+
+def _counts_of(own: Own) -> Counts:
+    turns = own.turns
+    replies = with_reasoning = hidden = 0
+    failures = []
+    for message in own.messages:
+        if message.role == "assistant":
+            if has_reasoning(message):
+                with_reasoning += 1
+            elif replies < len(turns):
+                hidden += is_reasoning_hidden(message, turns[replies].reasoning_tokens)
+            replies += 1
+        elif message.is_error and message.role == "tool":
+            failures.append(kind_of_failure(message.details))
+    return Counts(
+        tool_stats(own.messages),
+        replies,
+        with_reasoning,
+        hidden,
+        failures,
+        sum([turn.has_ids for turn in turns]),
+        min([turn.started_at for turn in turns], default=None),
+        max([turn.started_at + turn.duration_s for turn in turns], default=None),
+    )
 
 
 def first_reply(messages: Sequence[StoredMessage], *, turns: int) -> int:
@@ -127,11 +137,3 @@ def kind_of_failure(details: Mapping[str, Any]) -> str:
     """The kind of a failure by the details of its result."""
     kind = details.get("failure")
     return kind if isinstance(kind, str) else _UNNAMED_FAILURE
-
-
-def hidden_reasoning(own: Own) -> int:
-    """The number of replies with hidden reasoning."""
-    return sum(
-        not has_reasoning(message) and is_reasoning_hidden(message, turn.reasoning_tokens)
-        for message, turn in zip(own.replies, own.turns, strict=False)
-    )

@@ -68,7 +68,7 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
     entries = with_hidden_reasoning(
         entries, record.messages, [turn.reasoning_tokens for turn in record.turns]
     )
-    stats = tool_stats(messages[own.start :]) if completion == "final_answer" else own.tools
+    stats = tool_stats(messages[own.start :]) if completion == "final_answer" else own.counts.tools
     # Notes on a parent's turns are in the parent's row.
     noted: Sequence[StoredMessage] = record.messages
     if len(own.turns) < len(record.turns):

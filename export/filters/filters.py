@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from export.conversation.ending import answer_of
-from export.conversation.own_work import Own, has_reasoning, hidden_reasoning
+from export.conversation.own_work import Own
 from export.conversation.rewards import judged, reward_of
 from export.conversation.texts import texts_of
 from export.conversation.tools import names_of
@@ -184,11 +184,11 @@ def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
     own = Own(record)
     turns, replies = len(own.turns), own.messages
     if filters.min_reasoning is not None:
-        said = own.replies
-        share = sum(map(has_reasoning, said)) / len(said) if said else 0.0
+        counts = own.counts
+        share = counts.with_reasoning / counts.replies if counts.replies else 0.0
         if share < filters.min_reasoning:
             yield Rejection("min_reasoning", f"{share:.2f} of the turns hold reasoning")
-    if filters.hidden_reasoning == "reject" and (hidden := hidden_reasoning(own)):
+    if filters.hidden_reasoning == "reject" and (hidden := own.counts.hidden):
         yield Rejection("hidden_reasoning", f"the reasoning of {hidden} turns is hidden")
     results = [message for message in replies if message.role == "tool"]
     errors = sum(bool(message.is_error) for message in results)

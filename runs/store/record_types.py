@@ -341,11 +341,8 @@ class Record(StoredConversation, kw_only=True):
     schema_version: Any = None
     line: bytes = msgspec.field(default=b"", name="(line)")
     """The line that it was decoded from; no key of it."""
-
-    @property
-    def tools(self) -> Tools:
-        """The tools that the model was offered."""
-        return _shared_tools(bytes(self.raw_tools))
+    tools: Any = msgspec.field(default=None, name="(tools)")
+    """The tools that the model was offered, `Tools`; made of `raw_tools`."""
 
     def as_dict(self) -> dict[str, Any]:
         """All that the line holds, also keys that are no fields, with the scores of this object."""
@@ -364,7 +361,7 @@ def decode_record(line: bytes) -> Record:
         read_object(line)  # the parts that are no fields are damaged or whole, too
     try:
         record = _decode(line)
-        _ = record.tools
+        record.tools = _shared_tools(bytes(record.raw_tools))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         read_object(line)  # what is no JSON is described there
         raise _damaged(error) from error
