@@ -140,6 +140,30 @@ def test_an_image_that_was_replaced_is_refused_by_name(tmp_path: Path) -> None:
     assert_nothing_is_left(tmp_path)
 
 
+@pytest.mark.usefixtures("engine")
+def test_later_commits_are_removed_in_containers(tmp_path: Path) -> None:
+    """What the set-up adds to the history of the image stands for a fix that came with it."""
+    later = (
+        "git checkout -qb fix && sed -i s/-/+/ pkg/calc.py && git -c user.name=t -c user.email=t "
+    )
+    later += "commit -qam fix && git tag v2 && git checkout -q main"
+    cheat = terminal("git checkout v2 -- pkg/calc.py; git log --all --format=%s")
+    check = {"command": f"python3 -c '{FIXED}'", "in": "fresh"}
+    rows = (
+        row(name, "python:1", cheat, setup=later, base_commit="main", check=check, **more)
+        for name, more in (("clean", {}), ("kept", {"keep_history": True}))
+    )
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, "--row_setup", **PODMAN)
+    assert done.returncode == 0, done.stderr
+    found = records_of(tmp_path)
+    assert {name: record["check"]["reward"] for name, record in found.items()} == {
+        "clean": 0.0, "kept": 1.0,
+    }  # fmt: skip
+    assert "invalid reference: v2" in found["clean"]["messages"][2]["content"]
+    assert_nothing_is_left(tmp_path)
+
+
 def _begun(label: str) -> int:
     """How many conversations have reached their second turn."""
     names = podman("ps", "--filter", f"label=batch-trajectories.run={label}", "--format",
