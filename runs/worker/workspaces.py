@@ -159,12 +159,15 @@ class Workspaces:
         await self._made(inside)
         return inside, inside.user_home
 
-    async def reopened(self, context: ToolContext, row: RowTask) -> ToolContext:
-        """The context with a new sandbox, where its own was stopped for an agent."""
+    async def reopened(
+        self, context: ToolContext, row: RowTask, *, starts_entrypoint: bool = True
+    ) -> ToolContext:
+        """The context with a new sandbox, where its own was stopped."""
         if self._in_images is None:
             return context
         root = context.workspace.root
-        sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
+        spec = replace(self._spec_of(row), starts_entrypoint=starts_entrypoint)
+        sandbox = await self._sandbox_in_image(root, row, spec)
         await self._made(sandbox)
         return self._inside(context, sandbox, root)
 
@@ -191,7 +194,7 @@ class Workspaces:
         afresh = _is_judged_afresh(row)
         worked = fresh = None
         try:
-            worked = await self.reopened(context, row)
+            worked = await self.reopened(context, row, starts_entrypoint=False)
             fresh = await self._fresh(context, row, with_history=not afresh)
             diff = await make_diff(worked, fresh, row.setup.hidden if row.setup else ())
             is_left = afresh
@@ -259,13 +262,10 @@ class Workspaces:
 
         async def open_again() -> ToolContext:
             if not opened:
-                root = context.workspace.root
                 try:
-                    sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
-                    await self._made(sandbox)
+                    opened.append(await self.reopened(context, row, starts_entrypoint=False))
                 except SetupFailed as error:
                     raise ToolError(str(error)) from error
-                opened.append(self._inside(context, sandbox, root))
             return opened[0]
 
         try:

@@ -27,7 +27,7 @@ from toolsets.workspace.removal import remove_tree
 
 _log = logging.getLogger(__name__)
 
-_CONFIG = "config.json"
+_CONFIG, _NEW_CONFIG = "config.json", "config.json.new"
 _NAMES_SHOWN = 5
 
 
@@ -42,6 +42,7 @@ class UnpackedImage:
     env: dict[str, str]
     workdir: str
     user: str
+    entrypoint: tuple[str, ...] = ()
 
     @property
     def rootfs(self) -> Path:
@@ -114,9 +115,14 @@ class ImageStore:
                     if not (place / _CONFIG).exists():
                         self._unpack(image, place)
             config = orjson.loads((place / _CONFIG).read_bytes())
-            return UnpackedImage(
-                place, image.config_digest, config["env"], config["workdir"], config["user"]
-            )
+            if "entrypoint" not in config:  # unpacked by an earlier version
+                config = _settings(image.configuration())
+                with locked(place.with_suffix(".lock")):
+                    (place / _NEW_CONFIG).write_bytes(orjson.dumps(config))
+                    (place / _NEW_CONFIG).replace(place / _CONFIG)
+            named = {name: config[name] for name in ("env", "workdir", "user")}
+            entrypoint = tuple(config["entrypoint"])
+            return UnpackedImage(place, image.config_digest, **named, entrypoint=entrypoint)
         except OSError as error:
             if (words := machine_failure(error)) is not None:
                 raise HostError(f"image {reference!r}: {words}") from error
@@ -242,4 +248,5 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
         "env": {name: value for name, mark, value in pairs if name and mark},
         "workdir": str(own.get("WorkingDir") or "/"),
         "user": str(own.get("User") or ""),
+        "entrypoint": [str(word) for word in own.get("Entrypoint") or ()],
     }

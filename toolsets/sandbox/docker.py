@@ -175,6 +175,12 @@ class DockerImageSandbox(DockerSandbox):
         self._ask("rmi", "--force", self._files, fails=True)
 
     @property
+    def entrypoint(self) -> tuple[str, ...]:
+        """See `ServedSandbox`."""
+        found = self._config.get("Entrypoint") if self._spec.starts_entrypoint else None
+        return tuple(map(str, found or ()))
+
+    @property
     def can_change_all(self) -> bool:
         """See `ImageSandbox`; who else the image calls its root only the engine knows."""
         user = self._spec.user or str(self._config.get("User") or "")

@@ -23,3 +23,5 @@ class ImageSpec:
     """Variables on top of the image's."""
     network: bool = False
     """Commands may reach the network."""
+    starts_entrypoint: bool = True
+    """What the image starts runs beside commands."""

@@ -74,6 +74,7 @@ class BwrapImageSandbox(BwrapSandbox):
         self._image = image
         self.image_digest = image.digest
         self.is_continued = (workspace.root / "upper").exists()
+        self._starts_entrypoint = spec.starts_entrypoint
         self._network = spec.network or limits.network
         self._user = user_of(image, spec.user)
         self.home = _workdir(image, spec.workdir)
@@ -88,6 +89,11 @@ class BwrapImageSandbox(BwrapSandbox):
             **spec.env,
         }
         self.user_home = self._env["HOME"]
+
+    @property
+    def entrypoint(self) -> tuple[str, ...]:
+        """See `ServedSandbox`."""
+        return self._image.entrypoint if self._starts_entrypoint else ()
 
     @property
     def measured(self) -> str:

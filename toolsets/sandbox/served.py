@@ -86,6 +86,11 @@ class ServedSandbox(ABC):
         return False
 
     @property
+    def entrypoint(self) -> tuple[str, ...]:
+        """What is started before the first command, and runs beside all."""
+        return ()
+
+    @property
     def measured(self) -> str:
         """The path inside of what counts as the workspace's size."""
         return self.home
@@ -273,6 +278,7 @@ class ServedSandbox(ABC):
             "workspace_mb": limits.workspace_mb,
             "rlimits": rlimits,
             "baseline": self._workspace.baseline() if self.keeps_its_size else 0,
+            "entrypoint": self.entrypoint,
         }
         group = self.group()
         is_limited = not self.watches_memory or (group is not None and group.limits_memory)

@@ -32,7 +32,7 @@ from toolsets.sandbox.inside.processes import (
     size_of,
     ticks,
 )
-from toolsets.sandbox.inside.shells import CONTROL, found_shell, in_background
+from toolsets.sandbox.inside.shells import CONTROL, SH_CONTROL, found_shell, in_background
 
 _CHUNK_BYTES = 1 << 16
 _INTERRUPT_GRACE_S = 2.0
@@ -42,6 +42,9 @@ _MEMORY_CHECK_S = 0.1
 _FULL_CHECK_S = 0.2
 _BRIEFLY_S = 0.005
 _IDLE_CHECK_S = 10.0
+_ENTRYPOINT_S = 5.0
+_ENTERED = ["sh", "-c", "echo >&7; exec 7>&-; while :; do sleep 86400; done"]
+"""The command of an image's entrypoint: it says on `SH_CONTROL` that it runs, and stays."""
 _PROGRAMS = {"shell": "sh", "python": "python3"}
 _STREAMS = {1: "stdout", 2: "stderr"}
 
@@ -92,6 +95,23 @@ class Server:
         """The bytes that do not count: those of an image; None: those that are there now."""
         if self._baseline is None:
             self._baseline = size_of(self._measured)
+        if begin["entrypoint"]:
+            self._enter(begin["entrypoint"])
+
+    def _enter(self, entrypoint: list[str]) -> None:
+        """Start an image's entrypoint, as engines do, and wait for it to run its command.
+
+        One that runs no command, as a service does, gets some time. What it does is its own matter:
+        one that fails leaves an image without what it starts.
+        """
+        give_up = time.monotonic() + _ENTRYPOINT_S
+        with contextlib.suppress(OSError):
+            os.chdir(self._home)
+            job = self._add(
+                "entrypoint", Job(self, [*entrypoint, *_ENTERED], control_at=SH_CONTROL)
+            )
+            while job.status is None and job.exit_code is None and time.monotonic() < give_up:
+                self._pump(max(0.0, give_up - time.monotonic()))
 
     def serve(self) -> None:
         """Answer requests until the host is gone, which ends this process and all its own."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 CONTROL = 250
 """The descriptor on which a shell or interpreter takes commands and reports how they ended."""
-_SH_CONTROL = 7
+SH_CONTROL = 7
 
 
 class Shell(NamedTuple):
@@ -71,7 +71,7 @@ def _on_one_line(code: str) -> bytes:
     return code.replace("\\", "\\0134").replace("\n", "\\0012").encode() + b"\n"
 
 
-SH = Shell(["sh", "-c", _SH_LOOP, "sh"], _SH_CONTROL, _on_one_line)
+SH = Shell(["sh", "-c", _SH_LOOP, "sh"], SH_CONTROL, _on_one_line)
 
 
 @cache

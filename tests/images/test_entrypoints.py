@@ -1,0 +1,91 @@
+"""What an image starts by itself, beside the commands of a conversation and of its check."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testing.fake_images import Entry, layer_of, layer_of_tree, write_layout
+from tests.images.conftest import podman
+from tests.images.test_image_runs import OPTIONS, records, row, terminal
+from tests.images.test_task_runs import results_of
+from tests.running import run, write_rows
+from toolsets.images.store import ImageStore
+
+SERVICE = "while :; do cat /asked > /answered 2>/dev/null; sleep 0.05; done"
+ENTRYPOINT = f"""\
+#!/bin/sh
+echo $GREETING from $PWD > /entered
+({SERVICE}) &
+exec "$@"
+"""
+ASK = "cat /entered; rm -f /answered; echo {0} > /asked; until grep -q {0} /answered; do :; done"
+
+
+@pytest.fixture(scope="module")
+def entering(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images with an ENTRYPOINT: a service, one that only serves, one that fails, and none."""
+    directory = tmp_path_factory.mktemp("entering")
+    programs = layer_of_tree(images.with_name("trees") / "python")
+    script = layer_of([Entry("enter.sh", ENTRYPOINT.encode(), mode=0o755)])
+    for name, words in {
+        "service": ["/enter.sh"],
+        "server": ["sh", "-c", f"echo only > /entered; {SERVICE}"],
+        "failing": ["/missing"],
+        "none": None,
+    }.items():
+        config = {"WorkingDir": "/work", "Env": ["GREETING=hi", "PATH=/usr/bin:/bin"]}
+        write_layout(
+            directory / name, [programs, script], name="1", config={**config, "Entrypoint": words}
+        )
+    return directory
+
+
+def enter(tmp_path: Path, **options: Any) -> None:
+    """A service is there for the conversation, and for its check."""
+    asked = ASK.format("model")
+    rows = [
+        row(name, f"{name}:1", terminal(asked), check=ASK.format("check"))
+        for name in ("service", "server")
+    ]
+    rows += [row(name, f"{name}:1", terminal("ls /entered")) for name in ("failing", "none")]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, "--row_setup", **options)
+    assert done.returncode == 0, done.stderr
+    found = records(tmp_path)
+    said = {name: results_of(record)[0] for name, record in found.items()}
+    assert said["service"]["stdout"] == "hi from /work\n"
+    assert said["server"]["stdout"] == "only\n"
+    for name in ("service", "server"):
+        assert found[name]["check"]["passed"], found[name]["check"]
+    for name in ("failing", "none"):
+        assert said[name]["exit_code"] == 2
+    assert not [*(tmp_path / "trajectories/r/workspaces").iterdir()]
+
+
+@pytest.mark.slow
+def test_a_service_of_an_image_runs_beside_commands(entering: Path, tmp_path: Path) -> None:
+    enter(tmp_path, **OPTIONS, images=entering)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("engine")
+def test_a_service_of_an_image_runs_in_its_container(entering: Path, tmp_path: Path) -> None:
+    for name in ("service", "server", "failing", "none"):
+        made = podman("pull", "--quiet", f"oci:{entering / name}:1")
+        podman("tag", made.split()[-1], f"localhost/{name}:1")
+    enter(tmp_path, **{**OPTIONS, "sandbox": "docker", "container_engine": "podman"})
+
+
+def test_an_image_that_an_earlier_version_unpacked_has_its_entrypoint(entering: Path) -> None:
+    image = ImageStore(entering).unpack("service:1")
+    assert image.entrypoint == ("/enter.sh",)
+    path = image.path / "config.json"
+    config = json.loads(path.read_text())
+    del config["entrypoint"]
+    path.write_text(json.dumps(config))
+    assert ImageStore(entering).unpack("service:1") == image
+    assert "entrypoint" in json.loads(path.read_text())
