@@ -56,7 +56,7 @@ def test_a_request_arrives_as_it_was_written(api: str) -> None:
     async def play() -> None:
         async with relayed(api) as world:
             status, said = await world.read(body, headers={**headers, "Authorization": "Bearer x"})
-            assert (status, orjson.loads(said)) == (200, reply_of(api) | _when(said))
+            assert (status, orjson.loads(said)) == (200, reply_of(api))
             (asked,) = world.endpoint.asked
             assert asked.body == body
             assert asked.path == PATHS[api]
@@ -70,11 +70,6 @@ def test_a_request_arrives_as_it_was_written(api: str) -> None:
                 assert given["anthropic-version"] == "2023-06-01"
 
     asyncio.run(play())
-
-
-def _when(said: bytes) -> dict[str, object]:
-    created = orjson.loads(said).get("created")
-    return {} if created is None else {"created": created}
 
 
 @EACH
