@@ -176,7 +176,9 @@ def _main(lines: Sequence[Line], threads: Threads, prompt: str) -> Line | None:
     if not lines:
         return None
     graded = [(line, _grade(line, prompt)) for line in lines]
-    if any(grade for _, grade in graded):
+    # The words of a call for a title are no task where another line has tools.
+    offers = any(line.tools for line in lines)
+    if any(grade and (line.tools or not offers) for line, grade in graded):
         main = max(
             graded,
             key=lambda it: (

@@ -107,6 +107,19 @@ def test_the_main_thread_is_never_simply_the_first(api: str) -> None:
 
 
 @EACH
+def test_a_title_whose_words_begin_a_session_is_not_its_main_thread(api: str) -> None:
+    """Of a recorded session, the prompt is what its first call says."""
+    title, talk = TALKS[api](has_tools=False), TALKS[api]()
+    title.say("A title, please.")
+    talk.say(PROMPT)
+    recording = Recording("A title, please.")
+    recording.relay(title, Said("Counting"))
+    work(recording, talk, "ls")
+    record = recording.trajectory.to_record()
+    assert [(t["name"], t["calls"]) for t in record["threads"]] == [("main", 2), ("side", 1)]
+
+
+@EACH
 def test_a_subagent_with_the_words_of_the_prompt_is_not_the_main_thread(api: str) -> None:
     recording, talk, sub = Recording(PROMPT), TALKS[api](), TALKS[api](system="You are a helper.")
     talk.say(f"Remember the rules.\n{PROMPT}")
