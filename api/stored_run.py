@@ -33,7 +33,7 @@ from toolsets.validation import mistakes_in
 
 _RUNS_SHOWN = 10
 _IDS_SHOWN = 10
-_LAST_BYTES = 32 << 20
+_LAST_BYTES = 8 << 20
 
 
 def open_run(run: Path | str, output_dir: Path | str = "trajectories") -> StoredRun:
@@ -126,7 +126,7 @@ class StoredRun:
         return Scores(self.path).added_to(record)
 
     def last_records(self) -> Iterator[Record]:
-        """The latest records, the last first, up to 32 MB.
+        """The latest records, the last first, up to 8 MB.
 
         Skips unreadable records: the next start of the run sets them aside.
         """

@@ -9,6 +9,7 @@ counts         work per turn, exported record and sandbox, compared with counts.
 limiter        how fast a run finds an endpoint's limit
 resume         start-up time and memory with a million finished records
 export_speed   MB of records exported per second
+reading        time of status, stats, report and verify on a large run
 executors      Ray actors compared with local workers
 sandboxes      CPU and memory of a sandbox
 fleet          a simulation of large runs; fleet_check compares it with real ones

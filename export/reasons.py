@@ -27,9 +27,12 @@ class Reasons:
         """Count a reason."""
         plain = "".join(c if c.isprintable() else " " for c in reason)
         text = f"{self._about}{_VALUE.sub('…', ' '.join(plain.split()))[:_MOST_CHARS]}"
-        if text not in self._counts and len(self._counts) >= _MOST_KEPT:
-            text = self._other
-        self._counts[text] += 1
+        self._count(text, 1)
+
+    def merge(self, other: Reasons) -> None:
+        """Add the counts of `other`."""
+        for text, count in other._counts.items():
+            self._count(text, count)
 
     def to_json(self) -> dict[str, int]:
         """The counts by reason, the most frequent first, rare ones together at the end."""
@@ -39,6 +42,11 @@ class Reasons:
         if rest := self._counts.total() - sum(shown.values()):
             shown[self._other] = rest
         return shown
+
+    def _count(self, text: str, count: int) -> None:
+        if text not in self._counts and len(self._counts) >= _MOST_KEPT:
+            text = self._other
+        self._counts[text] += count
 
     @property
     def _other(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from runs.store.checks import judgement_of, rewards_of
@@ -31,14 +31,35 @@ class _Numbers:
         self._squares = array("d")
 
     def add(self, series: int, number: float) -> None:
-        if (missing := series + 1 - len(self._counts)) > 0:
-            self._counts.extend([0] * missing)
-            self._means.extend([0.0] * missing)
-            self._squares.extend([0.0] * missing)
+        self._make_room(series)
         self._counts[series] += 1
         before = number - self._means[series]
         self._means[series] += before / self._counts[series]
         self._squares[series] += before * (number - self._means[series])
+
+    def merge(self, other: _Numbers, series: Sequence[int]) -> None:
+        """Add the numbers of `other`, whose series have these numbers here.
+
+        As Chan, Golub and LeVeque add two parts of a series.
+        """
+        for place, (count, mean, square) in enumerate(
+            zip(other._counts, other._means, other._squares, strict=True)
+        ):
+            if not count:
+                continue
+            number = series[place]
+            self._make_room(number)
+            own = self._counts[number]
+            between = mean - self._means[number]
+            self._counts[number] += count
+            self._means[number] += between * count / (own + count)
+            self._squares[number] += square + between * between * own * count / (own + count)
+
+    def _make_room(self, series: int) -> None:
+        if (missing := series + 1 - len(self._counts)) > 0:
+            self._counts.extend([0] * missing)
+            self._means.extend([0.0] * missing)
+            self._squares.extend([0.0] * missing)
 
     def all(self) -> Iterator[tuple[int, float, float | None]]:
         """Count, mean and standard deviation of each series that has numbers.
@@ -82,11 +103,29 @@ class RewardStatistics:
                 _add(self._groups, name, prompt, reward)
         is_good = judgement_of(record).passed
         if self._has_groups and is_good is not None:
-            if (missing := prompt + 1 - len(self._judged)) > 0:
-                self._judged.extend([0] * missing)
-                self._passed.extend([0] * missing)
-            self._judged[prompt] += 1
-            self._passed[prompt] += is_good
+            self._judge(prompt, 1, is_good)
+
+    def merge(self, other: RewardStatistics) -> None:
+        """Add the records of `other`, which come after those of this one."""
+        prompts = [self._prompts.setdefault(key, len(self._prompts)) for key in other._prompts]
+        self._failed_scores += other._failed_scores
+        for ours, theirs, series in (
+            (self._all, other._all, [0]),
+            (self._by_turn, other._by_turn, [0]),
+            (self._groups, other._groups, prompts),
+        ):
+            for name, numbers in theirs.items():
+                if name in ours or len(ours) < MAX_NAMES:
+                    ours.setdefault(name, _Numbers()).merge(numbers, series)
+        for place, (judged, passed) in enumerate(zip(other._judged, other._passed, strict=True)):
+            self._judge(prompts[place], judged, passed)
+
+    def _judge(self, prompt: int, judged: int, passed: int) -> None:
+        if (missing := prompt + 1 - len(self._judged)) > 0:
+            self._judged.extend([0] * missing)
+            self._passed.extend([0] * missing)
+        self._judged[prompt] += judged
+        self._passed[prompt] += passed
 
     def to_json(self) -> dict[str, Any]:
         """`by_name` (records, mean, std, and of prompts with two samples or more: groups, the mean

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,21 @@ from export.reasons import lines_of
 from export.reward_statistics import RewardStatistics
 from export.statistics import Statistics
 from runs.store.checks import Checks, describe, judgement_of
-from runs.store.reader import stored_records
+from runs.store.reader import over_records
 from runs.store.record_types import Record
 from runs.store.settled import NO_LIMIT
 from runs.totals.spending import spent_by, spent_by_judges
 from toolsets.text import plural
 
 _SHARES = (0.5, 0.9, 0.99)
+
+
+def _doubles() -> array[float]:
+    return array("d")
+
+
+def _floats() -> array[float]:
+    return array("f")
 
 
 class RunStatistics:
@@ -43,8 +51,8 @@ class RunStatistics:
         self._rewards = RewardStatistics(samples)
         self._style = style
         self._statistics = Statistics()
-        self._spreads: dict[str, array[float]] = defaultdict(lambda: array("d"))
-        self._tool_seconds: dict[str, array[float]] = defaultdict(lambda: array("f"))
+        self._spreads: dict[str, array[float]] = defaultdict(_doubles)
+        self._tool_seconds: dict[str, array[float]] = defaultdict(_floats)
         self._records = 0
         self._kept = 0
         self._kept_with_cost = 0
@@ -84,6 +92,23 @@ class RunStatistics:
             if cost is not None:
                 self._kept_with_cost += 1
                 self._cost_of_kept += cost
+
+    def merge(self, other: RunStatistics) -> None:
+        """Add the records of `other`, which come after those of this one."""
+        self._statistics.merge(other._statistics)
+        self._rewards.merge(other._rewards)
+        for ours, theirs in (
+            (self._spreads, other._spreads),
+            (self._tool_seconds, other._tool_seconds),
+        ):
+            for name, numbers in theirs.items():
+                ours[name].extend(numbers)
+        self._records += other._records
+        self._kept += other._kept
+        self._kept_with_cost += other._kept_with_cost
+        self._cost_of_kept += other._cost_of_kept
+        self._cost += other._cost
+        self._unknown_costs += other._unknown_costs
 
     def _is_kept(self, record: Record, own: Own) -> bool:
         if record.status != "completed":
@@ -134,9 +159,16 @@ def statistics_of(
     `max_attempts` is that of the run, for what it has spent in all; `samples` are its
     conversations per prompt.
     """
-    statistics = RunStatistics(style=style, samples=samples)
-    for record in stored_records(run_dir, doing="statistics"):
-        statistics.add(record)
+
+    def count(records: Iterable[Record]) -> RunStatistics:
+        counted = RunStatistics(style=style, samples=samples)
+        for record in records:
+            counted.add(record)
+        return counted
+
+    statistics, *others = over_records(run_dir, count, doing="statistics")
+    for other in others:
+        statistics.merge(other)
     spent, judges = spent_by(run_dir, max_attempts), spent_by_judges(run_dir)
     found = statistics.to_json()
     found["cost_usd"] |= {

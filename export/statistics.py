@@ -72,6 +72,19 @@ class Statistics:
             if count and count < MOST_TOKENS:
                 tokens[key] += count
 
+    def merge(self, other: Statistics) -> None:
+        """Add the records of `other`."""
+        for name, theirs in vars(other).items():
+            ours = getattr(self, name)
+            if isinstance(ours, set | Counter):
+                ours.update(theirs)
+            elif isinstance(ours, Reasons | CheckSums):
+                ours.merge(theirs)
+            elif isinstance(ours, int) and name != "_most_turns":
+                setattr(self, name, ours + theirs)
+        self._most_turns = max(self._most_turns, other._most_turns)
+        self._add_times(other._first_started_at, other._last_ended_at)
+
     def to_json(self) -> dict[str, Any]:
         """For statistics.json. Rates of tools are percentages of the calls that have a result.
 

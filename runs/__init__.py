@@ -58,6 +58,7 @@ SEAM = (
     "process.console",
     "process.first_process",
     "process.long_work",
+    "process.parts",
     "process.requirements",
     "process.startup",
     "recording.recording",

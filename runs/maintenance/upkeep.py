@@ -158,7 +158,9 @@ def _verified(
     from runs.maintenance.verify import verify
 
     try:
-        found = scan(**_scan_arguments(path, identity, config))
+        arguments = _scan_arguments(path, identity, config)
+        # The cached one has digests of itself and of the dataset.
+        found = cached_scan(path / NAME, **arguments) if make is None else scan(**arguments)
     except DatasetError as error:
         return verify(path, identity, str(error), config, made=None), None
     if make is None:

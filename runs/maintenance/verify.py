@@ -8,11 +8,13 @@ unfinished tasks.
 
 from __future__ import annotations
 
+import os
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -23,6 +25,7 @@ from runs.dataset.scan_cache import NAME, load_scan
 from runs.maintenance.problem import Problem
 from runs.maintenance.verify_batches import check_batches
 from runs.maintenance.verify_exports import check_exports
+from runs.process.parts import Advance, in_parts
 from runs.run_dir import stale_files_of
 from runs.store.checksum import DamagedLine, is_whole
 from runs.store.failures import is_failure
@@ -40,7 +43,7 @@ from runs.store.index import (
 )
 from runs.store.journal import key_and_order, segments
 from runs.store.record_types import decode_record
-from runs.store.records import id_in, lines_from, parse_record, watched_lines
+from runs.store.records import id_in, lines_from, parse_record
 from runs.store.settled import NO_LIMIT, Settled
 from runs.supervisor.budget import is_budget_line
 from runs.tasks import SCHEMA_VERSION
@@ -49,6 +52,10 @@ from toolsets import exact_json
 
 _OF_CHECKS = ("checks", "completed_passed", "completed_not_passed", "prompts_passed")
 """Keys of summary.json that versions without `checks.scored` counted otherwise."""
+
+
+_ENOUGH = 10_000
+"""A process with fewer records takes as long to start as it saves."""
 
 
 @dataclass(slots=True)
@@ -106,24 +113,24 @@ def _check_records(path: Path, report: Report) -> Index:
     rows = bytearray(MARK)
     lines = array("I", [0])
     number = 0
-    for number, (offset, line) in enumerate(watched_lines(records), start=1):
-        record = parse_record(line)
-        own_rows = None if record is None else maker.rows(index_fields(record), offset, len(line))
+    for number, (offset, length, facts) in enumerate(_facts_in(records), start=1):
+        own_rows = None if facts is None else maker.rows(facts.fields, offset, length)
         index.compare(number, own_rows)
-        if record is None or own_rows is None:
+        if facts is None or own_rows is None:
+            line = _line_at(records, offset, length)
             report.problems.append(Problem("unreadable", records, number, _what_is_lost(line)))
             continue
         rows += own_rows
         lines.extend([number] * (len(own_rows) // ROW_BYTES))
         report.records += 1
-        if record.schema_version != SCHEMA_VERSION:
+        if facts.schema_version != SCHEMA_VERSION:
             message = (
-                f"{record.id}: it has schema {record.schema_version}, not "
+                f"{facts.fields[0]}: it has schema {facts.schema_version}, not "
                 f"{SCHEMA_VERSION}; use the version that wrote it"
             )
             report.problems.append(Problem("contradiction", records, number, message))
-        if [turn.turn for turn in record.turns] != [*range(1, len(record.turns) + 1)]:
-            message = f"{record.id}: its turns are not numbered 1, 2, 3 …; turns are missing"
+        if not facts.has_all_turns:
+            message = f"{facts.fields[0]}: its turns are not numbered 1, 2, 3 …; turns are missing"
             report.problems.append(Problem("contradiction", records, number, message))
     report.problems += _check_tail(records, number)
     index.end(number)
@@ -140,6 +147,48 @@ def _check_records(path: Path, report: Report) -> Index:
         report.problems.append(Problem("contradiction", records, lines[second], message))
         report.duplicates.append(before.offset)
     return found
+
+
+class _Facts(NamedTuple):
+    """What is checked of a record."""
+
+    fields: list[Any]
+    """Its `index_fields`."""
+    schema_version: Any
+    has_all_turns: bool
+    """Its turns are numbered 1, 2, 3 …"""
+
+
+def _facts_in(records: Path) -> Iterator[tuple[int, int, _Facts | None]]:
+    """Offset, length and facts of each line; large files are read by several processes."""
+    ends = array("Q", [0])
+    ends.extend(offset + len(line) for offset, line in lines_from(records, 0))
+
+    def read(numbers: Sequence[int], advance: Advance) -> list[_Facts | None]:
+        found = []
+        with records.open("rb") as file:
+            for number in numbers:
+                start, end = ends[number], ends[number + 1]
+                found.append(_facts_of(os.pread(file.fileno(), end - start, start)))
+                advance()
+        return found
+
+    lines = range(len(ends) - 1)
+    parts = in_parts(lines, read, doing=f"reading {records.name}", enough=_ENOUGH) if lines else []
+    for number, facts in enumerate(chain.from_iterable(parts)):
+        yield ends[number], ends[number + 1] - ends[number], facts
+
+
+def _facts_of(line: bytes) -> _Facts | None:
+    if (record := parse_record(line)) is None:
+        return None
+    has_all = [turn.turn for turn in record.turns] == [*range(1, len(record.turns) + 1)]
+    return _Facts(index_fields(record), record.schema_version, has_all)
+
+
+def _line_at(records: Path, offset: int, length: int) -> bytes:
+    with records.open("rb") as file:
+        return os.pread(file.fileno(), length, offset)
 
 
 def _what_is_lost(line: bytes) -> str:

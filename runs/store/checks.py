@@ -185,6 +185,11 @@ class CheckSums:
         self._passed += has_passed(verdict, reward) is True
         self._rewards += reward
 
+    def merge(self, other: CheckSums) -> None:
+        """Add the judgements of `other`."""
+        for name, number in vars(other).items():
+            setattr(self, name, getattr(self, name) + number)
+
     def sums(self) -> Checks:
         """The sums so far."""
         known = self._checked + self._scored

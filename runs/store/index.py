@@ -202,10 +202,9 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def entry(self, row: int) -> IndexEntry:
         """The record of one row; rows of records start at 1."""
-        _, offset, length, ending, attempt, turns, calls, *tokens, reward, cost = (
-            _RECORD.unpack_from(self._view, ROW_BYTES * row)
-        )
-        read, written = tokens[0] << 32 | tokens[2], tokens[1] << 32 | tokens[3]
+        found = _RECORD.unpack_from(self._view, ROW_BYTES * row)
+        _, offset, length, ending, attempt, turns, calls, *_, reward, cost = found
+        read, written = found[7] << 32 | found[9], found[8] << 32 | found[10]
         status, verdict, error_class = self._endings[ending]
         return IndexEntry(
             offset,

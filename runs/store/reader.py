@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import orjson
 
 from runs.process.long_work import watched
+from runs.process.parts import Advance, in_parts
 from runs.store.checksum import DamagedLine
 from runs.store.files import refuse_strange_files
 from runs.store.index import Index
@@ -21,6 +22,11 @@ from runs.tasks import task_key
 
 _DIGEST = b',"input_digest":"'
 _HEAD_BYTES = 512
+
+_ENOUGH = 5000
+"""A process with fewer records takes as long to start as it saves."""
+
+R = TypeVar("R")
 
 
 @contextmanager
@@ -87,3 +93,23 @@ def stored_records(run_dir: Path, *, doing: str | None = None) -> Iterator[Recor
             counting = watched(counting, doing, total=index.written())
         for key, entry in counting:
             yield scores.added_to(read_record(records, entry.offset, entry.length, key))
+
+
+def over_records(run_dir: Path, do: Callable[[Iterable[Record]], R], *, doing: str) -> list[R]:
+    """What `do` gives for the records of `stored_records`, in one or several parts, in order.
+
+    Large runs are divided among processes. `doing` names the work for its progress.
+    """
+    scores = Scores(run_dir)
+    with open_index(run_dir) as (index, records):
+        places = [(entry.offset, entry.length, key) for key, entry in index.counting()]
+
+        def do_part(part: Sequence[tuple[int, int, bytes]], advance: Advance) -> R:
+            return do(read(part, advance))
+
+        def read(part: Sequence[tuple[int, int, bytes]], advance: Advance) -> Iterator[Record]:
+            for place in part:
+                yield scores.added_to(read_record(records, *place))
+                advance()
+
+        return in_parts(places, do_part, doing=doing, enough=_ENOUGH)

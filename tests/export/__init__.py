@@ -22,6 +22,7 @@ test_export_judge         the judge of answers
 test_export_rewards       rewards by name in rows, filters and pairs
 test_reward_statistics    rewards in `stats`
 test_scoring              the command `score`
+test_parts                records read by several processes
 test_export_push          a dataset sent to a hub
 test_export_determinism   same conversations, same bytes
 test_export_prompts       prompts for rollouts of trainers

@@ -1,0 +1,108 @@
+"""What several processes read of a run is what one reads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export.conversation.style import Style
+from export.run_statistics import statistics_of
+from runs.maintenance import verify
+from runs.process.parts import in_parts
+from runs.store import reader
+from runs.store.reader import open_index
+from runs.store.records import UnreadableRecord
+from tests.exporting import make_run, worked
+from tests.running import SCRIPTED, run, write_rows
+
+
+def use_processes(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # those of pytest do not matter
+    for module in (reader, verify):
+        monkeypatch.setattr(module, "_ENOUGH", 1)
+
+
+def groups(folder: Path) -> Path:
+    """Samples of prompts with rewards by name, failed scores and checks."""
+    records = []
+    for n, reward in enumerate([0.25, 1.0, 0.5, 0.75, 1.0, 0.0, 0.125, 0.5]):
+        failed = {"source": "m:f", "version": "1", "rewards": None, "error": f"ValueError: {n}"}
+        given = {"source": "m:g", "version": "1", "rewards": {"style": reward}, "error": None}
+        turns = {**given, "source": "m:h", "turn_rewards": {"t": [reward]}}
+        check = {"passed": reward > 0.4, "reward": reward}
+        usage = {"input_tokens": n, "output_tokens": 2}
+        scores = [failed, given, turns]
+        records.append(worked(check=check, scores=scores, cost_usd=0.5, usage=usage))
+    return make_run(folder, *records, samples=2).run_dir
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_statistics_are_the_same_in_parts(
+    tmp_path: Path, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = groups(tmp_path)
+    whole = statistics_of(path, style=Style(), samples=samples)
+    assert whole["failed_scores"] == 8
+    use_processes(monkeypatch, 3)
+    assert statistics_of(path, style=Style(), samples=samples) == whole
+
+
+def test_damage_is_found_in_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = groups(tmp_path)
+    use_processes(monkeypatch, 2)
+    with open_index(path) as (index, _):
+        places = [entry.offset for _, entry in index.counting()]
+    with (path / "records.jsonl").open("r+b") as records:
+        records.seek(places[6] + 10)
+        records.write(b"!")
+    with pytest.raises(UnreadableRecord, match="the record"):
+        statistics_of(path, style=Style())
+    report = verify.Report()
+    verify._check_records(path, report)
+    assert report.records == 7
+    assert [problem.line for problem in report.problems if problem.kind == "unreadable"] == [7]
+
+
+def test_parts_are_in_order_and_in_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_processes(monkeypatch, 3)
+
+    def work(items: Any, advance: Callable[[], object]) -> tuple[int, list[int]]:
+        for _ in items:
+            advance()
+        return os.getpid(), list(items)
+
+    found = in_parts(range(1000), work, doing="count", enough=10)
+    assert [n for _, part in found for n in part] == [*range(1000)]
+    assert len({pid for pid, _ in found} | {os.getpid()}) == 4
+    assert in_parts(range(9), work, doing="count", enough=10) == [(os.getpid(), [*range(9)])]
+
+
+def test_a_part_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_processes(monkeypatch, 2)
+    parent = os.getpid()
+
+    def die(items: Any, advance: Callable[[], object]) -> None:
+        assert os.getpid() != parent
+        os._exit(9)
+
+    with pytest.raises(RuntimeError, match="has ended"):
+        in_parts(range(9), die, doing="die", enough=1)
+
+
+def test_verify_trusts_the_kept_scan_unless_it_reads_the_data(tmp_path: Path) -> None:
+    """The scan has a digest of itself and of the dataset: a changed dataset is scanned again."""
+    write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [{"content": "y"}]})
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    for args in ((), ("--read_data",)):
+        done = run(tmp_path, "verify", "r", *args)
+        assert (done.returncode, done.stdout) == (
+            0, "trajectories/r: 1 record, no problems found\n",
+        )  # fmt: skip
+    write_rows(tmp_path / "p.jsonl", {"id": "b", "prompt": "x", "script": [{"content": "y"}]})
+    assert run(tmp_path, "verify", "r").returncode == 6
