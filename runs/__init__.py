@@ -58,7 +58,6 @@ SEAM = (
     "process.console",
     "process.first_process",
     "process.long_work",
-    "process.parts",
     "process.requirements",
     "process.startup",
     "recording.recording",
