@@ -45,7 +45,6 @@ _FORMATS: tuple[FormatName, ...] = (
     "dpo",
     "kto",
     "rl",
-    "prompts",
 )
 
 
@@ -71,11 +70,11 @@ _CONSUMERS = {
     "llamafactory": _Consumer("llamafactory_loader", ("llamafactory",), needs_torch=True),
     "axolotl": _Consumer("axolotl_chat", ("axolotl",), needs_torch=True),
     "verl": _Consumer(
-        "verl_sft", ("verl",), needs_torch=True, more=("rl_rows verl", "verl_prompts")
+        "verl_sft", ("verl[verl-core]",), needs_torch=True, more=("rl_rows verl", "verl_prompts")
     ),
     "skyrl": _Consumer("rl_rows skyrl", ("skyrl",), needs_torch=True),
     "prime-rl": _Consumer("rl_rows prime_rl", ("msgspec",), is_asked_for=True),
-    "slime": _Consumer("rl_rows slime", ("torch",), is_asked_for=True),
+    "slime": _Consumer("rl_rows slime", (), needs_torch=True, is_asked_for=True),
     "ms-swift": _Consumer("swift_template", ("ms-swift",), needs_torch=True),
     "openrlhf": _Consumer(
         "openrlhf_sft",
@@ -146,7 +145,9 @@ def _export(run_dir: Path, lines: Path, twins: Path) -> None:
     source = Source(run_dir, found, config.num_samples)
     splits = {"train": 0.8, "test": 0.2}
     export_dataset(source, Recipe(formats=_FORMATS, splits=splits), lines)
-    export_dataset(source, Recipe(formats=(*_FORMATS, "parquet", "hf"), splits=splits), twins)
+    export_dataset(
+        source, Recipe(formats=(*_FORMATS, "prompts", "parquet", "hf"), splits=splits), twins
+    )
     export_dataset(source, Recipe(formats=("openai",), per_turn=True), twins / "turns")
 
 
