@@ -20,13 +20,15 @@ ID_BYTES = 4
 _SHOWN_TOKENS = 4
 """How many tokens name the place of a split."""
 
+GRAMMAR = ("tool_choice", "response_format", "structured_outputs", "regex", "ebnf")
+"""Fields of a request that allow only some tokens at each place."""
+
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
-    *("tool_choice", "response_format", "structured_outputs", "regex", "ebnf"),
+    *GRAMMAR,
 )
-"""Fields of a request that change which tokens are likely, by the names of OpenAI, vLLM and SGLang;
-the latter restrict a reply to a grammar."""
+"""Fields of a request that change which tokens are likely, as OpenAI, vLLM and SGLang call them."""
 
 
 class Sampled(NamedTuple):

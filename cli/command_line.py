@@ -190,7 +190,7 @@ def _option(name: str, field: Any) -> click.Option:
 def _default_of(field: Any) -> str:
     """The default for the help; "" if it needs no mention."""
     default = field.default
-    if field.is_required() or default in (None, (), False, {}):
+    if field.is_required() or default in (None, "", (), False, {}):
         return ""
     if default is True:
         default = "on"

@@ -36,7 +36,7 @@ _FILTERS = ("status", "min_reward", "max_reward", "passed")
 @click.option("--status", metavar="NAME,...", help="Endings to branch from.  [default: any]")
 @click.option("--min_reward", metavar="NUMBER", type=float, help="Minimum reward.")
 @click.option("--max_reward", metavar="NUMBER", type=float, help="Maximum reward.")
-@click.option("--passed/--not_passed", default=None, help="By check, else by reward.")
+@click.option("--passed/--not_passed", default=None, help="Those that passed, or did not.")
 @click.option("--recipe", type=LocalPath(path_type=Path), help="Recipe with filters; see `export`.")
 @click.option("--ids", type=LocalPath(path_type=Path), help="File of record ids, one per line.")
 @click.option(

@@ -279,8 +279,8 @@ async def in_thread(function: Callable[[], T], *, timeout_s: float | None = None
             threads.add()
             if threads.are_held():
                 raise HostError(
-                    f"no thread is free for a tool: {len(threads.late)} calls of functions that "
-                    "exceeded their time limit (--tool_timeout_s) and have not returned hold all"
+                    f"no thread is free for a tool: all are held by {len(threads.late)} calls of "
+                    "functions that exceeded --tool_timeout_s and have not returned"
                 )
     except BaseException:
         if not future.cancel():  # it runs on

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from agent.gateway.answers import Answer
+from agent.models.dialects.anthropic_messages import API as MESSAGES
 from agent.models.dialects.gemini import API as GEMINI
 from agent.models.dialects.gemini import PATH as GEMINI_PATH
 from toolsets import exact_json
@@ -13,7 +14,7 @@ from toolsets import exact_json
 List = Callable[[str, Mapping[str, str]], Coroutine[Any, Any, Answer]]
 """Answers a request for the list, from its path and its headers (names lower-case)."""
 
-_BELOW_ROOT = {"anthropic_messages": "/v1/models", GEMINI: GEMINI_PATH}
+_BELOW_ROOT = {MESSAGES: "/v1/models", GEMINI: GEMINI_PATH}
 
 
 def names_only(names: Iterable[str]) -> List:
@@ -48,7 +49,7 @@ def api_asked(path: str, headers: Mapping[str, str], otherwise: str) -> str:
     """The API by which a client asks for the list: the path of two of them is the same."""
     if path.startswith("/v1beta"):
         return GEMINI
-    return "anthropic_messages" if "anthropic-version" in headers else otherwise
+    return MESSAGES if "anthropic-version" in headers else otherwise
 
 
 def path_below_root(api: str, path: str) -> str:

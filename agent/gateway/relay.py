@@ -29,9 +29,7 @@ from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
 from agent.models.dialects.assembly import Assembly
 from agent.models.dialects.registry import RELAYED
-from agent.models.dialects.token_ids import (
-    without_tokens,
-)
+from agent.models.dialects.token_ids import without_tokens
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from agent.models.parsing import load_object

@@ -37,6 +37,11 @@ def texts_of(record: Record) -> Iterator[tuple[str, str]]:
         yield "agent", text
 
 
+def user_texts(record: Record) -> list[str]:
+    """The texts of the user."""
+    return [message.content for message in record.messages if message.role == "user"]
+
+
 def words_of(text: str) -> list[str]:
     """The words of a text, casefolded; in scripts without spaces, each character."""
     return _WORD.findall(text.casefold())

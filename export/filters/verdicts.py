@@ -21,6 +21,7 @@ from agent.models.model import ModelSettings
 from agent.models.providers import provider_at
 from agent.models.resolve import resolve_model
 from export.conversation.ending import answer_of
+from export.conversation.texts import user_texts
 from export.recipe import Judge
 from runs.errors import ConfigError
 from runs.store.checksum import read_object
@@ -68,7 +69,7 @@ class JudgeQuestions:
             return None
         expected = record.row.get(self._judge.column)
         said = {
-            "question": "\n\n".join(_asked(record)),
+            "question": "\n\n".join(user_texts(record)),
             "answer": answer,
             "expected": "(not given)" if expected is None else str(expected),
         }
@@ -143,8 +144,3 @@ def _settings(judge: Judge) -> ModelSettings:
         msg = f"filters.judge.model: {judge.model!r} plays scripts of rows and judges nothing"
         raise ConfigError(msg)
     return settings
-
-
-def _asked(record: Record) -> list[str]:
-    """The texts of the user."""
-    return [message.content for message in record.messages if message.role == "user"]

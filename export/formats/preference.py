@@ -40,7 +40,7 @@ class Sample:
 def sample_of(conversation: Conversation, style: Style) -> Sample:
     """Make a sample of a conversation; raises Rejected without a reward."""
     name = style.reward_name
-    reward, error = judgement_of(conversation.record, name)[1:]
+    _, reward, error = judgement_of(conversation.record, name)
     if error is not None:
         raise Rejected(Reason.CHECK_FAILED, f"its check gave no result: {error}")
     if reward is None:

@@ -12,6 +12,7 @@ import orjson
 
 from agent.models.model import ModelSettings
 from export.conversation.ending import answer_of
+from export.conversation.texts import user_texts
 from runs.errors import ConfigError
 from runs.store.record_types import Record
 from runs.store.rewards import parse_rewards
@@ -44,7 +45,7 @@ class JudgePrompt:
         def text_of(place: re.Match[str]) -> str:
             match place[1]:
                 case "question":
-                    return "\n\n".join(_user_texts(record))
+                    return "\n\n".join(user_texts(record))
                 case "answer":
                     return answer_of(record) or "(no answer)"
                 case "expected":
@@ -86,10 +87,6 @@ def rewards_in_reply(reply: str, *, turns: int) -> dict[str, Any]:
         return {**parse_rewards(found, name=NAME, turns=turns).to_json(), "error": None}
     except ValueError as error:
         return {"rewards": None, "error": f"the last line of the reply {error}"}
-
-
-def _user_texts(record: Record) -> Iterator[str]:
-    return (message.content for message in record.messages if message.role == "user")
 
 
 def _conversation(record: Record) -> Iterator[str]:

@@ -79,8 +79,8 @@ def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
     """A fingerprint with the defaults of options that its version did not have.
 
     This also fills in what objects inside it lack, such as a subagent, and leaves out what counted
-    for the data only in earlier versions. Compare fingerprints by
-    this only: a run of an earlier version must not differ by a new option.
+    for the data only in earlier versions. Compare fingerprints only in this form: a run of an
+    earlier version must not differ by a new option.
     """
     fields = {name: field for name, field in RunConfig.model_fields.items() if _is_meaning(name)}
     given = {"endpoints": {}, **_defaults(fields), **meaning}

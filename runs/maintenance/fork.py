@@ -134,8 +134,7 @@ def write_forks(
     `run` is the name of their run, `rules` are its row rules. If `path` has other branches and
     `fresh` is given, that file stays with the run that is moved aside, and the new dataset gets a
     number. `left_out` counts what `records` leave out as they are read. Raises `ConfigError` if no
-    record can be forked, or if `path` has other branches and
-    `fresh` is not given.
+    record can be forked, or if `path` has other branches and `fresh` is not given.
     """
     forked = ForkedRows(path, left_out=Counter() if left_out is None else left_out)
     rules = replace(rules, with_forks=False)

@@ -53,7 +53,6 @@ from toolsets import exact_json
 _OF_CHECKS = ("checks", "completed_passed", "completed_not_passed", "prompts_passed")
 """Keys of summary.json that versions without `checks.scored` counted otherwise."""
 
-
 _ENOUGH = 10_000
 """A process with fewer records takes as long to start as it saves."""
 

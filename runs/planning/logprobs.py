@@ -9,7 +9,7 @@ from http.client import HTTPException
 
 from agent.models.model import ModelSettings
 from agent.models.providers import provider_at
-from agent.tokens import sampling_in
+from agent.tokens import GRAMMAR, sampling_in
 from runs.config.models import Setups, called_models
 
 _NEUTRAL = {
@@ -19,17 +19,13 @@ _NEUTRAL = {
 }
 """Values of options that leave the distribution as it is."""
 
-_GRAMMAR = {"tool_choice", "response_format", "structured_outputs", "regex", "ebnf"}
-"""Options that allow only some tokens at each place."""
-
 _PATIENCE_S = 2.0
 
 
 def on_logprobs(setups: Setups) -> Iterator[str]:
-    """Says of each model with token ids where its log-probabilities are those of another
-    distribution than tokens are sampled from, unless its server is known to give these.
+    """Warnings for models with token ids whose log-probabilities are not those of the sampling.
 
-    Asks servers of the user's own what they know of themselves.
+    None for a server that is known to give those. A server of the user's own is asked for its mode.
     """
     for settings in called_models(setups):
         is_own = provider_at(settings.base_url or "") is None  # others give no token ids
@@ -37,12 +33,12 @@ def on_logprobs(setups: Setups) -> Iterator[str]:
             continue
         given = _changed(settings)
         where = f"token_ids: {settings.name} at {settings.base_url} samples"
-        if grammar := given.keys() & _GRAMMAR:
+        if grammar := given.keys() & {*GRAMMAR}:
             yield (
                 f"{where} by a grammar ({', '.join(sorted(grammar))}): its logprobs are those "
-                "after the grammar's mask, which the model itself does not have (docs/endpoints.md)"
+                "after the grammar's mask, not those of the model itself (docs/endpoints.md)"
             )
-        given = {name: value for name, value in given.items() if name not in _GRAMMAR}
+        given = {name: value for name, value in given.items() if name not in GRAMMAR}
         mode = _mode_of(settings) if given else None
         if not given or mode == "processed_logprobs":
             continue

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn, TypeVar
 
+from runs.errors import EnvironmentStop
 from runs.process.long_work import LongWork
 
 _MOST = 8
@@ -28,7 +29,8 @@ def in_parts(
 
     There are as many parts as processors, each in a forked process and with at least `enough`
     items; a single part, in this process, where that is too few or a fork would be unsafe because
-    other threads run. Results are pickled. Raises what `do` raises.
+    other threads run. Results are pickled. Raises what `do` raises, and `EnvironmentStop` if a
+    process dies.
     """
     parts = min(len(os.sched_getaffinity(0)), _MOST, len(items) // enough)
     with LongWork(doing, total=len(items)) as work:
@@ -90,7 +92,10 @@ def _results_of(children: list[_Child], work: LongWork) -> list[Any]:
             try:
                 answer = pipe.recv_bytes()
             except EOFError:
-                raise RuntimeError("a process that did a part of the work has ended") from None
+                raise EnvironmentStop(
+                    "a process that did a part of the work has ended, perhaps for lack of memory; "
+                    "free some, or limit the processors (`taskset -c 0`), and try again"
+                ) from None
             if not answer:
                 work.advance(_REPORT_EVERY)
                 continue

@@ -32,8 +32,8 @@ _WRITE_EVERY_S = 1.0
 _RATE_OVER_S = 30.0
 _MESSAGES_KEPT = 8
 _EARLIER = "in earlier starts"
-_FAILURES_SHOWN = 20
 """Counted as a class: tasks that failed in earlier starts and are not retried."""
+_FAILURES_SHOWN = 20
 
 
 class _Work(NamedTuple):

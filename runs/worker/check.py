@@ -13,7 +13,13 @@ import orjson
 from runs.dataset.row_check import Check
 from runs.dataset.test_outcomes import MISSING, PatternTimeout, outcomes, wrong_outcomes
 from runs.store.rewards import MAIN, Rewards, finite_number, parse_rewards, printed_rewards
-from runs.worker.workspace_setup import SetupFailed, make_executable, run_command, write_files
+from runs.worker.workspace_setup import (
+    SetupFailed,
+    few_at_a_time,
+    make_executable,
+    run_command,
+    write_files,
+)
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult
@@ -26,8 +32,6 @@ _SHOWN = 2000
 _MAX_REWARD_BYTES = 1 << 20
 _MAX_LOG_BYTES = 32 << 20
 _WRONG_SHOWN = 50
-_PATHS = 200
-"""Arguments of one command at most."""
 _NOT_FOUND, _NO_SHELL = 127, "sh: No such file or directory\n"
 """How a sandbox says that there is no shell for the command."""
 
@@ -129,8 +133,7 @@ async def _prepare(context: ToolContext, check: Check, mode: str) -> None:
 
 
 async def _make_room(context: ToolContext, mode: str, paths: Sequence[str]) -> None:
-    for start in range(0, len(paths), _PATHS):
-        some = paths[start : start + _PATHS]
+    for some in few_at_a_time(paths):
         result = await _ran(context, ["sh", "-c", _CLEAR, "sh", mode, *some])
         if result.exit_code != 0:
             raise CheckFailed(f"cannot make room for {', '.join(some)}: {_said(result)}")

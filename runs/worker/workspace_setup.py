@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,8 +16,7 @@ from toolsets.errors import ToolError
 from toolsets.sandbox.base import ExecResult
 from toolsets.text import clip
 
-_PATHS = 200
-"""Arguments of one command at most."""
+_MOST_PATHS = 200
 _SHOWN = 2000
 """Maximum characters of a command's output in a record or message."""
 
@@ -68,10 +67,15 @@ async def write_files(context: ToolContext, files: Mapping[str, bytes]) -> None:
         await make_executable(context, programs)
 
 
+def few_at_a_time(paths: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The paths in parts that fit into the arguments of one command."""
+    for start in range(0, len(paths), _MOST_PATHS):
+        yield paths[start : start + _MOST_PATHS]
+
+
 async def make_executable(context: ToolContext, paths: Sequence[str]) -> None:
     """Let everyone run files. Raises `SetupFailed`."""
-    for start in range(0, len(paths), _PATHS):
-        some = paths[start : start + _PATHS]
+    for some in few_at_a_time(paths):
         result = await run_command(context, ["chmod", "a+rx", "--", *some])
         if result.exit_code != 0:
             said = clip(result.stderr.strip(), max_chars=_SHOWN)

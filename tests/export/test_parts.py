@@ -12,6 +12,7 @@ import pytest
 
 from export.conversation.style import Style
 from export.run_statistics import statistics_of
+from runs.errors import EnvironmentStop
 from runs.maintenance import verify
 from runs.process.parts import in_parts
 from runs.store import reader
@@ -91,7 +92,7 @@ def test_a_part_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.getpid() != parent
         os._exit(9)
 
-    with pytest.raises(RuntimeError, match="has ended"):
+    with pytest.raises(EnvironmentStop, match="has ended"):
         in_parts(range(9), die, doing="die", enough=1)
 
 

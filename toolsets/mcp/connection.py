@@ -85,7 +85,7 @@ class Link:
                 connection.is_broken = True
                 stderr = connection.last_stderr()
                 _log.warning("mcp server %s died: %s%s", self._name, _describe(error), stderr)
-            what = "sent what is nested too deeply" if connection.is_too_deep else "died"
+            what = "sent JSON that is nested too deeply" if connection.is_too_deep else "died"
             raise ServerError(f"the server {self._name!r} {what} during the call") from error
         connection.late = 0
         return result

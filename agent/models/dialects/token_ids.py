@@ -31,7 +31,6 @@ FIELDS = (
 )
 """All that a request may hold for them."""
 
-
 _ASK_FOR_IDS = ("return_token_ids", "return_meta_info", "return_prompt_token_ids")
 
 _GIVEN_FOR = {
