@@ -291,7 +291,7 @@ class ExchangeEvent(TypedDict):
     reply: ReplyEvent
     """Its `turn` is that of the thread."""
     instructed: NotRequired[bool]
-    """The first message is for this call alone; a call that continues its reply by id has not."""
+    """The first message is for this call alone: one that continues its reply by id lacks it."""
     ids: NotRequired[list[str]]
     """The ids of the reply's calls as the agent got them, if the record needs others."""
     body: dict[str, Any]

@@ -77,8 +77,8 @@ def meaning(
 ) -> Any:
     """A field that affects the data; it cannot change within a run.
 
-    `is_limit`: it limits a conversation, be it of this program or of an agent that runs as a
-    command. `is_inherited`: it holds for inner conversations as well (subagents, simulated user).
+    `is_limit`: it limits a conversation, also that of an agent that runs as a command.
+    `is_inherited`: it holds for inner conversations, too (subagents, simulated user).
     """
     marks = {"meaning": True, "limit": is_limit, "inherited": is_inherited}
     extra: dict[str, Any] = {name: True for name, is_set in marks.items() if is_set}

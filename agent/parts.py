@@ -16,7 +16,7 @@ from toolsets import exact_json
 REPEATS = "repeats"
 
 EARLIER: Literal["earlier_response"] = "earlier_response"
-"""The type of a part for messages that the endpoint has, and the record not."""
+"""The type of a part that stands for messages which only the endpoint has."""
 
 _LARGE = 1000
 """Bytes of JSON from which on a part is stored once."""

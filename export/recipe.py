@@ -62,7 +62,7 @@ FormatName = Literal[
 ]
 assert set(get_args(FormatName)) == set(KNOWN)
 _WHOLE = {"rl", "prompts", "predictions"}
-"""Formats that are for judging or training on all that was tried."""
+"""Formats of all conversations: failures and equal samples count, too."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -272,7 +272,7 @@ class Recipe(_Part):
     @model_validator(mode="before")
     @classmethod
     def _with_defaults_of_all(cls, values: Any) -> Any:
-        """What is judged elsewhere is whole: failures and equal samples count too."""
+        """Formats of all conversations leave none out, unless the recipe says so."""
         formats = values.get("formats") if isinstance(values, dict) else None
         filters = values.get("filters", {}) if isinstance(values, dict) else None
         chosen = split_commas(formats)

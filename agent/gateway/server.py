@@ -210,8 +210,9 @@ async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:
     if not isinstance(body, dict):
         raise WireError("the request is not a JSON object")
     if key := exact_json.repeated_key(content, body):
-        words = "it is there twice, and servers differ in which of the two they take; send it once"
-        raise WireError(f"{key}: {words}")
+        raise WireError(
+            f"{key}: it is there twice; servers differ in which one they take: send it once"
+        )
     headers = _headers_of(request)
     repeats = headers.get("x-stainless-retry-count", "0")
     return AgentCall(wire, path, headers, content, body, is_repeat=repeats not in ("", "0"))

@@ -21,7 +21,7 @@ def patch_of(record: Record) -> str:
         kept = len(diff["patch"])
         raise Rejected(Reason.CUT_PATCH, f"the record holds only the first {kept:,} characters")
     if "base64" in diff:
-        raise Rejected(Reason.NO_PATCH, "its diff is not UTF-8; `diff.base64` of the record is it")
+        raise Rejected(Reason.NO_PATCH, "its diff is not UTF-8; `diff.base64` of the record has it")
     return str(diff["patch"])
 
 

@@ -12,7 +12,6 @@ checksum counts as one whose checksum was damaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import eq
 from typing import Any
 from zlib import crc32
@@ -45,12 +44,6 @@ def without_checksum(line: bytes) -> bytes:
     return line[:end] + b"}\n" if line.startswith(_MEMBER, end) else line
 
 
-def is_sealed(line: bytes) -> bool:
-    """Whether a line has a checksum that matches: it is as it was written."""
-    end = _end_of(line)
-    return line.startswith(_MEMBER, end - _TAIL) and _matches(line, end)
-
-
 def check_seal(line: bytes) -> bool:
     """Whether a line has a checksum. Raises `DamagedLine` if it does not match."""
     end = _end_of(line)
@@ -64,14 +57,14 @@ def check_seal(line: bytes) -> bool:
     return has_checksum
 
 
-def read_object(line: bytes, loads: Callable[[bytes], Any] = exact_json.loads) -> dict[str, Any]:
-    """The JSON object of a line, parsed by `loads`, without its checksum.
+def read_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line, without its checksum.
 
     Raises `DamagedLine` if the line is not as it was written.
     """
     has_checksum = check_seal(line)
     try:
-        found = loads(line)
+        found = exact_json.loads(line)
     except exact_json.JSONDecodeError as error:
         msg = f"not JSON: {error}"
         raise DamagedLine(msg) from error

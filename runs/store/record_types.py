@@ -22,10 +22,6 @@ Number = int | float
 Tools = Sequence[Mapping[str, Any]]
 """Tools as they were offered. Records with the same tools share one list: never change it."""
 
-NO_TOOLS: Tools = ()
-
-_NONE = msgspec.Raw(b"null")
-
 
 class StoredPart(msgspec.Struct, gc=False, omit_defaults=True):
     """A part of a record. It refers to nothing in a cycle, so the garbage collector skips it."""
@@ -297,12 +293,6 @@ class InnerRecord(StoredConversation, kw_only=True):
 
     key: str
     name: str
-    raw_tools: msgspec.Raw = msgspec.field(name="tools", default=_NONE)
-
-    @property
-    def tools(self) -> Tools:
-        """The tools that its model was offered."""
-        return _shared_tools(bytes(self.raw_tools))
 
 
 class Record(StoredConversation, kw_only=True):
@@ -393,4 +383,4 @@ def _shared_tools(json: bytes) -> Tools:
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at ")
         raise msgspec.ValidationError(f"{what} - at `$.tools{place.strip('`')[1:]}`") from None
-    return tools or NO_TOOLS
+    return tools

@@ -61,16 +61,13 @@ def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, (offset, content) in enumerate(lines_from(path, 0), start=1):
         try:
             line = read_object(content)
-            if not (isinstance(line["source"], str) and isinstance(line["version"], str | None)):
-                raise TypeError(line)
-            bytes.fromhex(line["record"])
             msgspec.convert(line, Score)
+            bytes.fromhex(line["record"])
         except (ValueError, KeyError, TypeError) as error:
-            msg = (
-                f"{path}:{number}: not a score; `verify --repair` sets it aside, and its record "
-                "can be scored again"
-            )
-            raise RunDirError(msg) from error
+            raise RunDirError(
+                f"{path}:{number}: not a score ({error}); `verify --repair` sets it aside, and its "
+                "record can be scored again"
+            ) from error
         yield offset, line
 
 

@@ -14,7 +14,7 @@ from agent.models.model import url_of
 from runs.executors.base import WorkerHandle
 
 _ENOUGH = 3
-"""So many refusals are waited with until all other calls in flight have ended."""
+"""After so many refusals no task is begun until all calls in flight have ended."""
 
 _VARYING = re.compile(r"\b[0-9a-fA-F-]{8,}\b|(?<!HTTP )\b\d+")
 """Ids and numbers, in which equal refusals differ."""

@@ -12,7 +12,7 @@ agents/          agents that run as commands
 replay           repeats the tool calls of a branch's parent
 workspaces       workspaces and sandboxes of tasks
 workspace_setup  files and commands of a row
-history          what a repository shows of the commits after its task
+history          removes later commits from a repository
 diff             what a conversation changed in a repository
 check            the check of a row
 remote_journal   a journal that the parent writes

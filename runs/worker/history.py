@@ -1,8 +1,8 @@
-"""The history of a repository that a conversation may see: no commit that its task leads to.
+"""Removes from a repository what comes after the commit where its task begins.
 
 An image often holds the commit that solves its task: on a branch or tag, in the reflog, in a stash,
 or as an object that nothing names. Before the first turn all that does not lead to `base_commit`
-goes, from the repository of the workspace and its submodules; what is left is proved.
+is removed from the repository of the workspace and its submodules, and it is proved to be gone.
 
 The current branch keeps its name, and files stay as they are. Where it is not at `base_commit`, as
 after a commit of what set up the image, it becomes one commit on top of it, with the tracked files

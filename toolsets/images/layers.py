@@ -359,7 +359,10 @@ def _data_of(member: tarfile.TarInfo) -> list[tuple[int, int]]:
     if found is None:
         return [(0, member.size)]
     if member.size > MAX_BYTES:
-        raise ImageError(f"the layer has the file {member.name[:200]!r} of {member.size} bytes")
+        raise ImageError(
+            f"the layer has the file {member.name[:200]!r} of {member.size:,} bytes; at most "
+            f"{MAX_BYTES >> 30} GiB are unpacked"
+        )
     end = 0
     for start, size in found:
         if start < end or size < 0 or start + size > member.size:

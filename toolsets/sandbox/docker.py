@@ -44,7 +44,7 @@ _ENGINE = (
 )
 """What the command line needs of the environment to find the engine; the container gets nothing."""
 _LAYOUT = "built"
-"""Of a directory of images the layout with those that were built."""
+"""The layout for images that were built, in a directory of images."""
 _RUN_LABEL = "batch-trajectories.run"
 _TIMEOUT_S = 120
 _PULL_TIMEOUT_S = 3600

@@ -24,4 +24,4 @@ class ImageSpec:
     network: bool = False
     """Commands may reach the network."""
     starts_entrypoint: bool = True
-    """What the image starts runs beside commands."""
+    """The image's ENTRYPOINT runs beside commands."""

@@ -41,7 +41,7 @@ async def describe_failure(error: BaseException, host: str, port: int | None) ->
     if not isinstance(error, ssl.SSLError):
         return (
             "the server closed the connection at the beginning of TLS: check host and port of the "
-            "URL; it may speak no TLS, or none as new as this machine wants (1.2)"
+            "URL; it may not speak TLS, or only versions older than 1.2, which this machine refuses"
         )
     if "ALERT" in (error.reason or ""):
         return f"the server refused TLS ({error.reason}): it may want another version of it"

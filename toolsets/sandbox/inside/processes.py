@@ -136,7 +136,7 @@ def _shares(pids: list[int], files: int) -> int:
 def size_of(root: str) -> int:
     """The bytes that files take on disk; each file and directory counts 16 KiB at least.
 
-    That is what file systems have for each: many small files use up a disk before they fill it.
+    File systems have about one inode per 16 KiB: small files use these up before the disk is full.
 
     A path too long to look beneath counts as full, for nothing but an escape is that deep.
     """

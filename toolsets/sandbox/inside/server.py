@@ -101,8 +101,8 @@ class Server:
     def _enter(self, entrypoint: list[str]) -> None:
         """Start an image's entrypoint, as engines do, and wait for it to run its command.
 
-        One that runs no command, as a service does, gets some time. What it does is its own matter:
-        one that fails leaves an image without what it starts.
+        One that runs no command, as services do not, gets some time. If it fails, commands run
+        without what it would have started.
         """
         give_up = time.monotonic() + _ENTRYPOINT_S
         with contextlib.suppress(OSError):
