@@ -360,7 +360,7 @@ def _data_of(member: tarfile.TarInfo) -> list[tuple[int, int]]:
         return [(0, member.size)]
     if member.size > MAX_BYTES:
         raise ImageError(
-            f"the layer has the file {member.name[:200]!r} of {member.size:,} bytes; at most "
+            f"the layer has the file {member.name[:200]!r} of {member.size} bytes; at most "
             f"{MAX_BYTES >> 30} GiB are unpacked"
         )
     end = 0
