@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from export.reasons import lines_of
 from export.reward_statistics import RewardStatistics
 from export.statistics import Statistics
 from runs.store.checks import Checks, describe, judgement_of
-from runs.store.reader import over_records
+from runs.store.reader import SomeRecords, over_records
 from runs.store.record_types import Record
 from runs.store.settled import NO_LIMIT
 from runs.totals.spending import spent_by, spent_by_judges
@@ -160,9 +160,9 @@ def statistics_of(
     conversations per prompt.
     """
 
-    def count(records: Iterable[Record]) -> RunStatistics:
+    def count(some: SomeRecords) -> RunStatistics:
         counted = RunStatistics(style=style, samples=samples)
-        for record in records:
+        for record in some.records:
             counted.add(record)
         return counted
 

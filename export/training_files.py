@@ -60,10 +60,10 @@ _HOLDS: dict[Place, str] = {
 
 
 class Routed(NamedTuple):
-    """The file of a record and its line in it."""
+    """The file of a record and its row in it."""
 
     place: Place
-    line: bytes
+    row: dict[str, Any]
     reason: str | None
     others: Mapping[str, int] = {}
     """See `Conversation.others`."""
@@ -79,7 +79,7 @@ class _Output:
 
 
 def route(record: Record, own: Own | None = None, *, style: Style = _PLAIN) -> Routed:
-    """Choose the file of a record and render its line; `style` is that of the run.
+    """Choose the file of a record and make its row; `style` is that of the run.
 
     `own` is that of `read_conversation`.
     """
@@ -99,7 +99,7 @@ def route(record: Record, own: Own | None = None, *, style: Style = _PLAIN) -> R
     if wants_passed and (why := not_passed(judgement_of(record))) is not None:
         return _reject(record, why.reason.value, why.detail)
     place: Place = "training" if row["completed"] else "partial"
-    return Routed(place, dumps_row(row), None, conversation.others)
+    return Routed(place, row, None, conversation.others)
 
 
 def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _PLAIN) -> None:
@@ -134,8 +134,8 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
                 for record, own in few:
                     statistics.add(record, own)
                 for record, own in few:
-                    place, line, reason, by_others = route(record, own, style=style)
-                    outputs[place].file.write(line)
+                    place, row, reason, by_others = route(record, own, style=style)
+                    outputs[place].file.write(dumps_row(row))
                     outputs[place].rows += 1
                     if reason is not None:
                         reasons[reason] += 1
@@ -184,8 +184,8 @@ def _replace_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _reject(record: Record, reason: str, detail: str) -> Routed:
-    line = {"id": record.id, "status": record.status, "reason": reason, "detail": detail}
-    return Routed("rejects", orjson.dumps(line) + b"\n", reason)
+    row = {"id": record.id, "status": record.status, "reason": reason, "detail": detail}
+    return Routed("rejects", row, reason)
 
 
 @contextmanager

@@ -19,14 +19,14 @@ NOT_OFFERED = "(not offered)"
 """Stands for all tools that models invented: their number has no limit."""
 
 
-def row_of(record: Record) -> dict[str, Any]:
-    """One row of the table, JSON-ready and small.
+def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
+    """One row of the table, JSON-ready and small; `own` is `Own(record)`, if it is known.
 
     `tools` is {name: [calls, failed calls]}, `failures` {kind: calls} with kind `reported` for
     failures that a tool reported itself; `duration_s` is that of `seconds_at_work`; `flags` name
     unusual properties of the conversation.
     """
-    own = Own(record)
+    own = own or Own(record)
     turns, replies = own.turns, own.messages
     asked = _last_content(record.messages[: own.start], "user")
     usage = record.usage or {}

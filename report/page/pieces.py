@@ -4,6 +4,9 @@
     report_files/chunk-0.js    whole records, loaded when one of them is opened
     report_files/chunk-1.js …
 
+Several processes can each collect a part; the number of the first record of a part is that of its
+first chunk, so all chunks have different numbers.
+
 A page that was opened from disk may not fetch files but may load scripts. So each file is a script
 that passes its data to the page: `reportData(report, kind, number, json)`.
 """
@@ -11,8 +14,9 @@ that passes its data to the page: `reportData(report, kind, number, json)`.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -26,82 +30,108 @@ _CHUNK_BYTES = 512 << 10
 _ROWS_BYTES = 1 << 20
 
 
-class Pieces:
-    """Collects the rows and records of a report; keeps at most one piece in memory."""
+class Collected(NamedTuple):
+    """What `Pieces` has collected."""
 
-    def __init__(self, directory: Path, report_id: str, *, inline_bytes: int) -> None:
-        """`finish` puts the files into `directory`."""
+    rows: bytes
+    records: bytes
+    """Both as JSON lists for the page; empty lists if they are in files."""
+    row_pieces: int
+    """0 if they are in the page."""
+    rows_file: Path
+
+
+class Pieces:
+    """Collects rows and records of a report; keeps at most one piece in memory."""
+
+    def __init__(self, directory: Path, report_id: str, *, inline_bytes: int, first: int) -> None:
+        """`put_in_place` will put the files into `directory`.
+
+        `first` is the number of the first record; more than `inline_bytes` goes to files.
+        """
         self._directory = directory
-        self._temporary = directory.with_name(f"{directory.name}.part")
+        self._temporary = temporary_of(directory)
         self._report_id = report_id
         self._inline_bytes = inline_bytes
         self._is_inline = True
+        self._rows_file = self._temporary / f"rows-{first}.js"
         self._rows: list[bytes] = []
         self._records: list[bytes] = []
         self._rows_size = self._records_size = 0
         self._row_pieces = 0
-        self._chunks = 0
+        self._chunk = first
 
     def add(self, row: dict[str, Any], record: bytes) -> None:
         """Add a trajectory; `record` is its JSON. Adds the place of its record to the row."""
-        line = exact_json.dumps([*row.values(), self._chunks, len(self._records)])
+        line = exact_json.dumps([*row.values(), self._chunk, len(self._records)])
         self._rows.append(line)
         self._records.append(record)
         self._rows_size += len(line)
         self._records_size += len(record)
         if self._is_inline and self._rows_size + self._records_size > self._inline_bytes:
             self._is_inline = False
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            self._temporary.mkdir(mode=0o700)
+            self._temporary.mkdir(mode=0o700, exist_ok=True)
         if not self._is_inline:
             if self._records_size >= _CHUNK_BYTES:
                 self._write_records()
             if self._rows_size >= _ROWS_BYTES:
                 self._write_rows()
 
-    def finish(self) -> tuple[bytes, bytes, int]:
-        """Put the files in place; return rows and records for the page, and the pieces of rows.
-
-        Rows and records are `[]` if they are in files; else the number of pieces is 0.
-        """
-        if self._is_inline:
-            remove_files(self._directory)
-            return _listed(self._rows), _listed(self._records), 0
-        self._write_records()
-        self._write_rows()
-        remove_files(self._directory)
-        make_directory(self._directory)
-        for path in self._temporary.iterdir():
-            path.replace(self._directory / path.name)
-        return b"[]", b"[]", self._row_pieces
-
-    def discard(self) -> None:
-        """Remove temporary files, if `finish` was not reached."""
-        shutil.rmtree(self._temporary, ignore_errors=True)
+    def finish(self) -> Collected:
+        """Write what is left; the files are still temporary."""
+        if not self._is_inline:
+            self._write_records()
+            self._write_rows()
+        rows, records = _listed(self._rows), _listed(self._records)
+        return Collected(rows, records, self._row_pieces, self._rows_file)
 
     def _write_records(self) -> None:
         if self._records:
-            self._write(f"chunk-{self._chunks}.js", "chunk", self._chunks, self._records)
-            self._chunks += 1
+            path = self._temporary / f"chunk-{self._chunk}.js"
+            self._write(path, "chunk", self._chunk, self._records)
+            self._chunk += 1
             self._records, self._records_size = [], 0
 
     def _write_rows(self) -> None:
         if self._rows:
-            self._write("rows.js", "rows", self._row_pieces, self._rows)
+            self._write(self._rows_file, "rows", self._row_pieces, self._rows)
             self._row_pieces += 1
             self._rows, self._rows_size = [], 0
 
-    def _write(self, name: str, kind: str, number: int, items: list[bytes]) -> None:
+    def _write(self, path: Path, kind: str, number: int, items: list[bytes]) -> None:
         # As a string to parse: in a JavaScript literal, a key __proto__ would not be data.
         text = orjson.dumps(_listed(items).decode()).decode()
         call = f'reportData("{self._report_id}", "{kind}", {number}, {text});\n'
-        path = self._temporary / name
         if path.exists():
             with path.open("ab") as file:
                 file.write(call.encode())
             return
-        with open_temporary(path, self._directory / name) as file:
+        with open_temporary(path, self._directory / path.name) as file:
             file.write(call.encode())
+
+
+def temporary_of(directory: Path) -> Path:
+    """Where files are until they are put into `directory`."""
+    return directory.with_name(f"{directory.name}.part")
+
+
+def put_in_place(directory: Path, parts: Sequence[Collected]) -> None:
+    """Replace the files in `directory` by those of all parts, in order; only remove them if there
+    are no new ones."""
+    remove_files(directory)
+    written = [part.rows_file for part in parts if part.row_pieces]
+    if not written:
+        return
+    first, *others = written
+    with first.open("ab") as rows:
+        for other in others:
+            with other.open("rb") as file:
+                shutil.copyfileobj(file, rows)
+            other.unlink()
+    make_directory(directory)
+    first.rename(first.with_name("rows.js"))
+    for path in temporary_of(directory).iterdir():
+        path.replace(directory / path.name)
 
 
 def remove_files(directory: Path) -> None:

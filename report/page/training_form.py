@@ -7,25 +7,26 @@ from typing import Any
 
 import orjson
 
+from export.conversation.own_work import Own
 from export.conversation.style import Style
 from export.training_files import route
 from runs.store.record_types import Record
 
 
 def training_form(
-    record: Record, *, number_of: Callable[[str], int], style: Style
+    record: Record, own: Own | None = None, *, key_of: Callable[[str], Any], style: Style
 ) -> dict[str, Any]:
-    """The export row of a record, JSON-ready.
+    """The export row of a record, for `dumps_row`; `own` is that of `read_conversation`.
 
     Keys: `file` ("training", "partial" or "rejects"), `reason` and `detail` (of a reject, else
-    None), `system` (the number that `number_of` gives to the text of the system turn, which most
-    rows of a run share; None for a reject), `turns` (lists of speaker, text and whether it carries
-    loss, without the system turn), `given` (number of turns with loss that are from the prompt).
+    None), `system` (what `key_of` gives for the text of the system turn, which most rows of a run
+    share; None for a reject), `turns` (lists of speaker, text and whether it carries loss, without
+    the system turn), `given` (number of turns with loss that are from the prompt).
 
     All turns of `gpt` carry loss, also those from the prompt: trainers mask by speaker.
     """
-    routed = route(record, style=style)
-    row = orjson.loads(routed.line)
+    routed = route(record, own, style=style)
+    row = routed.row
     if routed.place == "rejects":
         found = {"reason": row["reason"], "detail": row["detail"], "system": None}
         return {"file": routed.place, **found, "turns": [], "given": 0}
@@ -34,7 +35,7 @@ def training_form(
         "file": routed.place,
         "reason": None,
         "detail": None,
-        "system": number_of(system["value"]),
+        "system": key_of(system["value"]),
         "turns": [[turn["from"], turn["value"], turn["from"] == "gpt"] for turn in turns],
         "given": _given(row),
     }

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+import orjson
+
 from api.stored_run import StoredRun
-from export.conversation.style import style_of_run
+from export.conversation.own_work import Own
+from export.conversation.row_json import dumps_row
+from export.conversation.style import Style, style_of_run
+from export.conversation.tools import once
 from export.reward_statistics import RewardStatistics
 from report.facts import row_of
 from report.page.page import render_page
-from report.page.pieces import INLINE_BYTES, Pieces
+from report.page.pieces import (
+    INLINE_BYTES,
+    Collected,
+    Pieces,
+    put_in_place,
+    temporary_of,
+)
 from report.page.training_form import training_form
 from runs.errors import RunDirError
 from runs.sources.source import HUB_PREFIX
 from runs.store.failures import failures_by_class
 from runs.store.files import StorageError, replace_file
-from runs.store.reader import stored_records
+from runs.store.reader import SomeRecords, over_records
+from runs.store.record_types import Record, Tools
 from runs.store.settled import NO_LIMIT
 from runs.totals.spending import spent_by, spent_by_judges
 from toolsets import exact_json
@@ -41,7 +54,8 @@ def write_report(
 ) -> WrittenPage:
     """Write the report of a run to `output` (default: report.html in its directory).
 
-    Reads one record at a time; more data than `inline_bytes` goes to files in
+    Reads one record at a time, of a large run in several processes; more data than `inline_bytes`,
+    and all data of several processes, goes to files in
     `<output's stem>_files`. Raises `RunDirError` and `StorageError`.
     """
     run = stored.identity
@@ -54,39 +68,74 @@ def write_report(
         raise RunDirError(msg)
     report_id = secrets.token_hex(8)
     directory = path.with_name(f"{path.stem}_files")
-    pieces = Pieces(directory, report_id, inline_bytes=inline_bytes)
-    tools, systems = _Distinct(), _Distinct()
     style = style_of_run(run["config"])
-    rewards = RewardStatistics(run["config"]["num_samples"])
-    columns: list[str] = []
-    count = 0
+    samples = run["config"]["num_samples"]
+
+    def collect(some: SomeRecords) -> _Part:
+        most = inline_bytes if some.are_all else 0
+        pieces = Pieces(directory, report_id, inline_bytes=most, first=some.first)
+        part = _Part(RewardStatistics(samples), _Distinct(some.first), _Distinct(some.first))
+        for record in some.records:
+            part.add(record, style, pieces)
+        part.collected = pieces.finish()
+        return part
+
     try:
-        for record in stored_records(stored.path, doing="report"):
-            rewards.add(record)
-            form = training_form(record, style=style, number_of=systems.number)
-            row = row_of(record) | {"exported": form["file"]}
-            columns = [*row, "chunk", "place"]
-            shared = {"tools": list(map(tools.number, record.tools))}
-            pieces.add(row, exact_json.dumps({**record.as_dict(), **shared, "training_form": form}))
-            count += 1
-        rows, records, row_pieces = pieces.finish()
+        shutil.rmtree(temporary_of(directory), ignore_errors=True)
+        whole, *others = parts = over_records(stored.path, collect, doing="report")
+        put_in_place(directory, [part.collected for part in parts])
     except OSError as error:
         msg = f"{path}: cannot write the report: {error.strerror or error}; make room, or --output"
         raise StorageError(msg) from error
     finally:
-        pieces.discard()
+        shutil.rmtree(temporary_of(directory), ignore_errors=True)
+    for part in others:
+        whole.merge(part)
+    row_pieces = sum(part.collected.row_pieces for part in parts)
     meta = {
         **_about(stored),
-        "rewards": rewards.to_json(),
+        "rewards": whole.rewards.to_json(),
         "report_id": report_id,
-        "columns": columns,
-        "tools": tools.values,
-        "systems": systems.values,
+        "columns": whole.columns,
+        "tools": whole.tools.values,
+        "systems": whole.systems.values,
         "row_pieces": row_pieces,
         "files": directory.name if row_pieces else None,
     }
+    rows, records = whole.collected.rows, whole.collected.records
     replace_file(path, render_page(meta, rows=rows, records=records))
-    return WrittenPage(path, count, directory if row_pieces else None)
+    return WrittenPage(path, whole.count, directory if row_pieces else None)
+
+
+class _Part:
+    """What the page needs to know of some records, and where their data is."""
+
+    collected: Collected
+
+    def __init__(self, rewards: RewardStatistics, tools: _Distinct, systems: _Distinct) -> None:
+        self.rewards, self.tools, self.systems = rewards, tools, systems
+        self.columns: list[str] = []
+        self.count = 0
+
+    def add(self, record: Record, style: Style, pieces: Pieces) -> None:
+        own = Own(record)
+        self.rewards.add(record)
+        form = training_form(record, own, style=style, key_of=self.systems.key)
+        row = row_of(record, own) | {"exported": form["file"]}
+        self.columns = [*row, "chunk", "place"]
+        shown = {"tools": once(record.tools, self._tools_shown), "training_form": dumps_row(form)}
+        pieces.add(row, record.spliced(shown))
+        self.count += 1
+
+    def _tools_shown(self, tools: Tools) -> bytes:
+        return orjson.dumps(list(map(self.tools.key, tools)))
+
+    def merge(self, other: _Part) -> None:
+        """Add the records of `other`, which come after those of this one."""
+        self.rewards.merge(other.rewards)
+        self.tools.values |= other.tools.values
+        self.systems.values |= other.systems.values
+        self.count += other.count
 
 
 def _is_page(path: Path) -> bool:
@@ -128,16 +177,18 @@ def _dataset_name(dataset: Mapping[str, Any]) -> str:
 
 
 class _Distinct:
-    """Distinct values: most records of a run have the same tools."""
+    """Distinct values by keys: most records of a run have the same tools."""
 
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self._numbers: dict[bytes, int] = {}
+    def __init__(self, first: int) -> None:
+        """No other part has keys that begin with `first`."""
+        self.values: dict[str, Any] = {}
+        self._first = first
+        self._keys: dict[str | bytes, str] = {}
 
-    def number(self, value: Any) -> int:
-        """The place of `value` in `values`."""
-        key = exact_json.dumps(value)
-        if key not in self._numbers:
-            self._numbers[key] = len(self.values)
-            self.values.append(value)
-        return self._numbers[key]
+    def key(self, value: Any) -> str:
+        """The key of `value` in `values`."""
+        same = value if isinstance(value, str) else exact_json.dumps(value)
+        if same not in self._keys:
+            self._keys[same] = f"{self._first}-{len(self.values)}"
+            self.values[self._keys[same]] = value
+        return self._keys[same]

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from toolsets import exact_json
 
-_KEY = "crc32"
+KEY = "crc32"
 _MEMBER = b',"crc32":"'
 _CLOSE = b'"}\n'
 _DIGITS = 8
@@ -71,7 +71,7 @@ def read_object(line: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         msg = "not a JSON object"
         raise DamagedLine(msg)
-    if found.pop(_KEY, None) is not None and not has_checksum:
+    if found.pop(KEY, None) is not None and not has_checksum:
         raise DamagedLine(_CHANGED)
     content: dict[str, Any] = found
     return content

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import orjson
 
@@ -95,7 +95,17 @@ def stored_records(run_dir: Path, *, doing: str | None = None) -> Iterator[Recor
             yield scores.added_to(read_record(records, entry.offset, entry.length, key))
 
 
-def over_records(run_dir: Path, do: Callable[[Iterable[Record]], R], *, doing: str) -> list[R]:
+class SomeRecords(NamedTuple):
+    """A part of the records of a run, or all of them."""
+
+    first: int
+    """The number, from 0, of the first of them."""
+    are_all: bool
+    records: Iterable[Record]
+    """One in memory at a time."""
+
+
+def over_records(run_dir: Path, do: Callable[[SomeRecords], R], *, doing: str) -> list[R]:
     """What `do` gives for the records of `stored_records`, in one or several parts, in order.
 
     Large runs are divided among processes. `doing` names the work for its progress.
@@ -103,13 +113,16 @@ def over_records(run_dir: Path, do: Callable[[Iterable[Record]], R], *, doing: s
     scores = Scores(run_dir)
     with open_index(run_dir) as (index, records):
         places = [(entry.offset, entry.length, key) for key, entry in index.counting()]
+        numbers = range(len(places))
 
-        def do_part(part: Sequence[tuple[int, int, bytes]], advance: Advance) -> R:
-            return do(read(part, advance))
+        def do_part(part: Sequence[int], advance: Advance) -> R:
+            return do(
+                SomeRecords(part[0] if part else 0, len(part) == len(places), read(part, advance))
+            )
 
-        def read(part: Sequence[tuple[int, int, bytes]], advance: Advance) -> Iterator[Record]:
-            for place in part:
-                yield scores.added_to(read_record(records, *place))
+        def read(part: Sequence[int], advance: Advance) -> Iterator[Record]:
+            for number in part:
+                yield scores.added_to(read_record(records, *places[number]))
                 advance()
 
-        return in_parts(places, do_part, doing=doing, enough=_ENOUGH)
+        return in_parts(numbers, do_part, doing=doing, enough=_ENOUGH)

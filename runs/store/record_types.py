@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from agent.messages import Role
-from runs.store.checksum import DamagedLine, check_seal, read_object
+from runs.store.checksum import KEY, DamagedLine, check_seal, read_object
 from toolsets import exact_json
 
 Number = int | float
@@ -334,6 +334,18 @@ class Record(StoredConversation, kw_only=True):
     tools: Any = msgspec.field(default=None, name="(tools)")
     """The tools that the model was offered, `Tools`; made of `raw_tools`."""
 
+    def spliced(self, members: Mapping[str, bytes]) -> bytes:
+        """The line's JSON with the scores of this object, and `members` instead of its own.
+
+        Values are JSON. All else is copied without being parsed, so that it is fast.
+        """
+        found = _members_in(self.line)
+        found.pop(KEY, None)
+        if self.scores is not None:
+            found["scores"] = msgspec.Raw(msgspec.json.encode(self.scores))
+        found |= {name: msgspec.Raw(json) for name, json in members.items()}
+        return msgspec.json.encode(found)
+
     def as_dict(self) -> dict[str, Any]:
         """All that the line holds, also keys that are no fields, with the scores of this object."""
         found: dict[str, Any] = read_object(self.line)
@@ -343,6 +355,7 @@ class Record(StoredConversation, kw_only=True):
 
 
 _decode = msgspec.json.Decoder(Record).decode
+_members_in = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def decode_record(line: bytes) -> Record:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import threading
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from api.stored_run import StoredRun
 from export.conversation.style import Style
 from export.run_statistics import statistics_of
+from report.page.writer import write_report
 from runs.errors import EnvironmentStop
 from runs.maintenance import verify
 from runs.process.parts import in_parts
@@ -52,6 +57,52 @@ def test_statistics_are_the_same_in_parts(
     assert whole["failed_scores"] == 8
     use_processes(monkeypatch, 3)
     assert statistics_of(path, style=Style(), samples=samples) == whole
+
+
+def test_a_report_in_parts_has_the_same_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {"id": f"p{n}", "prompt": f"x{n}", "script": [{"content": "<b>" * n or "y"}]}
+        for n in range(7)
+    ]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    path = tmp_path / "trajectories" / "r"
+    whole = data_of(path)
+    use_processes(monkeypatch, 3)
+    assert data_of(path) == whole
+    assert sorted(file.name for file in (path / "report_files").iterdir()) == [
+        *("chunk-0.js", "chunk-3.js", "chunk-6.js"),
+        "rows.js",
+    ]
+
+
+def data_of(run_dir: Path) -> list[Any]:
+    """The rewards in a report, and its rows and records in order, each with what it refers to."""
+    written = write_report(StoredRun(run_dir), inline_bytes=0)
+    page = re.search(r'id="meta-data">(.*?)</script>', written.path.read_text())
+    assert page
+    assert written.files
+    meta = json.loads(page[1])
+    calls = {
+        file.name: [
+            json.loads(json.loads(line.split(", ", 3)[3][:-2]))
+            for line in file.read_text().split("\n")[:-1]
+        ]
+        for file in written.files.iterdir()
+    }
+    assert len(calls["rows.js"]) == meta["row_pieces"]
+    found: list[Any] = [meta["rewards"]]
+    for *row, chunk, place in chain.from_iterable(calls["rows.js"]):
+        (records,) = calls[f"chunk-{chunk}.js"]
+        record = records[place]
+        record["tools"] = [meta["tools"][key] for key in record["tools"]]
+        form = record["training_form"]
+        form["system"] = meta["systems"].get(form["system"])
+        found.append((row, record))
+    assert len(found) == written.trajectories + 1
+    return found
 
 
 def test_damage_is_found_in_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

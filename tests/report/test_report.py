@@ -160,10 +160,10 @@ def test_turns_that_the_prompt_brought_along_are_counted(run_dir: Path) -> None:
     (record,) = (line for line in lines(run_dir / "records.jsonl") if line["id"] == "plain")
     brought = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
     longer = record | {"messages": [*brought, *record["messages"]]}
-    form = training_form(stored(longer), number_of=len, style=Style())
+    form = training_form(stored(longer), key_of=len, style=Style())
     assert form["given"] == 1
     assert [loss for _, _, loss in form["turns"]] == [False, True, False, True, False, True]
-    assert training_form(stored(record), number_of=len, style=Style())["given"] == 0
+    assert training_form(stored(record), key_of=len, style=Style())["given"] == 0
 
 
 def test_the_command_writes_report_html_into_the_run(run_dir: Path) -> None:
