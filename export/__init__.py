@@ -23,6 +23,7 @@ SEAM = (
     "conversation.own_work",
     "conversation.row_json",
     "conversation.style",
+    "conversation.tools",
     "conversation.validity",
     "dataset.build",
     "dataset.checking",
