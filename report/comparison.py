@@ -9,7 +9,7 @@ from typing import Any
 
 from api.stored_run import StoredRun
 from report.formatting import count, dollars, one_line
-from runs.config.fingerprint import with_defaults
+from runs.config.fingerprint import stored_meaning
 from runs.process.long_work import watched
 from runs.store.checks import CheckSums
 from runs.store.index import IndexEntry
@@ -34,7 +34,7 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
         dict(watched(stored.entries(), f"reading {stored.path.name}")) for stored in (first, second)
     ]
     before, after = entries
-    meanings = [with_defaults(run["meaning"]) for run in runs]
+    meanings = [stored_meaning(run) for run in runs]
     both = [task_id for task_id in before if task_id in after]
     return {
         "runs": [

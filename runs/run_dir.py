@@ -32,7 +32,13 @@ from zlib import crc32
 
 import orjson
 
-from runs.config.fingerprint import digest_of, meaning_of, with_defaults, with_provider
+from runs.config.fingerprint import (
+    digest_of,
+    meaning_of,
+    stored_meaning,
+    with_defaults,
+    with_provider,
+)
 from runs.config.run_config import RunConfig
 from runs.config.sandboxes import replaced_images
 from runs.dataset.scan import Scan
@@ -359,9 +365,7 @@ def _run_json(
                 "requested; each shard needs its own --run_name (`merge` joins all shards)"
             )
             raise ConfigError(msg)
-        base_url = before["config"].get("base_url")
-        then = with_defaults(with_provider(before["meaning"], base_url))
-        now = with_defaults(meaning)
+        then, now = stored_meaning(before), with_defaults(meaning)
         changes = {
             key: {"from": then.get(key), "to": now[key]}
             for key in meaning

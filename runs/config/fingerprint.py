@@ -75,12 +75,17 @@ def _full(model: str) -> str:
     return model if is_full else f"openrouter:{model}"
 
 
+def stored_meaning(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The fingerprint in a run.json, in the form in which fingerprints are compared."""
+    return with_defaults(with_provider(run["meaning"], run["config"].get("base_url")))
+
+
 def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
     """A fingerprint with the defaults of options that its version did not have.
 
     This also fills in what objects inside it lack, such as a subagent, and leaves out what counted
     for the data only in earlier versions. Compare fingerprints only in this form: a run of an
-    earlier version must not differ by a new option.
+    earlier version must not differ by a new option. For stored ones, see `stored_meaning`.
     """
     fields = {name: field for name, field in RunConfig.model_fields.items() if _is_meaning(name)}
     given = {"endpoints": {}, **_defaults(fields), **meaning}

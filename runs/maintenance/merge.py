@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from runs.config.fingerprint import with_defaults
+from runs.config.fingerprint import stored_meaning
 from runs.config.loading import load_config
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan
@@ -78,7 +78,7 @@ def common_config(
     """
     first_path, first = runs[0]
     for path, identity in runs[1:]:
-        one, other = with_defaults(first["meaning"]), with_defaults(identity["meaning"])
+        one, other = stored_meaning(first), stored_meaning(identity)
         if keys := [key for key in one | other if one.get(key) != other.get(key)]:
             msg = (
                 f"{path}: its config differs from that of {first_path} in {', '.join(keys)}; "

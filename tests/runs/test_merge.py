@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
+from runs.maintenance.merge import common_config
 from runs.store.checksum import read_object, with_checksum
 from tests.faults.oracle import finished_lines, resume_and_judge
 from tests.running import SCRIPTED, ids, run, write_rows
@@ -147,3 +148,15 @@ def test_conversations_under_way_are_left_behind_only_where_that_is_wanted(cwd: 
     assert refused.returncode == 2
     assert "1 conversation with 1 turn under way" in refused.stderr
     assert run(cwd, *line, "--drop_unfinished").returncode == 0
+
+
+def test_runs_of_versions_that_name_one_model_otherwise_have_one_config(tmp_path: Path) -> None:
+    """A name without a provider was one of OpenRouter."""
+    runs = [
+        (tmp_path / model, {"meaning": {"model": model}, "config": {"model": "openrouter:a/b"}})
+        for model in ("a/b", "openrouter:a/b")
+    ]
+    config = common_config(
+        runs, run_name="m", output_dir=tmp_path, dataset_file=tmp_path / "all.jsonl"
+    )
+    assert config.model == "openrouter:a/b"
