@@ -91,13 +91,12 @@ class StoredRun:
         """All tasks, in dataset order: `id`, `prompt_id`, `sample`, `columns`."""
         return tasks(self.scan)
 
-    def records(self, *, doing: str | None = None) -> Iterator[dict[str, Any]]:
+    def records(self) -> Iterator[dict[str, Any]]:
         """The records of finished conversations, in the order written.
 
-        If a task was run again, only its last record. With `doing`, the name of the work, progress
-        is shown on standard error. Raises `UnreadableRecord`.
+        If a task was run again, only its last record. Raises `UnreadableRecord`.
         """
-        return (record.as_dict() for record in stored_records(self.path, doing=doing))
+        return (record.as_dict() for record in stored_records(self.path))
 
     def record(self, record_id: str) -> dict[str, Any]:
         """The record with this id or unique id prefix.

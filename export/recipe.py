@@ -199,10 +199,10 @@ class Filters(_Part):
     """The same for several rewards by their names."""
     max_rewards: dict[str, Number] = {}
     passed: bool | None = None
-    """Required result of the check; unchecked records are left out."""
+    """Whether records must have passed or not; those neither checked nor scored are left out."""
     require_passed: bool = False
-    """Leave out what did not pass its check; unchecked records stay. Not for dpo and kto, which
-    compare good samples with bad ones."""
+    """Leave out what did not pass; records neither checked nor scored stay. Not for dpo and kto,
+    which compare good samples with bad ones."""
     answer: AnswerCheck | None = None
     judge: Judge | None = None
     """Leave out answers that a judge model finds wrong, or could not judge."""

@@ -104,15 +104,11 @@ def make_record(
 
 def _was_trimmed(setup: Setup, conversation: Mapping[str, Any]) -> bool:
     """Whether the model saw replies without the newlines around their text."""
-    has_tokens = any("tokens" in turn for turn in conversation["turns"])
-    return (
-        bool(setup.settings.token_ids)
-        and has_tokens  # else the endpoint refused the option
-        and trimmed_replies(
-            [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]
-        )
-        > 0
-    )
+    # Without tokens the endpoint refused the option.
+    if not setup.settings.token_ids or not any("tokens" in one for one in conversation["turns"]):
+        return False
+    replies = [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]
+    return trimmed_replies(replies) > 0
 
 
 def tokens_missing(reply: ReplyEvent) -> str | None:
@@ -127,7 +123,7 @@ def tokens_missing(reply: ReplyEvent) -> str | None:
 
 
 def with_scores(record: dict[str, Any], scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A record with the scores of functions, before its tools: readers expect these at the end."""
+    """A record with the scores of functions, at their place among its keys."""
     items = list(record.items())
     place = next(n for n, (name, _) in enumerate(items) if name == "tools")
     return dict([*items[:place], ("scores", list(scores)), *items[place:]])

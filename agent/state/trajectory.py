@@ -144,9 +144,8 @@ class Trajectory:
                 if event["kind"] == "exchange":
                     self._pay(event["reply"])
                 if self.agent_calls is None:
-                    from agent.gateway.conversations.threads import (
-                        Threads,  # few runs have agents that call
-                    )
+                    # Few runs have agents that call.
+                    from agent.gateway.conversations.threads import Threads
 
                     self.agent_calls = Threads()
                 self.agent_calls.apply(event)

@@ -16,7 +16,7 @@ def reward_of(record: Record, name: str | None = None) -> float | None:
 
 
 def judged(record: Record, name: str | None) -> Judgement:
-    """Whether a record passed its check, with the reward of this name."""
+    """The judgement of a record, with the reward of this name."""
     found = judgement_of(record)
     return found if name is None else found._replace(reward=reward_of(record, name))
 
@@ -26,9 +26,9 @@ def not_passed(judgement: Judgement) -> Rejected | None:
     if judgement.error is not None:
         return Rejected(Reason.CHECK_FAILED, f"its check gave no result: {judgement.error}")
     if judgement.passed is False:
-        by = "its check" if judgement.verdict is False else f"the reward {THRESHOLD:g}"
-        detail = f"it did not pass {by}; reward {judgement.reward:g}"
-        return Rejected(Reason.NOT_PASSED, detail)
+        by_check = judgement.verdict is False
+        why = "it did not pass its check" if by_check else f"a reward below {THRESHOLD:g}"
+        return Rejected(Reason.NOT_PASSED, f"{why}; reward {judgement.reward:g}")
     return None
 
 

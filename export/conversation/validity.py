@@ -74,7 +74,7 @@ class Reason(StrEnum):
     NO_REASONING = "no_reasoning"
     """No turn of the model holds reasoning, and the run is exported with reasoning only."""
     NOT_PASSED = "not_passed"
-    """It did not pass its check, and the run is exported without those."""
+    """It did not pass, and the run is exported without those."""
     CHECK_FAILED = "check_failed"
     """Its check gave no result, and the run is exported without those that did not pass."""
 

@@ -111,6 +111,8 @@ def _blob(layout: Path, file: IO[bytes], kind: str, diff_id: str = "") -> dict[s
                 hashed.update(piece)
                 out.write(piece)
             size = out.tell()
+            out.flush()
+            os.fsync(out.fileno())  # a blob is known by its name from then on
         digest = hashed.hexdigest()
         making.replace(blobs / digest)
     return {"mediaType": f"{_TYPE}.{kind}", "digest": f"sha256:{digest}", "size": size}
