@@ -18,7 +18,10 @@ PLAIN = ("\u2028", "\u0085", "\ufeff", "\u0000", "\U0001f600")
 PLACES = ("prompt", "system", "reasoning", "text", "arguments", "result")
 # Rows of `rl` have no text: their tokens are those that were sampled. `prompts` has nothing of the
 # model, and no JSON lines.
-FORMATS = tuple(name for name in KNOWN if name not in ("parquet", "hf", "dpo", "rl", "prompts"))
+_OTHER = ("parquet", "hf", "dpo", "rl", "prompts", "predictions")
+"""Copies, and formats without the text of one conversation."""
+
+FORMATS = tuple(name for name in KNOWN if name not in _OTHER)
 """The twin holds the rows of the others; a pair those of kto."""
 
 
