@@ -61,7 +61,7 @@ class Own:
 
 def _counts_of(own: Own) -> Counts:
     turns = own.turns
-    replies = with_reasoning = hidden = 0
+    replies = with_reasoning = hidden = with_ids = 0
     failures = []
     for message in own.messages:
         if message.role == "assistant":
@@ -72,16 +72,16 @@ def _counts_of(own: Own) -> Counts:
             replies += 1
         elif message.is_error and message.role == "tool":
             failures.append(kind_of_failure(message.details))
-    return Counts(
-        tool_stats(own.messages),
-        replies,
-        with_reasoning,
-        hidden,
-        failures,
-        sum([turn.has_ids for turn in turns]),
-        min([turn.started_at for turn in turns], default=None),
-        max([turn.started_at + turn.duration_s for turn in turns], default=None),
-    )
+    started_at = ended_at = None
+    for turn in turns:
+        ended = turn.started_at + turn.duration_s
+        if started_at is None or turn.started_at < started_at:
+            started_at = turn.started_at
+        if ended_at is None or ended > ended_at:
+            ended_at = ended
+        with_ids += turn.tokens is not None and turn.has_ids
+    stats = tool_stats(own.messages)
+    return Counts(stats, replies, with_reasoning, hidden, failures, with_ids, started_at, ended_at)
 
 
 def first_reply(messages: Sequence[StoredMessage], *, turns: int) -> int:
@@ -102,16 +102,17 @@ def tool_stats(messages: Iterable[StoredMessage]) -> list[dict[str, Any]]:
     stats: dict[str, dict[str, Any]] = {}
     of_call: dict[str | None, dict[str, Any]] = {}
     for message in messages:
-        if message.role == "tool":
+        role = message.role
+        if role == "tool":
             if (tool := of_call.get(message.tool_call_id)) is not None:
                 tool["failure" if message.is_error else "success"] += 1
-            continue
-        for call in message.tool_calls:
-            name = call.function.name
-            if (tool := stats.get(name)) is None:
-                tool = stats[name] = {"tool": name, "count": 0, "success": 0, "failure": 0}
-            tool["count"] += 1
-            of_call[call.id] = tool
+        elif role == "assistant":
+            for call in message.tool_calls:
+                name = call.function.name
+                if (tool := stats.get(name)) is None:
+                    tool = stats[name] = {"tool": name, "count": 0, "success": 0, "failure": 0}
+                tool["count"] += 1
+                of_call[call.id] = tool
     return [stats[name] for name in sorted(stats)]
 
 

@@ -23,7 +23,13 @@ from export.conversation.order import ends_with_a_call, in_order, is_agents
 from export.conversation.own_work import Own, is_reasoning_hidden, tool_stats
 from export.conversation.patches import patch_of
 from export.conversation.rewards import reward_facts
-from export.conversation.row_json import Token, control_token, read_arguments, write_json
+from export.conversation.row_json import (
+    Token,
+    control_token,
+    parse_arguments,
+    read_arguments,
+    write_json,
+)
 from export.conversation.tolerance import Flaw, Tolerance
 from export.conversation.tools import names_of
 from export.conversation.turns import Call, Conversation, Entry, Result, Said, Turn
@@ -107,6 +113,7 @@ def read_entries(
         flaws.append(Flaw(Reason.UNKNOWN_TOOL, detail))
     entries: list[Entry] = []
     number = 1
+    may_be_flawed = _may_be_flawed(messages)
     parts: list[StoredMessage] = []
     results: dict[str | None, StoredMessage] = {}
     for message in messages:
@@ -115,7 +122,7 @@ def read_entries(
             results[message.tool_call_id] = message
             continue
         if parts and (results or role != "assistant"):
-            entries.append(_read_turn(parts, results, number, flaws))
+            entries.append(_read_turn(parts, results, number, flaws, may_be_flawed=may_be_flawed))
             number += 1
             parts, results = [], {}
         if role == "assistant":
@@ -123,8 +130,18 @@ def read_entries(
         elif role == "user":
             entries.append(Said(_user_text(message, flaws, turn=number)))
     if parts:
-        entries.append(_read_turn(parts, results, number, flaws))
+        entries.append(_read_turn(parts, results, number, flaws, may_be_flawed=may_be_flawed))
     return entries
+
+
+def _may_be_flawed(messages: Sequence[StoredMessage]) -> bool:
+    """Whether a text of the model holds a tag or a control token: one search for all of them."""
+    texts = [m.content for m in messages if m.role == "assistant"]
+    texts += [m.reasoning for m in messages if m.reasoning]
+    words = "\n".join(texts)
+    if "<" in words and _MARKER_IN_TEXT.search(words) is not None:
+        return True
+    return control_token(words) is not None
 
 
 def flaws_of_parts(messages: Iterable[StoredMessage]) -> list[Flaw]:
@@ -196,12 +213,11 @@ def with_hidden_reasoning(
 
 
 def _user_text(message: StoredMessage, flaws: list[Flaw], *, turn: int) -> str:
-    where = f"user message before turn {turn}"
     text = message.content
-    if not text.strip():
-        raise Rejected(Reason.EMPTY_VALUE, f"{where}: blank")
+    if not text or text.isspace():
+        raise Rejected(Reason.EMPTY_VALUE, f"user message before turn {turn}: blank")
     if token := control_token(text):
-        flaws.append(_of_token(token, where))
+        flaws.append(_of_token(token, f"user message before turn {turn}"))
     return text
 
 
@@ -210,6 +226,8 @@ def _read_turn(
     results: Mapping[str | None, StoredMessage],
     number: int,
     flaws: list[Flaw],
+    *,
+    may_be_flawed: bool,
 ) -> Turn:
     """A turn from its messages: one, or several if the provider paused.
 
@@ -220,9 +238,8 @@ def _read_turn(
     else:
         parts = [_split_reasoning(message, number) for message in messages]
         reasoning, text = (_joined(words) for words in zip(*parts, strict=True))
-    if reasoning:
+    if may_be_flawed:
         _find_structure(reasoning, flaws, number, "reasoning")
-    if text:
         _find_structure(text, flaws, number, "text")
     asked = messages[-1].tool_calls
     if not text or text.isspace():
@@ -232,16 +249,16 @@ def _read_turn(
             raise Rejected(reason, f"turn {number}: neither text nor calls")
     try:
         calls = [
-            Call(
-                call.id,
-                call.function.name,
-                *read_arguments(call, where=f"turn {number}, call {position}"),
-            )
-            for position, call in enumerate(asked, start=1)
+            Call(call.id, call.function.name, *parse_arguments(call.function.arguments))
+            for call in asked
         ]
-    except Rejected:
+    except ValueError:
         calls = [_read_call(call, flaws, number, n) for n, call in enumerate(asked, start=1)]
-    answers = [_result(results[call.id], call) for call in calls if call.id in results]
+    answers = [
+        Result(call.id, call.name, found.content, bool(found.is_error), found.own_chars)
+        for call in calls
+        if (found := results.get(call.id)) is not None
+    ]
     return Turn(number, reasoning, text, calls, answers, len(messages))
 
 
@@ -282,10 +299,6 @@ def _joined(parts: Sequence[str]) -> str:
     """The parts that are not blank, joined by blank lines."""
     *earlier, last = [part for part in parts if part.strip()] or [""]
     return "\n\n".join([*(part.rstrip() for part in earlier), last])
-
-
-def _result(message: StoredMessage, call: Call) -> Result:
-    return Result(call.id, call.name, message.content, bool(message.is_error), message.own_chars)
 
 
 def metadata_for(
