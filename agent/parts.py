@@ -24,6 +24,10 @@ _LARGE = 1000
 _IN_GEMINI = ("inlineData", "inline_data", "fileData", "file_data")
 
 
+_NAMES = frozenset(("type", "kind", *_IN_GEMINI))
+"""Keys that say what a part is."""
+
+
 def kind_of_part(part: Mapping[str, Any]) -> Literal["image", "file", "earlier_response"]:
     """What a part is: a picture, messages that are unknown, or anything else that is not text."""
     kind = str(part.get("type", ""))
@@ -41,9 +45,10 @@ def kind_of_part(part: Mapping[str, Any]) -> Literal["image", "file", "earlier_r
 
 def parts_of(role: Role, blocks: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """The parts of a message for which its text has placeholders; of a reply, its pictures."""
-    if role == "assistant":
-        return [block for block in blocks if kind_of_part(block) == "image"]
-    return blocks
+    if role != "assistant":
+        return blocks
+    named = [block for block in blocks if not _NAMES.isdisjoint(block)]
+    return [block for block in named if kind_of_part(block) == "image"]
 
 
 class Parts:

@@ -2,6 +2,7 @@
 
 turns      a Conversation and its parts
 reading    parses a record into a Conversation
+usual      the same in one pass, for conversations of the usual shape
 authors    who wrote each message
 validity   rules that every row keeps
 tolerance  rules that a user can relax
@@ -11,8 +12,7 @@ order      messages of agents in an order that rows can have
 own_work   what the model itself did
 row_json   reading and writing the JSON of rows
 rewards    rewards by name
-patches    diffs
 style      options for reasoning, parallel calls, long results and tools
 tools      values computed once per list of tools
-texts      the texts of a conversation, for filters
+texts      the texts of a conversation, for filters; its diff
 """

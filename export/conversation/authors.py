@@ -18,11 +18,11 @@ _VERSION = re.compile(r"(?:[-@:]v?\d[\w.-]*|[-:](?:latest|preview))*")
 """What an endpoint adds to the name of a model that was asked for."""
 
 
-def with_authors(entries: Sequence[Entry], record: Record, own: Own) -> list[Entry]:
+def with_authors(entries: list[Entry], record: Record, own: Own) -> list[Entry]:
     """The entries of a record with their authors."""
     messages, turns = record.messages, record.turns
-    if not own.brought and not is_agents(record) and not any(map(_is_said, entries[1:])):
-        return list(entries)  # most conversations: the prompt, then turns of the model
+    if not own.brought and record.agent is None and Said not in map(type, entries[1:]):
+        return entries  # most conversations: the prompt, then turns of the model
     # Turns of the prompt come first, then those of a branch's parent.
     brought = first_reply(messages, turns=len(turns))
     from_prompt = _turns_before(messages, brought)
@@ -49,10 +49,6 @@ def with_authors(entries: Sequence[Entry], record: Record, own: Own) -> list[Ent
                 entry = msgspec.structs.replace(entry, author="other_model")
         found.append(entry)
     return found
-
-
-def _is_said(entry: Entry) -> bool:
-    return type(entry) is Said
 
 
 def _author_of(text: str, added: list[tuple[str, Author]]) -> Author:

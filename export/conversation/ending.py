@@ -41,7 +41,8 @@ def plain_ending(
 
     A conversation without an answer keeps all its calls, also those of the reserved tools.
     """
-    call = final_answer_call(messages) if answered else None
+    may_be_by_call = answered and messages[-1].role == "tool"
+    call = final_answer_call(messages) if may_be_by_call else None
     invented: Sequence[str] = ()
     if call is not None:
         invented = check_conversation(messages, names_of(tools))

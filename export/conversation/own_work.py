@@ -58,6 +58,10 @@ class Own:
             self._counts = _counts_of(self)
         return self._counts
 
+    @counts.setter
+    def counts(self, counts: Counts) -> None:
+        self._counts = counts
+
 
 def _counts_of(own: Own) -> Counts:
     turns = own.turns

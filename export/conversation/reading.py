@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,7 +21,6 @@ from export.conversation.authors import with_authors
 from export.conversation.ending import is_answered, plain_ending
 from export.conversation.order import ends_with_a_call, in_order, is_agents
 from export.conversation.own_work import Own, is_reasoning_hidden, tool_stats
-from export.conversation.patches import patch_of
 from export.conversation.rewards import reward_facts
 from export.conversation.row_json import (
     Token,
@@ -30,9 +29,11 @@ from export.conversation.row_json import (
     read_arguments,
     write_json,
 )
+from export.conversation.texts import patch_of
 from export.conversation.tolerance import Flaw, Tolerance
 from export.conversation.tools import names_of
 from export.conversation.turns import Call, Conversation, Entry, Result, Said, Turn
+from export.conversation.usual import usual_entries
 from export.conversation.validity import Reason, Rejected, check_conversation, check_finished
 from export.conversation.views import views_of
 from runs.store.record_types import Record, StoredCall, StoredMessage, Tools
@@ -58,23 +59,11 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
     own = own or Own(record)
     if not own.turns:
         raise Rejected(Reason.NO_REPLY, f"status {record.status}: the model never replied")
-    completed, answered = record.status == "completed", is_answered(record)
-    messages, tools, completion, invented = plain_ending(
-        record.messages, record.tools, answered=answered
-    )
-    flaws = [Flaw(Reason.UNKNOWN_TOOL, detail) for detail in invented]
-    entries = read_entries(messages, tools, flaws)
-    if answered and not ends_with_a_call(record):
-        check_finished(messages)
-    entries = with_authors(entries, record, own)
-    if completion == "final_answer":
-        last = entries[-1]
-        assert isinstance(last, Turn)  # it holds the answer
-        entries = [*entries[:-1], msgspec.structs.replace(last, replies=last.replies - 1)]
-    entries = with_hidden_reasoning(
-        entries, record.messages, [turn.reasoning_tokens for turn in record.turns]
-    )
-    stats = tool_stats(messages[own.start :]) if completion == "final_answer" else own.counts.tools
+    completed = record.status == "completed"
+    read = _usual(record, own) if completed else None
+    messages, tools, entries, flaws, completion = read or _general(record, own)
+    is_rewritten = completion == "final_answer"
+    stats = tool_stats(messages[own.start :]) if is_rewritten else own.counts.tools
     # Notes on a parent's turns are in the parent's row.
     noted: Sequence[StoredMessage] = record.messages
     if len(own.turns) < len(record.turns):
@@ -93,10 +82,53 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
             noted,
             record.turns[-1].finish_reason,
         ),
-        num_tool_calls=sum(tool["count"] for tool in stats),
+        num_tool_calls=sum([tool["count"] for tool in stats]),
         flaws=flaws,
-        has_others=any(isinstance(e, Turn) and e.author != "model" for e in entries),
+        has_others=any(type(e) is Turn and e.author != "model" for e in entries),
     )
+
+
+class _Read(NamedTuple):
+    """What a record says, as its row shows it."""
+
+    messages: Sequence[StoredMessage]
+    tools: Tools
+    entries: Sequence[Entry]
+    flaws: Sequence[Flaw]
+    completion: str | None
+
+
+def _usual(record: Record, own: Own) -> _Read | None:
+    """A completed conversation of the usual shape without flaws; None for any other."""
+    messages, tools = record.messages, record.tools
+    if record.agent is not None or _may_be_flawed(messages):
+        return None
+    try:
+        entries = usual_entries(record, own)
+    except ValueError:  # arguments that are no JSON object
+        return None
+    return None if entries is None else _Read(messages, tools, entries, (), "text")
+
+
+def _general(record: Record, own: Own) -> _Read:
+    """Any conversation; raises Rejected."""
+    answered = is_answered(record)
+    messages, tools, completion, invented = plain_ending(
+        record.messages, record.tools, answered=answered
+    )
+    flaws = [Flaw(Reason.UNKNOWN_TOOL, detail) for detail in invented]
+    entries = read_entries(messages, tools, flaws)
+    if answered and not ends_with_a_call(record):
+        check_finished(messages)
+    entries = with_authors(entries, record, own)
+    if completion == "final_answer":
+        last = entries[-1]
+        assert isinstance(last, Turn)  # it holds the answer
+        entries = [*entries[:-1], msgspec.structs.replace(last, replies=last.replies - 1)]
+    entries = with_hidden_reasoning(
+        entries, record.messages, [turn.reasoning_tokens for turn in record.turns]
+    )
+    return _Read(messages, tools, entries, flaws, completion)
 
 
 def read_entries(
@@ -135,10 +167,14 @@ def read_entries(
 
 
 def _may_be_flawed(messages: Sequence[StoredMessage]) -> bool:
-    """Whether a text of the model holds a tag or a control token: one search for all of them."""
-    texts = [m.content for m in messages if m.role == "assistant"]
-    texts += [m.reasoning for m in messages if m.reasoning]
-    words = "\n".join(texts)
+    """Whether a text of user or model may hold a tag or control token: one search for all."""
+    words = "\n".join(
+        [
+            f"{message.content}\n{message.reasoning}" if message.reasoning else message.content
+            for message in messages
+            if message.role in ("assistant", "user")
+        ]
+    )
     if "<" in words and _MARKER_IN_TEXT.search(words) is not None:
         return True
     return control_token(words) is not None

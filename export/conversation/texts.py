@@ -1,4 +1,4 @@
-"""All texts of a record with a description of their place, and the words of a text."""
+"""All texts of a record with a description of their place, the words of a text, and the diff."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from export.conversation.validity import Reason, Rejected
 from runs.store.record_types import Record, StoredConversation, StoredMessage
 
 _UNSPACED = (
@@ -85,3 +86,22 @@ def _in_message(message: StoredMessage, place: str) -> Iterator[tuple[str, str]]
         yield f"{where}, arguments", call.function.arguments
     for text in strings_in(message.details):
         yield f"{where}, details", text
+
+
+def patch_of(record: Record) -> str:
+    """What the conversation changed in its repository, as `git apply` takes it.
+
+    Raises `Rejected` where the record does not hold all of it.
+    """
+    diff = record.diff
+    if diff is None or not isinstance(diff.get("patch"), str):
+        detail = "it has no diff, which only conversations in an image with a repository have"
+        raise Rejected(Reason.NO_PATCH, detail)
+    if error := diff.get("error"):
+        raise Rejected(Reason.NO_PATCH, str(error))
+    if diff.get("truncated"):
+        kept = len(diff["patch"])
+        raise Rejected(Reason.CUT_PATCH, f"the record holds only the first {kept:,} characters")
+    if "base64" in diff:
+        raise Rejected(Reason.NO_PATCH, "its diff is not UTF-8; `diff.base64` of the record has it")
+    return str(diff["patch"])

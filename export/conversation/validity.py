@@ -143,9 +143,9 @@ def check_finished(messages: Sequence[StoredMessage]) -> None:
 
     That is an assistant turn without calls, or one with an answered call of `final_answer`.
     """
-    if final_answer_call(messages) is not None:
-        return
     last = messages[-1]
+    if last.role == "tool" and final_answer_call(messages) is not None:
+        return
     if last.role != "assistant":
         raise Rejected(Reason.UNFINISHED, f"completed, but the last message is a {last.role}'s")
     if last.tool_calls:

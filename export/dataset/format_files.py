@@ -10,13 +10,13 @@ from typing import Any
 
 import orjson
 
-from export.conversation.patches import prediction_of
 from export.conversation.row_json import dumps_row
 from export.conversation.style import styled
 from export.conversation.turns import Conversation, has_null_arguments
 from export.conversation.validity import Reason, Rejected
 from export.dataset.per_turn import content_of, cut_by_turn
 from export.formats.arrow import datasets_writer, parquet_writer
+from export.formats.predictions import prediction_of
 from export.formats.preference import Sample, dpo_row, kto_row, pair_of, sample_of
 from export.formats.prompts import prompts_writer
 from export.formats.prompts import row_of as row_of_prompt

@@ -8,6 +8,7 @@ atif          ATIF of harbor
 preference    DPO and KTO
 rl            token ids for reinforcement learning
 prompts       prompts for trainers that make their own rollouts
+predictions   diffs for the harness of SWE-bench
 columns       the columns of each format
 arrow         copies as Parquet and as directories of `datasets`
 """

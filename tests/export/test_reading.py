@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from export.conversation import reading
 from export.conversation.own_work import Own
 from export.conversation.reading import read_conversation
 from export.conversation.validity import Rejected
@@ -43,6 +44,13 @@ HIDDEN: tuple[Record, ...] = (
     {"provider_blocks": {"blocks": [{"type": "redacted_thinking", "data": "d"}]}},
     {"provider_blocks": {"blocks": [{"type": "reasoning", "encrypted_content": "e"}]}},
 )
+
+
+MAKES_NO_DIFFERENCE = {
+    *("a fork", "a note on a result", "a note of the user", "reasoning of the user", "no model"),
+    *("results that were shortened", "views that were shortened"),
+}
+"""Changes that do not change how entries are read."""
 
 
 def conversation(turns: int = 2, **changes: Any) -> Record:
@@ -136,6 +144,37 @@ def ending(record: Record) -> str:
     return "read"
 
 
+def check_usual(record: Record) -> bool:
+    """Whether a record has the usual shape; then both ways of reading give the same."""
+    stored = decode_record(line_of(record))
+    own, same = Own(stored), Own(stored)
+    usual = reading._usual(stored, own)
+    if usual is None or stored.status != "completed":
+        return False
+    general = reading._general(stored, same)
+    assert list(usual.entries) == list(general.entries)
+    assert (usual.messages, usual.tools) == (general.messages, general.tools)
+    assert (list(usual.flaws), usual.completion) == (list(general.flaws), general.completion)
+    assert own.counts == same.counts
+    return True
+
+
+def test_the_usual_shape_is_read_alike() -> None:
+    assert check_usual(conversation())
+    assert check_usual(conversation(turns=0))
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_any_other_shape_is_left_to_the_general_reader(what: str) -> None:
+    record = conversation()
+    UNUSUAL[what](record)
+    try:
+        is_usual = check_usual(record)
+    except (DamagedLine, Rejected):
+        return
+    assert is_usual is (what in MAKES_NO_DIFFERENCE)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_any_record_is_read_or_refused_by_name(seed: int) -> None:
     draw = random.Random(seed)
@@ -157,6 +196,8 @@ def test_any_record_is_read_or_refused_by_name(seed: int) -> None:
         if draw.random() < 0.5 and len(record["messages"]) > 9:
             UNUSUAL[draw.choice(list(UNUSUAL))](record)
         ends.add(ending(record))
+        if ending(record) == "read":
+            check_usual(record)
     assert "read" in ends
     assert ends <= {"read", "rejected", "damaged"}
 
