@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from api.in_flight import conversations_in_flight
 from export.conversation.style import style_of_run
 from export.run_statistics import statistics_of
+from export.training_files import left_out
 from runs.config.run_config import RunConfig
 from runs.dataset.scan import Scan, tasks
 from runs.errors import DatasetError, RunDirError
@@ -188,6 +189,7 @@ class StoredRun:
             style=style_of_run(self.config.to_json()),
             max_attempts=self.config.max_attempts,
             samples=self.config.num_samples,
+            left_out=left_out(self.path),
         )
 
     def funnel(self) -> dict[str, Any]:

@@ -36,6 +36,8 @@ def main(rows: int, size: str, reps: int, against: Path | None) -> None:
     trees = [ROOT] if against is None else [against, ROOT]
     with tempfile.TemporaryDirectory() as folder:
         run_dir = make_run(Path(folder), rows, *SIZES[size])
+        argv = [sys.executable, "batch_runner.py", "export", str(run_dir)]
+        subprocess.run(argv, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         megabytes = (run_dir / "records.jsonl").stat().st_size / 1e6
         click.echo(f"{rows:,} records, {megabytes:.0f} MB; medians of {reps}")
         found = defaultdict(list)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,15 @@ def _floats() -> array[float]:
 class RunStatistics:
     """`Statistics`, and how turns, tokens, costs and durations are spread."""
 
-    def __init__(self, *, style: Style, samples: int = 1) -> None:
+    def __init__(
+        self, *, style: Style, samples: int = 1, left_out: Collection[str] | None = None
+    ) -> None:
         """`style` is that of the run: it decides which conversations are kept.
 
-        `samples` is how many conversations a prompt has.
+        `samples` is how many conversations a prompt has. `left_out` are the ids of completed
+        conversations that are not kept, where an export knows them.
         """
+        self._left_out = left_out
         self._rewards = RewardStatistics(samples)
         self._style = style
         self._statistics = Statistics()
@@ -113,6 +117,8 @@ class RunStatistics:
     def _is_kept(self, record: Record, own: Own) -> bool:
         if record.status != "completed":
             return False
+        if self._left_out is not None:
+            return record.id not in self._left_out
         if self._style.require_passed and not_passed(judgement_of(record)) is not None:
             return False
         try:
@@ -153,15 +159,16 @@ def statistics_of(
     style: Style,
     max_attempts: int = NO_LIMIT,
     samples: int = 1,
+    left_out: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`.
 
     `max_attempts` is that of the run, for what it has spent in all; `samples` are its
-    conversations per prompt.
+    conversations per prompt. `left_out` is that of an export with this style.
     """
 
     def count(some: SomeRecords) -> RunStatistics:
-        counted = RunStatistics(style=style, samples=samples)
+        counted = RunStatistics(style=style, samples=samples, left_out=left_out)
         for record in some.records:
             counted.add(record)
         return counted

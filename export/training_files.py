@@ -47,6 +47,7 @@ from runs.store.files import (
     training_file_of,
 )
 from runs.store.record_types import Record, StoredError
+from runs.store.scores import NAME as SCORES
 
 _PLAIN = Style()
 
@@ -177,6 +178,26 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
     }
     _replace_json(exports / "manifest.json", manifest)
     _replace_json(run_dir / "statistics.json", statistics.to_json())
+
+
+def left_out(run_dir: Path) -> frozenset[str] | None:
+    """The ids of completed conversations that are not in the training file, from its rejects.
+
+    None if the files may differ from what the records and options would give now: something was
+    written after the manifest, there are records of rows that are gone, or later scores.
+    """
+    manifest, rejects = (run_dir / "exports" / name for name in ("manifest.json", "rejects.jsonl"))
+    try:
+        written = manifest.stat().st_mtime_ns
+        sources = (run_dir / "records.jsonl", run_dir / "run.json", rejects)
+        if max(source.stat().st_mtime_ns for source in sources) >= written:
+            return None
+        if (run_dir / SCORES).exists() or orjson.loads(manifest.read_bytes())["gone"]:
+            return None
+        rows = map(orjson.loads, rejects.read_bytes().splitlines())
+        return frozenset(row["id"] for row in rows if row["status"] == "completed")
+    except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError):
+        return None
 
 
 def _replace_json(path: Path, value: dict[str, Any]) -> None:

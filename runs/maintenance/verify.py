@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -43,7 +44,7 @@ from runs.store.index import (
 )
 from runs.store.journal import key_and_order, segments
 from runs.store.record_types import decode_record
-from runs.store.records import id_in, lines_from, parse_record
+from runs.store.records import id_in, lines_from
 from runs.store.settled import NO_LIMIT, Settled
 from runs.supervisor.budget import is_budget_line
 from runs.tasks import SCHEMA_VERSION
@@ -113,7 +114,10 @@ def _check_records(path: Path, report: Report) -> Index:
     lines = array("I", [0])
     number = 0
     for number, (offset, length, facts) in enumerate(_facts_in(records), start=1):
-        own_rows = None if facts is None else maker.rows(facts.fields, offset, length)
+        own_rows = None
+        if facts is not None:
+            with suppress(ValueError):  # a number that no index can hold
+                own_rows = maker.rows(facts.fields, offset, length)
         index.compare(number, own_rows)
         if facts is None or own_rows is None:
             line = _line_at(records, offset, length)
@@ -179,7 +183,9 @@ def _facts_in(records: Path) -> Iterator[tuple[int, int, _Facts | None]]:
 
 
 def _facts_of(line: bytes) -> _Facts | None:
-    if (record := parse_record(line)) is None:
+    try:
+        record = decode_record(line)
+    except DamagedLine:
         return None
     has_all = [turn.turn for turn in record.turns] == [*range(1, len(record.turns) + 1)]
     return _Facts(index_fields(record), record.schema_version, has_all)

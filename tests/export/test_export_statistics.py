@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from api.stored_run import StoredRun
 from export.conversation.style import Style
 from export.run_statistics import statistics_of
+from export.training_files import left_out
 from tests.export.test_hermes import assistant, record_of, user
 from tests.exporting import make_run, worked
-from tests.running import run
+from tests.running import SCRIPTED, run, write_rows
 
 
 def record(turns: int, **changes: Any) -> dict[str, Any]:
@@ -68,3 +71,32 @@ def test_of_a_run_with_reasoning_only_the_rest_is_not_kept(tmp_path: Path) -> No
     source = make_run(tmp_path, worked(), record_of(user(), assistant("Yes.")))
     for require, kept in ((False, 2), (True, 1)):
         assert statistics_of(source.run_dir, style=Style(require_reasoning=require))["kept"] == kept
+
+
+def test_what_is_kept_is_known_from_an_export_only_while_that_is_current(tmp_path: Path) -> None:
+    """The same as without an export; any change after it and it is computed again."""
+    flies = [{"tool_calls": [{"name": "fly", "arguments": {}}]}, {"content": "done"}]
+    scripts = [[{"content": "y"}], flies, [{"content": "z"}]]
+    rows = [{"id": f"p{n}", "prompt": "x", "script": script} for n, script in enumerate(scripts)]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    run_dir = tmp_path / "trajectories" / "r"
+    assert left_out(run_dir) == frozenset({"p1"})
+    found = StoredRun(run_dir).statistics()
+    assert found["kept"] == 2
+    assert found == statistics_of(run_dir, style=Style())
+    assert statistics_of(run_dir, style=Style(), left_out=["p0", "p1"])["kept"] == 1
+    manifest = run_dir / "exports" / "manifest.json"
+    for name in ("records.jsonl", "run.json", "exports/rejects.jsonl"):
+        after = manifest.stat().st_mtime_ns
+        os.utime(run_dir / name, ns=(after, after))
+        assert left_out(run_dir) is None
+        os.utime(run_dir / name, ns=(0, 0))
+        assert left_out(run_dir) == frozenset({"p1"})
+    for content in ("", "{}", '{"gone": 1}'):
+        manifest.write_text(content)
+        assert left_out(run_dir) is None
+    manifest.write_text('{"gone": 0}')
+    (run_dir / "scores.jsonl").touch()
+    assert left_out(run_dir) is None
+    assert StoredRun(run_dir).statistics()["kept"] == 2
