@@ -11,13 +11,13 @@ import asyncio
 import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from runs.worker.workspace_setup import SetupFailed
 from toolsets.context import ToolContext
 from toolsets.errors import ToolError
 from toolsets.sandbox.base import ExecResult, Sandbox
-from toolsets.sandbox.image_files import FileState, ImageFiles
+from toolsets.sandbox.image_files import FileState, ImageFiles, ImageSandbox
 from toolsets.text import clip, plural
 
 MAX_BYTES = 16 << 20
@@ -31,46 +31,59 @@ _TIMEOUT_S = 600.0
 _ARGUMENTS_BYTES = 64 << 10
 _NESTED = "/.git"
 _IGNORES = ".gitignore"
+_CARRIED = ("file", "link")
 
-# The image's own index says what has not changed since it was made, but only by size and time:
-# unpacking gave each file another inode. `safe.directory`: the files may belong to another user
-# than commands. Objects and index are our own, beside the repository.
+# `safe.directory`: the files may belong to another user than commands. Modes are those on disk.
 _GIT = (
-    "set -e; umask 077; export LC_ALL=C GIT_CONFIG_COUNT=5 "
+    "set -e; umask 077; export LC_ALL=C GIT_CONFIG_COUNT=4 "
     "GIT_CONFIG_KEY_0=safe.directory 'GIT_CONFIG_VALUE_0=*' "
-    "GIT_CONFIG_KEY_1=core.checkStat GIT_CONFIG_VALUE_1=minimal "
-    "GIT_CONFIG_KEY_2=core.trustctime GIT_CONFIG_VALUE_2=false "
-    "GIT_CONFIG_KEY_3=core.fsmonitor GIT_CONFIG_VALUE_3=false "
-    "GIT_CONFIG_KEY_4=core.hooksPath GIT_CONFIG_VALUE_4=/dev/null; "
+    "GIT_CONFIG_KEY_1=core.fileMode GIT_CONFIG_VALUE_1=true "
+    "GIT_CONFIG_KEY_2=core.fsmonitor GIT_CONFIG_VALUE_2=false "
+    "GIT_CONFIG_KEY_3=core.hooksPath GIT_CONFIG_VALUE_3=/dev/null; "
     "top=$(git rev-parse --show-toplevel); "
 )
 _TOP = _GIT + 'echo "$top"'
-_OWN = (
-    _GIT + 'cd "$top"; store=$1; shift; git=$(git rev-parse --git-common-dir); '
-    'GIT_ALTERNATE_OBJECT_DIRECTORIES=$(cd "$git/objects" && pwd); '
-    'index=$(git rev-parse --git-path index); mkdir -p "$store/objects"; '
-    'if [ -f "$index" ] && [ ! -f "$store/index" ]; then cp -p "$index" "$store/index"; fi; '
-    'export GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_OBJECT_DIRECTORY="$store/objects" '
-    'GIT_INDEX_FILE="$store/index"; '
-)
-# The files of repositories within the repository are files like others.
-_BEGIN = _OWN + (
-    'number=0; for nested; do number=$((number + 1)); mv "$nested" "$store/$number"; done; '
-    "tab=$(printf '\\t'); git ls-files -s | while IFS= read -r entry; do case $entry in "
-    '160000*) git update-index --force-remove -- "${entry#*"$tab"}";; esac; done; '
-    'git add -A >/dev/null; git write-tree >"$store/begin"'
-)
-_REMOVE = _GIT + 'cd "$top"; rm -rf -- "$@"'
+_AT_STORE = _GIT + 'cd "$top"; store=$1; shift; '
 # It fails where nothing is ignored.
-_IGNORED = _OWN + 'git check-ignore -z --stdin >"$store/ignored" || [ $? = 1 ]'
-_LINK = _GIT + 'cd "$top"; mkdir -p -- "$(dirname -- "$2")"; ln -s -- "$1" "$2"'
-_MODE = _GIT + 'cd "$top"; mode=$1; shift; chmod "$mode" -- "$@"'
+_IGNORED = (
+    'GIT_INDEX_FILE="$store/index" git check-ignore -z --stdin >"$store/ignored" || [ $? = 1 ]'
+)
+_IGNORED_LATER = _AT_STORE + _IGNORED
+# The files of repositories within the repository are files like others. What the image's index
+# names is ignored by no rule.
+_BEGIN = (
+    _AT_STORE
+    + (
+        'mkdir -p "$store/objects"; '
+        'index=$(git rev-parse --git-path index); if [ -f "$index" ]; then '
+        'cp -p "$index" "$store/index"; fi; '
+        'number=0; for nested; do number=$((number + 1)); mv "$nested" "$store/$number"; done; '
+        "tab=$(printf '\\t'); line='\n'; listed=$(git ls-files -s); "
+        'case $line$listed in *"${line}160000 "*) echo "$listed" | while IFS= read -r entry; do '
+        'case $entry in 160000*) GIT_INDEX_FILE="$store/index" '
+        'git update-index --force-remove -- "${entry#*"$tab"}";; esac; done;; esac; '
+    )
+    + _IGNORED
+)
+# A tree of these files alone. Index and objects are our own: where git finds an object in the
+# repository, it marks it as new, and the layer gets a copy of its whole pack.
+_TREE = (
+    'export GIT_OBJECT_DIRECTORY="$store/objects"; tree() { '
+    'GIT_INDEX_FILE="$store/$1.index" git update-index --add -z --stdin; '
+    'GIT_INDEX_FILE="$store/$1.index" git write-tree; }; '
+)
+_BEFORE = _AT_STORE + _TREE + 'tree begin >"$store/begin"'
+_REMOVE = _GIT + 'cd "$top"; rm -rf -- "$@"'
 # `--no-ext-diff` and `--no-textconv`: what the repository configures is not asked.
-_END = _OWN + (
-    'git add -A >/dev/null; tree=$(git write-tree); read -r begin <"$store/begin"; '
-    "git diff --binary --no-color --no-ext-diff --no-textconv --no-renames "
-    '--src-prefix=a/ --dst-prefix=b/ "$begin" "$tree" >"$store/patch"; '
-    'number=0; for nested; do number=$((number + 1)); mv "$store/$number" "$nested"; done'
+_END = (
+    _AT_STORE
+    + _TREE
+    + (
+        'tree=$(tree end); read -r begin <"$store/begin"; '
+        "git diff --binary --no-color --no-ext-diff --no-textconv --no-renames "
+        '--src-prefix=a/ --dst-prefix=b/ "$begin" "$tree" >"$store/patch"; '
+        'number=0; for nested; do number=$((number + 1)); mv "$store/$number" "$nested"; done'
+    )
 )
 
 
@@ -88,7 +101,9 @@ async def begin_diff(context: ToolContext, *, is_needed: bool) -> None:
     except ToolError as error:
         raise SetupFailed(str(error)) from error
     if top is not None:
-        await asyncio.to_thread((context.workspace.root / _START).write_text, top)
+        mark = await asyncio.to_thread(_image_sandbox(context).layer_mark, top)
+        start = f"{top}\0{mark or ''}"
+        await asyncio.to_thread((context.workspace.root / _START).write_text, start)
     elif is_needed:
         raise SetupFailed("`check`: `fresh` needs git and a repository that holds the workspace")
 
@@ -96,6 +111,20 @@ async def begin_diff(context: ToolContext, *, is_needed: bool) -> None:
 def has_repository(root: Path) -> bool:
     """Whether a repository held the workspace at its start."""
     return (root / _START).exists()
+
+
+def is_unchanged(context: ToolContext) -> bool:
+    """Whether it is certain, without a comparison of files, that the repository is as it was.
+
+    Nothing of the conversation may run.
+    """
+    top, _, mark = (context.workspace.root / _START).read_text().partition("\0")
+    return bool(mark) and _image_sandbox(context).layer_mark(top) == mark
+
+
+def empty_diff() -> dict[str, Any]:
+    """The diff of a conversation that changed nothing."""
+    return {"patch": "", "truncated": False}
 
 
 async def make_diff(
@@ -129,7 +158,7 @@ async def make_diff(
 
 def no_diff(why: str) -> dict[str, Any]:
     """The diff in a record where it could not be made."""
-    return {"patch": "", "truncated": False, "error": why}
+    return {**empty_diff(), "error": why}
 
 
 async def _made(worked: Any, fresh: ToolContext, top: str, hidden: Sequence[str]) -> bytes:
@@ -144,52 +173,57 @@ async def _made(worked: Any, fresh: ToolContext, top: str, hidden: Sequence[str]
     for states in (ended, begun):
         for path in [path for path in states if _is_left_out(f"{top}/{path}", hidden)]:
             del states[path]
-    await _run(sandbox, _BEGIN, store, *nested)
     gone = [path for path, state in begun.items() if _kind(ended.get(path)) != state.kind]
-    for some in _batches(_uppermost(gone)):
-        await _run(sandbox, _REMOVE, *some)
     changed = {
         path: state
         for path, state in ended.items()
-        if state.kind in ("file", "link") and begun.get(path) != state
+        if state.kind in _CARRIED and begun.get(path) != state
     }
+    had = {path for path in (*gone, *changed) if _kind(begun.get(path)) in _CARRIED}
+    had -= await _ignored(fresh, had, store, _BEGIN, *nested)
+    await _run(sandbox, _BEFORE, store, stdin=_listed(had))
+    for some in _batches(_uppermost(gone)):
+        await _run(sandbox, _REMOVE, *some)
     rules = {path for path in changed if path.rpartition("/")[2] == _IGNORES}
-    await _carry(worked, fresh, top, {path: changed.pop(path) for path in rules})
-    if changed:
-        asked = b"".join(path.encode() + b"\0" for path in changed)
-        await _run(sandbox, _IGNORED, store, stdin=asked)
-        found = await asyncio.to_thread(files.read_bytes, f"{store}/ignored", len(asked))
-        for path in found.decode().split("\0")[:-1]:
-            changed.pop(path, None)
-    await _carry(worked, fresh, top, changed)
-    await _run(sandbox, _END, store, *nested)
+    await _carry(worked, files, top, {path: changed[path] for path in rules})
+    if new := changed.keys() - had:
+        for path in await _ignored(fresh, new, store, _IGNORED_LATER):
+            del changed[path]
+    carried = {path: state for path, state in changed.items() if path not in rules}
+    await _carry(worked, files, top, carried)
+    await _run(sandbox, _END, store, *nested, stdin=_listed(changed))
     patch = await asyncio.to_thread(files.read_bytes, f"{store}/patch", MAX_BYTES + 1)
     await sandbox.exec(["rm", "-rf", "--", store])
     return patch
 
 
+async def _ignored(
+    fresh: ToolContext, paths: Iterable[str], store: str, script: str, *arguments: str
+) -> set[str]:
+    """Which paths are ignored, as a script finds that reads them and writes a list of these."""
+    asked = _listed(paths)
+    await _run(_sandbox(fresh), script, store, *arguments, stdin=asked)
+    found = await asyncio.to_thread(fresh.workspace.read_bytes, f"{store}/ignored", len(asked))
+    return set(found.decode().split("\0")[:-1])
+
+
+def _listed(paths: Iterable[str]) -> bytes:
+    return b"".join(path.encode() + b"\0" for path in sorted(paths))
+
+
 async def _carry(
-    worked: ImageFiles, fresh: ToolContext, top: str, changed: Mapping[str, FileState]
+    worked: ImageFiles, fresh: ImageFiles, top: str, changed: Mapping[str, FileState]
 ) -> None:
     """Copy files and links from one workspace to another. Raises `DiffError`."""
     size = sum(state.size for state in changed.values())
     if size > MAX_CARRIED_BYTES:
         what = f"{plural(len(changed), 'changed file')} with {size >> 20} MiB"
         raise DiffError(f"{what}: at most {MAX_CARRIED_BYTES >> 20} MiB can be carried")
-    sandbox, files = _sandbox(fresh), fresh.workspace
-    modes: dict[str, list[str]] = {"a+x": [], "a-x": []}
     for path, state in changed.items():
         if "\ufffd" in path or (state.kind == "link" and "\ufffd" in state.mark):
             raise DiffError(f"{path!r}: its name or target is not UTF-8")
-        if state.kind == "link":
-            await _run(sandbox, 'rm -f -- "$3/$2"; ' + _LINK, state.mark, path, top)
-            continue
-        content = await asyncio.to_thread(worked.read_bytes, f"{top}/{path}", state.size)
-        await asyncio.to_thread(files.write_bytes, f"{top}/{path}", content)
-        modes["a+x" if state.is_executable else "a-x"].append(path)
-    for mode, paths in modes.items():
-        for some in _batches(paths):
-            await _run(sandbox, _MODE, mode, *some)
+    if changed:
+        await asyncio.to_thread(fresh.copy_from, worked, top, changed)
 
 
 def _is_left_out(path: str, hidden: Sequence[str]) -> bool:
@@ -244,6 +278,10 @@ async def _run(sandbox: Sandbox, script: str, *arguments: str, stdin: bytes = b"
         how = "it timed out" if result.timed_out else f"exit code {result.exit_code}"
         raise DiffError(f"the diff cannot be made: {said or how}")
     return result
+
+
+def _image_sandbox(context: ToolContext) -> ImageSandbox:
+    return cast("ImageSandbox", _sandbox(context))
 
 
 def _sandbox(context: ToolContext) -> Sandbox:

@@ -65,7 +65,12 @@ look() {
 
 # The commit and the path of each submodule that has a repository.
 submodules() {
-    git ls-files -s | while IFS= read -r entry; do
+    listed=$(git ls-files -s)
+    # Shells read a pipe byte by byte, and most repositories have none.
+    case "
+$listed" in *"
+160000 "*) ;; *) return 0 ;; esac
+    printf '%s\n' "$listed" | while IFS= read -r entry; do
         case $entry in
             160000*'	"'*) fail "a submodule with the name ${entry#*	}" ;;
             160000*)

@@ -185,18 +185,31 @@ class Workspaces:
         """
         if self._in_images is None:
             return None
-        from runs.worker.diff import DiffError, has_repository, make_diff, no_diff
+        from runs.worker.diff import (
+            DiffError,
+            empty_diff,
+            has_repository,
+            is_unchanged,
+            make_diff,
+            no_diff,
+        )
 
         # Processes that the model left running could change files, or leave no room for others.
         await sandbox_of(context).stop()
         if not has_repository(context.workspace.root):
             return None
         afresh = _is_judged_afresh(row)
+        unchanged = await asyncio.to_thread(is_unchanged, context)
+        if unchanged and not afresh:
+            return empty_diff()
         worked = fresh = None
         try:
-            worked = await self.reopened(context, row, starts_entrypoint=False)
             fresh = await self._fresh(context, row, with_history=not afresh)
-            diff = await make_diff(worked, fresh, row.setup.hidden if row.setup else ())
+            if unchanged:
+                diff = empty_diff()
+            else:
+                worked = await self.reopened(context, row, starts_entrypoint=False)
+                diff = await make_diff(worked, fresh, row.setup.hidden if row.setup else ())
             is_left = afresh
         except (SetupFailed, DiffError) as error:
             if afresh and isinstance(error, SetupFailed):

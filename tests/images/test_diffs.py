@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runs.worker.diff import DiffError, make_diff
+from runs.worker.diff import DiffError, begin_diff, is_unchanged, make_diff
 from testing.fake_images import make_repository
 from tests.images.conftest import CALC
 from tests.images.test_image_runs import FIXED, OPTIONS, records, row, terminal
@@ -108,6 +108,45 @@ def test_many_files_are_carried_and_ignored_ones_are_not(images: Path, tmp_path:
     diff, (worked, fresh) = diff_of(images, tmp_path, did, then="ls -A /testbed | wc -l")
     assert diff["patch"].count("new file mode") == 61
     assert int(worked) == int(fresh) + 2100
+
+
+def test_a_diff_copies_nothing_of_the_image(images: Path, tmp_path: Path) -> None:
+    """Git marks objects that it finds as new, and a layer gets a copy of each marked file."""
+    did = "cd /testbed; echo >> pkg/calc.py; git add -A"
+    diff_of(images, tmp_path, did)
+    upper = tmp_path / "fresh/upper"
+    copied = [str(path.relative_to(upper)) for path in upper.rglob("*") if path.is_file()]
+    assert copied == ["testbed/pkg/calc.py"]
+
+
+@pytest.mark.parametrize(
+    "did",
+    [
+        "echo >> pkg/calc.py",
+        "chmod +x pkg/calc.py",
+        "rm pkg/calc.py",
+        "mv pkg new",
+        "cp -p pkg/calc.py x; echo 1 > pkg/calc.py; cp -p x pkg/calc.py; rm x",
+        "cd /; rm -rf testbed",
+        "cd /; cp -a testbed x; rm -rf testbed; mkdir testbed",
+        "cp -a pkg/calc.py x; rm pkg/calc.py; ln -s ../x pkg/calc.py",
+    ],
+)
+def test_every_change_is_noticed(images: Path, tmp_path: Path, did: str) -> None:
+    async def use() -> tuple[bool, bool]:
+        sandbox = sandbox_in(images, tmp_path / "layer", ImageSpec("python:1"))
+        context = ToolContext(ImageFiles(Workspace(tmp_path / "layer"), sandbox), sandbox)
+        try:
+            await out(sandbox, "echo x > /testbed/made; echo x > /testbed/pkg/made")
+            await begin_diff(context, is_needed=True)
+            await out(sandbox, "cat pkg/calc.py; git status; git gc; echo x > /tmp/x")
+            before = is_unchanged(context)
+            await out(sandbox, did)
+            return before, is_unchanged(context)
+        finally:
+            await sandbox.stop()
+
+    assert asyncio.run(use()) == (True, False)
 
 
 def test_a_diff_without_a_repository_fails(images: Path, tmp_path: Path) -> None:

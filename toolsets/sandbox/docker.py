@@ -174,6 +174,11 @@ class DockerImageSandbox(DockerSandbox):
         self._ask("rm", "--force", "--volumes", self._container, fails=True)
         self._ask("rmi", "--force", self._files, fails=True)
 
+    def layer_mark(self, path: str) -> str | None:
+        """See `ImageSandbox`: the layer is the engine's."""
+        del path
+        return None
+
     @property
     def entrypoint(self) -> tuple[str, ...]:
         """See `ServedSandbox`."""

@@ -8,11 +8,13 @@ conversation gets a copy of the tree.
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -39,6 +41,8 @@ Layering = Literal["overlay", "copy"]
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SHOWN = "/shown"
 """Where a fork server has what of the machine its sandboxes show."""
+_MAX_MARKED = 20_000
+"""Files of a layer; a comparison takes not much longer."""
 _PROBE = ".probe"
 _PROBE_TIMEOUT_S = 30
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
@@ -118,6 +122,18 @@ class BwrapImageSandbox(BwrapSandbox):
     def discard(self) -> None:
         """See `ImageSandbox`: what is kept is in the workspace's directory."""
 
+    def layer_mark(self, path: str) -> str | None:
+        """See `ImageSandbox`: of files in the layer, what only a change of them changes."""
+        root = self._workspace.root
+        if layering_of(root.parent, self._image.path.parent) == "copy":
+            return None
+        digest = hashlib.sha256()
+        try:
+            _mark_layer(root / "upper", path, digest.update)
+        except OSError:
+            return None
+        return digest.hexdigest()
+
     def template(self) -> SandboxTemplate:
         """See `ServedSandbox`."""
         layers, network = self._workspace.root.parent, self._network
@@ -150,6 +166,40 @@ class BwrapImageSandbox(BwrapSandbox):
                 },
             },
         )
+
+
+def _mark_layer(upper: Path, path: str, add: Callable[[bytes], None]) -> None:
+    """Add what a layer has beneath a directory of its image; raises `OSError`.
+
+    Status changes (ctime) can be set by no command. No link is followed.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    left = _MAX_MARKED
+    with ExitStack() as stack:
+
+        def opened(name: str, parent: int | None) -> int:
+            fd = os.open(name, flags, dir_fd=parent)
+            stack.callback(os.close, fd)
+            return fd
+
+        fd = opened(str(upper), None)
+        for name in filter(None, path.split("/")):
+            try:
+                fd = opened(name, fd)
+            except FileNotFoundError:
+                return
+            # Beneath a directory that was made anew there is nothing of the image.
+            with contextlib.suppress(OSError):
+                add(b"opaque" + os.getxattr(fd, "user.overlay.opaque"))
+        for root, directories, names, at in os.fwalk(".", dir_fd=fd):
+            directories[:] = sorted(name for name in directories if name != ".git")
+            for name in (*directories, *sorted(names)):
+                status = os.lstat(name, dir_fd=at)
+                numbers = (*status[:2], status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+                add(repr((root, name, numbers)).encode())
+                left -= 1
+                if left < 0:
+                    raise OSError(errno.E2BIG, "too many files to be marked")
 
 
 @cache

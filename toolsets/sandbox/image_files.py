@@ -8,7 +8,7 @@ import binascii
 import errno
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -49,6 +49,12 @@ class ImageSandbox(Sandbox, Protocol):
 
     def discard(self) -> None:
         """Remove what is kept; the sandbox must have been stopped."""
+
+    def layer_mark(self, path: str) -> str | None:
+        """A text that stays the same as long as nothing beneath a directory is changed.
+
+        Directories `.git` do not count. None where only a comparison of all files can tell.
+        """
 
     async def ask_files(self, request: dict[str, Any]) -> Reply:
         """Make one request; see `toolsets.sandbox.inside.file_requests`."""
@@ -143,6 +149,47 @@ class ImageFiles:
         """All beneath a directory by its path in it; directories `.git` are not entered."""
         found = self._marked("tree", path)
         return {entry.path: FileState(entry.kind, entry.size_bytes, mark) for entry, mark in found}
+
+    def copy_from(self, source: ImageFiles, top: str, states: Mapping[str, FileState]) -> None:
+        """Copy files and links beneath a directory, with whether they may be executed."""
+        group: list[str] = []
+        size = 0
+        for path, state in states.items():
+            if size + state.size > _PART_BYTES or len(group) == _BATCH:
+                self._put(top, {path: states[path] for path in group}, source)
+                group, size = [], 0
+            group.append(path)
+            size += state.size
+        self._put(top, {path: states[path] for path in group}, source)
+
+    def _put(self, top: str, states: Mapping[str, FileState], source: ImageFiles) -> None:
+        """Copy what fits into one request, or one large file."""
+        read: dict[str, bytes] = {}
+        files = [path for path, state in states.items() if state.kind == "file"]
+        small = [path for path in files if states[path].size <= _PART_BYTES]
+        if small:
+            try:
+                reply = source._ask(top, op="read_all", paths=small)
+            except PathError:
+                for path in small:  # the error of one names it
+                    source.read_bytes(f"{top}/{path}", 1)
+                raise
+            if [number for number, _ in reply.contents] != [*range(len(small))]:
+                raise SandboxError(_FORBIDDEN)
+            read = {small[number]: _content(found) for number, found in reply.contents}
+        for path in set(files) - set(small):
+            self.write_bytes(f"{top}/{path}", source.read_bytes(f"{top}/{path}", states[path].size))
+        put = [
+            {
+                "path": path,
+                "target": state.mark if state.kind == "link" else None,
+                "content": base64.b64encode(read[path]).decode() if path in read else None,
+                "is_executable": state.is_executable,
+            }
+            for path, state in states.items()
+        ]
+        if put:
+            self._ask(top, op="put", entries=put)
 
     def contents(
         self, path: str, is_wanted: Callable[[str], bool], literal: bytes, *, max_bytes: int

@@ -127,6 +127,31 @@ class FileRequests:
             marks.append(_mark(os.path.join(top, entry[0])))
         return {"entries": found, "marks": marks, "more": False}
 
+    def _read_all(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The contents of files in a directory."""
+        found = []
+        for number, path in enumerate(request["paths"]):
+            with os.fdopen(self._open(os.path.join(self._path(request), path)), "rb") as file:
+                found.append([number, _encoded(file.read(_MAX_CONTENT_BYTES))])
+        return {"contents": found}
+
+    def _put(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Write files and links into a directory; a file without content has it already."""
+        for entry in request["entries"]:
+            path = os.path.join(self._path(request), entry["path"])
+            if entry["target"] is not None:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                os.symlink(entry["target"], path)
+                continue
+            if entry["content"] is not None:
+                whole = {"path": path, "is_first": True, "is_last": True}
+                self._write({**whole, "content": entry["content"]})
+            mode = os.lstat(path).st_mode & 0o777
+            os.chmod(path, mode | 0o111 if entry["is_executable"] else mode & ~0o111)
+        return {}
+
     def _contents(self, request: dict[str, Any]) -> dict[str, Any]:
         """Contents of text files that have the bytes `wanted`; how many paths were looked at."""
         wanted = binascii.a2b_base64(request["wanted"])
