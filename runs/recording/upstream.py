@@ -39,6 +39,7 @@ ANY = "any"
 
 _OPENAI = frozenset({"openai_chat", "openai_responses"})
 _TICK_S = 0.1
+_LIST_S = 10.0
 
 
 class Models:
@@ -173,7 +174,9 @@ class Upstream:
             return await NO_NAMES(path, headers)
         sent = {name: headers[name] for name in WIRES[settings.api].headers if name in headers}
         request = free_request(path_below_root(settings.api, path), sent)
-        return await ask_freely(self.calls.pool.get(settings), request)
+        # The program can ask again; it does not wait for an endpoint that has no list.
+        once = replace(settings, call_attempts=1, call_timeout_s=_LIST_S, attempt_timeout_s=_LIST_S)
+        return await ask_freely(self.calls.pool.get(once), request)
 
     def has_failed(self, error: ModelError) -> bool:
         """Whether a failed call stops the recording.

@@ -7,12 +7,15 @@ import contextlib
 import os
 import subprocess
 import tarfile
+import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from testing.fake_images import Entry, layer_of, layer_of_tree, symlink, write_layout
+from tests.running import PATIENCE_S
 from toolsets.errors import ToolError
 from toolsets.images.store import ImageStore
 from toolsets.sandbox import image_bwrap
@@ -407,3 +410,30 @@ def test_an_overlay_is_tried_where_layers_are(images: Path, tmp_path: Path) -> N
     assert image_bwrap.overlay_problem(tmp_path, unpacked) is None
     assert list(tmp_path.iterdir()) == []
     assert image_bwrap.overlay_problem(Path("/proc"), unpacked) is not None
+
+
+def test_conversations_that_start_together_try_one_overlay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    tried: list[Path] = []
+
+    def problem(layers: Path, images: Path) -> None:
+        del images
+        tried.append(layers)
+        begun.set()
+        may_end.wait(PATIENCE_S)
+
+    monkeypatch.setattr(image_bwrap, "overlay_problem", problem)
+    ask = partial(image_bwrap.layering_of, tmp_path, tmp_path)
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(PATIENCE_S)
+    begun.clear()
+    threads[1].start()
+    second_tries = begun.wait(0.2)
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert not second_tries
+    assert tried == [tmp_path]

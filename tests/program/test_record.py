@@ -9,6 +9,7 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -164,6 +165,30 @@ def test_the_list_of_models_is_the_endpoints_own(tmp_path: Path, endpoint: FakeE
             world.talk("First.", at="/sessions/one")
         assert stop(world.process) == 0
     assert set(records(tmp_path)) == {"one"}
+
+
+def test_a_list_of_models_is_asked_for_once(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    """An endpoint that has none says so for each request: a program need not wait for it."""
+    asked: list[str] = []
+
+    class Lacking(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(501)
+            self.end_headers()
+            self.wfile.write(b'{"error": {"message": "no list"}}')
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Lacking) as server:
+        Thread(target=server.serve_forever).start()
+        try:
+            base_url = f"http://127.0.0.1:{server.server_port}/v1"
+            with recording(tmp_path, endpoint, base_url=base_url) as world:
+                said = world.ask("GET", "/v1/models")
+                assert said == (501, {"error": {"message": "no list"}})
+                assert stop(world.process) == 0
+        finally:
+            server.shutdown()
+    assert asked == ["/v1/models"]
 
 
 def test_silence_ends_a_session(tmp_path: Path, endpoint: FakeEndpoint) -> None:

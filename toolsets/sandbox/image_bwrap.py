@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Literal
 
 from toolsets.errors import HostError
@@ -45,6 +46,7 @@ _MAX_MARKED = 20_000
 """Files of a layer; a comparison takes not much longer."""
 _PROBE = ".probe"
 _PROBE_TIMEOUT_S = 30
+_TRYING = Lock()
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
 
 
@@ -202,9 +204,14 @@ def _mark_layer(upper: Path, path: str, add: Callable[[bytes], None]) -> None:
                     raise OSError(errno.E2BIG, "too many files to be marked")
 
 
-@cache
 def layering_of(layers: Path, images: Path) -> Layering:
     """How conversations that keep their changes in `layers` share the trees in `images`."""
+    with _TRYING:  # all conversations of a worker ask at once
+        return _layering_of(layers, images)
+
+
+@cache
+def _layering_of(layers: Path, images: Path) -> Layering:
     return "copy" if overlay_problem(layers, images) else "overlay"
 
 
