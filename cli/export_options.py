@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli.command_line import LocalPath
 from runs.process.console import say, show
 from toolsets.text import join_commas, plural
 
@@ -97,6 +98,7 @@ def dataset_options(function: Any) -> Any:
         click.option(
             f"--{name}",
             metavar=form,
+            type=LocalPath() if form in {"DIR", "FILE"} else str,
             help=text,
             multiple=form.endswith(",..."),
             callback=join_commas if form.endswith(",...") else None,

@@ -127,6 +127,7 @@ def merge(
     from runs.maintenance.merge import common_config
     from runs.maintenance.merge import merge as merge_runs
     from runs.maintenance.upkeep import keep_given, scan_of
+    from runs.narrowing import refuse_narrowing
 
     with errors_as_exit_codes():
         opened = [open_run(run, output_dir) for run in runs]
@@ -143,6 +144,8 @@ def merge(
             kept = keep_given(first, config)
             first = {**first, "dataset": {**first["dataset"], "path": kept.path}}
         scan = scan_of(config.run_dir, first, config)
+        for path, identity in found:
+            refuse_narrowing(path, scan, config, identity, accepted=())
         merged = merge_runs(found, config, scan, drop=drop_unfinished)
         totals = write_results(merged.path, scan, config)
     show(merged.describe())

@@ -16,6 +16,7 @@ from runs.dataset.scan import Scan, scan
 from runs.dataset.scan_cache import NAME, cached_scan
 from runs.errors import DatasetError
 from runs.maintenance.problem import Problem
+from runs.narrowing import refuse_narrowing
 from runs.process.console import say
 from runs.run_lock import locked, refuse_held
 from runs.shards import parse_shard
@@ -87,7 +88,7 @@ def check(
 
     `read_data` compares the training files with those that `make` writes from the same records.
     Raises `RunLocked` while a process works on the run, `StorageError` if a repair cannot be
-    written.
+    written, and `ConfigError` if a repair would shorten the training file.
     """
     # With what runs tasks: commands that only need `scan_of` would take 20 MB more.
     from runs.maintenance.repair import describe_remaining, repair_run
@@ -98,6 +99,8 @@ def check(
             report, scan = _verified(path, identity, config, remake)
             found = report.problems
             if found:
+                if scan is not None:
+                    refuse_narrowing(path, scan, config, identity, accepted=())
                 repair_run(path, report, config)
                 if scan is not None:
                     make(path, scan, config)

@@ -91,6 +91,17 @@ class TestNarrowing:
             assert "--accept_config_change=dataset_file" in refused.stderr
         assert training(finished) == 8
 
+    @pytest.mark.parametrize("command", [("verify", "r", "--repair"), ("merge", "r", "--into=m")])
+    def test_no_other_command_leaves_finished_rows_out(
+        self, finished: Path, command: tuple[str, ...]
+    ) -> None:
+        write_rows(finished / "p.jsonl", *ROWS[:7])
+        refused = run(finished, *command)
+        assert refused.returncode == 2
+        assert "1 of the 8 finished tasks of this run" in refused.stderr
+        assert training(finished) == 8
+        assert not (finished / "trajectories" / "m").exists()
+
     @pytest.mark.slow
     def test_rows_that_were_left_out_once_may_stay_out(self, finished: Path) -> None:
         accept = {**SCRIPTED, "accept_config_change": "dataset_file"}
@@ -98,6 +109,8 @@ class TestNarrowing:
         assert run(finished, **accept).returncode == 0
         assert run(finished, **SCRIPTED).returncode == 0
         assert run(finished, "export", "r", "--format=openai").returncode == 0
+        assert run(finished, "verify", "r", "--repair").returncode == 0
+        assert run(finished, "merge", "r", "--into=m").returncode == 0
         assert training(finished) == 6
         write_rows(finished / "p.jsonl", *ROWS[3:])
         assert "1 of the 6 finished tasks" in run(finished, **SCRIPTED).stderr

@@ -130,7 +130,8 @@ def test_records_at_other_offsets_than_the_index_says_are_found(cwd: Path) -> No
     records = cwd / "trajectories" / "c" / "records.jsonl"
     first, second, third, last = records.read_bytes().splitlines(keepends=True)
     records.write_bytes(second + first + third + last)
-    line = ["merge", "a", "c", "--into=m", "--dataset_file=c.jsonl"]
+    write_rows(cwd / "ac.jsonl", *rows(0, 1), *given)
+    line = ["merge", "a", "c", "--into=m", "--dataset_file=ac.jsonl"]
     refused = run(cwd, *line)
     assert refused.returncode == 2
     assert "trajectories/c/records.idx: does not match records.jsonl; run `verify" in refused.stderr
