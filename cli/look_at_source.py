@@ -160,7 +160,7 @@ def _use_of(name: str, columns: dict[str, Any]) -> str:
         MODEL_COLUMN: "one of --models",
         **dict.fromkeys(INSIDE_COLUMNS, "how to work in the image, with --workspace=image"),
         **dict.fromkeys(IMAGE_COLUMNS, "the image, with --sandbox=docker"),
-        **dict.fromkeys(HISTORY_COLUMNS, "the history that stays, with --workspace=image"),
         **dict.fromkeys(TELLTALE_COLUMNS, "prepares or judges the workspace, with --row_setup"),
+        **dict.fromkeys(HISTORY_COLUMNS, "the history that stays, with --workspace=image"),
     }
     return uses.get(name, "kept with the record")

@@ -20,10 +20,10 @@ from runs.dataset.row_image import read_flag
 from toolsets.text import clip
 
 COLUMNS = ("files", "setup", "cwd", "check")
-TELLTALE_COLUMNS = ("check", "files", "setup")
+HISTORY_COLUMNS = ("base_commit", "keep_history")
+TELLTALE_COLUMNS = ("check", "files", "setup", "base_commit")
 """Those with names that other datasets hardly use: rows that have them may need `row_setup`."""
 
-HISTORY_COLUMNS = ("base_commit", "keep_history")
 _COMMIT = re.compile(r"[^-\s][^\s]*")
 """No name of a commit may look like an option of git."""
 

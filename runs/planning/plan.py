@@ -310,7 +310,10 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
             say(words)
     for words in _refused_wishes(plan):
         say(f"warning: {plan.config.dataset_file}: {words}")
-    if not plan.config.row_setup and (columns := plan.scan.setup_columns):
+    columns = dict(plan.scan.setup_columns)
+    if not plan.config.is_inside:
+        columns.pop("base_commit", None)  # many datasets have it, and no repository is at hand
+    if columns and not plan.config.row_setup:
         named = ", ".join(f"{name} ({plural(count, 'row')})" for name, count in columns.items())
         say(
             f"warning: {plan.config.dataset_file}: columns ignored without --row_setup: "

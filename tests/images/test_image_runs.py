@@ -342,6 +342,17 @@ def test_a_dry_run_names_images_that_are_missing(images: Path, tmp_path: Path) -
     assert "will fail" not in run(tmp_path, "--dry_run", images=images, **OPTIONS).stdout
 
 
+def test_a_history_that_is_not_removed_without_row_setup_is_named(
+    images: Path, tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "p.jsonl", row("a", "python:1", base_commit="HEAD"))
+    given: dict[str, Any] = {"model": "scripted", "dataset_file": "p.jsonl", "run_name": "r"}
+    cases: Any = (({"workspace": "image", "images": images}, True), ({}, False))
+    for inside, names_it in cases:
+        warned = run(tmp_path, "--dry_run", **given, **inside).stderr
+        assert ("without --row_setup: base_commit (1 row)" in warned) == names_it
+
+
 def test_rows_need_an_image(images: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [{"content": "Done."}]})
     done = run(tmp_path, images=images, on_bad_row="fail", **OPTIONS)
