@@ -58,6 +58,8 @@ class Workspaces:
             self._in_images = image_sandboxes(setup.config)
         self._digests = dict(setup.images)
         """Of images that conversations of the run used, by reference: they must not change."""
+        self._histories: dict[tuple[str | None, ...], bool] = {}
+        """Whether objects had to go from the repository of an image: see `remove_history`."""
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def open(self, key: bytes, row: RowTask, *, resumed: bool) -> ToolContext:
@@ -120,7 +122,7 @@ class Workspaces:
                     await asyncio.to_thread(sandbox.discard)
                     await self._made(sandbox)
                     if row.setup is not None:
-                        await _set_up_in_image(context, row.setup)
+                        await self._set_up_in_image(context, row.setup, spec)
                     await begin_diff(context, is_needed=_is_judged_afresh(row))
                     await asyncio.to_thread((root / _IMAGE).write_text, sandbox.image_digest)
         except BaseException:
@@ -316,13 +318,33 @@ class Workspaces:
             await self._made(sandbox)
             if row.setup is not None:
                 again = row.setup._replace(hidden=())
-                await _set_up_in_image(
-                    fresh, again._replace(base_commit=None) if with_history else again
-                )
+                if with_history:
+                    again = again._replace(base_commit=None)
+                await self._set_up_in_image(fresh, again, self._spec_of(row))
         except BaseException:
             await fresh.close(remove=True)
             raise
         return fresh
+
+    async def _set_up_in_image(self, context: ToolContext, row: RowSetup, spec: ImageSpec) -> None:
+        """Set up a workspace inside an image, up to the history that it shows.
+
+        A fresh copy for a check has no more of it: what the model wrote runs there.
+        """
+        await set_up_workspace(context, row)
+        if row.base_commit is None:
+            return
+        from runs.worker.history import remove_history
+
+        repository = (
+            *(self._digests[spec.reference], spec.workdir, spec.user),
+            *(row.start_dir, row.base_commit),
+        )
+        is_the_images = not (row.files or row.commands)  # which could have changed it
+        known = self._histories.get(repository) if is_the_images else None
+        must_go = await remove_history(context, row.base_commit, known=known)
+        if is_the_images:
+            self._histories[repository] = must_go
 
     def _inside(self, context: ToolContext, sandbox: ImageSandbox, root: Path) -> ToolContext:
         kept = Workspace(root)
@@ -402,18 +424,6 @@ class Workspaces:
             workspace_mb=min(config.workspace_mb, own.disk_mb or config.workspace_mb),
             network=config.network and self._in_images is None,
         )
-
-
-async def _set_up_in_image(context: ToolContext, row: RowSetup) -> None:
-    """Set up a workspace inside an image, up to the history that it shows.
-
-    A fresh copy for a check has no more of it: what the model wrote runs there.
-    """
-    await set_up_workspace(context, row)
-    if row.base_commit is not None:
-        from runs.worker.history import remove_history
-
-        await remove_history(context, row.base_commit)
 
 
 def _image_was_replaced(root: Path, digest: str) -> bool:

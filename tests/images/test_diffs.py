@@ -171,6 +171,9 @@ def check_right_fixes(tmp_path: Path, **options: Any) -> None:
     done = run(tmp_path, "--row_setup", **options, max_processes=30)
     assert done.returncode == 0, done.stderr
     found = records(tmp_path)
+    assert {name: record["check"].get("error") for name, record in found.items()} == dict.fromkeys(
+        found
+    )
     rewards = {name: record["check"]["reward"] for name, record in found.items()}
     assert rewards == {**dict.fromkeys(RIGHT, 1.0), "none": 0.0}
     assert {record["check"]["in"] for record in found.values()} == {"fresh"}
