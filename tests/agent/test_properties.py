@@ -35,6 +35,7 @@ from run_agent import AIAgent
 from runs.dataset.row_user import read_user_turns
 from runs.record import Provenance, as_stored, make_record
 from runs.store.journal import usable_prefix
+from runs.store.record_types import decode_record
 from runs.tasks import Task
 from tests import playing
 from tests.playing import OPENING, SETTINGS, TOOLS, Played, call, calls, play, say
@@ -803,7 +804,7 @@ def test_a_record_is_rejected_or_becomes_a_row_with_alternating_roles(
     stage: Stage, scene: Scene
 ) -> None:
     played = stage.play(scene)
-    record = exact_json.loads(record_of(played, scene))
+    record = decode_record(record_of(played, scene))
     try:
         row = to_row(record)
     except Rejected as rejected:

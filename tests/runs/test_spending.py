@@ -116,8 +116,7 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
         assert summary["spent_usd"] == endpoint.charged
         assert summary["cost_usd"] == endpoint.charged - 100
 
-        # A row leaves the dataset, and another's record is damaged and made anew.
-        write_rows(tmp_path / "p.jsonl", *(row for row in rows if row["prompt"] != "goes"))
+        # A record is damaged, another's row leaves the dataset, and the first is made anew.
         number = [line["prompt_id"] for line in lines(records)].index("r7")
         content = records.read_bytes().splitlines(keepends=True)
         content[number] = content[number].replace(b'{"id":', b'{"id" ', 1)
@@ -125,6 +124,8 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
         repaired = run(tmp_path, "verify", "r", "--repair")
         assert "not a complete record" in repaired.stdout
         assert spent() == endpoint.charged
+        write_rows(tmp_path / "p.jsonl", *(row for row in rows if row["prompt"] != "goes"))
+        asked["accept_config_change"] = "dataset_file"
         done = run(tmp_path, **asked, max_attempts=3)
         assert done.returncode == 0, done.stderr
         summary = orjson.loads((run_dir / "summary.json").read_bytes())

@@ -20,7 +20,6 @@ from typing import Any, Literal
 import orjson
 
 from toolsets.images.image_error import ImageError
-from toolsets.images.names import full_name
 from toolsets.locked import locked
 from toolsets.sandbox.base import Limits, SandboxError
 from toolsets.sandbox.cgroup import Group
@@ -286,6 +285,8 @@ def image_config(engine: str, image: str, pull: Pull) -> tuple[dict[str, Any], s
 
 def image_digests(engine: str) -> dict[str, str]:
     """The digests of the configurations of all images that the engine has, by `full_name`."""
+    from toolsets.images.names import full_name  # only where images are saved
+
     done = _ask(engine, ["images", "--no-trunc", "--format", "{{.ID}} {{.Repository}}:{{.Tag}}"])
     if done.returncode != 0:
         raise SandboxError(f"sandbox {engine}: images: {_words(done)}")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolsets.images.image_error import ImageError
-from toolsets.images.names import full_name
 from toolsets.sandbox.base import ExecResult, Extras, Limits, Sandbox, SandboxError
 from toolsets.sandbox.bwrap import BwrapSandbox, bwrap_problem
 from toolsets.sandbox.docker import (
@@ -160,6 +159,8 @@ class ImageSandboxes:
 
         Raises `SandboxError` where an engine does not answer.
         """
+        from toolsets.images.names import full_name  # few runs have images
+
         found = {}
         known = {} if self._store is not None else image_digests(self._engine)
         for reference in references:
