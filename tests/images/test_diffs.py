@@ -20,6 +20,8 @@ from toolsets.sandbox.image import ImageSpec
 from toolsets.sandbox.image_files import ImageFiles
 from toolsets.workspace.workspace import Workspace
 
+pytestmark = pytest.mark.slow
+
 FIX = "sed -i 's/a - b/a + b/' pkg/calc.py"
 LARGE = "head -c 3000000 /dev/urandom > data.bin"
 FRESH = {"command": f"python3 -c '{FIXED}'", "in": "fresh"}

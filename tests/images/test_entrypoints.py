@@ -15,6 +15,8 @@ from tests.images.test_task_runs import results_of
 from tests.running import run, write_rows
 from toolsets.images.store import ImageStore
 
+pytestmark = pytest.mark.slow
+
 SERVICE = "while :; do cat /asked > /answered 2>/dev/null; sleep 0.05; done"
 ENTRYPOINT = f"""\
 #!/bin/sh

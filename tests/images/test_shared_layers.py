@@ -14,6 +14,8 @@ from testing.fake_images import Entry, directory, layer_of, symlink, write_layou
 from tests.running import PATIENCE_S
 from toolsets.images.store import ImageStore
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 BASE = [
     Entry("big", os.urandom(4 * MIB)),

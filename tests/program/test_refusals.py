@@ -11,6 +11,8 @@ from testing.fake_endpoint import FakeEndpoint
 from tests.answering import answering
 from tests.running import lines, run, write_prompts, write_rows
 
+pytestmark = pytest.mark.slow
+
 OPTIONS: dict[str, Any] = {
     "run_name": "r",
     "dataset_file": "p.jsonl",

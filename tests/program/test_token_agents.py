@@ -17,6 +17,8 @@ from tests.running import lines, run, write_rows
 from tests.stored import token_turns_of
 from tests.toolsets.test_sandbox import needs_bwrap
 
+pytestmark = pytest.mark.slow
+
 IDS = {"return_token_ids": True, "logprobs": True, "temperature": 0.5}
 TURNS = 3
 PLAYS: dict[str, Any] = {"turns": TURNS, "latency_s": 0.0, "reasoning_chars": 40}

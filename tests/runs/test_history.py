@@ -19,6 +19,8 @@ from runs.worker.workspace_setup import SetupFailed
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult
 
+pytestmark = pytest.mark.slow
+
 GIT = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "gc.auto=0"]
 GIT += ["-c", "protocol.file.allow=always"]
 BAD, GOOD = "def add(a, b):\n    return a - b\n", "def add(a, b):\n    return a + b\n"

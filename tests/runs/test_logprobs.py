@@ -17,6 +17,8 @@ from runs.config.run_config import RunConfig
 from runs.planning.logprobs import on_logprobs
 from tests.running import run, write_prompts
 
+pytestmark = pytest.mark.slow
+
 
 @contextmanager
 def server(info: Any) -> Iterator[str]:

@@ -20,6 +20,8 @@ from tests.agent.gateway.talking import TALKS, Said
 from tests.answering import Handler, listening
 from toolsets import exact_json
 
+pytestmark = pytest.mark.slow
+
 JSON = dict[str, Any]
 
 PARAMS = {
