@@ -27,7 +27,8 @@ def users_message(t: Trajectory, number: int) -> str:
     inner = t.inner.get(user_key(number))
     if inner is None or not inner.trajectory.replies:
         return ""
-    if inner.trajectory.replies[-1]["finish_reason"] != "stop":
+    # Some servers say `tool_calls` of a reply without any.
+    if inner.trajectory.replies[-1]["finish_reason"] not in ("stop", "tool_calls"):
         return ""
     return inner.trajectory.final_text().strip()
 

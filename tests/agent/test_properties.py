@@ -800,6 +800,17 @@ IN_TURN = re.compile(r"system human(?: gpt(?: tool gpt)* human)*(?: gpt(?: tool 
         {"result_references": True, "completion_tools": True},
     )
 )
+@example(
+    scene=Scene(
+        [ECHOED, {"content": "done"}],
+        {
+            "simulated_user": {
+                **{"system_prompt": "You are Ann.", "stop": "STOP", "max_turns": 2},
+                "script": [{"content": "done", "finish_reason": "tool_calls"}, {"content": "done"}],
+            }
+        },
+    )
+)
 def test_a_record_is_rejected_or_becomes_a_row_with_alternating_roles(
     stage: Stage, scene: Scene
 ) -> None:
