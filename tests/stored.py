@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from agent.tokens import TokenTurn, token_turns
 from runs.record import as_stored
-from runs.store.record_types import Record, StoredMessage, StoredTurn
+from runs.store.record_types import Record, StoredTurn
 from runs.tasks import SCHEMA_VERSION
 
 _CONVERSATION: dict[str, Any] = {
@@ -38,11 +38,6 @@ def whole(record: Mapping[str, Any]) -> dict[str, Any]:
 def stored(record: Mapping[str, Any]) -> Record:
     """A record with all keys that ours have, as it is read from its line."""
     return as_stored(whole(record))
-
-
-def messages_of(messages: Sequence[Mapping[str, Any]]) -> list[StoredMessage]:
-    """Messages as records have them."""
-    return msgspec.convert(messages, list[StoredMessage])
 
 
 def token_turns_of(part: Mapping[str, Any]) -> list[TokenTurn]:

@@ -14,11 +14,11 @@ from export.dataset.checking import findings
 from export.formats.hermes import to_conversations
 from export.run_statistics import statistics_of
 from runs.config.option_types import RowFlaw
+from runs.store.record_types import stored_messages
 from tests.export.test_export_formats import MARKUP, TEXT_FORMATS
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run, rows
 from tests.running import SCRIPTED, lines, run, write_rows
-from tests.stored import messages_of
 
 RAN_INTO_AN_ERROR = result("Error: no", is_error=True)
 INVENTED = record_of(user(), assistant("", call(name="tmep")), RAN_INTO_AN_ERROR,
@@ -220,7 +220,7 @@ def test_the_training_file_of_a_run_can_have_them_too(tmp_path: Path) -> None:
 
 
 def test_an_agent_saves_no_think_block_for_a_turn_that_hides_its_reasoning() -> None:
-    messages = messages_of([user(), assistant("A"), user(), assistant("B")])
+    messages = stored_messages([user(), assistant("A"), user(), assistant("B")])
     told = to_conversations(messages, [], [5])
     assert [turn["value"] for turn in told if turn["from"] == "gpt"] == [
         "<think>\n</think>\nA",

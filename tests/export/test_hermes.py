@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from export.conversation.row_json import content_json, dumps_row
 from export.conversation.validity import Reason, Rejected, check_finished
 from export.formats.hermes import to_conversations, to_row
-from tests.stored import messages_of, stored
+from runs.store.record_types import stored_messages
+from tests.stored import stored
 
 TEMP: dict[str, Any] = {
     "type": "function",
@@ -122,7 +123,7 @@ def record_of(*messages: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def values(*messages: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> list[str]:
     """The values after the system entry."""
-    entries = to_conversations(messages_of(messages), [TEMP] if tools is None else tools)
+    entries = to_conversations(stored_messages(messages), [TEMP] if tools is None else tools)
     return [entry["value"] for entry in entries[1:]]
 
 
@@ -165,7 +166,7 @@ def rejected_row(record: dict[str, Any]) -> Rejected:
 
 def rejection(*messages: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> Rejected:
     with pytest.raises(Rejected) as caught:
-        to_conversations(messages_of(messages), [TEMP] if tools is None else tools)
+        to_conversations(stored_messages(messages), [TEMP] if tools is None else tools)
     return caught.value
 
 
@@ -212,13 +213,13 @@ def line_of(conversations: list[dict[str, str]]) -> list[str]:
 
 class TestWorkedExample:
     def test_passes_to_the_byte(self) -> None:
-        system, *entries = line_of(to_conversations(messages_of(EXAMPLE), [TEMP]))
+        system, *entries = line_of(to_conversations(stored_messages(EXAMPLE), [TEMP]))
         assert entries == EXAMPLE_ENTRIES
         assert rf"<tools>\n{EXAMPLE_TOOLS}\n</tools>\n" in system
 
     def test_the_line_has_its_keys_in_order_and_only_the_run_in_its_metadata(self) -> None:
         line = dumps_row(to_row(stored(record_of(*EXAMPLE))))
-        conversations = ",".join(line_of(to_conversations(messages_of(EXAMPLE), [TEMP])))
+        conversations = ",".join(line_of(to_conversations(stored_messages(EXAMPLE), [TEMP])))
         tools = json.dumps(json.dumps([TEMP]))
         metadata = json.dumps(
             '{"model":"m","model_returned":"m-2026","api":"openai_chat",'
@@ -256,7 +257,7 @@ class TestWorkedExample:
 
 class TestSystemEntry:
     def test_is_the_published_preamble_around_the_tool_signatures(self) -> None:
-        entry = to_conversations(messages_of([user(), assistant("Hi.")]), [TEMP])[0]
+        entry = to_conversations(stored_messages([user(), assistant("Hi.")]), [TEMP])[0]
         signature = TEMP["function"] | {"required": None}
         assert entry == {
             "from": "system",
@@ -264,13 +265,13 @@ class TestSystemEntry:
         }
 
     def test_without_tools_holds_an_empty_list(self) -> None:
-        entry = to_conversations(messages_of([user(), assistant("Hi.")]), [])[0]
+        entry = to_conversations(stored_messages([user(), assistant("Hi.")]), [])[0]
         assert entry["value"] == f"{PREAMBLE}[]{CALL_SCHEMA}"
         assert to_row(stored(record_of(user(), assistant("Hi."), tools=[])))["tools"] == "[]"
 
     def test_a_tool_without_description_or_parameters_gets_empty_ones(self) -> None:
         tools = [{"type": "function", "function": {"name": "now"}}]
-        entry = to_conversations(messages_of([user(), assistant("Hi.")]), tools)[0]
+        entry = to_conversations(stored_messages([user(), assistant("Hi.")]), tools)[0]
         signature = '[{"name": "now", "description": "", "parameters": {}, "required": null}]'
         assert entry["value"] == PREAMBLE + signature + CALL_SCHEMA
 
@@ -278,7 +279,7 @@ class TestSystemEntry:
     def test_a_tag_in_a_tool_description_is_not_structure(self, marker: str) -> None:
         described = {"name": "now", "description": f"é {marker}", "parameters": {}}
         tools = [{"type": "function", "function": described}]
-        value = to_conversations(messages_of([user(), assistant("Hi.")]), tools)[0]["value"]
+        value = to_conversations(stored_messages([user(), assistant("Hi.")]), tools)[0]["value"]
         signatures = value.removeprefix(PREAMBLE).removesuffix(CALL_SCHEMA)
         assert "<" not in signatures
         assert json.loads(signatures)[0]["description"] == f"é {marker}"
@@ -570,7 +571,9 @@ class TestConversationRules:
 
     def test_several_human_turns_make_one_row(self) -> None:
         entries = to_conversations(
-            messages_of([user("A"), assistant("B"), user("C"), assistant("", call()), result("r")]),
+            stored_messages(
+                [user("A"), assistant("B"), user("C"), assistant("", call()), result("r")]
+            ),
             [TEMP],
         )
         assert [entry["from"] for entry in entries] == [
@@ -752,8 +755,8 @@ class TestFinalAnswer:
         unanswered = record_of(user(), turn, result("ok", id="f"), tools=OFFERED)
         assert rejected_row(unanswered).reason == "unfinished"
         with pytest.raises(Rejected, match="the last message is a tool's"):
-            check_finished(messages_of(unanswered["messages"]))
-        check_finished(messages_of([*unanswered["messages"], result("r", id="c2")]))
+            check_finished(stored_messages(unanswered["messages"]))
+        check_finished(stored_messages([*unanswered["messages"], result("r", id="c2")]))
 
     def test_a_final_answer_that_was_not_offered_is_an_invented_tool(self) -> None:
         """C8, S2.54."""
