@@ -12,54 +12,43 @@ from __future__ import annotations
 
 import signal
 import sys
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if __name__ == "__main__":
-    from runs.process.requirements import check_requirements
+    from batch_trajectories.runs.process.requirements import check_requirements
 
     check_requirements("batch_runner.py")
 
 import click
 
-from cli.build_images import build_images
-from cli.command_line import EXAMPLES, Commands
-from cli.exit_codes import fail
-from cli.fork import fork
-from cli.inspect_runs import export, merge, status, verify
-from cli.lists import distributions, endpoints, errors, tools
-from cli.look import compare, report, show_one, stats
-from cli.look_at_source import look
-from cli.record import record
-from cli.run import estimate, import_hermes
-from cli.run import run as run_command
-from cli.score import score
-from runs.errors import SIGNALLED
-from runs.process.console import open_missing_streams
-from runs.process.first_process import leave_first_place
+import batch_trajectories
+from batch_trajectories.cli.build_images import build_images
+from batch_trajectories.cli.command_line import EXAMPLES, Commands
+from batch_trajectories.cli.exit_codes import fail
+from batch_trajectories.cli.fork import fork
+from batch_trajectories.cli.inspect_runs import export, merge, status, verify
+from batch_trajectories.cli.lists import distributions, endpoints, errors, tools
+from batch_trajectories.cli.look import compare, report, show_one, stats
+from batch_trajectories.cli.look_at_source import look
+from batch_trajectories.cli.record import record
+from batch_trajectories.cli.run import estimate, import_hermes
+from batch_trajectories.cli.run import run as run_command
+from batch_trajectories.cli.score import score
+from batch_trajectories.runs.errors import SIGNALLED
+from batch_trajectories.runs.process.console import open_missing_streams
+from batch_trajectories.runs.process.first_process import leave_first_place
 
 if TYPE_CHECKING:
-    from api.start import RunEnd, run
-    from api.stored_run import StoredRun, open_run
-    from runs.config.run_config import RunConfig
+    from batch_trajectories import RunConfig, RunEnd, StoredRun, open_run, run
 
 __all__ = ["RunConfig", "RunEnd", "StoredRun", "cli", "main", "open_run", "run"]
-
-_PUBLIC = {
-    "RunConfig": "runs.config.run_config",
-    "RunEnd": "api.start",
-    "StoredRun": "api.stored_run",
-    "open_run": "api.stored_run",
-    "run": "api.start",
-}
 
 
 def __getattr__(name: str) -> Any:
     """Load public names when a script imports them: most commands do not need them."""
-    if name not in _PUBLIC:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    return getattr(import_module(_PUBLIC[name]), name)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(batch_trajectories, name)
 
 
 def _underscored(name: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 if __name__ == "__main__":
-    from runs.process.requirements import check_requirements
+    from batch_trajectories.runs.process.requirements import check_requirements
 
     check_requirements("run_agent.py")
 
@@ -35,15 +35,15 @@ from agent.options import AgentOptions
 from agent.session import AgentSession, AgentSetup, run_here
 from agent.setup import set_up
 from agent.stream_events import StreamHandler
-from export.conversation.ending import plain_ending
-from export.conversation.row_json import dumps_row
-from export.conversation.validity import Reason, Rejected, check_finished
-from export.formats.hermes import to_conversations
-from runs.config.endpoints import check_url
-from runs.config.option_types import local_path
-from runs.process.first_process import leave_first_place
-from runs.store.files import AppendFile, StorageError
-from runs.store.record_types import stored_messages
+from batch_trajectories.export.conversation.ending import plain_ending
+from batch_trajectories.export.conversation.row_json import dumps_row
+from batch_trajectories.export.conversation.validity import Reason, Rejected, check_finished
+from batch_trajectories.export.formats.hermes import to_conversations
+from batch_trajectories.runs.config.endpoints import check_url
+from batch_trajectories.runs.config.option_types import local_path
+from batch_trajectories.runs.process.first_process import leave_first_place
+from batch_trajectories.runs.store.files import AppendFile, StorageError
+from batch_trajectories.runs.store.record_types import stored_messages
 from toolsets.browser.process import Browsers
 from toolsets.catalog.custom import as_toolsets, load_own
 from toolsets.catalog.registry import Toolset, catalog

@@ -27,14 +27,14 @@ from typing import Any
 
 import click
 
+from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.dataset.directory import export_dataset
+from batch_trajectories.export.dataset.rendering import load_template
+from batch_trajectories.export.recipe import FormatName, Recipe
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import scan
+from batch_trajectories.runs.run_dir import read_run_json
 from benchmarks.consuming.rows import rows
-from export.dataset.build import Source
-from export.dataset.directory import export_dataset
-from export.dataset.rendering import load_template
-from export.recipe import FormatName, Recipe
-from runs.config.run_config import RunConfig
-from runs.dataset.scan import scan
-from runs.run_dir import read_run_json
 
 ROOT = Path(__file__).resolve().parents[1]
 _FORMATS: tuple[FormatName, ...] = (

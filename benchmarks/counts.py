@@ -36,15 +36,15 @@ from agent.options import AgentOptions
 from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, set_up
 from agent.state.trajectory import Trajectory
+from batch_trajectories.runs.protocol.messages import pack
+from batch_trajectories.runs.record import Provenance, as_stored, make_record
+from batch_trajectories.runs.store.files import AppendFile
+from batch_trajectories.runs.store.index import index_fields
+from batch_trajectories.runs.store.journal_writer import JournalWriter
+from batch_trajectories.runs.tasks import Task
 from benchmarks.engines import SYSTEM
 from benchmarks.export_speed import SIZES, make_run
 from benchmarks.throughput import ROOT, Work, runner
-from runs.protocol.messages import pack
-from runs.record import Provenance, as_stored, make_record
-from runs.store.files import AppendFile
-from runs.store.index import index_fields
-from runs.store.journal_writer import JournalWriter
-from runs.tasks import Task
 from testing.quick_endpoint import QuickEndpoint, scripted_replies
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Limits

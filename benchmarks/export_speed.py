@@ -30,12 +30,12 @@ from typing import Any
 import click
 import orjson
 
-from runs.config.run_config import RunConfig
-from runs.dataset.scan import Scan, scan, tasks
-from runs.record import as_stored
-from runs.run_dir import read_run_json
-from runs.store.checksum import read_object
-from runs.store.index import MARK, RowMaker, index_fields
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import Scan, scan, tasks
+from batch_trajectories.runs.record import as_stored
+from batch_trajectories.runs.run_dir import read_run_json
+from batch_trajectories.runs.store.checksum import read_object
+from batch_trajectories.runs.store.index import MARK, RowMaker, index_fields
 from testing.fake_endpoint import FakeEndpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,12 +122,12 @@ def _work(run_dir: Path, found: Scan, kind: str) -> Callable[[], float]:
     if kind == "bare":
         return lambda: _timed(lambda: _bare(run_dir / "records.jsonl", output.with_name("bare")))
     if kind == "default":
-        from export.training_files import export_run
+        from batch_trajectories.export.training_files import export_run
 
         return lambda: _timed(lambda: export_run(run_dir, found, num_samples=1))
-    from export.dataset.build import Source
-    from export.dataset.directory import export_dataset
-    from export.recipe import load_recipe
+    from batch_trajectories.export.dataset.build import Source
+    from batch_trajectories.export.dataset.directory import export_dataset
+    from batch_trajectories.export.recipe import load_recipe
 
     source, recipe = Source(run_dir, found, 1), load_recipe(None, {"formats": kind})
     return lambda: _timed(lambda: export_dataset(source, recipe, output / kind))

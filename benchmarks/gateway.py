@@ -38,8 +38,8 @@ from agent.models.model import ModelSettings, Request
 from agent.state.events import Clock, reply_event, result_event
 from agent.state.trajectory import Trajectory
 from agent.stream_events import ignored
-from runs.process.startup import collect_garbage_rarely
-from runs.store.journal_writer import JournalWriter
+from batch_trajectories.runs.process.startup import collect_garbage_rarely
+from batch_trajectories.runs.store.journal_writer import JournalWriter
 from testing.fake_dialects import CHAT, MESSAGES
 from testing.fake_script import JSON, Reply
 from toolsets.tool import ToolResult

@@ -55,8 +55,10 @@ def main(rows: int, size: str, reps: int, against: Path | None) -> None:
 def _save_scan(tree: Path, run_dir: Path) -> None:
     """As the end of a start leaves it; versions differ in what they save."""
     code = (
-        "import sys; from pathlib import Path; from api.stored_run import StoredRun;"
-        "from runs.dataset.scan_cache import NAME, save_scan; run = StoredRun(Path(sys.argv[1]));"
+        "import sys; from pathlib import Path;"
+        "from batch_trajectories.api.stored_run import StoredRun;"
+        "from batch_trajectories.runs.dataset.scan_cache import NAME, save_scan;"
+        "run = StoredRun(Path(sys.argv[1]));"
         "(run.path / NAME).unlink(missing_ok=True); save_scan(run.path / NAME, run.scan)"
     )
     subprocess.run([sys.executable, "-c", code, run_dir], cwd=tree, check=True)

@@ -18,12 +18,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from api.stored_run import StoredRun
-from runs.dataset.scan import tasks
-from runs.dataset.scan_cache import NAME, save_scan
-from runs.record import as_stored
-from runs.store.checksum import read_object
-from runs.store.records import RecordFile
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.runs.dataset.scan import tasks
+from batch_trajectories.runs.dataset.scan_cache import NAME, save_scan
+from batch_trajectories.runs.record import as_stored
+from batch_trajectories.runs.store.checksum import read_object
+from batch_trajectories.runs.store.records import RecordFile
 from testing.fake_endpoint import FakeEndpoint
 
 ROOT = Path(__file__).resolve().parents[1]

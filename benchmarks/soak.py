@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 import orjson
 
-from api.results import write_results
-from api.stored_run import open_run
+from batch_trajectories.api.results import write_results
+from batch_trajectories.api.stored_run import open_run
+from batch_trajectories.runs.maintenance.upkeep import check
+from batch_trajectories.runs.store.index import ROW_BYTES
 from benchmarks.resume import ROOT, status_of, write_rows
-from runs.maintenance.upkeep import check
-from runs.store.index import ROW_BYTES
 from testing.fake_endpoint import FakeEndpoint
 
 KINDS = (

@@ -23,11 +23,11 @@ from typing import Any
 
 import orjson
 
+from batch_trajectories.runs.store.files import AppendFile
+from batch_trajectories.runs.store.index import MARK, RowMaker, index_fields
+from batch_trajectories.runs.store.journal_writer import JournalWriter
+from batch_trajectories.runs.store.records import lines_from, parse_record
 from benchmarks.resume import ROOT, write_rows
-from runs.store.files import AppendFile
-from runs.store.index import MARK, RowMaker, index_fields
-from runs.store.journal_writer import JournalWriter
-from runs.store.records import lines_from, parse_record
 from testing.fake_endpoint import FakeEndpoint
 
 NOTE: dict[str, Any] = {

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export.dataset.build import Source
-from export.dataset.directory import export_dataset
-from export.recipe import Recipe
-from runs.config.run_config import RunConfig
-from runs.dataset.scan import Scan, scan, tasks
-from runs.tasks import SCHEMA_VERSION
+from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.dataset.directory import export_dataset
+from batch_trajectories.export.recipe import Recipe
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import Scan, scan, tasks
+from batch_trajectories.runs.tasks import SCHEMA_VERSION
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.running import lines, write_rows
 from tests.stored import whole

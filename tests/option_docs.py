@@ -10,7 +10,12 @@ import click
 
 from agent.options import AgentOptions
 from batch_runner import main
-from cli.option_groups import COMMAND_GROUPS, OF_CONVERSATIONS, OF_STARTS, OPTION_GROUPS
+from batch_trajectories.cli.option_groups import (
+    COMMAND_GROUPS,
+    OF_CONVERSATIONS,
+    OF_STARTS,
+    OPTION_GROUPS,
+)
 
 HEAD = """\
 # All options

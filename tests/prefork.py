@@ -27,11 +27,16 @@ from typing import IO, Any, NoReturn
 PROGRAM = Path(__file__).parent.parent / "batch_runner.py"
 
 _IMPORTED = (
-    *("batch_runner", "cli.listings.tool_list", "tqdm", "truststore", "yaml"),
-    *("api.start", "api.stored_run", "runs.run", "runs.planning.plan"),
-    *("runs.supervisor.supervisor", "export.training_files", "export.dataset.build"),
-    *("export.run_statistics", "report.comparison", "report.conversation_text"),
-    *("report.page.writer", "report.status"),
+    *("batch_runner", "tqdm", "truststore", "yaml"),
+    *(
+        f"batch_trajectories.{name}"
+        for name in (
+            *("api.start", "api.stored_run", "cli.listings.tool_list", "runs.run"),
+            *("runs.planning.plan", "runs.supervisor.supervisor", "export.training_files"),
+            *("export.dataset.build", "export.run_statistics", "report.comparison"),
+            *("report.conversation_text", "report.page.writer", "report.status"),
+        )
+    ),
 )
 """What the commands import, at their start or later."""
 

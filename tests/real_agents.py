@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runs.config.agents import presets
+from batch_trajectories.runs.config.agents import presets
 from testing.agent_endpoint import ALL, STEPS, AgentEndpoint
 from tests.running import ROOT, lines, session_of, wait_until, workers_of, write_rows
 from toolsets.sandbox.inside.processes import descendants

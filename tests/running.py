@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from runs.store.checksum import without_checksum
+from batch_trajectories.runs.store.checksum import without_checksum
 from testing.fake_endpoint import FakeEndpoint
 from tests.prefork import Forked, can_fork
 

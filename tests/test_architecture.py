@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+PACKAGE = ROOT / "batch_trajectories"
 ROOMS = ("toolsets", "agent", "runs", "export", "api", "report", "cli")
 DOORS = ("run_agent", "batch_runner")
 
@@ -62,14 +63,20 @@ MAX_MODULES = 15
 MAX_LINES = 450
 
 
+def path_of(name: str) -> Path:
+    """The folder of a room or node: the top level has those that the program's users import."""
+    return ROOT / name if (ROOT / name.partition("/")[0]).is_dir() else PACKAGE / name
+
+
 @cache
 def modules() -> list[Path]:
-    inside = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    inside = [path for room in ROOMS for path in path_of(room).rglob("*.py")]
     return sorted(inside + [ROOT / f"{door}.py" for door in DOORS])
 
 
 def name_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
+    base = PACKAGE if path.is_relative_to(PACKAGE) else ROOT
+    parts = path.relative_to(base).with_suffix("").parts
     return "/".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -106,9 +113,15 @@ def imports_of(path: Path) -> set[str]:
         else:
             continue
         for name in names:
-            place = name.replace(".", "/")
+            place = name.removeprefix(f"{PACKAGE.name}.").replace(".", "/")
             found |= {one for one in (place, place.rpartition("/")[0]) if one in names_of_modules()}
     return found
+
+
+def seam_of(room: str) -> tuple[str, ...]:
+    relative = path_of(room).relative_to(ROOT)
+    seam: tuple[str, ...] = importlib.import_module(".".join(relative.parts)).SEAM
+    return seam
 
 
 BY_NAME = pytest.mark.parametrize("path", modules(), ids=lambda path: name_of(path))
@@ -142,16 +155,16 @@ def test_rooms_import_only_the_seams_of_others(path: Path) -> None:
         other = name.split("/")[0]
         if other == room or other in DOORS or "/" not in name:
             continue
-        seam = importlib.import_module(other).SEAM
+        seam = seam_of(other)
         inner = name.removeprefix(f"{other}/").replace("/", ".")
-        is_package = (ROOT / name).is_dir()
+        is_package = path_of(name).is_dir()
         assert is_package or inner in seam, f"{name_of(path)}: {name} is not in the seam"
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_seam_names_what_others_use(room: str) -> None:
     """No name stands in a seam that no other room imports, and each is a module."""
-    seam = importlib.import_module(room).SEAM
+    seam = seam_of(room)
     assert list(seam) == sorted(seam)
     used = {
         name.removeprefix(f"{room}/").replace("/", ".")
@@ -179,7 +192,7 @@ def test_a_folder_is_small_and_names_its_files(folder: Path) -> None:
     assert names <= named, f"not named: {sorted(names - named)}"
     data = {path.suffix for path in folder.iterdir() if path.is_file()} - {".py"}
     assert named <= names | {path.stem for path in folder.iterdir()}, sorted(named - names)
-    assert data <= {".css", ".html", ".js", ".txt"}
+    assert data <= {".css", ".html", ".js", ".txt", ".typed"}
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -201,11 +214,12 @@ def test_no_two_public_classes_have_one_name() -> None:
 
 
 def test_the_wheel_holds_our_rooms_and_nothing_else() -> None:
-    """Every package is named in pyproject.toml; tests, benchmarks and the like stay outside."""
+    """Packages are found by the names in pyproject.toml; tests and the like stay outside."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    packages = {name_of(path).replace("/", ".") for path in modules() if path.name == "__init__.py"}
-    # `--rows=NAME` finds its file in an installed program, too.
-    assert set(project["packages"]) == packages | {"configs.agents", "configs.rows"}
+    top = {path.relative_to(ROOT).parts[0] for path in modules()} - {f"{door}.py" for door in DOORS}
+    # Presets: `--config=NAME`, `--rows=NAME` and `--agent=NAME` find them in an installed program.
+    included = {name.removesuffix("*") for name in project["packages"]["find"]["include"]}
+    assert included == top | {"configs"}
     assert set(project["py-modules"]) == set(DOORS)
 
 
@@ -220,7 +234,7 @@ OUTSIDE = {
 
 @pytest.mark.parametrize("place", OUTSIDE)
 def test_the_product_imports_no_test_and_tests_no_benchmark(place: str) -> None:
-    inside = [ROOT / f"{place}.py"] if place in DOORS else sorted((ROOT / place).rglob("*.py"))
+    inside = [ROOT / f"{place}.py"] if place in DOORS else sorted(path_of(place).rglob("*.py"))
     assert inside
     for path in inside:
         for node in ast.walk(tree_of(path)):

@@ -25,13 +25,13 @@ import yaml
 
 from agent.options import AgentOptions
 from batch_runner import main
-from export.recipe import load_recipe
-from runs.config.fingerprint import meaning_of
-from runs.config.loading import load_config
-from runs.config.run_config import RunConfig
-from runs.dataset.row import RowRules
-from runs.sources.rows_file import load_rows_file
-from runs.store.rewards import printed_rewards
+from batch_trajectories.export.recipe import load_recipe
+from batch_trajectories.runs.config.fingerprint import meaning_of
+from batch_trajectories.runs.config.loading import load_config
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.row import RowRules
+from batch_trajectories.runs.sources.rows_file import load_rows_file
+from batch_trajectories.runs.store.rewards import printed_rewards
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import ROOT, lines, write_rows
 

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from batch_runner import main
+from batch_trajectories.runs.config.loading import load_config
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.sources.rows_file import load_rows_file
 from run_agent import AIAgent
-from runs.config.loading import load_config
-from runs.config.run_config import RunConfig
-from runs.sources.rows_file import load_rows_file
 from tests.option_docs import page as option_page
 from tests.running import ROOT, ids, run
 
@@ -129,7 +129,7 @@ def test_every_option_has_a_sentence_of_help() -> None:
 
 
 def test_the_readme_names_every_exit_code_of_the_errors() -> None:
-    from runs import errors
+    from batch_trajectories.runs import errors
 
     codes = {e.exit_code for e in vars(errors).values() if hasattr(e, "exit_code")}
     for code in codes:

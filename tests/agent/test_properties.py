@@ -28,15 +28,15 @@ from agent.session import AgentSession
 from agent.setup import set_up
 from agent.state.history import check_history
 from agent.state.trajectory import Journal, Status, Trajectory
-from export.conversation.row_json import dumps_row
-from export.conversation.validity import Reason, Rejected
-from export.formats.hermes import to_row
+from batch_trajectories.export.conversation.row_json import dumps_row
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.export.formats.hermes import to_row
+from batch_trajectories.runs.dataset.row_user import read_user_turns
+from batch_trajectories.runs.record import Provenance, as_stored, make_record
+from batch_trajectories.runs.store.journal import usable_prefix
+from batch_trajectories.runs.store.record_types import decode_record
+from batch_trajectories.runs.tasks import Task
 from run_agent import AIAgent
-from runs.dataset.row_user import read_user_turns
-from runs.record import Provenance, as_stored, make_record
-from runs.store.journal import usable_prefix
-from runs.store.record_types import decode_record
-from runs.tasks import Task
 from tests import playing
 from tests.playing import OPENING, SETTINGS, TOOLS, Played, call, calls, play, say
 from toolsets import exact_json

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent.options import AgentOptions
-from runs.dataset.row import RowRules
+from batch_trajectories.runs.dataset.row import RowRules
 from tests.playing import TOOLS, call, calls, play, say
 from toolsets.context import ToolContext
 from toolsets.tool import tool

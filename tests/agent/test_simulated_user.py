@@ -17,7 +17,7 @@ from agent.models.model import Completion, Request
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions, SimulatedUser
 from agent.tokens import Sampled
-from runs.dataset.row import RowRules
+from batch_trajectories.runs.dataset.row import RowRules
 from tests.playing import OPENING, Played, call, calls, play, say
 
 ANN = {"system_prompt": "You are Ann. You want tea.", "stop": "STOP"}

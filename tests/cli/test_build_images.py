@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runs.sources.harbor import HarborTask
+from batch_trajectories.runs.sources.harbor import HarborTask
 from testing.fake_images import Entry, layer_of, write_saved
 from tests.running import run
 from tests.runs.test_harbor import SIMPLE, write_task

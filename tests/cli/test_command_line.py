@@ -13,14 +13,14 @@ import pytest
 
 from agent.options import AgentOptions
 from batch_runner import main
-from cli.option_groups import (
+from batch_trajectories.cli.option_groups import (
     COMMAND_GROUPS,
     COMMON_OPTIONS,
     OF_CONVERSATIONS,
     OF_STARTS,
     OPTION_GROUPS,
 )
-from runs.config.run_config import RunConfig
+from batch_trajectories.runs.config.run_config import RunConfig
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, command, lines, run, write_rows
 

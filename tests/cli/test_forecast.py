@@ -9,8 +9,15 @@ from typing import Any
 import orjson
 import pytest
 
-from runs.dataset.scan import scan, tasks
-from runs.totals.forecast import Estimate, Forecast, _share, _total, as_table, sample_tasks
+from batch_trajectories.runs.dataset.scan import scan, tasks
+from batch_trajectories.runs.totals.forecast import (
+    Estimate,
+    Forecast,
+    _share,
+    _total,
+    as_table,
+    sample_tasks,
+)
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import lines, run, write_prompts, write_rows
 

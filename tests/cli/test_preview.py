@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runs.dataset.row import unused_turns
+from batch_trajectories.runs.dataset.row import unused_turns
 from tests.running import SCRIPTED, lines, run, write_rows
 
 ROWS = [{"id": f"p{n}", "prompt": f"Say {n}", "script": [{"content": "y"}]} for n in range(8)]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from export.conversation.own_work import Own
-from export.conversation.style import Style
-from export.statistics import Statistics
-from export.training_files import export_run, route
-from runs.dataset.scan import scan, tasks
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.statistics import Statistics
+from batch_trajectories.export.training_files import export_run, route
+from batch_trajectories.runs.dataset.scan import scan, tasks
 from tests.export.test_hermes import (
     OFFERED,
     TEMP,

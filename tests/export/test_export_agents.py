@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from export.conversation.reading import read_conversation
-from export.conversation.row_json import dumps_row
-from export.conversation.style import Style, styled
-from export.conversation.texts import texts_of
-from export.conversation.validity import Rejected
-from export.formats.registry import ROW_FORMATS
-from report.conversation_text import ConversationText
-from report.facts import row_of
-from runs.store.index import index_fields
+from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.row_json import dumps_row
+from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.conversation.texts import texts_of
+from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.formats.registry import ROW_FORMATS
+from batch_trajectories.report.conversation_text import ConversationText
+from batch_trajectories.report.facts import row_of
+from batch_trajectories.runs.store.index import index_fields
 from tests.agent.gateway.talking import MessagesTalk, Recording, Said
 from tests.export.test_hermes import record_of
 from tests.exporting import exported, make_run

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import yaml
 
-from export.dataset.build import Source
-from export.dataset.checking import findings
-from export.dataset.directory import derive, export_dataset, listed_files
-from export.recipe import Filters, Recipe, load_recipe
-from export.record_order import RecordOrder, Seen
-from runs.dataset.scan import scan
-from runs.errors import ConfigError, EnvironmentStop, RunLocked
-from runs.store.files import StorageError
-from runs.store.records import RecordFile
+from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.dataset.directory import derive, export_dataset, listed_files
+from batch_trajectories.export.recipe import Filters, Recipe, load_recipe
+from batch_trajectories.export.record_order import RecordOrder, Seen
+from batch_trajectories.runs.dataset.scan import scan
+from batch_trajectories.runs.errors import ConfigError, EnvironmentStop, RunLocked
+from batch_trajectories.runs.store.files import StorageError
+from batch_trajectories.runs.store.records import RecordFile
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, judged, make_run, rejects, rows, worked
 from tests.running import command, ids, lines, run, wait_until, write_rows
@@ -634,7 +634,7 @@ class TestDirectory:
         before = {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
         stored = source.run_dir / "records.jsonl"
         # An index that fits records which were then overwritten.
-        from runs.store.records import RecordFile
+        from batch_trajectories.runs.store.records import RecordFile
 
         RecordFile(source.run_dir, source.run_dir / "quarantine").close()
         stored.write_bytes(b"#" * 39 + stored.read_bytes()[39:])

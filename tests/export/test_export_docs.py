@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from export.formats.registry import KNOWN
-from export.recipe import AnswerCheck, Card, Filters, Judge, Preference, Recipe, load_recipe
+from batch_trajectories.export.formats.registry import KNOWN
+from batch_trajectories.export.recipe import (
+    AnswerCheck,
+    Card,
+    Filters,
+    Judge,
+    Preference,
+    Recipe,
+    load_recipe,
+)
 from tests.running import ROOT
 
 DOCS = (ROOT / "docs" / "export.md").read_text()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from export.formats.registry import KNOWN
+from batch_trajectories.export.formats.registry import KNOWN
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run
 from tests.running import lines

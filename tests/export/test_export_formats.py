@@ -10,16 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from export.conversation.reading import read_conversation
-from export.conversation.row_json import dumps_row
-from export.conversation.style import Style, styled
-from export.conversation.turns import Conversation
-from export.conversation.validity import Rejected
-from export.formats.hermes import to_row
-from export.formats.llamafactory import dataset_info
-from export.formats.openai_chat import messages_of
-from export.formats.registry import ROW_FORMATS
-from runs.store.checks import judgement_of
+from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.row_json import dumps_row
+from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.conversation.turns import Conversation
+from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.formats.hermes import to_row
+from batch_trajectories.export.formats.llamafactory import dataset_info
+from batch_trajectories.export.formats.openai_chat import messages_of
+from batch_trajectories.export.formats.registry import ROW_FORMATS
+from batch_trajectories.runs.store.checks import judgement_of
 from tests.export.test_hermes import (
     TEMP,
     arguments_of,

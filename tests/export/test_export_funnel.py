@@ -11,15 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from api.stored_run import StoredRun
-from export.dataset.build import Source
-from export.dataset.directory import export_dataset
-from export.funnel import funnel_as_text, funnel_of
-from export.recipe import Recipe
-from export.training_files import export_run
-from report.page.writer import write_report
-from runs.store.failures import Failure, FailureFile
-from runs.totals.run_totals import compute_totals
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.dataset.directory import export_dataset
+from batch_trajectories.export.funnel import funnel_as_text, funnel_of
+from batch_trajectories.export.recipe import Recipe
+from batch_trajectories.export.training_files import export_run
+from batch_trajectories.report.page.writer import write_report
+from batch_trajectories.runs.store.failures import Failure, FailureFile
+from batch_trajectories.runs.totals.run_totals import compute_totals
 from tests.export.test_export_per_turn import asked_twice
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import make_run, worked

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from export.dataset.build import Source
-from export.dataset.checking import findings
-from export.dataset.directory import export_dataset
-from export.recipe import FormatName, Recipe
+from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.dataset.directory import export_dataset
+from batch_trajectories.export.recipe import FormatName, Recipe
 from tests.exporting import judged, make_run, worked
 from tests.running import lines
 

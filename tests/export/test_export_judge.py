@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from export.dataset.build import Source
-from export.dataset.checking import findings
-from export.filters.verdicts import JudgeQuestions
-from export.recipe import Judge, load_recipe
-from runs.errors import ConfigError, EnvironmentStop, RunLocked
+from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.filters.verdicts import JudgeQuestions
+from batch_trajectories.export.recipe import Judge, load_recipe
+from batch_trajectories.runs.errors import ConfigError, EnvironmentStop, RunLocked
 from testing.fake_endpoint import FakeEndpoint
 from tests.cli.test_looking import on_terminal
 from tests.export.test_hermes import assistant, record_of, user

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from export.conversation.reading import read_conversation
-from export.conversation.turns import Turn
-from export.training_files import export_run
+from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.turns import Turn
+from batch_trajectories.export.training_files import export_run
 from tests.export.test_export_agents import agents_record
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run, rows, worked
@@ -198,8 +198,8 @@ def test_copies_in_parquet_hold_the_marks(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3))
 def test_exactly_the_turns_of_others_are_marked(prompts: int, parents: int, own: int) -> None:
-    from export.conversation.style import Style
-    from export.formats.openai_chat import row_of
+    from batch_trajectories.export.conversation.style import Style
+    from batch_trajectories.export.formats.openai_chat import row_of
 
     said = [
         part

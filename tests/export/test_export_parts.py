@@ -12,12 +12,12 @@ import pytest
 
 from agent.gateway.wires import WIRES
 from agent.parts import kind_of_part
-from export.conversation.reading import read_conversation
-from export.conversation.style import Style, styled
-from export.conversation.tolerance import Tolerance, accepted
-from export.conversation.validity import Reason, Rejected
-from export.formats.registry import ROW_FORMATS
-from export.formats.rl import rows_of
+from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.conversation.tolerance import Tolerance, accepted
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.export.formats.registry import ROW_FORMATS
+from batch_trajectories.export.formats.rl import rows_of
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, api_of
 from tests.export.test_hermes import record_of
 from tests.stored import stored

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from export.conversation.reading import read_conversation
-from export.conversation.style import Style
-from export.conversation.turns import Turn
-from export.dataset.build import Source
-from export.dataset.checking import findings
-from export.dataset.per_turn import cut_by_turn
-from export.dataset.rendering import load_template
-from export.formats.openai_chat import row_of
-from export.recipe import Recipe
+from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.conversation.turns import Turn
+from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.dataset.per_turn import cut_by_turn
+from batch_trajectories.export.dataset.rendering import load_template
+from batch_trajectories.export.formats.openai_chat import row_of
+from batch_trajectories.export.recipe import Recipe
 from tests.export.test_export_loss import mixed
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run, rejects, rows, worked

@@ -9,12 +9,12 @@ from typing import Any
 import orjson
 import pytest
 
-from export.dataset.build import Source
-from export.recipe import load_recipe
-from runs.errors import ConfigError, RunDirError
-from runs.store.checksum import with_checksum
-from runs.store.reader import stored_records
-from runs.store.scores import read_scores, score_key
+from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.recipe import load_recipe
+from batch_trajectories.runs.errors import ConfigError, RunDirError
+from batch_trajectories.runs.store.checksum import with_checksum
+from batch_trajectories.runs.store.reader import stored_records
+from batch_trajectories.runs.store.scores import read_scores, score_key
 from tests.exporting import judged, make_run, rejects, rows, worked
 from tests.running import run
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from api.stored_run import StoredRun
-from export.conversation.style import Style
-from export.run_statistics import statistics_of
-from export.training_files import left_out
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.run_statistics import statistics_of
+from batch_trajectories.export.training_files import left_out
 from tests.export.test_hermes import assistant, record_of, user
 from tests.exporting import make_run, worked
 from tests.running import SCRIPTED, run, write_rows

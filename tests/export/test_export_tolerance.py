@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 import pytest
 
-from export.conversation.style import Style, style_of_run
-from export.conversation.tolerance import HOLDS, how_to_keep
-from export.dataset.checking import findings
-from export.formats.hermes import to_conversations
-from export.run_statistics import statistics_of
-from runs.config.option_types import RowFlaw
-from runs.store.record_types import stored_messages
+from batch_trajectories.export.conversation.style import Style, style_of_run
+from batch_trajectories.export.conversation.tolerance import HOLDS, how_to_keep
+from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.formats.hermes import to_conversations
+from batch_trajectories.export.run_statistics import statistics_of
+from batch_trajectories.runs.config.option_types import RowFlaw
+from batch_trajectories.runs.store.record_types import stored_messages
 from tests.export.test_export_formats import MARKUP, TEXT_FORMATS
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run, rows

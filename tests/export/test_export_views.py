@@ -14,7 +14,7 @@ from agent.messages import Message
 from agent.options import AgentOptions
 from agent.runner import was_compacted
 from agent.views.views import compact, compacted_from
-from export.formats.hermes import to_row
+from batch_trajectories.export.formats.hermes import to_row
 from tests.agent.test_options import ANSWER, echo
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import judged, make_run, rejects, rows

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from export.conversation.row_json import content_json, dumps_row
-from export.conversation.validity import Reason, Rejected, check_finished
-from export.formats.hermes import to_conversations, to_row
-from runs.store.record_types import stored_messages
+from batch_trajectories.export.conversation.row_json import content_json, dumps_row
+from batch_trajectories.export.conversation.validity import Reason, Rejected, check_finished
+from batch_trajectories.export.formats.hermes import to_conversations, to_row
+from batch_trajectories.runs.store.record_types import stored_messages
 from tests.stored import stored
 
 TEMP: dict[str, Any] = {

@@ -10,10 +10,10 @@ import pytest
 
 from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
 from agent.models.model import Completion
-from export.conversation.style import Style
-from export.formats.hermes import to_row
-from export.run_statistics import as_text, statistics_of
-from export.training_files import route
+from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.formats.hermes import to_row
+from batch_trajectories.export.run_statistics import as_text, statistics_of
+from batch_trajectories.export.training_files import route
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run, rejects, rows
 from tests.running import SCRIPTED, lines, run, write_rows

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from api.stored_run import StoredRun
-from export.conversation.style import Style
-from export.run_statistics import statistics_of
-from report.page.writer import write_report
-from runs.errors import EnvironmentStop
-from runs.maintenance import verify
-from runs.process.parts import in_parts
-from runs.store import reader
-from runs.store.reader import open_index
-from runs.store.records import UnreadableRecord
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.run_statistics import statistics_of
+from batch_trajectories.report.page.writer import write_report
+from batch_trajectories.runs.errors import EnvironmentStop
+from batch_trajectories.runs.maintenance import verify
+from batch_trajectories.runs.process.parts import in_parts
+from batch_trajectories.runs.store import reader
+from batch_trajectories.runs.store.reader import open_index
+from batch_trajectories.runs.store.records import UnreadableRecord
 from tests.exporting import make_run, worked
 from tests.running import SCRIPTED, run, write_rows
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from export.conversation import reading
-from export.conversation.own_work import Own
-from export.conversation.reading import read_conversation
-from export.conversation.validity import Rejected
-from export.dataset.build import Source
-from runs.store.checksum import DamagedLine, with_checksum
-from runs.store.record_types import decode_record
-from runs.store.records import RecordFile, UnreadableRecord
+from batch_trajectories.export.conversation import reading
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.runs.store.checksum import DamagedLine, with_checksum
+from batch_trajectories.runs.store.record_types import decode_record
+from batch_trajectories.runs.store.records import RecordFile, UnreadableRecord
 from tests.export.test_hermes import TEMP, assistant, call, record_of, result, user
 from tests.exporting import make_run, rejects, rows
 from tests.stored import whole

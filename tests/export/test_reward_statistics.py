@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from export.reward_statistics import MAX_NAMES, RewardStatistics, as_text
+from batch_trajectories.export.reward_statistics import MAX_NAMES, RewardStatistics, as_text
 from tests.exporting import judged, make_run, worked
 from tests.running import run
 from tests.stored import stored

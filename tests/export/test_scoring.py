@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from export.dataset.build import Source
-from export.filters.asking import ask_all
-from runs.store.reader import stored_records
+from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.filters.asking import ask_all
+from batch_trajectories.runs.store.reader import stored_records
 from tests.answering import JSON, answering
 from tests.cli.test_looking import on_terminal
 from tests.exporting import make_run, worked

@@ -11,12 +11,17 @@ import pytest
 
 from agent.messages import MOST_TOKENS
 from agent.models.parsing import count_or_none
-from api.start import exit_of
-from export.training_files import export_run
-from runs.config.run_config import RunConfig
-from runs.run import Outcome
-from runs.store.checksum import DamagedLine, read_object, with_checksum, without_checksum
-from runs.totals.run_totals import RunTotals, compute_totals
+from batch_trajectories.api.start import exit_of
+from batch_trajectories.export.training_files import export_run
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.run import Outcome
+from batch_trajectories.runs.store.checksum import (
+    DamagedLine,
+    read_object,
+    with_checksum,
+    without_checksum,
+)
+from batch_trajectories.runs.totals.run_totals import RunTotals, compute_totals
 from testing.bit_flips import FOUND, attack, flips, make_run
 from tests.export.test_hermes import assistant, record_of, user
 from tests.exporting import make_run as make_records

@@ -94,8 +94,8 @@ import os, resource
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
-from runs.protocol.messages import unpack
-from runs.worker.worker import run_worker
+from batch_trajectories.runs.protocol.messages import unpack
+from batch_trajectories.runs.worker.worker import run_worker
 ours, theirs = Pipe()
 setup = SimpleNamespace(
     is_remote=False, run_dir=Path({str(tmp_path)!r}), config=SimpleNamespace(log_level="info")

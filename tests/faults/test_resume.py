@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from runs.config.run_config import RunConfig
-from runs.dataset.scan import scan, tasks
-from runs.tasks import task_key
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import scan, tasks
+from batch_trajectories.runs.tasks import task_key
 from testing.fake_endpoint import FakeEndpoint
 from tests.answering import JSON, answering
 from tests.faults import strace

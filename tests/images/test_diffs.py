@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runs.worker.diff import DiffError, begin_diff, is_unchanged, make_diff
+from batch_trajectories.runs.worker.diff import DiffError, begin_diff, is_unchanged, make_diff
 from testing.fake_images import make_repository
 from tests.images.conftest import CALC
 from tests.images.test_image_runs import FIXED, OPTIONS, records, row, terminal

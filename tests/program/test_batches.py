@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from runs.batch_api.batch_log import jobs_in
-from runs.supervisor.budget import BudgetLog
+from batch_trajectories.runs.batch_api.batch_log import jobs_in
+from batch_trajectories.runs.supervisor.budget import BudgetLog
 from testing.fake_batches import FakeBatches
 from testing.fake_script import Options
 from tests.faults.oracle import check_run, finished_lines

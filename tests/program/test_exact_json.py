@@ -22,8 +22,8 @@ from agent.models.dialects.anthropic_messages import read_reply, to_api_messages
 from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
 from agent.state.tally import Tally
 from agent.state.trajectory import Trajectory
-from export.conversation.row_json import read_arguments
-from runs.store.record_types import StoredCall
+from batch_trajectories.export.conversation.row_json import read_arguments
+from batch_trajectories.runs.store.record_types import StoredCall
 from tests.answering import JSON, answering
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import make_run, rows, worked

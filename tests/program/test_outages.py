@@ -21,8 +21,8 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.proxies import UnusableProxy
 from agent.models.resolve import UnknownModel, resolve_model
+from batch_trajectories.runs.supervisor.outages import Outages
 from run_agent import AIAgent
-from runs.supervisor.outages import Outages
 from tests.answering import Handler, listening
 from tests.running import PATIENCE_S, run, started, wait_until, write_prompts
 

@@ -596,7 +596,7 @@ def test_a_conversation_that_starts_over_has_an_empty_workspace(tmp_path: Path) 
     given = {**RUN, "model": "scripted"}
     run(tmp_path, **given)
     (record,) = lines(records(tmp_path))
-    from runs.tasks import task_key
+    from batch_trajectories.runs.tasks import task_key
 
     key = task_key(record["id"], record["input_digest"]).hex()
     left = records(tmp_path).parent / "workspaces" / key
@@ -829,19 +829,26 @@ def test_commands_that_only_read_a_run_import_nothing_that_runs_tasks(tmp_path: 
             check=True,
         )
         imported = set(re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE))
-        assert "api.stored_run" in imported
-        assert not {"aiohttp", "agent.runner", "runs.supervisor.supervisor"} & imported, arguments
+        assert "batch_trajectories.api.stored_run" in imported
+        supervisor = "batch_trajectories.runs.supervisor.supervisor"
+        assert not {"aiohttp", "agent.runner", supervisor} & imported, arguments
 
 
 NOT_FOR_A_PLAIN_RUN = {
     *("tarfile", "gzip", "grp", "pwd", "tomllib", "yaml"),
     *("toolsets.images.store", "toolsets.images.archives", "toolsets.images.layers"),
     *("toolsets.images.names", "toolsets.images.users", "toolsets.sandbox.image_bwrap"),
-    *("toolsets.sandbox.inside.namespaces", "runs.worker.diff", "runs.worker.check"),
-    *("runs.dataset.test_outcomes", "runs.sources.harbor", "runs.sources.rows_file"),
-    *("runs.sources.templates", "agent.gateway.canonical", "agent.gateway.conversations.lines"),
-    *("agent.gateway.conversations.threads", "agent.state.agent_record", "agent.gateway.wire"),
-    *("runs.config.agent_program", "toolsets.yaml_file", "runs.worker.replay"),
+    *("toolsets.sandbox.inside.namespaces", "agent.gateway.canonical"),
+    *("agent.gateway.conversations.lines", "agent.gateway.conversations.threads"),
+    *("agent.state.agent_record", "agent.gateway.wire", "toolsets.yaml_file"),
+    *(
+        f"batch_trajectories.{name}"
+        for name in (
+            *("runs.worker.diff", "runs.worker.check", "runs.dataset.test_outcomes"),
+            *("runs.sources.harbor", "runs.sources.rows_file", "runs.sources.templates"),
+            *("runs.config.agent_program", "runs.worker.replay"),
+        )
+    ),
 }
 """What only runs with images, checks, rows files or agents that are commands need."""
 
@@ -860,9 +867,9 @@ def test_workers_import_nothing_that_the_command_has_not(tmp_path: Path) -> None
             check=True,
         )
     imported = Counter(re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE))
-    ours = {"agent", "export", "runs", "toolsets", "aiohttp", "genai_prices", "pydantic"}
+    ours = {"agent", "batch_trajectories", "toolsets", "aiohttp", "genai_prices", "pydantic"}
     named = {name: times for name, times in imported.items() if name.split(".")[0] in ours}
-    assert "runs.worker.worker" in named
+    assert "batch_trajectories.runs.worker.worker" in named
     assert set(named.values()) == {1}
     assert not {"httpx2", "toolsets.browser.browser_tools", "ray"} & imported.keys()
     assert not NOT_FOR_A_PLAIN_RUN & imported.keys()

@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from runs.store.files import AppendFile
+from batch_trajectories.runs.store.files import AppendFile
 from tests.answering import answering
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from report.facts import flags_of
+from batch_trajectories.report.facts import flags_of
 from testing.fake_endpoint import FakeEndpoint
 from tests.answering import JSON, answering
 from tests.faults.oracle import resume_and_judge

@@ -14,9 +14,9 @@ from urllib.parse import quote
 import orjson
 import pytest
 
-from api.stored_run import StoredRun
-from report.page.page import embedded
-from report.page.writer import write_report
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.report.page.page import embedded
+from batch_trajectories.report.page.writer import write_report
 from tests.report.test_report import HOSTILE_ID, ROWS, Scripts
 from tests.running import SCRIPTED, lines, run, write_rows
 

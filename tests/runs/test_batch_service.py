@@ -20,21 +20,27 @@ from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.models.model import ModelSettings, Request
 from agent.models.prices import estimate_cost
 from agent.models.resolve import resolve_model
-from runs.batch_api.batch_log import BatchJob, BatchLog, State, free_unsent, held_in
-from runs.batch_api.collector import BatchCollector, CollectorLimits
-from runs.batch_api.delivery import BatchDelivery
-from runs.batch_api.totals import compute_batch_totals
-from runs.errors import Stopped
-from runs.protocol.batch_calls import item_id, name_of, task_of
-from runs.tasks import task_key
-from runs.worker.batch_api_model import (
+from batch_trajectories.runs.batch_api.batch_log import (
+    BatchJob,
+    BatchLog,
+    State,
+    free_unsent,
+    held_in,
+)
+from batch_trajectories.runs.batch_api.collector import BatchCollector, CollectorLimits
+from batch_trajectories.runs.batch_api.delivery import BatchDelivery
+from batch_trajectories.runs.batch_api.totals import compute_batch_totals
+from batch_trajectories.runs.errors import Stopped
+from batch_trajectories.runs.protocol.batch_calls import item_id, name_of, task_of
+from batch_trajectories.runs.tasks import task_key
+from batch_trajectories.runs.worker.batch_api_model import (
     BatchAnswer,
     BatchApiClient,
     BatchApiModel,
     items_in,
 )
-from runs.worker.budget_share import WorkerBudget
-from runs.worker.call_limiter import CallLimiter
+from batch_trajectories.runs.worker.budget_share import WorkerBudget
+from batch_trajectories.runs.worker.call_limiter import CallLimiter
 from testing.fake_batches import FakeBatches
 
 pytestmark = pytest.mark.slow

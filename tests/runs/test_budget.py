@@ -21,12 +21,12 @@ from agent.models.dialects.openai_chat import read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.prices import estimate_cost
-from runs.amounts import Cost
-from runs.errors import Stopped
-from runs.store.journal import Inflight
-from runs.store.records import load_index
-from runs.supervisor.budget import BudgetLog, RunBudget, spent_before
-from runs.worker.budget_share import WorkerBudget
+from batch_trajectories.runs.amounts import Cost
+from batch_trajectories.runs.errors import Stopped
+from batch_trajectories.runs.store.journal import Inflight
+from batch_trajectories.runs.store.records import load_index
+from batch_trajectories.runs.supervisor.budget import BudgetLog, RunBudget, spent_before
+from batch_trajectories.runs.worker.budget_share import WorkerBudget
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import (
     PATIENCE_S,

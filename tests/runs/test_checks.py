@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 
-from export.reward_statistics import RewardStatistics
-from report.facts import row_of
-from runs.store.checks import Checks, CheckSums, describe, has_passed, judgement_of
-from runs.store.index import MARK, Index, RowMaker, index_fields, passed_in
+from batch_trajectories.export.reward_statistics import RewardStatistics
+from batch_trajectories.report.facts import row_of
+from batch_trajectories.runs.store.checks import (
+    Checks,
+    CheckSums,
+    describe,
+    has_passed,
+    judgement_of,
+)
+from batch_trajectories.runs.store.index import MARK, Index, RowMaker, index_fields, passed_in
 from tests.answering import JSON, answering
 from tests.export.test_hermes import assistant, call
 from tests.exporting import exported, judged, make_run, rejects, rows, worked

@@ -10,13 +10,13 @@ from typing import Any
 import orjson
 import pytest
 
-from api.stored_run import StoredRun
-from export.dataset.build import Source
-from export.formats.registry import KNOWN
-from report.page.writer import write_report
-from runs.maintenance.fork import write_forks
-from runs.store.checksum import with_checksum
-from runs.store.records import UnreadableRecord
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.formats.registry import KNOWN
+from batch_trajectories.report.page.writer import write_report
+from batch_trajectories.runs.maintenance.fork import write_forks
+from batch_trajectories.runs.store.checksum import with_checksum
+from batch_trajectories.runs.store.records import UnreadableRecord
 from tests.exporting import exported
 from tests.running import SCRIPTED, run, write_rows
 

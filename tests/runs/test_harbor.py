@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from runs.dataset.row import RowRules, RowTask
-from runs.dataset.row_check import Check
-from runs.dataset.row_files import Executable
-from runs.dataset.row_image import RowLimits, add_asked
-from runs.errors import DatasetError
-from runs.sources import rows_file
-from runs.sources.harbor import HarborTask, tasks_in
-from runs.sources.kept_dataset import keep_dataset, rows_of_source
-from runs.sources.rows_file import load_rows_file
-from runs.sources.source import source_of
+from batch_trajectories.runs.dataset.row import RowRules, RowTask
+from batch_trajectories.runs.dataset.row_check import Check
+from batch_trajectories.runs.dataset.row_files import Executable
+from batch_trajectories.runs.dataset.row_image import RowLimits, add_asked
+from batch_trajectories.runs.errors import DatasetError
+from batch_trajectories.runs.sources import rows_file
+from batch_trajectories.runs.sources.harbor import HarborTask, tasks_in
+from batch_trajectories.runs.sources.kept_dataset import keep_dataset, rows_of_source
+from batch_trajectories.runs.sources.rows_file import load_rows_file
+from batch_trajectories.runs.sources.source import source_of
 from tests.running import run
 from toolsets.sandbox.image import ImageSpec
 

@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import pytest
 
-from runs.worker.history import history_problem, remove_history
-from runs.worker.workspace_setup import SetupFailed
+from batch_trajectories.runs.worker.history import history_problem, remove_history
+from batch_trajectories.runs.worker.workspace_setup import SetupFailed
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult
 

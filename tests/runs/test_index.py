@@ -11,9 +11,17 @@ from typing import Any
 import orjson
 import pytest
 
-from runs.store.index import MARK, ROW_BYTES, Ending, Index, IndexEntry, RowMaker, index_fields
-from runs.store.records import RecordFile, load_index, parse_record
-from runs.tasks import task_key
+from batch_trajectories.runs.store.index import (
+    MARK,
+    ROW_BYTES,
+    Ending,
+    Index,
+    IndexEntry,
+    RowMaker,
+    index_fields,
+)
+from batch_trajectories.runs.store.records import RecordFile, load_index, parse_record
+from batch_trajectories.runs.tasks import task_key
 from tests.exporting import bare
 from tests.stored import stored
 

@@ -15,10 +15,15 @@ import orjson
 import pytest
 
 from agent.options import AgentOptions
-from runs.dataset.row import RowRules
-from runs.dataset.scan import scan, tasks
-from runs.dataset.scan_cache import cached_keys, cached_scan, load_scan, save_scan
-from runs.shards import Shard
+from batch_trajectories.runs.dataset.row import RowRules
+from batch_trajectories.runs.dataset.scan import scan, tasks
+from batch_trajectories.runs.dataset.scan_cache import (
+    cached_keys,
+    cached_scan,
+    load_scan,
+    save_scan,
+)
+from batch_trajectories.runs.shards import Shard
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import PATIENCE_S, SCRIPTED, ids, lines, run, started, wait_until, write_rows
 

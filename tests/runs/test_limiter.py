@@ -17,13 +17,13 @@ from agent.messages import Message
 from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
-from runs.amounts import EndpointLimits
-from runs.errors import Stopped
-from runs.protocol.messages import unpack
-from runs.supervisor.limiter import MAX_COOL_DOWN_S, Limiter, share_out
-from runs.supervisor.limits import RunLimits
-from runs.worker.budget_share import WorkerBudget
-from runs.worker.call_limiter import CallLimiter, Load, TokenBucket
+from batch_trajectories.runs.amounts import EndpointLimits
+from batch_trajectories.runs.errors import Stopped
+from batch_trajectories.runs.protocol.messages import unpack
+from batch_trajectories.runs.supervisor.limiter import MAX_COOL_DOWN_S, Limiter, share_out
+from batch_trajectories.runs.supervisor.limits import RunLimits
+from batch_trajectories.runs.worker.budget_share import WorkerBudget
+from batch_trajectories.runs.worker.call_limiter import CallLimiter, Load, TokenBucket
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import lines, run, write_prompts
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from runs.config.models import set_up_models
-from runs.config.run_config import RunConfig
-from runs.planning.logprobs import on_logprobs
+from batch_trajectories.runs.config.models import set_up_models
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.planning.logprobs import on_logprobs
 from tests.running import run, write_prompts
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 import pytest
 
-from runs.maintenance.merge import common_config
-from runs.store.checksum import read_object, with_checksum
+from batch_trajectories.runs.maintenance.merge import common_config
+from batch_trajectories.runs.store.checksum import read_object, with_checksum
 from tests.faults.oracle import finished_lines, resume_and_judge
 from tests.running import SCRIPTED, ids, run, write_rows
 

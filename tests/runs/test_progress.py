@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from runs.protocol.messages import Counters
-from runs.supervisor.progress import PROGRESS_FILE, Progress, describe
+from batch_trajectories.runs.protocol.messages import Counters
+from batch_trajectories.runs.supervisor.progress import PROGRESS_FILE, Progress, describe
 from tests.cli.test_looking import on_terminal
 from tests.running import SCRIPTED, run, write_rows
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from runs.scoring.functions import RewardFunctions
-from runs.store.checks import Judgement, judgement_of, rewards_of
-from runs.store.rewards import parse_rewards
+from batch_trajectories.runs.scoring.functions import RewardFunctions
+from batch_trajectories.runs.store.checks import Judgement, judgement_of, rewards_of
+from batch_trajectories.runs.store.rewards import parse_rewards
 from tests.exporting import worked
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, started, wait_until, write_rows

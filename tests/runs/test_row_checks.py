@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from runs.dataset.row_check import Outcomes, read_check
-from runs.dataset.test_outcomes import MISSING, outcomes, wrong_outcomes
-from runs.sources.rows_file import load_rows_file
-from runs.worker.check import run_check
+from batch_trajectories.runs.dataset.row_check import Outcomes, read_check
+from batch_trajectories.runs.dataset.test_outcomes import MISSING, outcomes, wrong_outcomes
+from batch_trajectories.runs.sources.rows_file import load_rows_file
+from batch_trajectories.runs.worker.check import run_check
 from tests.playing import say
 from tests.running import SCRIPTED, lines, run, write_rows
 from tests.runs.test_rows_files import ROWS

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from runs.dataset.row import RowRules, RowTask
-from runs.dataset.row_check import Check, Outcomes
-from runs.dataset.row_image import RowLimits
-from runs.dataset.scan import input_digest
+from batch_trajectories.runs.dataset.row import RowRules, RowTask
+from batch_trajectories.runs.dataset.row_check import Check, Outcomes
+from batch_trajectories.runs.dataset.row_image import RowLimits
+from batch_trajectories.runs.dataset.scan import input_digest
 from toolsets.sandbox.image import ImageSpec
 
 INSIDE = RowRules(with_setup=True, image="needed", inside=True)

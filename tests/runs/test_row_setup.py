@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from runs.dataset.row import RowRules
-from runs.dataset.row_check import Check
-from runs.dataset.row_setup import RowSetup, read_row_setup
+from batch_trajectories.runs.dataset.row import RowRules
+from batch_trajectories.runs.dataset.row_check import Check
+from batch_trajectories.runs.dataset.row_setup import RowSetup, read_row_setup
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
 

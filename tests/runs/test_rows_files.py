@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from runs.config.loading import load_config
-from runs.dataset.row import RowRules
-from runs.dataset.row_setup import RowSetup
-from runs.errors import ConfigError
-from runs.sources.rows_file import DIRECTORY, load_rows_file
+from batch_trajectories.runs.config.loading import load_config
+from batch_trajectories.runs.dataset.row import RowRules
+from batch_trajectories.runs.dataset.row_setup import RowSetup
+from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.sources.rows_file import DIRECTORY, load_rows_file
 from tests.playing import say
 from tests.running import SCRIPTED, lines, run, write_rows
 from toolsets.sandbox.image import ImageSpec

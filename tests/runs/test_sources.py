@@ -19,12 +19,12 @@ import pytest
 from click.testing import CliRunner
 
 from batch_runner import main
-from runs.dataset.row import RowRules
-from runs.errors import DatasetError, RunLocked
-from runs.run_dir import stale_files_of
-from runs.sources import file_rows, json_list
-from runs.sources.kept_dataset import KeptDataset, keep_dataset, rows_of_source
-from runs.sources.source import source_of
+from batch_trajectories.runs.dataset.row import RowRules
+from batch_trajectories.runs.errors import DatasetError, RunLocked
+from batch_trajectories.runs.run_dir import stale_files_of
+from batch_trajectories.runs.sources import file_rows, json_list
+from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset, rows_of_source
+from batch_trajectories.runs.sources.source import source_of
 from testing.fake_endpoint import FakeEndpoint
 from testing.fake_hub import REPOSITORY, REVISION, fake_hub
 from tests.running import SCRIPTED, WRITE_A_NOTE, run, started, wait_until

@@ -15,24 +15,24 @@ import pytest
 
 from agent.messages import OUT_OF_PLACE, Event
 from agent.state.trajectory import Trajectory
-from runs.amounts import Cost
-from runs.batch_api.batch_log import BatchLog
-from runs.errors import RunDirError
-from runs.store.checksum import with_checksum
-from runs.store.failures import Failure, FailureFile, load_failed_attempts
-from runs.store.files import AppendFile, StorageError, repair_tail, replace_file
-from runs.store.index import index_fields
-from runs.store.journal import (
+from batch_trajectories.runs.amounts import Cost
+from batch_trajectories.runs.batch_api.batch_log import BatchLog
+from batch_trajectories.runs.errors import RunDirError
+from batch_trajectories.runs.store.checksum import with_checksum
+from batch_trajectories.runs.store.failures import Failure, FailureFile, load_failed_attempts
+from batch_trajectories.runs.store.files import AppendFile, StorageError, repair_tail, replace_file
+from batch_trajectories.runs.store.index import index_fields
+from batch_trajectories.runs.store.journal import (
     Inflight,
     next_worker_number,
     read_journaled_replies,
     usable_prefix,
 )
-from runs.store.journal_writer import JournalWriter
-from runs.store.records import RecordFile, load_index, refuse_lost_records
-from runs.supervisor.budget import BudgetLog
-from runs.supervisor.damaged import set_aside_damaged
-from runs.tasks import BadRow, task_key
+from batch_trajectories.runs.store.journal_writer import JournalWriter
+from batch_trajectories.runs.store.records import RecordFile, load_index, refuse_lost_records
+from batch_trajectories.runs.supervisor.budget import BudgetLog
+from batch_trajectories.runs.supervisor.damaged import set_aside_damaged
+from batch_trajectories.runs.tasks import BadRow, task_key
 from tests.exporting import bare
 from tests.stored import stored
 
@@ -405,7 +405,7 @@ def test_full_segments_are_followed_by_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a task whose events lie in several segments is read back whole and deleted whole."""
-    monkeypatch.setattr("runs.store.journal_writer._SEGMENT_BYTES", 300)
+    monkeypatch.setattr("batch_trajectories.runs.store.journal_writer._SEGMENT_BYTES", 300)
     writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
     for turn in range(1, 21):
         writer.append("a", "d", reply(turn), assignment=1, position=turn - 1)
@@ -420,7 +420,7 @@ def test_segments_removed_during_a_run_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full ones too, by the next event or, where none comes, at the end; the run is stopped."""
-    monkeypatch.setattr("runs.store.journal_writer._SEGMENT_BYTES", 300)
+    monkeypatch.setattr("batch_trajectories.runs.store.journal_writer._SEGMENT_BYTES", 300)
     inflight = tmp_path / "inflight"
     inflight.mkdir()
     errors: list[StorageError] = []

@@ -15,14 +15,14 @@ from zlib import crc32
 import orjson
 import pytest
 
-from api.results import write_results
-from runs.config.run_config import RunConfig
-from runs.maintenance.upkeep import Checked, check
-from runs.run_dir import read_run_json
-from runs.run_lock import locked
-from runs.store.checksum import read_object, with_checksum
-from runs.store.index import ROW_BYTES, mark_for
-from runs.tasks import task_key
+from batch_trajectories.api.results import write_results
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.maintenance.upkeep import Checked, check
+from batch_trajectories.runs.run_dir import read_run_json
+from batch_trajectories.runs.run_lock import locked
+from batch_trajectories.runs.store.checksum import read_object, with_checksum
+from batch_trajectories.runs.store.index import ROW_BYTES, mark_for
+from batch_trajectories.runs.tasks import task_key
 from tests.running import SCRIPTED, ids, lines, run, write_rows
 from toolsets.text import plural
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runs.config.fingerprint import meaning_of, with_defaults
-from runs.config.run_config import RunConfig
+from batch_trajectories.runs.config.fingerprint import meaning_of, with_defaults
+from batch_trajectories.runs.config.run_config import RunConfig
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import lines, run
 from tests.stored_runs.make import CONVERSATIONS, FINISHED, INPUTS, KILLED, REPLIES, TURNS

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from runs.dataset.row import RowRules
+from batch_trajectories.runs.dataset.row import RowRules
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
 from toolsets.errors import ToolError

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import yaml
 
-from cli.listings.tool_list import as_text
+from batch_trajectories.cli.listings.tool_list import as_text
+from batch_trajectories.runs.config.fingerprint import meaning_of
+from batch_trajectories.runs.config.loading import load_config
+from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.planning.plan import make_plan
 from run_agent import AIAgent
-from runs.config.fingerprint import meaning_of
-from runs.config.loading import load_config
-from runs.errors import ConfigError
-from runs.planning.plan import make_plan
 from tests.playing import call, calls, say
 from tests.running import (
     PATIENCE_S,

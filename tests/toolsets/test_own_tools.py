@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
+from batch_trajectories.runs.config.loading import load_config
+from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.planning.plan import make_plan
 from run_agent import AIAgent
-from runs.config.loading import load_config
-from runs.errors import ConfigError
-from runs.planning.plan import make_plan
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
 from toolsets.catalog.custom import as_toolsets, load_own

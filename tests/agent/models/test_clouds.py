@@ -18,8 +18,8 @@ from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from agent.models.resolve import read_key, resolve_model
 from agent.models.sdk_clients import UnusableClient
+from batch_trajectories.runs.config.endpoint_config import EndpointConfig
 from run_agent import AIAgent
-from runs.config.endpoint_config import EndpointConfig
 from tests.agent.models import cloud_clients
 from tests.agent.models.cloud_clients import CALLS_PER_TOKEN, Seen, cloud
 

@@ -26,7 +26,7 @@ from agent.models.prices import is_known, price
 from agent.models.resolve import MissingKey, UnknownModel, read_key, resolve_model, resolve_sibling
 from agent.models.scripted import parse_script
 from agent.reasoning import split_inline_reasoning
-from runs.config.endpoint_config import EndpointConfig
+from batch_trajectories.runs.config.endpoint_config import EndpointConfig
 from tests.answering import answering
 from toolsets.exact_json import is_nested_too_deep
 

@@ -20,7 +20,7 @@ from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.resolve import resolve_sibling
 from agent.tokens import Sampled, missing_in, pack_ids, pack_logprobs, to_stored, token_turns
-from runs.store.record_types import StoredTokens
+from batch_trajectories.runs.store.record_types import StoredTokens
 from tests.agent.models.test_refusals import ask, openai_error, refusing, serving
 
 JSON = dict[str, Any]

@@ -1,0 +1,39 @@
+"""Generate tool-using agent trajectories in bulk, as training data.
+
+`from batch_trajectories import RunConfig, run, open_run, AIAgent`; docs/api.md describes them.
+
+api/     runs from Python: start them and read them
+cli/     the commands of batch_runner.py
+export/  records -> training files
+report/  records -> pages and words for people
+runs/    one run: dataset, config, stored records, parent and workers
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batch_trajectories.api.start import RunEnd, run
+    from batch_trajectories.api.stored_run import StoredRun, open_run
+    from batch_trajectories.runs.config.run_config import RunConfig
+    from run_agent import AIAgent
+
+__all__ = ["AIAgent", "RunConfig", "RunEnd", "StoredRun", "open_run", "run"]
+
+_PLACES = {
+    "AIAgent": "run_agent",
+    "RunConfig": "batch_trajectories.runs.config.run_config",
+    "RunEnd": "batch_trajectories.api.start",
+    "StoredRun": "batch_trajectories.api.stored_run",
+    "open_run": "batch_trajectories.api.stored_run",
+    "run": "batch_trajectories.api.start",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load public names when a script imports them: commands need few of them."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)

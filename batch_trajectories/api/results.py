@@ -1,0 +1,60 @@
+"""Write the training files, statistics and summary of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batch_trajectories.export.conversation.style import style_of_run
+from batch_trajectories.export.training_files import export_run
+from batch_trajectories.runs.batch_api.totals import compute_batch_totals
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import Scan
+from batch_trajectories.runs.run_dir import read_run_json
+from batch_trajectories.runs.store.files import replace_file
+from batch_trajectories.runs.totals.run_totals import RunTotals, compute_totals
+
+
+def write_results(
+    path: Path, scan: Scan, config: RunConfig, *, last_start: dict[str, Any] | None = None
+) -> RunTotals:
+    """Write the training files, then the summary, from the files of the run.
+
+    `last_start` describes the start that has just ended; None keeps that in the summary.
+    """
+    style = style_of_run(config.to_json())
+    export_run(path, scan, num_samples=config.num_samples, style=style)
+    totals = compute_totals(path, scan, config)
+    statistics = orjson.loads((path / "statistics.json").read_bytes())
+    if config.token_ids:
+        none = {"turns_with": 0, "turns_without": totals.turns}
+        totals.token_ids = statistics.get("token_ids", none)
+    summary = path / "summary.json"
+    if last_start is None:
+        # A missing or damaged summary has none.
+        with suppress(FileNotFoundError, orjson.JSONDecodeError, AttributeError):
+            last_start = orjson.loads(summary.read_bytes()).get("last_start")
+    content = {
+        **totals.to_json(),
+        "toolsets": _toolsets(path, statistics),
+        "last_start": last_start,
+    }
+    if (batches := compute_batch_totals(path)) is not None:
+        content["batches"] = batches.to_json()
+    replace_file(summary, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
+    return totals
+
+
+def _toolsets(path: Path, statistics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The number of records that each toolset was offered in, and its share by distribution."""
+    offered = statistics["toolsets"]
+    shares = read_run_json(path)["meaning"].get("distribution") or {}
+    never = [
+        {"toolset": name, "rows": 0, "percent": 0.0}
+        for name in sorted(shares.keys() - {row["toolset"] for row in offered})
+    ]
+    return [{**row, "asked_percent": shares.get(row["toolset"])} for row in (*offered, *never)]

@@ -1,0 +1,170 @@
+"""Start a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from batch_trajectories.api.results import write_results
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import Scan, tasks
+from batch_trajectories.runs.errors import (
+    SIGNALLED,
+    ConfigError,
+    interrupted,
+    machine_failures_as_stops,
+)
+from batch_trajectories.runs.planning.plan import Plan, make_plan, refuse_bad_rows, warn
+from batch_trajectories.runs.process.console import say
+from batch_trajectories.runs.process.long_work import silenced
+from batch_trajectories.runs.run import Outcome, run_batch
+from batch_trajectories.runs.run_dir import RunDir, open_run_dir
+from batch_trajectories.runs.store.files import training_file_of
+from batch_trajectories.runs.totals.run_totals import RunTotals
+from toolsets.text import plural
+
+LiveView = Callable[[Path], AbstractContextManager[Callable[[str], object] | None]]
+"""Shows the run in a directory inside a `with` block; yields a function that takes messages."""
+
+_IDS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a start of a run ended."""
+
+    path: Path
+    """The run directory."""
+    training_file: Path
+    totals: RunTotals
+    """Totals of the run over all its starts."""
+    exit_code: int
+    """That of the command: 0 complete, 1 some tasks failed, 3 out of budget, 4 stopped by the
+    environment, 128 plus the signal's number if a signal stopped it."""
+    reason: str | None
+    """Why `exit_code` is neither 0 nor 1, and what to do next."""
+    stopped_by: str | None
+    """Why the environment or the budget stopped it."""
+    signal: int | None
+    """The signal that stopped it."""
+    is_out_of_budget: bool
+
+
+def run(
+    config: RunConfig,
+    *,
+    fresh: bool = False,
+    accept_config_change: Collection[str] = (),
+    only: Collection[str] | None = None,
+    progress: bool | Callable[[str], object] = True,
+) -> RunEnd:
+    """Run all prompts of a dataset, or resume; blocks until the run ends.
+
+    The same as the command. `fresh` moves an existing run aside, `accept_config_change` names
+    options that may differ from the run's first start, `only` limits this start to the tasks with
+    these ids. `progress`: True shows messages and progress on standard error, False nothing; a
+    function gets each message.
+
+    In the main thread, SIGINT, SIGTERM and SIGHUP stop the run in good order; see
+    `RunEnd.signal`. Raises `RunError`: `ConfigError`, `DatasetError`, `RunDirError`, `RunLocked`,
+    `EnvironmentStop`.
+    """
+    with machine_failures_as_stops(), nullcontext() if progress is True else silenced():
+        tell = (say if progress else _discard) if isinstance(progress, bool) else progress
+        plan = make_plan(config, fresh=fresh, say=tell)
+        keys = None if only is None else _keys_of(plan.scan, only)
+        return start(
+            plan,
+            fresh=fresh,
+            accept_config_change=accept_config_change,
+            only=keys,
+            progress=progress,
+        )
+
+
+def start(
+    plan: Plan,
+    *,
+    fresh: bool = False,
+    accept_config_change: Collection[str] = (),
+    only: Collection[bytes] | None = None,
+    progress: bool | Callable[[str], object] = True,
+    live_view: LiveView | None = None,
+) -> RunEnd:
+    """`run` for a plan; `only` are task keys."""
+    tell = (None if progress else _discard) if isinstance(progress, bool) else progress
+    warn(plan, tell or say)
+    refuse_bad_rows(plan, tell or say)
+    with open_planned(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
+        with nullcontext(tell) if live_view is None else live_view(run_dir.path) as tell:
+            outcome = run_batch(plan, run_dir, only=only, tell=tell)
+        totals = write_results(run_dir.path, plan.scan, plan.config, last_start=outcome.to_json())
+    return end_of(run_dir.path, outcome, totals, is_all=only is None)
+
+
+def end_of(path: Path, outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> RunEnd:
+    """How a start ended; see `exit_of`."""
+    exit_code, reason = exit_of(outcome, totals, is_all=is_all)
+    return RunEnd(
+        path=path,
+        training_file=training_file_of(path),
+        totals=totals,
+        exit_code=exit_code,
+        reason=reason,
+        stopped_by=outcome.stopped_by,
+        signal=outcome.signal,
+        is_out_of_budget=outcome.is_out_of_budget,
+    )
+
+
+def open_planned(
+    plan: Plan, *, fresh: bool, accept_config_change: Collection[str]
+) -> closing[RunDir]:
+    """Open and lock the run directory of a plan; closed at the end of a `with` block."""
+    changes = tuple(accept_config_change)
+    return closing(
+        open_run_dir(plan.config, plan.scan, api=plan.api, fresh=fresh, accept_changes=changes)
+    )
+
+
+def exit_of(outcome: Outcome, totals: RunTotals, *, is_all: bool = True) -> tuple[int, str | None]:
+    """The exit code of a start, and why it is neither 0 nor 1.
+
+    `is_all`: the start was to run all tasks.
+    """
+    if outcome.is_out_of_budget:
+        return 3, (
+            f"stopped: {outcome.stopped_by}\nFinished work is safe. Raise the budget and run the "
+            "same command again to continue."
+        )
+    if (reason := outcome.stopped_by) is not None:
+        # Some reasons include this advice.
+        if "run the same command again" not in reason:
+            reason += "\nFinished work is safe. Fix this and run the same command again."
+        return 4, f"stopped: {reason}"
+    if outcome.signal is not None and (totals.pending or totals.to_retry):
+        return SIGNALLED + outcome.signal, interrupted(outcome.signal)
+    if totals.pending and is_all:
+        return 4, (
+            f"{plural(totals.pending, 'task')} without a record although the run has ended: "
+            "records.jsonl or the dataset was changed meanwhile. Run the same command again: it "
+            "sets unreadable data aside and runs what is pending."
+        )
+    return (1 if totals.failed else 0), None
+
+
+def _discard(message: str) -> None:
+    pass
+
+
+def _keys_of(scan: Scan, ids: Collection[str]) -> set[bytes]:
+    """The keys of the tasks with these ids. Raises `ConfigError` for unknown ids."""
+    wanted = set(ids)
+    found = {task.id: task.key for task in tasks(scan) if task.id in wanted}
+    if missing := sorted(wanted - found.keys()):
+        named = ", ".join(map(repr, missing[:_IDS_SHOWN]))
+        msg = f"only: {scan.path} has no task {named}; `open_run(...).tasks()` gives the ids"
+        raise ConfigError(msg)
+    return set(found.values())

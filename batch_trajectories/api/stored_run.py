@@ -1,0 +1,220 @@
+"""Read a run on disk, during the run or afterwards. Writes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from batch_trajectories.api.in_flight import conversations_in_flight
+from batch_trajectories.export.conversation.style import style_of_run
+from batch_trajectories.export.run_statistics import statistics_of
+from batch_trajectories.export.training_files import left_out
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import Scan, tasks
+from batch_trajectories.runs.errors import DatasetError, RunDirError
+from batch_trajectories.runs.maintenance.upkeep import scan_of
+from batch_trajectories.runs.run_dir import read_run_json, runs_in
+from batch_trajectories.runs.run_lock import holder_of
+from batch_trajectories.runs.store.failures import stored_failures
+from batch_trajectories.runs.store.files import refuse_strange_files
+from batch_trajectories.runs.store.index import IndexEntry
+from batch_trajectories.runs.store.reader import open_index, read_id, read_record, stored_records
+from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.runs.store.records import UnreadableRecord, load_index, refuse_lost_records
+from batch_trajectories.runs.store.scores import Scores
+from batch_trajectories.runs.tasks import Task
+from batch_trajectories.runs.totals.run_totals import RunTotals, compute_totals
+from toolsets.validation import mistakes_in
+
+_RUNS_SHOWN = 10
+_IDS_SHOWN = 10
+_LAST_BYTES = 8 << 20
+
+
+def open_run(run: Path | str, output_dir: Path | str = "trajectories") -> StoredRun:
+    """Open a run, given by its directory or by its name in `output_dir`, for reading.
+
+    Raises `RunDirError` if there is none, with the names of existing runs.
+    """
+    path, output_dir = Path(run), Path(output_dir)
+    if not (path / "run.json").exists() and (output_dir / path).exists():
+        path = output_dir / path
+    if not path.exists():
+        runs = runs_in(output_dir)
+        known = f"; runs there: {', '.join(runs[:_RUNS_SHOWN])}" if runs else ""
+        more = ", ..." if len(runs) > _RUNS_SHOWN else ""
+        msg = f"{output_dir / run}: no such run{known}{more}; give their directory by --output_dir"
+        raise RunDirError(msg)
+    return StoredRun(path)
+
+
+class StoredRun:
+    """A run directory. Each method reads the files again, in their current state."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `RunDirError` if `path` is not a run directory."""
+        refuse_strange_files(path)
+        self.path = path
+        self.identity = read_run_json(path)
+        """The content of run.json: `config`, `meaning` (the options that affect the data),
+        `dataset`, `versions`, `created`, `history`."""
+        refuse_lost_records(path)
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The config of the last start. Raises `RunDirError` if this version cannot read it."""
+        try:
+            return RunConfig.model_validate(self.identity["config"])
+        except ValidationError as error:
+            detail = mistakes_in(error)[0].describe()
+            msg = (
+                f"{self.path}/run.json: this version of the program cannot use its config: {detail}"
+            )
+            raise RunDirError(msg) from error
+
+    @cached_property
+    def scan(self) -> Scan:
+        """The dataset as the last start scanned it. Raises `DatasetError`."""
+        return scan_of(self.path, self.identity, self.config)
+
+    @property
+    def holder(self) -> dict[str, Any] | None:
+        """The process that is working on the run: `pid`, `host`, `started`; None without one."""
+        return holder_of(self.path)
+
+    def tasks(self) -> Iterator[Task]:
+        """All tasks, in dataset order: `id`, `prompt_id`, `sample`, `columns`."""
+        return tasks(self.scan)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The records of finished conversations, in the order written.
+
+        If a task was run again, only its last record. Raises `UnreadableRecord`.
+        """
+        return (record.as_dict() for record in stored_records(self.path))
+
+    def record(self, record_id: str) -> dict[str, Any]:
+        """The record with this id or unique id prefix.
+
+        If an edited prompt has several records, the last. Raises `RunDirError` if there is none.
+        """
+        return self.find(record_id).as_dict()
+
+    def find(self, record_id: str) -> Record:
+        """The same, as a typed object."""
+        exact: tuple[bytes, IndexEntry] | None = None
+        longer: dict[str, tuple[bytes, IndexEntry]] = {}
+        with open_index(self.path) as (index, records):
+            for key, entry in index.counting():
+                found = read_id(records, entry.offset, entry.length, key)
+                if found == record_id:
+                    exact = key, entry
+                elif found.startswith(record_id):
+                    longer[found] = key, entry
+            if exact is None:
+                if len(longer) != 1:
+                    raise RunDirError(self._not_found(record_id, list(longer)))
+                (exact,) = longer.values()
+            key, entry = exact
+            record = read_record(records, entry.offset, entry.length, key)
+        return Scores(self.path).added_to(record)
+
+    def last_records(self) -> Iterator[Record]:
+        """The latest records, the last first, up to 8 MB.
+
+        Skips unreadable records: the next start of the run sets them aside.
+        """
+        room = _LAST_BYTES
+        with open_index(self.path, lenient=True) as (index, records):
+            for key, entry in index.latest():
+                room -= entry.length
+                if room < 0:
+                    return
+                try:
+                    yield read_record(records, entry.offset, entry.length, key)
+                except UnreadableRecord:
+                    continue
+
+    def entries(self) -> Iterator[tuple[str, IndexEntry]]:
+        """The id and the index entry of each record, without reading the whole record.
+
+        Raises `UnreadableRecord` if a record is not in its place.
+        """
+        with open_index(self.path) as (index, records):
+            for key, entry in index.counting():
+                yield read_id(records, entry.offset, entry.length, key), entry
+
+    def last_entries(self, limit: int | None) -> tuple[list[tuple[str, IndexEntry]], int]:
+        """The ids and index entries of the latest `limit` records (None: all), the last first.
+
+        Then the number of all records. The id of an unreadable record is "".
+        """
+        found: list[tuple[str, IndexEntry]] = []
+        with open_index(self.path) as (index, records):
+            for key, entry in islice(index.latest(), limit):
+                try:
+                    found.append((read_id(records, entry.offset, entry.length, key), entry))
+                except UnreadableRecord:
+                    found.append(("", entry))
+            return found, len(index)
+
+    def failures(self) -> Iterator[dict[str, Any]]:
+        """The lines of failures.jsonl: failed attempts, worker deaths and bad rows, by `kind`."""
+        return stored_failures(self.path)
+
+    def in_flight(self) -> list[dict[str, Any]]:
+        """The unfinished conversations with journaled events, the longest silent first.
+
+        Keys: `id`, `turns` (replies so far), `tool` (the last tool called, or None), `doing`
+        ("model": waiting for a reply; "tools": calls have no result yet), `calls` (the names of
+        those), `idle_s` (seconds since the last event, None if unknown).
+        """
+        settled = load_index(self.path).keys()
+        return conversations_in_flight(self.path / "inflight", settled=settled, now=time.time())
+
+    def totals(self) -> RunTotals:
+        """Totals of tasks (done, failed, discarded, pending), turns, tokens and cost."""
+        return compute_totals(self.path, self.scan, self.config)
+
+    def statistics(self) -> dict[str, Any]:
+        """Turns, tokens, costs, tools and reasoning over all records; see `stats --json`."""
+        return statistics_of(
+            self.path,
+            style=style_of_run(self.config.to_json()),
+            max_attempts=self.config.max_attempts,
+            samples=self.config.num_samples,
+            left_out=left_out(self.path),
+        )
+
+    def funnel(self) -> dict[str, Any]:
+        """What becomes of the dataset's rows: tasks, endings, checks, exports; why what is lost.
+
+        See `export.funnel`. Raises `DatasetError` without the dataset, and `RunDirError` if the
+        manifest of an export cannot be read.
+        """
+        from batch_trajectories.export.funnel import funnel_of
+
+        return funnel_of(self.path, self.scan, self.totals())
+
+    def funnel_if_known(self) -> tuple[dict[str, Any] | None, str | None]:
+        """The funnel, or None and why it is unknown: the dataset may have been moved."""
+        try:
+            return self.funnel(), None
+        except (DatasetError, RunDirError) as error:
+            return None, str(error)
+
+    def _not_found(self, wanted: str, longer: list[str]) -> str:
+        if not longer:
+            return (
+                f"{self.path}: no record with id or id prefix {wanted!r}; ids are listed in the "
+                "training file and in the report. A conversation has a record once it has ended."
+            )
+        shown = ", ".join(longer[:_IDS_SHOWN])
+        more = f" and {len(longer) - _IDS_SHOWN:,} more" if len(longer) > _IDS_SHOWN else ""
+        return f"{self.path}: several ids begin with {wanted!r}: {shown}{more}; give a complete id"

@@ -1,0 +1,80 @@
+"""The command `build_images`: the images of Harbor tasks that have a Dockerfile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from batch_trajectories.cli.command_line import LocalPath
+from batch_trajectories.cli.exit_codes import errors_as_exit_codes, fail
+from batch_trajectories.runs.process.console import say, show
+from toolsets.text import plural
+
+
+@click.command(name="build_images")
+@click.argument("tasks", type=LocalPath(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--container_engine",
+    type=click.Choice(["docker", "podman"]),
+    default="docker",
+    help="As for `run`.  [default: docker]",
+)
+@click.option(
+    "--save",
+    type=LocalPath(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Also write the images into one OCI layout in DIR, for --images=DIR.",
+)
+def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
+    """Build the images of Harbor tasks from environment/Dockerfile.
+
+    TASKS holds task directories. The names of images change with their sources, so those that
+    are there already are not built again.
+    """
+    from batch_trajectories.runs.dataset.row import ERROR_COLUMN
+    from batch_trajectories.runs.errors import DatasetError, EnvironmentStop
+    from batch_trajectories.runs.sources.harbor import tasks_in
+    from toolsets.images.image_error import ImageError
+    from toolsets.sandbox.docker import build_image, docker_problem, save_image
+
+    with errors_as_exit_codes():
+        found = tasks_in(tasks)
+        if not found:
+            raise DatasetError(f"{tasks}: no task directory: none holds a task.toml")
+        rows = [(task, task.row()) for task in found]
+        wanted = [
+            (task, row["image"])
+            for task, row in rows
+            if task.dockerfile.is_file() and row.get("image") == task.built_image
+        ]
+        refused = sum(ERROR_COLUMN in row for _, row in rows)
+        if wanted and (problem := docker_problem(None, container_engine)):
+            raise EnvironmentStop(problem)
+        if save is not None:
+            save.mkdir(parents=True, exist_ok=True)
+        failed = 0
+        for number, (task, image) in enumerate(wanted, start=1):
+            say(f"{number} of {len(wanted)}: {image}")
+            environment = task.dockerfile.parent
+            try:
+                build_image(
+                    container_engine,
+                    image,
+                    environment,
+                    task.dockerfile,
+                    timeout_s=task.build_timeout_s,
+                )
+                if save is not None:
+                    save_image(container_engine, image, save)
+            except ImageError as error:
+                failed += 1
+                say(f"{task.id}: {error}")
+        built = plural(len(wanted) - failed, "image")
+        named = plural(len(found) - len(wanted) - refused, "task")
+        show(
+            f"{tasks}: {built} built or there already, {failed} failed; "
+            f"{named} naming an image, {plural(refused, 'task')} that cannot run (see `look`)"
+        )
+    if failed:
+        fail(f"{plural(failed, 'image')} could not be built", 1)

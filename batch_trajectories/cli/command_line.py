@@ -1,0 +1,273 @@
+"""Click classes of the command line: `run` is the default, and each config field is an option."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import click
+from click.shell_completion import CompletionItem
+
+from batch_trajectories.cli.option_groups import (
+    COMMAND_GROUPS,
+    COMMON_OPTIONS,
+    OF_CONVERSATIONS,
+    OF_STARTS,
+    OPTION_GROUPS,
+    RARE_OPTIONS,
+)
+from toolsets.text import join_commas
+
+_SHOWS_ALL = f"{__name__}.shows_all"
+"""The key in a context's `meta` that makes the help show all options."""
+
+
+def _help_all_option() -> click.Option:
+    """`--help_all`: the help with all options of a run instead of the common ones."""
+
+    def show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            ctx.meta[_SHOWS_ALL] = True
+            click.echo(ctx.get_help())
+            ctx.exit()
+
+    return click.Option(
+        ["--help_all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show_all,
+        help="Show all options, in groups, and exit.",
+    )
+
+
+class LocalPath(click.Path):
+    """A path of this machine."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; URLs are refused."""
+        from batch_trajectories.runs.config.option_types import local_path
+
+        try:
+            return super().convert(local_path(value), param, ctx)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Commands(click.Group):
+    """A group whose default command is `run`, with that command's options in its own help."""
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.params.append(_help_all_option())
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {option for param in self.get_params(ctx) for option in param.opts}
+        if ctx.resilient_parsing and not args:
+            return super().parse_args(ctx, args)  # completion of the first word
+        if not args or (args[0].startswith("-") and _normalized(ctx, args[0]) not in own):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, "[run] [OPTIONS]  |  COMMAND [ARGS]...")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        for title, names in COMMAND_GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [
+                        (f"{name:<{width}}", self.commands[name].get_short_help_str(100))
+                        for name in names
+                    ]
+                )
+        run = self.commands["run"]
+        run.format_options(click.Context(run, parent=ctx), formatter)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands, and the options of the default one."""
+        items = super().shell_complete(ctx, incomplete)
+        if incomplete.startswith("-"):
+            run = self.commands["run"]
+            items += run.shell_complete(click.Context(run, parent=ctx), incomplete)
+        return items
+
+
+def _normalized(ctx: click.Context, option: str) -> str:
+    """An option as declared, with underscores for dashes."""
+    normalize = ctx.token_normalize_func
+    return option if normalize is None else "--" + normalize(option.removeprefix("--"))
+
+
+class RunCommand(click.Command):
+    """A command with one option per config field.
+
+    Creates the options when they are needed, which saves time in other commands and completion.
+    `--help` shows the common ones, `--help_all` all of them in groups.
+    """
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.params.append(_help_all_option())
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from batch_trajectories.runs.config.run_config import RunConfig
+
+        known = {param.name for param in self.params}
+        for name, field in RunConfig.model_fields.items():
+            if name not in known:
+                self.params.append(_option(name, field))
+        return super().get_params(ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if ctx.meta.get(_SHOWS_ALL):
+            self._format_all_options(ctx, formatter)
+        else:
+            self._format_common_options(ctx, formatter)
+
+    def _format_common_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The command's own options, then the common options of a run."""
+        from batch_trajectories.runs.config.run_config import RunConfig
+
+        params = {
+            param.name or "": param
+            for param in self.get_params(ctx)
+            if isinstance(param, click.Option) and "--help" not in param.opts
+        }
+        of_runs = {*RunConfig.model_fields, *COMMON_OPTIONS, *RARE_OPTIONS}
+        sections = {
+            "Options of this command": [name for name in params if name not in of_runs],
+            "Common options": [name for name in COMMON_OPTIONS if name in params],
+        }
+        for title, names in sections.items():
+            records = (params[name].get_help_record(ctx) for name in names)
+            if listed := [record for record in records if record is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(listed)
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(f"See all {len(params)} options, in groups, with --help_all.")
+
+    def _format_all_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from agent.options import AgentOptions
+
+        own = dict.fromkeys(AgentOptions.model_fields, OF_CONVERSATIONS)
+        group_of = {name: title for title, names in OPTION_GROUPS.items() for name in names} | own
+        records: dict[str, list[tuple[str, str]]] = {
+            title: [] for title in (OF_STARTS, *OPTION_GROUPS, OF_CONVERSATIONS)
+        }
+        params = {param.name or "": param for param in self.get_params(ctx)}
+        listed = [name for names in OPTION_GROUPS.values() for name in names]
+        for name in (*listed, *(name for name in params if name not in listed)):
+            record = params[name].get_help_record(ctx)
+            if record is not None:
+                records[group_of.get(name, OF_STARTS)].append(record)
+        for title, listed_records in records.items():
+            with formatter.section(title):
+                formatter.write_dl(listed_records)
+
+
+def _option(name: str, field: Any) -> click.Option:
+    """The command line option of a config field; pydantic checks its value."""
+    is_flag = field.annotation is bool
+    text = field.description + _default_of(field)
+    declaration = f"--{name}/--no_{name}" if is_flag else f"--{name}"
+    is_list = _is_list(field)
+    choices = _choices(field)
+    metavar = _metavar(name, field, choices, is_list=is_list)
+    return click.Option(
+        [declaration],
+        default=None,
+        help=text,
+        metavar=metavar,
+        multiple=is_list,
+        callback=join_commas if is_list else None,
+        shell_complete=_completed(metavar, choices),
+    )
+
+
+def _default_of(field: Any) -> str:
+    """The default for the help; "" if it needs no mention."""
+    default = field.default
+    if field.is_required() or default in (None, "", (), False, {}):
+        return ""
+    if default is True:
+        default = "on"
+    elif isinstance(default, dict):
+        default = ",".join(f"{key}={value:g}" for key, value in default.items())
+    elif isinstance(default, float):
+        default = f"{default:g}"
+    return f"  [default: {default}]"
+
+
+def _is_list(field: Any) -> bool:
+    """Whether the value of a flag is a list separated by commas."""
+    from agent.options import split_commas
+    from batch_trajectories.runs.config.option_types import parse_columns, parse_resources
+
+    rules = [*field.metadata]
+    for inner in get_args(field.annotation):
+        rules += getattr(inner, "__metadata__", ())
+    lists = (split_commas, parse_columns, parse_resources)
+    return any(getattr(rule, "func", None) in lists for rule in rules)
+
+
+def _completed(
+    metavar: str | None, choices: list[str]
+) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]] | None:
+    """Shell completion for the value of an option."""
+    if metavar == "PATH":
+        return lambda ctx, param, incomplete: [CompletionItem(incomplete, type="file")]
+    if not choices:
+        return None
+    return lambda ctx, param, incomplete: [
+        CompletionItem(choice) for choice in choices if choice.startswith(incomplete)
+    ]
+
+
+def _choices(field: Any) -> list[str]:
+    """The possible values of an option, or of each part of a list."""
+    choices = [arg for arg in get_args(field.annotation) if isinstance(arg, str)]
+    for inner in get_args(field.annotation):
+        choices += [arg for arg in get_args(inner) if isinstance(arg, str)]
+    return choices
+
+
+def _metavar(name: str, field: Any, choices: list[str], *, is_list: bool) -> str | None:
+    from agent.options import parse_json
+
+    if field.annotation is bool:
+        return None
+    kinds = str(field.annotation)
+    if name == "columns":
+        return "COLUMN=SOURCE_COLUMN,..."
+    if is_list:
+        return "NAME=NUMBER,..." if "float" in kinds else "NAME,..."
+    if choices:
+        return "|".join(choices)
+    if any(getattr(rule, "func", None) is parse_json for rule in field.metadata):
+        return "JSON"
+    if "Path" in kinds:
+        return "PATH"
+    if "float" in kinds:
+        return "SECONDS" if name.endswith("_s") else "NUMBER"
+    return "N" if "int" in kinds else "TEXT"
+
+
+EXAMPLES = """\b
+Examples:
+  python batch_runner.py --config=configs/demo/run.yaml --run_name=demo
+  python batch_runner.py --dataset_file=prompts.jsonl --run_name=my_run \\
+      --model=openai:gpt-5-mini --batch_size=20 --num_workers=4
+  python batch_runner.py --dataset_file=prompts.jsonl --run_name=my_run \\
+      --model=my-model --base_url=http://127.0.0.1:8000/v1
+  python batch_runner.py --config=configs/vllm.yaml --dataset_file=prompts.jsonl --run_name=my_run
+  python batch_runner.py estimate --pilot=30 --config=my.yaml --run_name=my_run
+  python batch_runner.py status my_run --watch
+  python batch_runner.py report my_run
+  python batch_runner.py export my_run --format=openai,llamafactory
+
+Run the same command again to resume: finished conversations are kept, unfinished ones continue at
+their last turn.
+"""

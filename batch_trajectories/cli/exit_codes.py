@@ -1,0 +1,62 @@
+"""How commands end: an error message and an exit code for every case."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from batch_trajectories.runs.errors import (
+    SIGNALLED,
+    RunError,
+    interrupted,
+    machine_failures_as_stops,
+)
+from batch_trajectories.runs.process.console import say
+
+if TYPE_CHECKING:
+    from batch_trajectories.api.start import RunEnd
+
+BUG = 70
+"""A bug in this program (EX_SOFTWARE of sysexits.h)."""
+
+
+def end(ended: RunEnd) -> NoReturn:
+    """Exit with the exit code of a start, after printing its reason."""
+    if ended.reason is not None:
+        fail(ended.reason, ended.exit_code)
+    sys.exit(ended.exit_code)
+
+
+@contextmanager
+def errors_as_exit_codes() -> Iterator[None]:
+    """Turn exceptions into a message and an exit code; only bugs show a traceback."""
+    received: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, on_signal)
+    try:
+        with machine_failures_as_stops():
+            yield
+    except RunError as error:
+        fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        first = received[0] if received else int(signal.SIGINT)
+        fail(interrupted(first), SIGNALLED + first)
+    except Exception:
+        trace = traceback.format_exc()
+        fail(f"{trace}a bug in this program; finished work is safe", BUG)
+
+
+def fail(message: str, exit_code: int) -> NoReturn:
+    say(f"error: {message}")
+    sys.exit(exit_code)

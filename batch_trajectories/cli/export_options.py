@@ -1,0 +1,263 @@
+"""The options of `export` for datasets, and what they do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batch_trajectories.cli.command_line import LocalPath
+from batch_trajectories.runs.process.console import say, show
+from toolsets.text import join_commas, plural
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.dataset.scan import Scan
+
+_RECIPE_FLAGS = {
+    "format": "formats",
+    "reasoning": "reasoning",
+    "parallel_calls": "parallel_calls",
+    "system": "system",
+    "empty_think": "empty_think",
+    "max_tool_chars": "max_tool_chars",
+    "tools": "tools",
+    "per_turn": "per_turn",
+    "subagents": "subagents",
+    "discarded": "discarded",
+    "accept_rows": "accept_rows",
+    "reward_name": "reward_name",
+    "splits": "splits",
+    "shard_mb": "shard_mb",
+}
+
+_OPTIONS = (
+    (
+        "format",
+        "NAME,...",
+        "hermes, llamafactory, openai, parquet, hf, atif, dpo, kto, rl, prompts, predictions, raw.",
+    ),
+    ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
+    ("output", "DIR", "Directory of the dataset.  [default: RUN/exports/dataset]"),
+    (
+        "reasoning",
+        "inline|field|last|none",
+        "Where reasoning goes.",
+    ),
+    ("parallel_calls", "keep|split", "Parallel calls in one turn, or one per turn."),
+    ("system", "saved|omit", "The system prompt that the model saw."),
+    ("empty_think", "keep|omit", "The empty <think> block of turns without reasoning."),
+    ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
+    ("tools", "text|list", "Tools as JSON text or as a list: openai, dpo, kto, hf."),
+    ("accept_rows", "REASON,...", "Keep rows with these flaws; see docs/export.md."),
+    ("reward_name", "NAME", "The reward that filters, dpo and kto use; see docs/rewards.md."),
+    ("splits", "NAME=SHARE,...", "Splits by prompt: train=0.9,test=0.1."),
+    ("shard_mb", "NUMBER", "Megabytes per file; default: one file per split."),
+    (
+        "render",
+        "FILE",
+        "Print rows through a chat template (Jinja or tokenizer_config.json).",
+    ),
+    ("push_to_hub", "REPO", "Show what a push to this dataset repository would send."),
+)
+
+
+def dataset_options(function: Any) -> Any:
+    """Add the options for datasets to a command."""
+    flags = (
+        click.option("--check", is_flag=True, help="Compare the dataset with the records."),
+        click.option(
+            "--render_rows",
+            metavar="N",
+            type=click.IntRange(min=0),
+            help="Rows to render.  [default: 3]",
+        ),
+        click.option(
+            "--require_passed",
+            is_flag=True,
+            help="Leave out conversations that did not pass.",
+        ),
+        click.option(
+            "--per_turn",
+            is_flag=True,
+            help="One row per turn of the model, for templates that drop old reasoning.",
+        ),
+        click.option(
+            "--subagents", is_flag=True, help="rl: rows for the conversations of subagents, too."
+        ),
+        click.option(
+            "--discarded",
+            is_flag=True,
+            help="rl: rows for replies after which the model was asked again, too.",
+        ),
+        click.option("--push_for_real", is_flag=True, help="Send it; needs HF_TOKEN or a login."),
+    )
+    options = [
+        click.option(
+            f"--{name}",
+            metavar=form,
+            type=LocalPath() if form in {"DIR", "FILE"} else str,
+            help=text,
+            multiple=form.endswith(",..."),
+            callback=join_commas if form.endswith(",...") else None,
+        )
+        for name, form, text in _OPTIONS
+    ]
+    for option in reversed([*options, *flags]):
+        function = option(function)
+    return function
+
+
+def asks_for_dataset(flags: Mapping[str, Any]) -> bool:
+    """Whether any option for datasets was given."""
+    return any(value not in (None, False) for value in flags.values())
+
+
+def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[str, Any]) -> int:
+    """Do what the options say; return the exit code. Raises `RunError`."""
+    from batch_trajectories.export.dataset.build import Source
+    from batch_trajectories.export.dataset.directory import export_dataset
+    from batch_trajectories.export.dataset.rendering import load_template
+    from batch_trajectories.export.recipe import load_recipe
+    from batch_trajectories.runs.errors import ConfigError
+
+    source = Source(run_dir, scan, num_samples)
+    directory = Path(flags["output"] or run_dir / "exports" / "dataset")
+    named = {_RECIPE_FLAGS[k]: v for k, v in flags.items() if k in _RECIPE_FLAGS}
+    given = {key: value for key, value in named.items() if value not in (None, False)}
+    filters = {"require_passed": True} if flags["require_passed"] else {}
+    if flags["check"]:
+        if given or filters or flags["recipe"]:
+            msg = "--check uses the recipe of the dataset; leave out other options for datasets"
+            raise ConfigError(msg)
+        if flags["render"] or flags["push_to_hub"]:
+            msg = "--check only reads a dataset; leave out --render and --push_to_hub"
+            raise ConfigError(msg)
+        return _check(source, directory)
+    if flags["push_for_real"] and not flags["push_to_hub"]:
+        msg = "--push_for_real needs --push_to_hub REPO"
+        raise ConfigError(msg)
+    if flags["render_rows"] is not None and not flags["render"]:
+        msg = "--render_rows needs --render FILE"
+        raise ConfigError(msg)
+    recipe = load_recipe(Path(flags["recipe"]) if flags["recipe"] else None, given, filters)
+    render = load_template(Path(flags["render"])) if flags["render"] else None
+    if render is not None and "openai" not in recipe.formats:
+        msg = "--render shows rows of the format openai; add it to --format"
+        raise ConfigError(msg)
+    manifest = export_dataset(source, recipe, directory)
+    if manifest["pending"]:
+        say(f"warning: {plural(manifest['pending'], 'pending task')} not in this export")
+    show(_table(directory, manifest))
+    if render is not None:
+        _show_rows(render, directory, manifest, flags["render_rows"])
+    if flags["push_to_hub"]:
+        _push(directory, flags["push_to_hub"], manifest, for_real=flags["push_for_real"])
+    return 0
+
+
+def _check(source: Any, directory: Path) -> int:
+    from batch_trajectories.export.dataset.checking import findings
+
+    is_valid = True
+    for finding in findings(source, directory):
+        say(finding)
+        is_valid = False
+    if is_valid:
+        show(f"{directory}: all files match the manifest and the records")
+    return 0 if is_valid else 1
+
+
+def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
+    parts = ("discarded", "failed", "pending", "rejected", "selected")
+    sums = ", ".join(f"{manifest[key]:,} {key}" for key in parts if manifest[key])
+    lines = [f"{directory}: {plural(manifest['tasks'], 'task')} = {sums or 'none'}"]
+    lines += [
+        f"  rejected   {count:>9,}  {reason}"
+        for reason, count in manifest["rejected_by_reason"].items()
+    ]
+    for part in manifest["formats"]:
+        lines.append(f"{part['rows']:>9,} rows of {part['format']}")
+        lines += [
+            f"  not used   {count:>9,}  {reason}"
+            for reason, count in part["rejected_by_reason"].items()
+        ]
+        if count := part.get("rows_with_null_arguments"):
+            lines.append(
+                f"{count:>9,} of these rows have arguments that are null, which Axolotl drops from "
+                "JSON lines: give it Parquet (--format openai,parquet)"
+            )
+        if part["format"] == "rl":
+            lines += _of_token_rows(part, discarded=manifest["recipe"]["discarded"])
+        lines += [
+            f"{file['rows']:>9,} in {directory / file['path']} ({plural(file['bytes'], 'byte')})"
+            for file in part["files"]
+        ]
+    return "\n".join(lines)
+
+
+def _of_token_rows(part: Mapping[str, Any], *, discarded: bool) -> Iterator[str]:
+    """What there is to say of the format rl."""
+    yield (
+        f"{part['split']:>9,} of these rows begin where a prompt did not begin with what was "
+        f"sampled; {plural(part['turns_without_ids'], 'turn')} without token ids"
+    )
+    for place in part["split_texts"]:
+        sampled, shown = (json.dumps(place[key])[:60] for key in ("sampled", "shown"))
+        yield f"{place['rows']:>9,}   sampled {sampled}, then shown {shown}"
+    if count := part["discarded_replies"]:
+        what = (
+            "have a row each, without a reward"
+            if discarded
+            else "are left out: --discarded gives each a row"
+        )
+        yield f"{count:>9,} discarded replies, after which the model was asked again, {what}"
+    if left_out := part.get("subagents_left_out"):
+        yield (
+            f"{left_out:>9,} conversations of subagents left out: no token ids, or another model's"
+        )
+
+
+def _show_rows(
+    render: Any, directory: Path, manifest: Mapping[str, Any], limit: int | None
+) -> None:
+    from collections import Counter
+
+    from batch_trajectories.export.dataset.rendering import rows_of
+
+    kinds: Counter[str] = Counter()
+    total = 0
+    for total, row in enumerate(rows_of(directory, manifest), start=1):
+        text, trained, dropped = render(row)
+        kinds.update({_kind(place) for place in dropped})
+        if total <= (3 if limit is None else limit):
+            show(f"=== {row['id']}\n{text}")
+            spans = ", ".join(f"{begin}-{end}" for begin, end in trained)
+            count = sum(end - begin for begin, end in trained)
+            no_loss = [n for n, m in enumerate(row["messages"], 1) if m.get("weight") == 0]
+            show(
+                f"carry loss: {count:,} of {len(text):,} characters, at {spans}"
+                if trained
+                else "carry loss: unknown (the template has no generation block)"
+            )
+            if no_loss:
+                places = ", ".join(map(str, no_loss))
+                show(f"no loss where a trainer reads `weight`: messages {places}")
+            show("\n".join(f"dropped: {place}" for place in dropped) or "dropped: nothing")
+    show(f"=== dropped by the template in {plural(total, 'row')}:")
+    show("\n".join(f"{count:>9,}  {kind}" for kind, count in kinds.most_common()) or "  nothing")
+
+
+def _kind(place: str) -> str:
+    """A place without its numbers, for counting over rows."""
+    words = place.split(", argument ")[0]
+    kind = "".join(letter for letter in words if not letter.isdigit()).replace(" ,", ",")
+    return " ".join(kind.split()) + (", argument" if ", argument " in place else "")
+
+
+def _push(directory: Path, repo: str, manifest: Mapping[str, Any], *, for_real: bool) -> None:
+    from batch_trajectories.export.dataset.pushing import plan, push
+
+    show(push(directory, repo, manifest) if for_real else plan(directory, repo, manifest))

@@ -1,0 +1,157 @@
+"""Commands about existing runs: status, export, verify, merge."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batch_trajectories.cli.command_line import LocalPath
+from batch_trajectories.cli.exit_codes import errors_as_exit_codes
+from batch_trajectories.cli.export_options import asks_for_dataset, dataset_options, make_dataset
+from batch_trajectories.cli.shared import (
+    output_dir_option,
+    run_argument,
+    run_dir_argument,
+    show_run,
+)
+from batch_trajectories.runs.process.console import say, show
+from toolsets.text import plural
+
+PROBLEMS = 6
+"""The exit code of `verify` if it found problems."""
+
+
+@click.command()
+@run_argument("run", required=False)
+@output_dir_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--watch",
+    type=click.FloatRange(min=0.1),
+    is_flag=False,
+    flag_value=5.0,
+    metavar="[SECONDS]",
+    help="Repeat every SECONDS (default: 5) until the run ends.",
+)
+def status(run: str | None, output_dir: Path, as_json: bool, watch: float | None) -> None:
+    """Show the progress and totals of RUN, during the run or afterwards.
+
+    Without a RUN, list the runs in the output directory.
+    """
+    if run is None and watch is not None:
+        raise click.UsageError("--watch needs a RUN")
+    from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.report.run_list import show_runs
+    from batch_trajectories.report.status import show_status
+
+    with errors_as_exit_codes():
+        if run is None:
+            show_runs(output_dir, as_json=as_json)
+            return
+        show_status(open_run(run, output_dir), as_json=as_json, every_s=watch)
+
+
+@click.command()
+@run_dir_argument
+@dataset_options
+def export(run: str, output_dir: Path, **flags: Any) -> None:
+    """Write the training files of RUN again from its records.
+
+    With any option for datasets, build a dataset instead; see docs/export.md.
+    """
+    from batch_trajectories.api.results import write_results
+    from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.runs.narrowing import refuse_narrowing
+
+    with errors_as_exit_codes():
+        stored = open_run(run, output_dir)
+        path, scan, config = stored.path, stored.scan, stored.config
+        refuse_narrowing(path, scan, config, stored.identity, accepted=())
+        if asks_for_dataset(flags):
+            sys.exit(make_dataset(path, scan, num_samples=config.num_samples, flags=flags))
+        totals = write_results(path, scan, config)
+    if totals.pending:
+        say(f"warning: {plural(totals.pending, 'pending task')} not in the training file")
+    show_run(path, totals)
+
+
+@click.command()
+@run_dir_argument
+@click.option("--read_data", is_flag=True, help="Also rebuild the training files and compare them.")
+@click.option("--repair", is_flag=True, help="Set unreadable data aside and rebuild derived files.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: bool) -> None:
+    """Check that RUN is complete and consistent; exit 6 if not.
+
+    Read-only unless --repair is given. The run must not be in progress.
+    """
+    from batch_trajectories.api.results import write_results
+    from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.runs.maintenance.upkeep import check
+
+    with errors_as_exit_codes():
+        stored = open_run(run, output_dir)
+        checked = check(
+            stored.path,
+            stored.identity,
+            stored.config,
+            read_data=read_data,
+            repair=repair,
+            make=write_results,
+        )
+    show(checked.as_json() if as_json else checked.describe())
+    sys.exit(PROBLEMS if checked.left else 0)
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--into", required=True, help="Name of the new run.")
+@click.option(
+    "--output_dir",
+    type=LocalPath(path_type=Path),
+    default=Path("trajectories"),
+    help="Directory of the new run and of RUNs given by name.  [default: trajectories]",
+)
+@click.option("--dataset_file", type=LocalPath(path_type=Path), help="Dataset with all rows.")
+@click.option("--drop_unfinished", is_flag=True, help="Leave unfinished conversations out.")
+@click.option("--allow_gaps", is_flag=True, help="Leave tasks of missing shards pending.")
+def merge(
+    runs: tuple[str, ...],
+    into: str,
+    output_dir: Path,
+    dataset_file: Path | None,
+    drop_unfinished: bool,
+    allow_gaps: bool,
+) -> None:
+    """Merge RUNs of the same config, such as all shards, into one run."""
+    from batch_trajectories.api.results import write_results
+    from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.runs.maintenance.merge import common_config
+    from batch_trajectories.runs.maintenance.merge import merge as merge_runs
+    from batch_trajectories.runs.maintenance.upkeep import keep_given, scan_of
+    from batch_trajectories.runs.narrowing import refuse_narrowing
+
+    with errors_as_exit_codes():
+        opened = [open_run(run, output_dir) for run in runs]
+        found = [(stored.path, stored.identity) for stored in opened]
+        config = common_config(
+            found,
+            run_name=into,
+            output_dir=output_dir,
+            dataset_file=dataset_file,
+            allow_gaps=allow_gaps,
+        )
+        first = found[0][1]
+        if dataset_file is not None:
+            kept = keep_given(first, config)
+            first = {**first, "dataset": {**first["dataset"], "path": kept.path}}
+        scan = scan_of(config.run_dir, first, config)
+        for path, identity in found:
+            refuse_narrowing(path, scan, config, identity, accepted=())
+        merged = merge_runs(found, config, scan, drop=drop_unfinished)
+        totals = write_results(merged.path, scan, config)
+    show(merged.describe())
+    show_run(merged.path, totals)

@@ -1,0 +1,166 @@
+"""The command `look`: what a dataset holds, before anything is run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batch_trajectories.cli.command_line import LocalPath
+from batch_trajectories.cli.exit_codes import errors_as_exit_codes
+from batch_trajectories.runs.process.console import show
+
+_EXAMINED = 1000
+_ROW_CHARS = 1500
+_SHOWN = 2
+_REASONS = 20
+
+
+@click.command()
+@click.argument("source", type=LocalPath(path_type=Path))
+@click.option("--columns", metavar="COLUMN=SOURCE_COLUMN,...", help="As for `run`.")
+@click.option(
+    "--rows",
+    "given",
+    multiple=True,
+    metavar="KIND|N",
+    help="As for `run`; a number: how many rows to print.  [default: 2]",
+)
+def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
+    """Show the first rows of SOURCE, its columns, and how a run would use them.
+
+    SOURCE is what --dataset_file takes: a file, a directory, or hf:ORG/NAME.
+    """
+    from batch_trajectories.runs.config.option_types import parse_columns
+    from batch_trajectories.runs.errors import ConfigError
+    from batch_trajectories.runs.sources.columns import Renaming
+    from batch_trajectories.runs.sources.kept_dataset import describe_left_out, rows_of_source
+    from batch_trajectories.runs.sources.rows_file import load_rows_file
+    from batch_trajectories.runs.sources.source import source_of
+
+    shown, kind = _shown_and_kind(given)
+    with errors_as_exit_codes():
+        try:
+            names = parse_columns(columns or "")
+        except ValueError as error:
+            raise ConfigError(f"--columns: {error}") from error
+        found = source_of(source)
+        if found.tasks and kind is None:
+            kind = "harbor"
+        renaming = Renaming(names, None if kind is None else load_rows_file(kind))
+        left_out: set[str] = set()
+        rows = islice(rows_of_source(found, left_out), _EXAMINED)
+        lines = [line for line in map(renaming.line, rows) if line.strip()]
+        renaming.check(str(source))
+        words = _described(source, lines, shown=shown, columns=columns, kind=kind)
+        show("\n".join([words, *([describe_left_out(str(source), left_out)] if left_out else [])]))
+
+
+def _shown_and_kind(given: tuple[str, ...]) -> tuple[int, str | None]:
+    """How many rows to print, and the kind of rows: `--rows` takes both."""
+    numbers = [int(text) for text in given if text.isdecimal()]
+    kinds = [text for text in given if not text.isdecimal()]
+    if len(numbers) > 1 or len(kinds) > 1:
+        raise click.UsageError("--rows takes one number and one kind of rows")
+    return numbers[0] if numbers else _SHOWN, kinds[0] if kinds else None
+
+
+def _described(
+    source: Path, lines: list[bytes], *, shown: int, columns: str | None, kind: str | None
+) -> str:
+    from batch_trajectories.runs.dataset.row import RowRules, kind_of, usual_prompt
+    from toolsets import exact_json
+    from toolsets.text import clip, plural
+
+    rules = RowRules()
+    if kind is not None:
+        rules = RowRules(with_setup=True, image="allowed", inside=True, check_in="fresh")
+    kinds: dict[str, Counter[str]] = {}
+    reasons = Counter[str]()
+    first_places: dict[str, str] = {}
+    proposed = Counter[str]()
+    printed = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = exact_json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"the row is {kind_of(row)}; it must be a JSON object")
+        except ValueError as error:
+            reasons[f"row {number}: {error}"] += 1
+            continue
+        for name, value in row.items():
+            kinds.setdefault(name, Counter())[kind_of(value)] += 1
+        try:
+            rules.read(row)
+        except ValueError as error:
+            place, why = _place_of(str(error))
+            reasons[why] += 1
+            first_places.setdefault(why, place)
+        if "prompt" not in row and (usual := usual_prompt(row)):
+            proposed[usual] += 1
+        if number <= shown:
+            text = exact_json.dumps(row).decode()
+            printed.append(f"row {number}: {clip(text, max_chars=_ROW_CHARS)}")
+    usable = len(lines) - reasons.total()
+    first = "the first " if len(lines) == _EXAMINED else ""
+    words = [f"{source}: {usable:,} of {first}{plural(len(lines), 'row')} can be used"]
+    width = max(map(len, kinds), default=0)
+    for name, found in kinds.items():
+        rows = found.total()
+        share = "" if rows == len(lines) else f" in {plural(rows, 'row')}"
+        words.append(f"  {name:<{width}}  {' or '.join(found)}{share}; {_use_of(name, kinds)}")
+    for reason, count in reasons.most_common(_REASONS):
+        place = first_places.get(reason, "")
+        words.append(f"{plural(count, 'row')}: {reason}{place and f' (the first: {place})'}")
+    words += printed
+    if proposed and not columns:
+        columns = f"prompt={proposed.most_common(1)[0][0]}"
+    elif not usable:
+        return "\n".join(words)
+    options = {"--dataset_file": str(source), "--rows": kind, "--columns": columns}
+    given = (f"{name}={shlex.quote(value)}" for name, value in options.items() if value)
+    words.append(f"To run it: {' '.join(given)}")
+    return "\n".join(words)
+
+
+def _place_of(reason: str) -> tuple[str, str]:
+    """Where in a task directory a row cannot be used, "" if it is not from one; and why."""
+    found = re.match(r"(\S+/task\.toml(?::\d+)?): (.*)", reason, re.DOTALL)
+    return (found[1], found[2]) if found else ("", reason)
+
+
+def _use_of(name: str, columns: dict[str, Any]) -> str:
+    """What a run does with a column of this name, when these columns are there."""
+    from batch_trajectories.runs.dataset.row import CHAT_COLUMNS, MODEL_COLUMN
+    from batch_trajectories.runs.dataset.row_image import IMAGE_COLUMNS, INSIDE_COLUMNS
+    from batch_trajectories.runs.dataset.row_setup import HISTORY_COLUMNS, TELLTALE_COLUMNS
+    from batch_trajectories.runs.dataset.row_user import TURNS_COLUMN, USER_COLUMN
+    from batch_trajectories.runs.dataset.scan import ID_COLUMNS
+
+    own_id = next((column for column in ID_COLUMNS if column in columns), None)
+    if name == "prompt":
+        return "the prompt"
+    if name in CHAT_COLUMNS and "prompt" not in columns:
+        return "the prompt: its system message and first user message"
+    if name == own_id:
+        return "the id of the row"
+    uses = {
+        "agent_options": "options of its conversation",
+        "expected": "compared with the answer, with --check_expected",
+        "user_replies": "answers of the user, with --awaiting_input",
+        TURNS_COLUMN: "further messages of the user",
+        USER_COLUMN: "the simulated user's part, with --simulated_user",
+        "script": "turns of the scripted model",
+        "fork": "the beginning of the conversation, with --forks",
+        MODEL_COLUMN: "one of --models",
+        **dict.fromkeys(INSIDE_COLUMNS, "how to work in the image, with --workspace=image"),
+        **dict.fromkeys(IMAGE_COLUMNS, "the image, with --sandbox=docker"),
+        **dict.fromkeys(TELLTALE_COLUMNS, "prepares or judges the workspace, with --row_setup"),
+        **dict.fromkeys(HISTORY_COLUMNS, "the history that stays, with --workspace=image"),
+    }
+    return uses.get(name, "kept with the record")

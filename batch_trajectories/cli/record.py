@@ -1,0 +1,81 @@
+"""The command `record`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batch_trajectories.cli.command_line import RunCommand
+from batch_trajectories.cli.exit_codes import end, errors_as_exit_codes
+from batch_trajectories.cli.shared import Starting, show_run, starting_options
+from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.process.console import say
+
+_NOT_GIVEN = {
+    **dict.fromkeys(
+        ("dataset_file", "model", "models", "agent"), "sessions bring prompts and models"
+    ),
+    "reward": "use `score` afterwards",
+}
+
+
+@click.command(cls=RunCommand)
+@starting_options
+@click.option(
+    "--upstream",
+    required=True,
+    metavar="PREFIX",
+    help="The endpoint that answers, as in --model=PREFIX:NAME, such as anthropic or openai.",
+)
+@click.option("--host", default="127.0.0.1", help="Address to listen on.  [default: 127.0.0.1]")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="N",
+    default=8080,
+    help="Port to listen on; 0 takes a free one.  [default: 8080]",
+)
+@click.option(
+    "--silence_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    default=600.0,
+    help="A session without a call for so long has ended.  [default: 600]",
+)
+def record(
+    starting: Starting,
+    upstream: str,
+    host: str,
+    port: int,
+    silence_s: float,
+    **flags: Any,
+) -> None:
+    """Record the model calls of your own program or harness, which runs elsewhere.
+
+    Give it http://HOST:PORT as the base URL of its API, and an API key per session of your
+    choice, or http://HOST:PORT/sessions/NAME. Each session becomes a record.
+    """
+    from batch_trajectories.api.record import record
+    from batch_trajectories.runs.config.loading import load_config
+    from batch_trajectories.runs.recording.recording import Listening, sessions_of
+    from batch_trajectories.runs.recording.upstream import ANY
+
+    with errors_as_exit_codes():
+        if wrong := [name for name in _NOT_GIVEN if flags.get(name) is not None]:
+            msg = f"{wrong[0]}: means nothing for `record`: {_NOT_GIVEN[wrong[0]]}"
+            raise ConfigError(msg)
+        flags |= {"dataset_file": Path("sessions.jsonl"), "model": f"{upstream}:{ANY}"}
+        config = load_config(starting.config_file, flags)
+        config = config.model_copy(update={"dataset_file": sessions_of(config.run_dir)})
+        ended = record(
+            config,
+            upstream,
+            Listening(host, port, silence_s),
+            fresh=starting.fresh,
+            accept_config_change=starting.accept_config_change,
+            say=say,
+        )
+    show_run(ended.path, ended.totals)
+    end(ended)

@@ -1,0 +1,125 @@
+"""Commands that take the options of a run: run, estimate, import_hermes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batch_trajectories.cli.command_line import EXAMPLES, LocalPath, RunCommand
+from batch_trajectories.cli.exit_codes import end, errors_as_exit_codes, fail
+from batch_trajectories.cli.shared import (
+    Starting,
+    live_option,
+    make_plan_of,
+    show_run,
+    start,
+    starting_options,
+)
+from batch_trajectories.runs.process.console import say, show
+
+
+@click.command(cls=RunCommand, epilog=EXAMPLES)
+@starting_options
+@live_option
+@click.option("--dry_run", is_flag=True, help="Check everything and show what would run.")
+@click.option("--resume", is_flag=True, help="No effect: the same command always resumes.")
+def run(
+    starting: Starting,
+    dry_run: bool,
+    resume: bool,
+    **flags: Any,
+) -> None:
+    """Run all prompts of a dataset, or resume the run (the default command)."""
+    from batch_trajectories.runs.planning.plan import describe, name_bad_rows, warn
+    from batch_trajectories.runs.planning.preview import preview
+
+    with errors_as_exit_codes():
+        plan = make_plan_of(starting, flags, will_start=not dry_run)
+        if dry_run:
+            warn(plan, say)
+            name_bad_rows(plan, say)
+            show(describe(plan))
+            accepted = starting.accept_config_change
+            show(preview(plan, fresh=starting.fresh, accept_changes=accepted))
+            return
+        ended = start(plan, starting)
+    end(ended)
+
+
+@click.command(cls=RunCommand)
+@starting_options
+@live_option
+@click.option(
+    "--pilot",
+    type=click.IntRange(min=2),
+    metavar="N",
+    default=30,
+    help="Tasks to run, chosen at random.  [default: 30]",
+)
+def estimate(
+    starting: Starting,
+    pilot: int,
+    **flags: Any,
+) -> None:
+    """Run a random sample of the tasks, then forecast cost and time of the whole run.
+
+    The sample is part of the run: the same command without `estimate` runs the rest.
+    """
+    import orjson
+
+    from batch_trajectories.runs.config.models import limits_of
+    from batch_trajectories.runs.store.files import replace_file
+    from batch_trajectories.runs.totals.forecast import as_table, forecast, sample_tasks
+
+    with errors_as_exit_codes():
+        plan = make_plan_of(starting, flags)
+        config = plan.config
+        sample = sample_tasks(plan.scan, count=pilot, seed=config.seed)
+        ended = start(plan, starting, only=sample)
+        if ended.stopped_by is not None or ended.signal is not None:
+            # The tasks that have ended are the quick ones: not a random sample.
+            end(ended)
+        limits = limits_of(config, plan.setups)
+        found = forecast(
+            config.run_dir,
+            ended.totals,
+            sample,
+            conversations=config.conversations,
+            limits=limits,
+            seed=config.seed,
+        )
+        if found is not None:
+            content = orjson.dumps(found.to_json(), option=orjson.OPT_INDENT_2) + b"\n"
+            replace_file(config.run_dir / "estimate.json", content)
+    if found is None:
+        fail("no task of the sample finished, so there is nothing to forecast", 1)
+    show(as_table(found))
+    end(ended)
+
+
+@click.command(cls=RunCommand, name="import_hermes")
+@click.argument("directory", type=LocalPath(path_type=Path, exists=True, file_okay=False))
+@starting_options
+def import_hermes(
+    directory: Path,
+    starting: Starting,
+    **flags: Any,
+) -> None:
+    """Import a batch run of hermes-agent from DIRECTORY.
+
+    The same command without `import_hermes DIRECTORY` then runs the rest.
+    """
+    from batch_trajectories.api.results import write_results
+    from batch_trajectories.api.start import open_planned
+    from batch_trajectories.runs.maintenance.hermes.importer import import_hermes
+
+    with errors_as_exit_codes():
+        plan = make_plan_of(starting, flags, will_start=False)
+        accepted = starting.accept_config_change
+        with open_planned(plan, fresh=starting.fresh, accept_config_change=accepted) as run_dir:
+            imported = import_hermes(directory, plan.scan, run_dir)
+            totals = write_results(run_dir.path, plan.scan, plan.config)
+    show(imported.describe())
+    show_run(run_dir.path, totals)

@@ -1,0 +1,124 @@
+"""The command `score`: rewards for a run, given after it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batch_trajectories.cli.command_line import LocalPath
+from batch_trajectories.cli.exit_codes import errors_as_exit_codes
+from batch_trajectories.cli.shared import run_dir_argument
+from batch_trajectories.runs.process.console import show
+from toolsets.text import plural
+
+if TYPE_CHECKING:
+    from batch_trajectories.api.stored_run import StoredRun
+    from batch_trajectories.runs.config.run_config import RunConfig
+
+
+@click.command()
+@run_dir_argument
+@click.option(
+    "--reward",
+    metavar="MODULE:FUNCTION,...",
+    help="Functions that give rewards; see docs/rewards.md.",
+)
+@click.option(
+    "--reward_timeout_s",
+    metavar="NUMBER",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    help="Time limit of a function.  [default: 60]",
+)
+@click.option(
+    "--judge", metavar="MODEL", help="A model that gives rewards, named as in --model of a run."
+)
+@click.option(
+    "--judge_prompt",
+    metavar="FILE",
+    type=LocalPath(path_type=Path),
+    help="Its prompt, with {conversation}, {question}, {answer} or {expected}.",
+)
+@click.option("--base_url", metavar="URL", help="Root URL of the judge's endpoint.")
+@click.option("--key_env", metavar="NAME", help="Environment variable with its API key.")
+@click.option("--temperature", metavar="NUMBER", type=float, help="Its sampling temperature.")
+@click.option("--max_tokens", metavar="N", type=int, help="Token limit of its replies.")
+@click.option("--prices", metavar="JSON", help="Prices as in a run.  [default: those of RUN]")
+@click.option(
+    "--max_in_flight",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=16,
+    help="Maximum calls in flight.  [default: 16]",
+)
+@click.option("--call_attempts", metavar="N", type=int, help="Attempts per call.  [default: 8]")
+@click.option(
+    "--max_judge_cost_usd",
+    metavar="NUMBER",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Dollar budget of all judge calls for RUN.",
+)
+def score(
+    run: str,
+    output_dir: Path,
+    reward: str | None,
+    reward_timeout_s: float,
+    judge: str | None,
+    judge_prompt: Path | None,
+    max_in_flight: int,
+    **judged: Any,
+) -> None:
+    """Give the conversations of RUN rewards by functions or a judge model, in scores.jsonl.
+
+    Records stay as they are. The same command resumes, and scores what is new.
+    """
+    places = [place for place in map(str.strip, (reward or "").split(",")) if place]
+    given = {name: value for name, value in judged.items() if value is not None}
+    if bool(places) == (judge is not None):
+        raise click.UsageError("give --reward MODULE:FUNCTION, or --judge MODEL")
+    if (judge is None) != (judge_prompt is None):
+        raise click.UsageError("--judge and --judge_prompt need each other")
+    if given and judge is None:
+        raise click.UsageError(f"--{next(iter(given))} means nothing without --judge")
+    from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.export.reasons import lines_of
+
+    with errors_as_exit_codes():
+        stored = open_run(run, output_dir)
+        if judge is not None and judge_prompt is not None:
+            from batch_trajectories.export.scoring.by_judge import score_by_judge
+            from batch_trajectories.export.scoring.judge_prompt import load_prompt
+
+            config = _judge_config(stored, judge, given)
+            prompt = load_prompt(judge_prompt)
+            scores, failed = score_by_judge(
+                stored.path, config, prompt, max_in_flight=max_in_flight
+            )
+        else:
+            from batch_trajectories.export.scoring.by_functions import score_by_functions
+
+            scores, failed = score_by_functions(stored.path, places, timeout_s=reward_timeout_s)
+    of_them = f"{plural(scores, 'score')}, {sum(failed.values()):,} of them failed"
+    show("\n".join([f"{stored.path / 'scores.jsonl'}: {of_them}", *lines_of(failed)]))
+    sys.exit(1 if failed else 0)
+
+
+def _judge_config(stored: StoredRun, judge: str, given: dict[str, Any]) -> RunConfig:
+    """How the judge is called: as given, with the endpoints and prices of the run."""
+    from batch_trajectories.runs.config.loading import load_config
+    from batch_trajectories.runs.config.models import beside
+
+    of_run = stored.identity["config"]
+    budget_usd = given.pop("max_judge_cost_usd", None)
+    values = {
+        **{name: of_run.get(name) or {} for name in ("endpoints", "prices")},
+        **({"model": judge} if "base_url" in given else beside(stored.config, judge)),
+        **given,
+        "dataset_file": of_run["dataset_file"],
+        "run_name": of_run["run_name"],
+    }
+    config = load_config(None, values)
+    return config.model_copy(update={"max_run_cost_usd": budget_usd})

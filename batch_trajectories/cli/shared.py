@@ -1,0 +1,186 @@
+"""Options and functions that commands share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from batch_trajectories.cli.command_line import LocalPath
+from batch_trajectories.cli.live import check_live, live_view
+from batch_trajectories.runs.process.console import show
+from toolsets.text import plural
+
+if TYPE_CHECKING:
+    from batch_trajectories.api.start import RunEnd
+    from batch_trajectories.export.conversation.style import Style
+    from batch_trajectories.runs.planning.plan import Plan
+    from batch_trajectories.runs.totals.run_totals import RunTotals
+
+
+def _split(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """The parts of an option that can be repeated, or have several values with commas."""
+    return tuple(part for part in ",".join(value).split(",") if part)
+
+
+class Starting(NamedTuple):
+    """What the options of the commands that start a run say."""
+
+    config_file: Path | None
+    fresh: bool
+    accept_config_change: tuple[str, ...]
+    live: bool = False
+
+
+def starting_options(function: Any) -> Any:
+    """The options of the commands that start a run, which get them as `starting`."""
+
+    @wraps(function)
+    def command(**given: Any) -> Any:
+        names = given.keys() & set(Starting._fields)
+        return function(starting=Starting(**{name: given.pop(name) for name in names}), **given)
+
+    for option in reversed(
+        [
+            click.option(
+                "--config",
+                "config_file",
+                type=LocalPath(path_type=Path),
+                help="YAML file of options; flags win over it.",
+            ),
+            click.option(
+                "--fresh",
+                is_flag=True,
+                help="Move an existing run aside and start again.",
+            ),
+            click.option(
+                "--accept_config_change",
+                multiple=True,
+                callback=_split,
+                metavar="KEY,...",
+                help="Resume although these options, which affect the data, have changed.",
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+live_option = click.option(
+    "--live",
+    is_flag=True,
+    help="Show the run full-screen (extra `live`).",
+)
+
+output_dir_option = click.option(
+    "--output_dir",
+    type=LocalPath(path_type=Path),
+    default=Path("trajectories"),
+    help="Where to find RUN if it is a name, not a directory.  [default: trajectories]",
+)
+
+
+def run_dir_argument(function: Any) -> Any:
+    """The parameters that name a run; see `open_run`."""
+    return run_argument("run")(output_dir_option(function))
+
+
+def run_argument(name: str, *, required: bool = True) -> Callable[[Any], Any]:
+    """A parameter that names a run; completion offers those in the output directory."""
+    metavar = "RUN" if required else "[RUN]"
+    return click.argument(name, metavar=metavar, required=required, shell_complete=_runs)
+
+
+def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from batch_trajectories.runs.run_dir import runs_in
+
+    output_dir = ctx.params.get("output_dir") or Path("trajectories")
+    return [name for name in runs_in(output_dir) if name.startswith(incomplete)]
+
+
+def make_plan_of(starting: Starting, flags: dict[str, Any], *, will_start: bool = True) -> Plan:
+    """The plan of a config file and flags; `will_start` says that `start` comes next."""
+    from batch_trajectories.runs.process.startup import no_garbage_collection
+
+    with no_garbage_collection():
+        from batch_trajectories.runs.config.loading import load_config
+        from batch_trajectories.runs.planning.plan import make_plan
+
+        config = load_config(starting.config_file, flags)
+        if will_start:
+            import batch_trajectories.api.start  # noqa: F401 - what is imported by now, workers need not import
+            from batch_trajectories.runs.executor_choice import fork_ahead
+
+            fork_ahead(config)
+    return make_plan(config, writes=will_start, fresh=starting.fresh)
+
+
+def start(plan: Plan, starting: Starting, *, only: Collection[bytes] | None = None) -> RunEnd:
+    """Run the tasks of a plan (`only` those with these keys); print the totals."""
+    from batch_trajectories.api.start import start
+
+    if starting.live:
+        check_live()
+    ended = start(
+        plan,
+        fresh=starting.fresh,
+        accept_config_change=starting.accept_config_change,
+        only=only,
+        live_view=live_view if starting.live else None,
+    )
+    show_run(ended.path, ended.totals)
+    return ended
+
+
+def show_run(path: Path, totals: RunTotals) -> None:
+    """Print the totals and the training files of a run."""
+    import orjson
+
+    from batch_trajectories.export.conversation.style import style_of_run
+    from batch_trajectories.export.reasons import lines_of
+    from batch_trajectories.runs.batch_api.totals import compute_batch_totals
+    from batch_trajectories.runs.run_dir import read_run_json
+    from batch_trajectories.runs.totals.run_totals import as_table
+
+    manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
+    statistics = orjson.loads((path / "statistics.json").read_bytes())
+    lines = [as_table(totals)]
+    if failed := statistics.get("failed_scores"):
+        lines.append(
+            f"{plural(failed, 'score')} of reward functions failed; "
+            f"`score {path.name} --reward ...` calls the functions again"
+        )
+        lines += lines_of(statistics["failed_score_reasons"])
+    if (batches := compute_batch_totals(path)) is not None:
+        lines.append(batches.describe())
+    for file in manifest["files"]:
+        if file["rows"] or file is manifest["files"][0]:
+            place = os.path.normpath(path / file["path"])
+            lines.append(f"{file['rows']:>9,} in {place}  ({file['holds']})")
+    lines += [
+        f"  rejected   {count:>9,}  {reason}"
+        for reason, count in manifest["rejected_by_reason"].items()
+    ]
+    style = style_of_run(read_run_json(path)["config"])
+    if totals.completed_not_passed and not style.require_passed:
+        lines.append(
+            f"{plural(totals.completed_not_passed, 'completed conversation')} did not pass; "
+            "--require_passed leaves them out of the training file"
+        )
+    if manifest["exported"] and _has_empty_thoughts_only(style, statistics["reasoning"]):
+        lines.append(
+            "No reply has reasoning, so every gpt turn begins with an empty <think> block; "
+            "--empty_think=omit leaves these blocks out."
+        )
+    show("\n".join(lines))
+
+
+def _has_empty_thoughts_only(style: Style, reasoning: Mapping[str, int]) -> bool:
+    """Whether all turns of the training file have an empty <think> block."""
+    return style.empty_think == "keep" and not (
+        reasoning["with_reasoning"] or reasoning.get("hidden")
+    )

@@ -1,0 +1,110 @@
+"""Who wrote each message of a conversation: only turns of this run's model are to be learnt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+import msgspec
+
+from agent.messages import USER_TURN, user_key
+from batch_trajectories.export.conversation.order import is_agents
+from batch_trajectories.export.conversation.own_work import Own, first_reply
+from batch_trajectories.export.conversation.turns import Author, Entry, Said
+from batch_trajectories.runs.store.record_types import Record, StoredMessage
+
+_VERSION = re.compile(r"(?:[-@:]v?\d[\w.-]*|[-:](?:latest|preview))*")
+"""What an endpoint adds to the name of a model that was asked for."""
+
+
+def with_authors(entries: list[Entry], record: Record, own: Own) -> list[Entry]:
+    """The entries of a record with their authors."""
+    messages, turns = record.messages, record.turns
+    if not own.brought and record.agent is None and Said not in map(type, entries[1:]):
+        return entries  # most conversations: the prompt, then turns of the model
+    # Turns of the prompt come first, then those of a branch's parent.
+    brought = first_reply(messages, turns=len(turns))
+    from_prompt = _turns_before(messages, brought)
+    given = _turns_before(messages, own.start)
+    others = _other_models(record)
+    added = _added_texts(record)
+    has_begun = False
+    found: list[Entry] = []
+    place = len(turns) - len(own.turns)
+    for entry in entries:
+        if isinstance(entry, Said):
+            if has_begun:
+                entry = msgspec.structs.replace(entry, author=_author_of(entry.text, added))
+            found.append(entry)
+            continue
+        has_begun = entry.number > from_prompt
+        if entry.number <= given:
+            author: Author = "prompt" if entry.number <= from_prompt else "parent"
+            entry = msgspec.structs.replace(entry, author=author)
+        elif others:
+            replies = turns[place : place + entry.replies]
+            place += entry.replies
+            if replies and all(reply.model in others for reply in replies):
+                entry = msgspec.structs.replace(entry, author="other_model")
+        found.append(entry)
+    return found
+
+
+def _author_of(text: str, added: list[tuple[str, Author]]) -> Author:
+    """Who wrote a user message that begins with one of the added texts, which are then used up.
+
+    Texts before that one were appended to other messages, whose authors they do not change.
+    """
+    for n, (beginning, author) in enumerate(added, start=1):
+        if text.startswith(beginning):
+            del added[:n]
+            return author
+    return "prompt"
+
+
+def _added_texts(record: Record) -> list[tuple[str, Author]]:
+    """What was added on the user's side after the prompt, in order, and who wrote it."""
+    simulated = {inner.key for inner in record.inner}
+    found: list[tuple[str, Author]] = []
+    further = 0
+    for note in record.notes:
+        if note.text is None:
+            continue
+        if note.reason == USER_TURN:
+            further += 1
+            is_simulated = user_key(further) in simulated
+            found.append((note.text, "simulated_user" if is_simulated else "prompt"))
+        else:
+            found.append((note.text, "runtime"))
+    return found
+
+
+def _turns_before(messages: Sequence[StoredMessage], start: int) -> int:
+    """How many turns end before the message at `start`, a reply.
+
+    A reply that continues the turn before it belongs to that turn, which is then not counted.
+    """
+    opening = [message.role for message in messages[: start + 1]]
+    turns = [role for role, _ in groupby(opening) if role == "assistant"]
+    return max(0, len(turns) - 1)
+
+
+def _other_models(record: Record) -> frozenset[str]:
+    """The names of models in an agent's conversation that are not this run's.
+
+    An agent that runs as a command may call several. Where no name is that of the run's model,
+    nothing is known, and none is another.
+    """
+    if not is_agents(record):
+        return frozenset()
+    names = {turn.model for turn in record.turns if turn.model is not None}
+    model = record.model or ""
+    asked = model.partition(":")[2] or model
+    asked = asked.rpartition("/")[2]
+    own = {name for name in names if _is_version_of(name.rpartition("/")[2], asked)}
+    return frozenset(names - own) if own else frozenset()
+
+
+def _is_version_of(name: str, asked: str) -> bool:
+    return name.startswith(asked) and _VERSION.fullmatch(name, len(asked)) is not None

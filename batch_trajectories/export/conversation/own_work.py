@@ -1,0 +1,144 @@
+"""What a model did in a conversation, apart from the turns that the prompt brought along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from agent.reasoning import hides_reasoning, split_inline_reasoning
+from batch_trajectories.runs.store.record_types import StoredConversation, StoredMessage, StoredTurn
+
+_UNNAMED_FAILURE = "reported"
+"""The kind of failures that tools report themselves, without an exception."""
+
+
+class Counts(msgspec.Struct, frozen=True, gc=False):
+    """Counts of what this run's model did in a conversation."""
+
+    tools: list[dict[str, Any]]
+    """Counts of its tool calls, see `tool_stats`."""
+    replies: int
+    """Number of its messages."""
+    with_reasoning: int
+    """Number of those that have reasoning, see `has_reasoning`."""
+    hidden: int
+    """Number of those with hidden reasoning."""
+    failures: Sequence[str]
+    """The kinds of its calls' failures."""
+    with_token_ids: int
+    """Number of its turns with token ids."""
+    started_at: float | None
+    """When its first turn began; None without turns."""
+    ended_at: float | None
+    """When its last turn ended."""
+
+
+class Own:
+    """What this run's model did in a record, without the turns of a branch's parent."""
+
+    __slots__ = ("_counts", "brought", "messages", "start", "turns")
+
+    def __init__(self, record: StoredConversation) -> None:
+        self.turns: Sequence[StoredTurn] = record.own_turns
+        replies = [n for n, message in enumerate(record.messages) if message.role == "assistant"]
+        self.brought = max(0, len(replies) - len(self.turns))
+        """Number of replies that were there before, from the prompt or a branch's parent."""
+        self.start = replies[self.brought] if self.brought < len(replies) else len(record.messages)
+        """Index of its first message among those of the record."""
+        self.messages: Sequence[StoredMessage] = record.messages[self.start :]
+        """That message and all later ones."""
+        self._counts: Counts | None = None
+
+    @property
+    def counts(self) -> Counts:
+        """Counts of it, made once."""
+        if self._counts is None:
+            self._counts = _counts_of(self)
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: Counts) -> None:
+        self._counts = counts
+
+
+def _counts_of(own: Own) -> Counts:
+    turns = own.turns
+    replies = with_reasoning = hidden = with_ids = 0
+    failures = []
+    for message in own.messages:
+        if message.role == "assistant":
+            if has_reasoning(message):
+                with_reasoning += 1
+            elif replies < len(turns):
+                hidden += is_reasoning_hidden(message, turns[replies].reasoning_tokens)
+            replies += 1
+        elif message.is_error and message.role == "tool":
+            failures.append(kind_of_failure(message.details))
+    started_at = ended_at = None
+    for turn in turns:
+        ended = turn.started_at + turn.duration_s
+        if started_at is None or turn.started_at < started_at:
+            started_at = turn.started_at
+        if ended_at is None or ended > ended_at:
+            ended_at = ended
+        with_ids += turn.tokens is not None and turn.has_ids
+    stats = tool_stats(own.messages)
+    return Counts(stats, replies, with_reasoning, hidden, failures, with_ids, started_at, ended_at)
+
+
+def first_reply(messages: Sequence[StoredMessage], *, turns: int) -> int:
+    """The index of the first of the last `turns` assistant messages, or the end without any.
+
+    These are the model's own; earlier assistant messages came with the prompt.
+    """
+    starts = [n for n, message in enumerate(messages) if message.role == "assistant"]
+    own = starts[-turns:] if turns else []
+    return own[0] if own else len(messages)
+
+
+def tool_stats(messages: Iterable[StoredMessage]) -> list[dict[str, Any]]:
+    """How often each tool was called in `messages` and how it went, sorted by tool.
+
+    A call without a result is neither a success nor a failure.
+    """
+    stats: dict[str, dict[str, Any]] = {}
+    of_call: dict[str | None, dict[str, Any]] = {}
+    for message in messages:
+        role = message.role
+        if role == "tool":
+            if (tool := of_call.get(message.tool_call_id)) is not None:
+                tool["failure" if message.is_error else "success"] += 1
+        elif role == "assistant":
+            for call in message.tool_calls:
+                name = call.function.name
+                if (tool := stats.get(name)) is None:
+                    tool = stats[name] = {"tool": name, "count": 0, "success": 0, "failure": 0}
+                tool["count"] += 1
+                of_call[call.id] = tool
+    return [stats[name] for name in sorted(stats)]
+
+
+def has_reasoning(message: StoredMessage) -> bool:
+    """Whether an assistant message has reasoning, in its own field or inline."""
+    if (reasoning := message.reasoning) and not reasoning.isspace():
+        return True
+    content = message.content
+    return "<" in content and split_inline_reasoning(content).reasoning is not None
+
+
+def is_reasoning_hidden(message: StoredMessage, reasoning_tokens: int | None) -> bool:
+    """Whether the model reasoned for a reply that has no readable reasoning."""
+    verbatim = message.provider_blocks
+    return hides_reasoning(
+        () if verbatim is None else verbatim.blocks,
+        [call.extra_content for call in message.tool_calls],
+        reasoning_tokens,
+    )
+
+
+def kind_of_failure(details: Mapping[str, Any]) -> str:
+    """The kind of a failure by the details of its result."""
+    kind = details.get("failure")
+    return kind if isinstance(kind, str) else _UNNAMED_FAILURE

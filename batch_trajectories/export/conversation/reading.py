@@ -1,0 +1,452 @@
+"""Parses a record into a `Conversation`, once for all formats.
+
+Reasoning is separate from text, arguments are JSON objects, a turn that the provider paused is one
+turn, and the final answer is text however the model gave it. Formats only render this. A record
+that breaks a rule raises Rejected; no turn is repaired, shortened or invented.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import msgspec
+
+from agent.parts import EARLIER, kind_of_part, parts_of
+from agent.reasoning import opens_reasoning, split_inline_reasoning
+from batch_trajectories.export.conversation.authors import with_authors
+from batch_trajectories.export.conversation.ending import is_answered, plain_ending
+from batch_trajectories.export.conversation.order import ends_with_a_call, in_order, is_agents
+from batch_trajectories.export.conversation.own_work import Own, is_reasoning_hidden, tool_stats
+from batch_trajectories.export.conversation.rewards import reward_facts
+from batch_trajectories.export.conversation.row_json import (
+    Token,
+    control_token,
+    parse_arguments,
+    read_arguments,
+    write_json,
+)
+from batch_trajectories.export.conversation.texts import patch_of
+from batch_trajectories.export.conversation.tolerance import Flaw, Tolerance
+from batch_trajectories.export.conversation.tools import names_of
+from batch_trajectories.export.conversation.turns import (
+    Call,
+    Conversation,
+    Entry,
+    Result,
+    Said,
+    Turn,
+)
+from batch_trajectories.export.conversation.usual import usual_entries
+from batch_trajectories.export.conversation.validity import (
+    Reason,
+    Rejected,
+    check_conversation,
+    check_finished,
+)
+from batch_trajectories.export.conversation.views import views_of
+from batch_trajectories.runs.store.record_types import Record, StoredCall, StoredMessage, Tools
+
+_MARKER_IN_TEXT = re.compile(r"</?(?:tool_call|tool_response|think|(?i:reasoning_scratchpad))>")
+"""A tag that, in a model's own text, would be read as structure or reasoning."""
+
+_MAX_COLUMN_CHARS = 1000
+_PLAIN = (bool, int, float)
+_OF_PROMPTS = frozenset(("prompt", "script"))
+_OF_CHECKS = _OF_PROMPTS | {"setup", "check"}
+
+
+def read_conversation(record: Record, own: Own | None = None) -> Conversation:
+    """Parse a record; raises Rejected if it breaks a rule of all formats.
+
+    `own` is `Own(record)`, if the caller has it already. A record that ended early is parsed too,
+    with `completed` false; the caller decides where it belongs.
+    """
+    if is_agents(record):
+        record = in_order(record)
+        own = None
+    own = own or Own(record)
+    if not own.turns:
+        raise Rejected(Reason.NO_REPLY, f"status {record.status}: the model never replied")
+    completed = record.status == "completed"
+    read = _usual(record, own) if completed else None
+    messages, tools, entries, flaws, completion = read or _general(record, own)
+    is_rewritten = completion == "final_answer"
+    stats = tool_stats(messages[own.start :]) if is_rewritten else own.counts.tools
+    # Notes on a parent's turns are in the parent's row.
+    noted: Sequence[StoredMessage] = record.messages
+    if len(own.turns) < len(record.turns):
+        noted = own.messages
+    return Conversation(
+        system=system_of(messages),
+        entries=entries,
+        tools=tools,
+        completed=completed,
+        record=record,
+        own=own,
+        metadata=metadata_for(
+            record,
+            completion if completed else None,
+            stats,
+            noted,
+            record.turns[-1].finish_reason,
+        ),
+        num_tool_calls=sum([tool["count"] for tool in stats]),
+        flaws=flaws,
+        has_others=any(type(e) is Turn and e.author != "model" for e in entries),
+    )
+
+
+class _Read(NamedTuple):
+    """What a record says, as its row shows it."""
+
+    messages: Sequence[StoredMessage]
+    tools: Tools
+    entries: Sequence[Entry]
+    flaws: Sequence[Flaw]
+    completion: str | None
+
+
+def _usual(record: Record, own: Own) -> _Read | None:
+    """A completed conversation of the usual shape without flaws; None for any other."""
+    messages, tools = record.messages, record.tools
+    if record.agent is not None or _may_be_flawed(messages):
+        return None
+    try:
+        entries = usual_entries(record, own)
+    except ValueError:  # arguments that are no JSON object
+        return None
+    return None if entries is None else _Read(messages, tools, entries, (), "text")
+
+
+def _general(record: Record, own: Own) -> _Read:
+    """Any conversation; raises Rejected."""
+    answered = is_answered(record)
+    messages, tools, completion, invented = plain_ending(
+        record.messages, record.tools, answered=answered
+    )
+    flaws = [Flaw(Reason.UNKNOWN_TOOL, detail) for detail in invented]
+    entries = read_entries(messages, tools, flaws)
+    if answered and not ends_with_a_call(record):
+        check_finished(messages)
+    entries = with_authors(entries, record, own)
+    if completion == "final_answer":
+        last = entries[-1]
+        assert isinstance(last, Turn)  # it holds the answer
+        entries = [*entries[:-1], msgspec.structs.replace(last, replies=last.replies - 1)]
+    entries = with_hidden_reasoning(
+        entries, record.messages, [turn.reasoning_tokens for turn in record.turns]
+    )
+    return _Read(messages, tools, entries, flaws, completion)
+
+
+def read_entries(
+    messages: Sequence[StoredMessage],
+    tools: Tools,
+    flaws: list[Flaw],
+) -> list[Entry]:
+    """All messages but those of the system, as entries; raises Rejected.
+
+    A turn that the provider paused is one entry with its continuation. Flaws are added to `flaws`.
+    """
+    flaws += flaws_of_parts(messages)
+    for detail in check_conversation(messages, names_of(tools)):
+        flaws.append(Flaw(Reason.UNKNOWN_TOOL, detail))
+    entries: list[Entry] = []
+    number = 1
+    may_be_flawed = _may_be_flawed(messages)
+    parts: list[StoredMessage] = []
+    results: dict[str | None, StoredMessage] = {}
+    for message in messages:
+        role = message.role
+        if role == "tool":
+            results[message.tool_call_id] = message
+            continue
+        if parts and (results or role != "assistant"):
+            entries.append(_read_turn(parts, results, number, flaws, may_be_flawed=may_be_flawed))
+            number += 1
+            parts, results = [], {}
+        if role == "assistant":
+            parts.append(message)
+        elif role == "user":
+            entries.append(Said(_user_text(message, flaws, turn=number)))
+    if parts:
+        entries.append(_read_turn(parts, results, number, flaws, may_be_flawed=may_be_flawed))
+    return entries
+
+
+def _may_be_flawed(messages: Sequence[StoredMessage]) -> bool:
+    """Whether a text of user or model may hold a tag or control token: one search for all."""
+    words = "\n".join(
+        [
+            f"{message.content}\n{message.reasoning}" if message.reasoning else message.content
+            for message in messages
+            if message.role in ("assistant", "user")
+        ]
+    )
+    if "<" in words and _MARKER_IN_TEXT.search(words) is not None:
+        return True
+    return control_token(words) is not None
+
+
+def flaws_of_parts(messages: Iterable[StoredMessage]) -> list[Flaw]:
+    """A flaw for each part of the messages that is not text.
+
+    Raises Rejected if messages are missing, so that the others need not fit together.
+    """
+    flaws = []
+    for place, message in enumerate(messages, start=1):
+        if message.provider_blocks is None:
+            continue
+        for part in parts_of(message.role, message.provider_blocks.blocks):
+            kind = kind_of_part(part)
+            if kind == EARLIER:
+                words = f"message {place}: what precedes response {part.get('id')} is unknown"
+                raise Rejected(Reason.EARLIER_RESPONSE_UNKNOWN, words)
+            reason = Reason.HAS_IMAGES if kind == "image" else Reason.HAS_FILES
+            what = part.get("type") or part.get("kind") or next(iter(part), "part")
+            flaws.append(Flaw(reason, f"message {place}: a part of the type {what!r}"))
+    return flaws
+
+
+def refuse_control_tokens(text: str, tolerance: Tolerance, *, where: str) -> None:
+    """Raise Rejected for text with a control token that is not accepted."""
+    if token := control_token(text):
+        tolerance.refuse([_of_token(token, where)])
+
+
+def _of_token(token: Token, where: str) -> Flaw:
+    return Flaw(Reason.CONTROL_TOKEN, f"{where}: {token.text!r}", token)
+
+
+def system_of(messages: Iterable[StoredMessage]) -> str:
+    """The joined text of all system messages, "" without any."""
+    texts = [message.content for message in messages if message.role == "system"]
+    return "\n\n".join(text for text in texts if text.strip())
+
+
+def with_hidden_reasoning(
+    entries: list[Entry],
+    messages: Iterable[StoredMessage],
+    reasoning_tokens: Sequence[int | None],
+) -> list[Entry]:
+    """The entries, with turns of hidden reasoning marked.
+
+    `messages` are those of the record; `reasoning_tokens` belong to the last of its replies.
+    """
+    for entry in entries:
+        if isinstance(entry, Turn) and not entry.reasoning:
+            break
+    else:
+        return entries
+    replies = [message for message in messages if message.role == "assistant"]
+    # Replies of the prompt come first and have no usage.
+    of_replies = [*[None] * len(replies), *reasoning_tokens][-len(replies) :]
+    marked = []
+    end = 0
+    is_hidden = False
+    for entry in entries:
+        if isinstance(entry, Turn):
+            start, end = end, end + entry.replies
+            made = list(zip(replies[start:end], of_replies[start:end], strict=True))
+            if made:  # else the answer belongs to the previous reply
+                is_hidden = any(is_reasoning_hidden(*reply) for reply in made)
+            if is_hidden and not entry.reasoning:
+                entry = msgspec.structs.replace(entry, hides_reasoning=True)
+        marked.append(entry)
+    return marked
+
+
+def _user_text(message: StoredMessage, flaws: list[Flaw], *, turn: int) -> str:
+    text = message.content
+    if not text or text.isspace():
+        raise Rejected(Reason.EMPTY_VALUE, f"user message before turn {turn}: blank")
+    if token := control_token(text):
+        flaws.append(_of_token(token, f"user message before turn {turn}"))
+    return text
+
+
+def _read_turn(
+    messages: Sequence[StoredMessage],
+    results: Mapping[str | None, StoredMessage],
+    number: int,
+    flaws: list[Flaw],
+    *,
+    may_be_flawed: bool,
+) -> Turn:
+    """A turn from its messages: one, or several if the provider paused.
+
+    `results` are those of the calls of its last message, by id.
+    """
+    if len(messages) == 1:
+        reasoning, text = _split_reasoning(messages[0], number)
+    else:
+        parts = [_split_reasoning(message, number) for message in messages]
+        reasoning, text = (_joined(words) for words in zip(*parts, strict=True))
+    if may_be_flawed:
+        _find_structure(reasoning, flaws, number, "reasoning")
+        _find_structure(text, flaws, number, "text")
+    asked = messages[-1].tool_calls
+    if not text or text.isspace():
+        text = ""
+        if not asked:
+            reason = Reason.REASONING_ONLY if reasoning else Reason.EMPTY_VALUE
+            raise Rejected(reason, f"turn {number}: neither text nor calls")
+    try:
+        calls = [
+            Call(call.id, call.function.name, *parse_arguments(call.function.arguments))
+            for call in asked
+        ]
+    except ValueError:
+        calls = [_read_call(call, flaws, number, n) for n, call in enumerate(asked, start=1)]
+    answers = [
+        Result(call.id, call.name, found.content, bool(found.is_error), found.own_chars)
+        for call in calls
+        if (found := results.get(call.id)) is not None
+    ]
+    return Turn(number, reasoning, text, calls, answers, len(messages))
+
+
+def _read_call(call: StoredCall, flaws: list[Flaw], number: int, position: int) -> Call:
+    """A call with arguments of any kind."""
+    try:
+        arguments = read_arguments(call, where=f"turn {number}, call {position}")
+    except Rejected as rejected:
+        flaws.append(Flaw(rejected.reason, rejected.detail))
+        arguments = write_json(call.function.arguments), {}
+    return Call(call.id, call.function.name, *arguments)
+
+
+def _find_structure(words: str, flaws: list[Flaw], number: int, place: str) -> None:
+    """Add a flaw for tags and control tokens in a model's own text."""
+    if "<" in words and (marker := _MARKER_IN_TEXT.search(words)):
+        flaws.append(Flaw(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}"))
+    if token := control_token(words):
+        flaws.append(_of_token(token, f"turn {number}, {place}"))
+
+
+def _split_reasoning(message: StoredMessage, number: int) -> tuple[str, str]:
+    """Reasoning and text of a reply; reasoning both in its field and inline counts once."""
+    apart, text = message.reasoning or "", message.content
+    if apart.isspace():
+        apart = ""
+    if "<" not in text:
+        return apart, text
+    inline, text = split_inline_reasoning(text)
+    if opens_reasoning(text):
+        raise Rejected(Reason.UNCLOSED_THINK, f"turn {number}: begins {text.lstrip()[:40]!r}")
+    if not inline or apart.strip() == inline:
+        return apart and (inline or apart), text
+    return f"{apart}\n\n{inline}" if apart else inline, text
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """The parts that are not blank, joined by blank lines."""
+    *earlier, last = [part for part in parts if part.strip()] or [""]
+    return "\n\n".join([*(part.rstrip() for part in earlier), last])
+
+
+def metadata_for(
+    record: Record,
+    completion: str | None,
+    stats: Sequence[Mapping[str, Any]],
+    noted: Iterable[StoredMessage],
+    finish_reason: str | None,
+) -> dict[str, Any]:
+    """The metadata of a row, except for counts of reasoning, which depend on the style.
+
+    Keys that most rows do not need are present only with a value.
+    """
+    metadata: dict[str, Any] = {
+        "model": record.model,
+        "model_returned": record.model_returned,
+        "api": record.api,
+        "status": record.status,
+    }
+    if record.status_reason:
+        metadata["status_reason"] = record.status_reason
+    if record.fork is not None:
+        metadata["fork"] = lineage_of(record)
+    if completion:
+        metadata["completion"] = completion
+    if (agent := record.agent) is not None:
+        metadata["agent"] = {"name": agent.name, "version": agent.version}
+    metadata["finish_reason"] = finish_reason
+    metadata["prompt_id"] = record.prompt_id
+    metadata["sample"] = record.sample
+    metadata["toolsets"] = record.toolsets
+    metadata["tool_stats"] = stats
+    metadata["reasoning"] = None  # see `metadata_of`
+    metadata["usage"] = record.usage
+    resumes = record.resumes
+    metadata["interrupted_calls"] = sum([len(resume.interrupted) for resume in resumes])
+    is_seen_otherwise = record.view_compacted or record.view_trimmed or record.rewritten
+    if resumes or is_seen_otherwise or record.options:
+        metadata.update(views_of(record))
+    if noted:
+        notes, repairs = _notes_and_repairs(noted)
+        if notes:
+            metadata["notes"] = notes
+        if repairs:
+            metadata["repairs"] = repairs
+    if record.check is not None or record.scores or record.options:
+        metadata |= reward_facts(record)
+    if record.diff is not None:
+        with suppress(Rejected):
+            metadata["patch"] = patch_of(record)
+    metadata["columns"] = _small_columns(record)
+    metadata["sandbox"] = record.sandbox
+    metadata["seed"] = record.seed
+    metadata["config_digest"] = record.config_digest
+    return metadata
+
+
+def metadata_of(conversation: Conversation) -> dict[str, Any]:
+    """The metadata of a row, with counts of the reasoning that is left after styling."""
+    said = conversation.own_turns
+    with_reasoning = len([None for turn in said if turn.reasoning])
+    reasoning = {"assistant_turns": len(said), "with_reasoning": with_reasoning}
+    if with_reasoning < len(said) and (hidden := sum(turn.hides_reasoning for turn in said)):
+        reasoning["hidden"] = hidden
+    return {**conversation.metadata, "reasoning": reasoning}
+
+
+def lineage_of(record: Record) -> dict[str, Any]:
+    """For a branch: the run and record it continues, after which turn, its number; else empty."""
+    if (fork := record.fork) is None:
+        return {}
+    known = {"run": fork.run, "record": fork.record, "turn": fork.turn, "branch": fork.branch}
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def _notes_and_repairs(messages: Iterable[StoredMessage]) -> tuple[dict[str, int], int]:
+    """Counts of the runtime's notes to the model by rule, and of repaired tool names."""
+    notes: list[str] = []
+    repairs = 0
+    for message in messages:
+        if message.notes and message.role in ("user", "tool"):
+            notes += message.notes
+        if message.repairs:
+            repairs += len(message.repairs)
+    return dict(sorted(Counter(notes).items())) if notes else {}, repairs
+
+
+def _small_columns(record: Record) -> dict[str, Any]:
+    """Short columns of the dataset, to filter by; long values stay only in the record.
+
+    So do `setup` and `check`: a model must not learn what the check looks for.
+    """
+    hidden = _OF_PROMPTS if record.check is None else _OF_CHECKS
+    return {
+        name: value
+        for name, value in record.row.items()
+        if name not in hidden
+        and (
+            len(value) <= _MAX_COLUMN_CHARS
+            if isinstance(value, str)
+            else value is None or isinstance(value, _PLAIN)
+        )
+    }

@@ -1,0 +1,52 @@
+"""The rewards of a record, for rows, filters and preferences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.runs.store.checks import THRESHOLD, Judgement, judgement_of, rewards_of
+from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.runs.store.rewards import BY_TURN, MAIN
+
+
+def reward_of(record: Record, name: str | None = None) -> float | None:
+    """The reward of a record with this name; without a name the one that `judgement_of` gives."""
+    return judgement_of(record, name).reward
+
+
+def judged(record: Record, name: str | None) -> Judgement:
+    """The judgement of a record, with the reward of this name."""
+    found = judgement_of(record)
+    return found if name is None else found._replace(reward=reward_of(record, name))
+
+
+def not_passed(judgement: Judgement) -> Rejected | None:
+    """Why a conversation is left out where only those that passed are wanted."""
+    if judgement.error is not None:
+        return Rejected(Reason.CHECK_FAILED, f"its check gave no result: {judgement.error}")
+    if judgement.passed is False:
+        by_check = judgement.verdict is False
+        why = "it did not pass its check" if by_check else f"a reward below {THRESHOLD:g}"
+        return Rejected(Reason.NOT_PASSED, f"{why}; reward {judgement.reward:g}")
+    return None
+
+
+def reward_facts(record: Record) -> dict[str, Any]:
+    """The rewards of a record for the metadata of its row; empty if it has none.
+
+    `reward` counts where no name is given; `rewards` are all by name, if there are others.
+    """
+    check = record.check
+    if not record.scores and (check is None or check.rewards is None):
+        reward = reward_of(record)
+        return {} if reward is None else {"reward": reward}
+    named, by_turn = rewards_of(record)
+    facts: dict[str, Any] = {}
+    if (reward := reward_of(record)) is not None:
+        facts["reward"] = reward
+    if named.keys() - {MAIN}:
+        facts["rewards"] = dict(named)
+    if by_turn:
+        facts[BY_TURN] = dict(by_turn)
+    return facts

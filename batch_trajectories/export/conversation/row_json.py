@@ -1,0 +1,316 @@
+"""The JSON of rows: read strictly, written with one spacing, with tags escaped.
+
+Keys keep their order and numbers their digits. Text that a strict reader would refuse or read
+differently is not JSON here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import orjson
+
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.runs.store.record_types import StoredCall
+from toolsets.exact_json import has_long_digits, within_64_bits
+
+_TEMPLATE_TAILS = r"[|｜][^|｜<>\s]{1,40}[|｜]>|(?:start|end)_of_turn>"
+_CONTROL_TAILS = rf"{_TEMPLATE_TAILS}|/?s>|(?:bos|eos|pad|unk)>"
+
+_CONTROL_TOKEN = re.compile(rf"<(?:{_CONTROL_TAILS})|\[/?INST\]")
+"""What tokenizers of known models read as a control token anywhere in a text."""
+
+_TEMPLATE_TOKEN = re.compile(rf"<(?:{_TEMPLATE_TAILS})")
+"""Control tokens with no other meaning; the others are HTML or plain words too."""
+
+# Searching for a pattern with one first letter is many times faster than for one with two, so the
+# patterns are split. Brackets are more frequent than words in capitals.
+_CONTROL_IN_ANGLES = re.compile(rf"<(?:{_CONTROL_TAILS})")
+_CONTROL_IN_BRACKETS = re.compile(r"\[/?INST\]")
+_END_IN_BRACKETS = re.compile(r"INST\]")
+
+TOOL_CALL = re.compile(r"</?tool_call>")
+TOOL_RESPONSE = re.compile(r"</?tool_response>")
+"""The tags that chat templates put around calls and results."""
+
+_STRUCTURE_IN_ANGLES = re.compile(rf"<(?:/?(?:tool_call|tool_response)>|{_CONTROL_TAILS})")
+
+_MARKER_IN_ANGLES = re.compile(rf"<(?=/?(?:tool_call|tool_response|think|tools)>|{_CONTROL_TAILS})")
+_MARKER_IN_BRACKETS = re.compile(r"\[(?=/?INST\])")
+"""The start of a tag of the format or of a control token; in JSON it is inside a string."""
+
+_FEW = 16
+"""Up to this many places, checking each is faster than searching the text for a pattern."""
+
+_MAX_DEPTH = 100
+"""Maximum depth of JSON: widely used readers refuse more than 128 levels."""
+
+_TOO_DEEP = f"nested deeper than {_MAX_DEPTH} levels"
+
+_write_slowly = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False).encode
+_write_compactly = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")
+).encode
+"""Parsed JSON has no circular references."""
+
+_ROW_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_PASSTHROUGH_SUBCLASS
+
+_SHORTEST = frozenset((str, int, bool, type(None)))
+"""Types with one shortest spelling, unlike floats (`1e9`)."""
+
+_STRINGS = frozenset((str,))
+
+
+class Repeated(str):
+    """Text of many rows, escaped only once."""
+
+    __slots__ = ("_json",)
+    _json: orjson.Fragment
+
+    def as_json(self) -> orjson.Fragment:
+        """Its JSON. Raises TypeError for halves of surrogate pairs."""
+        try:
+            return self._json
+        except AttributeError:
+            self._json = orjson.Fragment(orjson.dumps(str(self)))
+            return self._json
+
+
+class _Digits(str):
+    """A number with its original digits."""
+
+    __slots__ = ()
+
+
+def write_json(value: Any) -> str:
+    """JSON text of a value as models read it: with spaces, non-ASCII unescaped.
+
+    Raises ValueError for NaN and infinity.
+    """
+    return _text(value) if type(value) is str else _write_slowly(value)
+
+
+def compact_json(value: Any) -> str:
+    """JSON text that only programs read. `value` must not hold NaN or infinity."""
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:  # halves of surrogate pairs, integers beyond 64 bits
+        return _write_compactly(value)
+
+
+def dumps_row(row: Mapping[str, Any]) -> bytes:
+    """A row as one line of UTF-8 JSON; halves of surrogate pairs become U+FFFD.
+
+    It holds no NaN or infinity: the readers of records and arguments refuse them.
+    """
+    try:
+        return orjson.dumps(row, _json_of_repeated, _ROW_OPTIONS)
+    except TypeError:  # halves of surrogate pairs, integers beyond 64 bits
+        units = f"{_write_compactly(row)}\n".encode("utf-16-le", "surrogatepass")
+        return units.decode("utf-16-le", "replace").encode()
+
+
+def _json_of_repeated(value: Any) -> orjson.Fragment:
+    if type(value) is not Repeated:
+        raise TypeError(value)
+    return value.as_json()
+
+
+class Token(NamedTuple):
+    """A control token in a text."""
+
+    text: str
+    is_markup: bool
+    """Only tokenizers of some models know it, such as `<s>` of Llama 2."""
+
+
+def control_token(text: str) -> Token | None:
+    """The first control token in a text, preferably one that is not markup; None without any."""
+    # Most texts have none of the characters with which tokens begin.
+    if ("<" in text and _has_in_angles(text, _CONTROL_IN_ANGLES)) or (
+        "[" in text and _has_in_brackets(text)
+    ):
+        if found := _TEMPLATE_TOKEN.search(text):
+            return Token(found[0], is_markup=False)
+        if found := _CONTROL_TOKEN.search(text):
+            return Token(found[0], is_markup=True)
+    return None
+
+
+def holds_structure(text: str) -> bool:
+    """Whether a text holds a control token, or a tag of calls or results."""
+    return ("<" in text and _has_in_angles(text, _STRUCTURE_IN_ANGLES)) or (
+        "[" in text and _has_in_brackets(text)
+    )
+
+
+def _has_in_angles(text: str, pattern: re.Pattern[str]) -> bool:
+    """Whether a text holds a match of a pattern that begins with an angle bracket."""
+    at = text.find("<")
+    for _ in range(_FEW):
+        if at < 0:
+            return False
+        if pattern.match(text, at):
+            return True
+        at = text.find("<", at + 1)
+    return at >= 0 and pattern.search(text, at) is not None
+
+
+def _has_in_brackets(text: str) -> bool:
+    return (
+        _END_IN_BRACKETS.search(text) is not None and _CONTROL_IN_BRACKETS.search(text) is not None
+    )
+
+
+def read_arguments(call: StoredCall, *, where: str) -> tuple[str, Mapping[str, Any]]:
+    """The arguments of a call: JSON text of an object, and its value; raises Rejected.
+
+    Numbers in the text keep their digits. In the value an integer beyond 64 bits is a string of its
+    digits: loaders would round it or refuse the whole file. Blank arguments are an empty object.
+    """
+    try:
+        return parse_arguments(call.function.arguments)
+    except ValueError as e:
+        is_json = isinstance(e, _NotAnObject)
+        reason = Reason.ARGUMENTS_NOT_OBJECT if is_json else Reason.ARGUMENTS_NOT_JSON
+        raise Rejected(reason, f"{where} ({call.function.name}): {e}") from e
+
+
+class _NotAnObject(ValueError):
+    """Arguments are JSON, but not an object."""
+
+
+def parse_arguments(sent: str) -> tuple[str, Mapping[str, Any]]:
+    """The same for the text of arguments; raises ValueError."""
+    if not sent or sent.isspace():
+        return "{}", {}
+    text, value = _respaced(sent)
+    if not text.startswith("{"):
+        raise _NotAnObject(repr(text[:40]))
+    if value is None:
+        value = json.loads(text)
+    elif _STRINGS.issuperset(map(type, value.values())):
+        return text, value
+    return text, within_64_bits(value) if has_long_digits(text) else value
+
+
+def content_json(text: str) -> str:
+    """A result as JSON: an object or list as it is, any other text as a string."""
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return _respaced(text)[0]
+        except ValueError:
+            pass
+    return write_json(text)
+
+
+def escape_markers(json_text: str) -> str:
+    """The same JSON with tags of the format in its strings escaped."""
+    if "<" in json_text and _has_in_angles(json_text, _MARKER_IN_ANGLES):
+        json_text = _MARKER_IN_ANGLES.sub(r"\\u003c", json_text)
+    if "[" in json_text and _has_in_brackets(json_text):
+        json_text = _MARKER_IN_BRACKETS.sub(r"\\u005b", json_text)
+    return json_text
+
+
+def _respaced(text: str) -> tuple[str, Any]:
+    """JSON `text` with the separators of the format and the digits of its numbers, and its value.
+
+    The value is None if only the text was computed. Raises ValueError for what a strict reader
+    refuses or reads differently: NaN, numbers out of range, repeated keys, too deep nesting.
+    """
+    # Text that orjson reads and writes back unchanged is strict; that is the usual case.
+    try:
+        value = orjson.loads(text)
+        spaced = _written(value)
+    except (ValueError, TypeError):
+        pass
+    else:
+        if spaced == text or _is_compact(text, value, spaced):
+            return spaced, value
+    try:
+        return _written(_strict_decoder.decode(text)), None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def _is_compact(text: str, value: Any, spaced: str) -> bool:
+    """Whether JSON `text` is the compact form of its value; `spaced` is the form with spaces."""
+    if type(value) is dict and _SHORTEST.issuperset(map(type, value.values())):
+        # Any other spelling is longer: blanks, needless escapes, repeated keys, minus zero.
+        return len(text) == len(spaced) - 2 * len(value) + 1
+    return orjson.dumps(value).decode() == text
+
+
+def _written(value: Any, depth: int = 1) -> str:
+    """JSON of a value at a nesting `depth`; raises ValueError if that is too deep."""
+    kind = type(value)
+    if kind is str:
+        return _text(value)
+    if kind is int:
+        return str(value)
+    if kind is _Digits:
+        return str.__str__(value)
+    if kind is dict:
+        if depth > _MAX_DEPTH:
+            raise ValueError(_TOO_DEEP)
+        if not value:
+            return "{}"
+        parts = ["{"]  # joined once, as some are long
+        for key, member in value.items():
+            text = _text(member) if type(member) is str else _written(member, depth + 1)
+            parts += (_key(key), text, ", ")
+        parts[-1] = "}"
+        return "".join(parts)
+    if kind is list:
+        if depth > _MAX_DEPTH:
+            raise ValueError(_TOO_DEEP)
+        return f"[{', '.join([_written(element, depth + 1) for element in value])}]"
+    return orjson.dumps(value).decode()
+
+
+@lru_cache(maxsize=4096)
+def _key(key: str) -> str:
+    return f"{_text(key)}: "
+
+
+def _text(text: str) -> str:
+    """A string as JSON; orjson and the standard library write it alike, the former faster."""
+    try:
+        return orjson.dumps(text).decode()
+    except (TypeError, UnicodeDecodeError):  # halves of surrogate pairs
+        return _write_slowly(text)
+
+
+def _finite(digits: str) -> _Digits:
+    if math.isinf(float(digits)):
+        raise ValueError(f"number out of range: {digits[:40]}")
+    return _Digits(digits)
+
+
+def _integer(digits: str) -> int | _Digits:
+    return _Digits(digits) if digits == "-0" else int(digits)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("an object repeats a key")
+    return members
+
+
+_strict_decoder = json.JSONDecoder(
+    parse_float=_finite,
+    parse_int=_integer,
+    parse_constant=_refuse_constant,
+    object_pairs_hook=_object,
+)

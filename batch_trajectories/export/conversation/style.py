@@ -1,0 +1,142 @@
+"""Options for rendering conversations, the same for all formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+
+from batch_trajectories.export.conversation.tolerance import STRICT, Tolerance, accepted
+from batch_trajectories.export.conversation.turns import (
+    Call,
+    Conversation,
+    Entry,
+    Result,
+    Said,
+    Turn,
+)
+from toolsets.text import clip
+
+ReasoningStyle = Literal["inline", "field", "last", "none"]
+CallStyle = Literal["keep", "split"]
+SystemStyle = Literal["saved", "omit"]
+EmptyThink = Literal["keep", "omit"]
+ToolsForm = Literal["text", "list"]
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How conversations are rendered; None is the default of each format."""
+
+    reasoning: ReasoningStyle | None = None
+    """Where reasoning goes: inline, in its own field, only that of the last turn, or nowhere."""
+    parallel_calls: CallStyle = "keep"
+    """Whether a turn with several calls is kept, or split into one turn per call."""
+    system: SystemStyle | None = None
+    """Whether the system prompt that the model saw is included."""
+    empty_think: EmptyThink = "keep"
+    """Whether turns without reasoning begin with an empty think block in `hermes`."""
+    max_tool_chars: int | None = None
+    """Maximum characters of a tool result; the middle of longer results is cut out."""
+    tools: ToolsForm | None = None
+    """Whether formats with messages hold tools as JSON text or as a list."""
+    reward_name: str | None = None
+    """The reward that counts; None: the one named `reward`, else the first."""
+    tolerance: Tolerance = STRICT
+    """Which flaws of a conversation are accepted."""
+    require_reasoning: bool = False
+    """Whether completed conversations need reasoning in words to be in a run's training file."""
+    require_passed: bool = False
+    """Whether those that did not pass their check are left out of it."""
+
+    def of(self, format_name: str) -> Style:
+        """The same style, accepting only flaws that one format can represent."""
+        return replace(self, tolerance=self.tolerance.of(format_name))
+
+    def with_reasoning(self, reasoning: ReasoningStyle | None) -> Style:
+        """The same style with another choice for reasoning."""
+        return replace(self, reasoning=reasoning)
+
+    def with_calls(self, calls: CallStyle) -> Style:
+        """The same style with another choice for parallel calls."""
+        return replace(self, parallel_calls=calls)
+
+    def is_inline(self, *, by_default: bool) -> bool:
+        """Whether reasoning is inline, in a format that allows both."""
+        return self.reasoning == "inline" or (self.reasoning != "field" and by_default)
+
+    def has_system(self, *, by_default: bool) -> bool:
+        """Whether the system prompt is included."""
+        return by_default if self.system is None else self.system == "saved"
+
+
+def style_of_run(config: Mapping[str, Any]) -> Style:
+    """The style of the training file of a run with this config, as run.json has it."""
+    tolerance = Tolerance(accepted(config.get("accept_rows", ()))).of("hermes")
+    return Style(
+        empty_think=config.get("empty_think", "keep"),
+        tolerance=tolerance,
+        require_reasoning=config.get("require_reasoning", False),
+        require_passed=config.get("require_passed", False),
+    )
+
+
+def styled(conversation: Conversation, style: Style) -> Conversation:
+    """The conversation with the style applied to its reasoning, calls and results."""
+    entries = conversation.entries
+    if style.max_tool_chars is not None:
+        entries = [_with_short_results(entry, style.max_tool_chars) for entry in entries]
+        if cut := sum(map(_cut_results, conversation.entries, entries)):
+            metadata = {**conversation.metadata, "cut_by_export": cut}
+            conversation = msgspec.structs.replace(conversation, metadata=metadata)
+    if style.reasoning in ("last", "none"):
+        kept = style.reasoning == "last"
+        last = max(n for n, entry in enumerate(entries) if isinstance(entry, Turn))
+        entries = [
+            msgspec.structs.replace(entry, reasoning="")
+            if isinstance(entry, Turn) and not (kept and n == last)
+            else entry
+            for n, entry in enumerate(entries)
+        ]
+    if style.parallel_calls == "split":
+        entries = [part for entry in entries for part in _split(entry)]
+    if entries is conversation.entries:
+        return conversation
+    return msgspec.structs.replace(conversation, entries=entries)
+
+
+def _with_short_results(entry: Entry, max_chars: int) -> Entry:
+    if isinstance(entry, Said) or all(len(r.content) <= max_chars for r in entry.results):
+        return entry
+    short = [
+        msgspec.structs.replace(r, content=clip(r.content, max_chars=max_chars))
+        for r in entry.results
+    ]
+    return msgspec.structs.replace(entry, results=short)
+
+
+def _cut_results(entry: Entry, short: Entry) -> int:
+    if isinstance(entry, Said) or isinstance(short, Said) or entry is short:
+        return 0
+    return sum(
+        now.content != before.content
+        for before, now in zip(entry.results, short.results, strict=True)
+    )
+
+
+def _split(entry: Entry) -> Sequence[Entry]:
+    """One turn per call, the first with reasoning and text; calls without results are one turn."""
+    if isinstance(entry, Said) or len(entry.calls) < 2 or not entry.results:
+        return [entry]
+    results = {result.id: result for result in entry.results}
+    steps: list[tuple[list[Call], list[Result]]] = [
+        ([call], [results[call.id]]) for call in entry.calls if call.id in results
+    ]
+    if unanswered := [call for call in entry.calls if call.id not in results]:
+        steps.append((unanswered, []))
+    first, *rest = [
+        msgspec.structs.replace(entry, calls=calls, results=got) for calls, got in steps
+    ]
+    return [first, *(msgspec.structs.replace(turn, reasoning="", text="") for turn in rest)]

@@ -1,0 +1,107 @@
+"""All texts of a record with a description of their place, the words of a text, and the diff."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.runs.store.record_types import Record, StoredConversation, StoredMessage
+
+_UNSPACED = (
+    "\u0e00-\u0eff"  # Thai, Lao
+    "\u1000-\u109f"  # Myanmar
+    "\u1780-\u17ff"  # Khmer
+    "\u3040-\u30ff"  # Hiragana, Katakana
+    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Han
+)
+"""Scripts that put no spaces between words."""
+
+_WORD = re.compile(rf"[^\W{_UNSPACED}]+|[{_UNSPACED}]")
+
+
+def texts_of(record: Record) -> Iterator[tuple[str, str]]:
+    """Place and text of everything in a record that any format can hold.
+
+    That includes inner conversations, discarded replies and the outputs of the check and an agent.
+    """
+    yield from _said(record, "")
+    for name, value in record.row.items():
+        for text in strings_in(value):
+            yield f"column {name}", text
+    for text in strings_in(msgspec.to_builtins(record.check)):
+        yield "check", text
+    for text in strings_in(msgspec.to_builtins(record.agent)):
+        yield "agent", text
+
+
+def user_texts(record: Record) -> list[str]:
+    """The texts of the user."""
+    return [message.content for message in record.messages if message.role == "user"]
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text, casefolded; in scripts without spaces, each character."""
+    return _WORD.findall(text.casefold())
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, at any depth, without keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings_in(inner)
+
+
+def _said(part: StoredConversation, place: str) -> Iterator[tuple[str, str]]:
+    for number, message in enumerate(part.messages, start=1):
+        yield from _in_message(message, f"{place}message {number}")
+    for number, reply in enumerate(part.discarded, start=1):
+        yield from _in_message(reply.message, f"{place}message {number} set aside")
+    if isinstance(part, Record):
+        yield from _not_shown(part)
+    for inner in part.inner:
+        yield from _said(inner, f"{place}conversation of {inner.name}, ")
+
+
+def _not_shown(record: Record) -> Iterator[tuple[str, str]]:
+    for call in record.set_aside:
+        for message in (*call.added, call.message):
+            yield from _in_message(message, f"call {call.number} set aside")
+    for change in record.rewritten or ():
+        for message in change.messages:
+            yield from _in_message(message, f"rewritten message {change.start + 1}")
+
+
+def _in_message(message: StoredMessage, place: str) -> Iterator[tuple[str, str]]:
+    where = f"{place} ({message.role})"
+    yield where, message.content
+    if message.reasoning:
+        yield f"{where}, reasoning", message.reasoning
+    for call in message.tool_calls:
+        yield f"{where}, arguments", call.function.arguments
+    for text in strings_in(message.details):
+        yield f"{where}, details", text
+
+
+def patch_of(record: Record) -> str:
+    """What the conversation changed in its repository, as `git apply` takes it.
+
+    Raises `Rejected` where the record does not hold all of it.
+    """
+    diff = record.diff
+    if diff is None or not isinstance(diff.get("patch"), str):
+        detail = "it has no diff, which only conversations in an image with a repository have"
+        raise Rejected(Reason.NO_PATCH, detail)
+    if error := diff.get("error"):
+        raise Rejected(Reason.NO_PATCH, str(error))
+    if diff.get("truncated"):
+        kept = len(diff["patch"])
+        raise Rejected(Reason.CUT_PATCH, f"the record holds only the first {kept:,} characters")
+    if "base64" in diff:
+        raise Rejected(Reason.NO_PATCH, "its diff is not UTF-8; `diff.base64` of the record has it")
+    return str(diff["patch"])

@@ -1,0 +1,115 @@
+"""Flaws of conversations that some trainers accept: which rows are refused, and how to keep them.
+
+Reading a record finds its flaws, once for all formats. A format always refuses flaws that it cannot
+represent, and refuses the others unless the user accepts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from batch_trajectories.export.conversation.row_json import Token
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+
+Tokens = Literal["template", "all"]
+
+_TAGS = {Reason.MARKER_IN_TEXT, Reason.MARKER_IN_ARGUMENTS, Reason.MARKER_IN_RESULT}
+_NO_OBJECT = {Reason.ARGUMENTS_NOT_JSON, Reason.ARGUMENTS_NOT_OBJECT}
+_PARTS = {Reason.HAS_IMAGES, Reason.HAS_FILES}
+"""Formats hold a placeholder of such a part, which is not what the model saw."""
+_ANYWHERE = {Reason.CONTROL_TOKEN, Reason.UNKNOWN_TOOL, *_PARTS}
+
+HOLDS: Mapping[str, frozenset[Reason]] = {
+    # Calls are text there, so arguments that are not an object become a string.
+    "hermes": frozenset(_ANYWHERE | _NO_OBJECT),
+    "openai": frozenset(_ANYWHERE | _TAGS),
+    # Its loader finds calls and results in the text by their tags.
+    "llamafactory": frozenset(_ANYWHERE),
+    "dpo": frozenset(_ANYWHERE | _TAGS),
+    "kto": frozenset(_ANYWHERE | _TAGS),
+    "atif": frozenset(_ANYWHERE | _TAGS),
+}
+"""The flaws that each format can represent."""
+
+
+class Flaw(NamedTuple):
+    """A flaw; `reason` and `detail` are those of `Rejected`."""
+
+    reason: Reason
+    detail: str
+    token: Token | None = None
+    """The control token, if the flaw is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Which flaws are accepted."""
+
+    accepts: frozenset[Reason] = frozenset()
+    tokens: Tokens = "template"
+    """`template`: tokens that only chat templates use; `all`: also those that are structure to some
+    tokenizers and ordinary markup to most (`<s>`, `[INST]`)."""
+
+    def of(self, format_name: str) -> Tolerance:
+        """The same, limited to flaws that a format can represent.
+
+        `atif` accepts these by itself, unless parts are missing: nothing tokenizes its documents.
+        """
+        held = HOLDS[format_name]
+        own = held - _PARTS if format_name == "atif" else frozenset()
+        return replace(self, accepts=own | (self.accepts & held))
+
+    def refuses(self, flaw: Flaw) -> bool:
+        """Whether a row is refused for a flaw."""
+        if flaw.reason in self.accepts:
+            return False
+        return flaw.token is None or self.minds(flaw.token)
+
+    def minds(self, token: Token) -> bool:
+        """Whether a row is refused for a token."""
+        if Reason.CONTROL_TOKEN in self.accepts:
+            return False
+        return self.tokens == "all" or not token.is_markup
+
+    def refuse(self, flaws: Iterable[Flaw]) -> None:
+        """Raise Rejected for the first flaw that is not accepted."""
+        for flaw in flaws:
+            if self.refuses(flaw):
+                raise Rejected(flaw.reason, flaw.detail)
+
+
+STRICT = Tolerance()
+"""Accepts no flaw."""
+
+
+def refuse_everywhere(flaws: Sequence[Flaw], tolerances: Iterable[Tolerance]) -> None:
+    """Raise the Rejected of the first format if no format accepts the flaws."""
+    refused: Rejected | None = None
+    for tolerance in tolerances:
+        try:
+            tolerance.refuse(flaws)
+        except Rejected as rejected:
+            refused = refused or rejected
+        else:
+            return
+    if refused is not None:
+        raise refused
+
+
+def accepted(names: Iterable[Any]) -> frozenset[Reason]:
+    """The reasons with these names."""
+    return frozenset(map(Reason, names))
+
+
+def how_to_keep(reason: str, format_name: str) -> str:
+    """How to keep rows that a format refused for this reason, "" if that is impossible."""
+    if reason in HOLDS.get(format_name, ()):
+        return f"--accept_rows={reason} keeps such rows"
+    holders = [name for name, held in HOLDS.items() if reason in held]
+    if not holders:
+        return ""
+    return (
+        f"{format_name} cannot hold this; export --format={holders[0]} --accept_rows={reason} can"
+    )

@@ -1,0 +1,146 @@
+"""A conversation as formats render it, with its parts: user messages, turns, calls, results.
+
+They refer to each other in no cycles, so the garbage collector need not know them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.tolerance import Flaw
+from batch_trajectories.runs.store.record_types import Record, StoredTurn, Tools
+
+Author = Literal["model", "other_model", "prompt", "parent", "simulated_user", "runtime"]
+"""Who wrote a message: this run's model, another model that an agent called, the row, the parent
+conversation of a branch, the model that plays the user, or the runtime (a note). Results of calls
+are their tools'."""
+
+
+class Call(msgspec.Struct, frozen=True, gc=False):
+    """One tool call; `arguments` is the JSON text of an object, `value` that object.
+
+    If the model wrote no object (a flaw), `arguments` is a JSON string of what it wrote and `value`
+    is empty.
+    """
+
+    id: str
+    name: str
+    arguments: str
+    value: Mapping[str, Any]
+
+
+class Result(msgspec.Struct, frozen=True, gc=False):
+    """The result of a call, as text."""
+
+    id: str
+    name: str
+    content: str
+    is_error: bool
+    own_chars: int | None = None
+    """The length of the tool's own text, if words of the user or the system follow it."""
+
+
+class Said(msgspec.Struct, frozen=True, gc=False):
+    """What the user's side said: words of the row or a simulated user, or a note of the runtime."""
+
+    text: str
+    author: Author = "prompt"
+
+
+class Turn(msgspec.Struct, frozen=True, gc=False):
+    """One assistant turn with the results of its calls, in the order of the calls."""
+
+    number: int
+    """Counted from 1 over all turns, including those of the prompt."""
+    reasoning: str
+    text: str
+    calls: Sequence[Call] = ()
+    results: Sequence[Result] = ()
+    replies: int = 1
+    """Number of replies: several if the provider paused, none for a final answer that was part of a
+    reply with calls."""
+    author: Author = "model"
+    hides_reasoning: bool = False
+    """The model reasoned, but the API hides how. That is not the same as no reasoning."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the turn was there before this run called a model."""
+        return self.author in ("prompt", "parent")
+
+
+Entry = Said | Turn
+"""What a user said, or an assistant turn."""
+
+
+class Conversation(msgspec.Struct, frozen=True, gc=False):
+    """The content of a record that rows of any format render."""
+
+    system: str
+    """The system prompt that the model saw, "" without one."""
+    entries: Sequence[Entry]
+    tools: Tools
+    completed: bool
+    record: Record
+    own: Own
+    metadata: Mapping[str, Any]
+    num_tool_calls: int
+    flaws: Sequence[Flaw] = ()
+    """Flaws that not every format accepts."""
+    has_others: bool = False
+    """Whether any turn is not of this run's model."""
+    is_for_turn: bool = False
+    """It ends with the turn that its row is for; what precedes that is its context."""
+
+    @property
+    def num_turns(self) -> int:
+        """Number of replies of this run's model, in a row for a turn 1."""
+        return 1 if self.is_for_turn else len(self.own.turns)
+
+    @property
+    def own_turns(self) -> list[Turn]:
+        """The turns that this run paid for; in a row for a turn only that one."""
+        if self.is_for_turn and isinstance(last := self.entries[-1], Turn):
+            return [last]
+        turns = [entry for entry in self.entries if isinstance(entry, Turn)]
+        return [turn for turn in turns if not turn.is_given] if self.has_others else turns
+
+    @property
+    def others(self) -> Counter[str]:
+        """The number of turns that are not of this run's model, by author."""
+        if not self.has_others:
+            return Counter()
+        authors = [entry.author for entry in self.entries if isinstance(entry, Turn)]
+        return Counter(author for author in authors if author != "model")
+
+    @property
+    def replies_by_turn(self) -> dict[int, list[StoredTurn]]:
+        """The replies of each own turn by its number: several if the provider paused it."""
+        left = list(self.own.turns)
+        found = {}
+        for turn in reversed(self.own_turns):
+            if count := min(turn.replies, len(left)):
+                found[turn.number] = left[-count:]
+                del left[-count:]
+        return found
+
+
+def has_null_arguments(conversation: Conversation) -> bool:
+    """Whether a call has an argument that is null, at any depth."""
+    return any(
+        "null" in call.arguments and _holds_null(call.value)
+        for entry in conversation.entries
+        if isinstance(entry, Turn)
+        for call in entry.calls
+    )
+
+
+def _holds_null(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return value is None or (isinstance(value, list) and any(map(_holds_null, value)))

@@ -1,0 +1,133 @@
+"""Reads conversations of the usual shape in one pass, twice as fast as `reading`.
+
+The prompt, then turns of this run's model, each with calls of offered tools and their results in
+the same order, and an answer in text. Nothing was inherited, attached or said twice.
+Whatever differs is left to `read_conversation`, which has all the rules: both give the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from agent.parts import parts_of
+from agent.state.final_answer import RESERVED
+from batch_trajectories.export.conversation.own_work import (
+    Counts,
+    Own,
+    is_reasoning_hidden,
+    kind_of_failure,
+)
+from batch_trajectories.export.conversation.row_json import parse_arguments
+from batch_trajectories.export.conversation.tools import names_of, once
+from batch_trajectories.export.conversation.turns import Call, Entry, Result, Said, Turn
+from batch_trajectories.runs.store.record_types import Record, Tools
+
+
+def usual_entries(record: Record, own: Own) -> list[Entry] | None:
+    """The entries of a completed conversation, None if it is not of the usual shape.
+
+    Its texts are not searched for flaws. The counts of `own` are made on the way.
+    """
+    offered = once(record.tools, _names_of_usual)
+    messages, turns = record.messages, own.turns
+    place = 1 if messages and messages[0].role == "system" else 0
+    last = len(turns)
+    if offered is None or own.brought or own.start != place + 1 or last != len(record.turns):
+        return None
+    asked = messages[place]
+    if asked.role != "user" or asked.provider_blocks is not None or _is_blank(asked.content):
+        return None
+    place += 1
+    entries: list[Entry] = [Said(asked.content)]
+    stats: dict[str, dict[str, Any]] = {}
+    failures: list[str] = []
+    with_reasoning = hidden = with_token_ids = 0
+    started_at, ended_at = math.inf, -math.inf
+    for number, turn in enumerate(turns, start=1):
+        if place == len(messages):
+            return None
+        message = messages[place]
+        place += 1
+        text, reasoning = message.content, message.reasoning or ""
+        blocks = message.provider_blocks
+        if message.role != "assistant" or "<" in text:
+            return None
+        if blocks is not None and parts_of("assistant", blocks.blocks):
+            return None
+        if turn.started_at < started_at:
+            started_at = turn.started_at
+        if (end := turn.started_at + turn.duration_s) > ended_at:
+            ended_at = end
+        if turn.tokens is not None:
+            with_token_ids += turn.has_ids
+        hides = False
+        if reasoning and not reasoning.isspace():
+            with_reasoning += 1
+        else:
+            reasoning = ""
+            hides = is_reasoning_hidden(message, turn.reasoning_tokens)
+            hidden += hides
+        wanted = message.tool_calls
+        if (number == last) == bool(wanted):
+            return None
+        if _is_blank(text):
+            if not wanted:
+                return None
+            text = ""
+        if not wanted:
+            entries.append(Turn(number, reasoning, text, [], [], 1, "model", hides))
+            break
+        found = messages[place : place + len(wanted)]
+        if len(found) < len(wanted):
+            return None
+        place += len(found)
+        calls: list[Call] = []
+        results: list[Result] = []
+        ids = set()
+        for call, result in zip(wanted, found, strict=True):
+            function = call.function
+            name = function.name
+            if (
+                name not in offered
+                or result.role != "tool"
+                or result.tool_call_id != call.id
+                or result.provider_blocks is not None
+            ):
+                return None
+            ids.add(call.id)
+            calls.append(Call(call.id, name, *parse_arguments(function.arguments)))
+            is_error = bool(result.is_error)
+            results.append(Result(call.id, name, result.content, is_error))
+            if (stat := stats.get(name)) is None:
+                stat = stats[name] = {"tool": name, "count": 0, "success": 0, "failure": 0}
+            stat["count"] += 1
+            stat["failure" if is_error else "success"] += 1
+            if is_error:
+                failures.append(kind_of_failure(result.details))
+        if len(ids) < len(calls):
+            return None
+        entries.append(Turn(number, reasoning, text, calls, results, 1, "model", hides))
+    if place != len(messages):
+        return None
+    own.counts = Counts(
+        [stats[name] for name in sorted(stats)],
+        last,
+        with_reasoning,
+        hidden,
+        failures,
+        with_token_ids,
+        started_at,
+        ended_at,
+    )
+    return entries
+
+
+def _names_of_usual(tools: Tools) -> frozenset[str] | None:
+    """The names of tools; None if one of them ends a conversation."""
+    names = names_of(tools)
+    return names if RESERVED.isdisjoint(names) else None
+
+
+def _is_blank(text: str) -> bool:
+    return not text or text.isspace()

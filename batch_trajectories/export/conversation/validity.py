@@ -1,0 +1,194 @@
+"""The rules that a conversation must keep to become a training row.
+
+Trainers silently drop rows that break them, or stop the whole training. Such rows are rejected here
+with a reason; their records stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from enum import StrEnum
+
+from agent.state.final_answer import FINAL_ANSWER, finish_in
+from batch_trajectories.runs.store.record_types import StoredCall, StoredMessage
+
+
+class Reason(StrEnum):
+    """Why a record is not converted."""
+
+    NO_REPLY = "no_reply"
+    """The model never replied, so there is nothing to train on."""
+    UNFINISHED = "unfinished"
+    """The record counts as completed, but does not end with an answer of the model."""
+    ROLES_OUT_OF_ORDER = "roles_out_of_order"
+    """The roles are not: system, then user, assistant, (results, assistant)*, user and so on.
+
+    An assistant message may follow another without calls: the provider had paused the turn.
+    """
+    UNKNOWN_TOOL = "unknown_tool"
+    """A tool was called that the model was not offered."""
+    REPEATED_CALL_ID = "repeated_call_id"
+    """Two calls of one turn have the same id, so their results are ambiguous."""
+    UNANSWERED_CALL = "unanswered_call"
+    """A call has no result, although the conversation continues."""
+    STRAY_RESULT = "stray_result"
+    """A tool result answers no call of its turn, or one that was answered before."""
+    ARGUMENTS_NOT_JSON = "arguments_not_json"
+    """The arguments of a call are not strict JSON, or nested too deep for its readers."""
+    ARGUMENTS_NOT_OBJECT = "arguments_not_object"
+    """The arguments of a call are JSON, but not an object."""
+    EMPTY_VALUE = "empty_value"
+    """A user message, an assistant turn or a final answer says nothing."""
+    REASONING_ONLY = "reasoning_only"
+    """An assistant turn holds reasoning, but neither text nor calls."""
+    UNCLOSED_THINK = "unclosed_think"
+    """An assistant turn opens a block of reasoning and never closes it."""
+    MARKER_IN_TEXT = "marker_in_text"
+    """The model's text or reasoning holds a tag that would be read as structure."""
+    MARKER_IN_ARGUMENTS = "marker_in_arguments"
+    """Arguments hold the tag that closes calls, in a format that templates render."""
+    MARKER_IN_RESULT = "marker_in_result"
+    """A tool result holds the tag that closes results, in a format that does not escape it."""
+    EARLIER_RESPONSE_UNKNOWN = "earlier_response_unknown"
+    """An agent continued a response of the endpoint by its id, and what came before is unknown."""
+    HAS_IMAGES = "has_images"
+    """A message holds a picture, and the format only text."""
+    HAS_FILES = "has_files"
+    """A message holds a document, audio or another part that is not text; the format only text."""
+    CONTROL_TOKEN = "control_token"
+    """A text holds a token of chat templates."""
+    NOT_TEXT = "not_text"
+    """The content of a message, or a final answer, is not a string."""
+    NO_REWARD = "no_reward"
+    """The conversation has no reward, in a format that needs one."""
+    NO_PATCH = "no_patch"
+    """The record has no diff, or none that is text, in a format that is made of it."""
+    CUT_PATCH = "patch_truncated"
+    """The diff was longer than a record holds."""
+    OTHER_SAMPLE = "other_sample"
+    """Another sample of the prompt is in a file that holds one."""
+    NO_TOKEN_IDS = "no_token_ids"
+    """No turn has token ids, in a format that is made of them."""
+    NO_PAIR = "no_pair"
+    """No other sample of the prompt makes a pair with it."""
+    NO_REASONING = "no_reasoning"
+    """No turn of the model holds reasoning, and the run is exported with reasoning only."""
+    NOT_PASSED = "not_passed"
+    """It did not pass, and the run is exported without those."""
+    CHECK_FAILED = "check_failed"
+    """Its check gave no result, and the run is exported without those that did not pass."""
+
+
+class Rejected(Exception):
+    """This record cannot become a training row; `reason` is for counting, `detail` for reading."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        # Both as args: the exception is pickled when it crosses a process border.
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+_MAY_FOLLOW = {
+    "": ("system", "user"),
+    "system": ("system", "user"),
+    "user": ("assistant",),
+    "assistant": ("user", "assistant"),
+    "tool": ("assistant",),
+}
+"""Which roles may follow which; tool results must answer open calls."""
+
+
+def check_conversation(messages: Sequence[StoredMessage], tools: Collection[str]) -> list[str]:
+    """Raise Rejected unless roles, calls and results fit together.
+
+    `tools` names the tools on offer; returned are descriptions of calls of other tools. The
+    conversation may end early: after a user message, or within the results of its last turn.
+    """
+    before = ""
+    turn = 0
+    open_calls: set[str] = set()
+    invented: list[str] = []
+    for position, message in enumerate(messages, start=1):
+        role = message.role
+        if role == "tool":
+            if message.tool_call_id not in open_calls:
+                raise Rejected(
+                    Reason.STRAY_RESULT,
+                    f"message {position}, after turn {turn}: result for"
+                    f" {message.tool_call_id!r}, which is no open call",
+                )
+            open_calls.remove(message.tool_call_id)
+        elif open_calls:
+            raise Rejected(
+                Reason.UNANSWERED_CALL, f"turn {turn}: no result for {sorted(open_calls)}"
+            )
+        elif role not in _MAY_FOLLOW[before]:
+            after = f"after {before!r}" if before else "as the first"
+            raise Rejected(Reason.ROLES_OUT_OF_ORDER, f"message {position}: role {role!r} {after}")
+        if role == "assistant":
+            turn += before != "assistant"  # else it continues the same turn
+            open_calls = _check_calls(message.tool_calls, tools, invented, turn=turn)
+        before = role
+    if turn == 0:
+        raise Rejected(Reason.NO_REPLY, "the conversation holds no assistant turn")
+    return invented
+
+
+def check_finished(messages: Sequence[StoredMessage]) -> None:
+    """Raise Rejected unless the conversation ends with an answer.
+
+    That is an assistant turn without calls, or one with an answered call of `final_answer`.
+    """
+    last = messages[-1]
+    if last.role == "tool" and final_answer_call(messages) is not None:
+        return
+    if last.role != "assistant":
+        raise Rejected(Reason.UNFINISHED, f"completed, but the last message is a {last.role}'s")
+    if last.tool_calls:
+        raise Rejected(Reason.UNFINISHED, "completed, but the last turn asks for tools")
+
+
+def final_answer_call(messages: Sequence[StoredMessage]) -> StoredCall | None:
+    """The call of `final_answer` in the last turn, once all calls of that turn have results.
+
+    Of several it is the first that the runtime could accept.
+    """
+    results = {}
+    for message in reversed(messages):
+        if message.role != "tool":
+            break
+        results[message.tool_call_id] = message
+    else:
+        return None
+    if not results:
+        return None
+    calls = message.tool_calls
+    if results.keys() != {call.id for call in calls}:
+        return None
+    answers = [call for call in calls if call.function.name == FINAL_ANSWER]
+    for call in answers:
+        finish = finish_in(FINAL_ANSWER, call.function.arguments)
+        if not results[call.id].is_error and finish is not None:
+            return call
+    return answers[0] if answers else None
+
+
+def _check_calls(
+    calls: Sequence[StoredCall], tools: Collection[str], invented: list[str], *, turn: int
+) -> set[str]:
+    ids: set[str] = set()
+    for number, call in enumerate(calls, start=1):
+        name = call.function.name
+        if name not in tools:
+            invented.append(f"turn {turn}, call {number}: tool {name!r} was not on offer")
+        if call.id in ids:
+            raise Rejected(
+                Reason.REPEATED_CALL_ID,
+                f"turn {turn}, call {number}: id {call.id!r} belongs to an earlier call",
+            )
+        ids.add(call.id)
+    return ids

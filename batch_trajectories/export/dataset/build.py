@@ -1,0 +1,342 @@
+"""Makes a dataset from a run: one pass over its records, by a recipe, into several formats.
+
+Every task is discarded, failed, pending, rejected by a filter, or selected; in each format every
+selected record is used or rejected. The same records and recipe give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.rewards import reward_of
+from batch_trajectories.export.conversation.tolerance import (
+    Tolerance,
+    how_to_keep,
+    refuse_everywhere,
+)
+from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.dataset.format_files import Why, open_formats
+from batch_trajectories.export.dataset.splits import Splits
+from batch_trajectories.export.filters.duplicates import NearDuplicates, said_in
+from batch_trajectories.export.filters.filters import RecordFilters
+from batch_trajectories.export.filters.verdicts import Verdicts
+from batch_trajectories.export.formats.registry import COPIES
+from batch_trajectories.export.recipe import Recipe
+from batch_trajectories.export.record_order import Loaded, RecordOrder, RecordReader, Seen
+from batch_trajectories.export.row_files import FileTarget, Hashing, Written
+from batch_trajectories.export.statistics import Statistics
+from batch_trajectories.runs.dataset.scan import Scan
+from batch_trajectories.runs.process.long_work import LongWork
+from batch_trajectories.runs.run_dir import read_run_json, versions_of
+from batch_trajectories.runs.store.failures import load_failed_attempts
+from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.runs.store.scores import Scores
+
+SCHEMA_VERSION = 1
+
+_UNKNOWN = "unknown"
+"""The model of an imported conversation that does not name it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The run that a dataset is made from."""
+
+    run_dir: Path
+    scan: Scan
+    num_samples: int
+
+
+def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, Any]:
+    """Write the rows and rejects of a dataset; returns its manifest.
+
+    Raises `ConfigError` for a recipe that does not fit the run, `EnvironmentStop` if a record has
+    become unreadable.
+    """
+    scan = source.scan
+    order = RecordOrder(source.run_dir, scan, num_samples=source.num_samples)
+    with order.reading(Scores(source.run_dir)) as read:
+        judge = recipe.filters.judge
+        verdicts = None if judge is None else Verdicts(source.run_dir, judge)
+        name = source.run_dir.name
+        making = _Making(recipe, place, Seen(len(order)), read, verdicts, name)
+        with LongWork("export", total=order.with_record) as work:
+            for groups in order.groups(by_prompt=recipe.compares):
+                making.add(groups)
+                work.advance(sum(map(len, groups)))
+    failed_attempts = load_failed_attempts(source.run_dir)
+    failed = sum(scan.key(number) in failed_attempts for number in order.without_record())
+    pending = sum(1 for _ in order.without_record()) - failed
+    discarded = len(source.scan.bad_rows) * source.num_samples
+    run = read_run_json(source.run_dir)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "dataset",
+        "run": {
+            "name": run["config"]["run_name"],
+            "config_digest": run["digest"],
+            "dataset_sha256": source.scan.sha256,
+            "prompts": source.scan.rows + len(source.scan.bad_rows),
+            "samples": source.num_samples,
+        },
+        "tasks": len(order) + discarded,
+        "discarded": discarded,
+        "failed": failed,
+        "pending": pending,
+        **making.finish(),
+        "gone": order.gone,
+        "recipe": recipe.model_dump(mode="json"),
+        "versions": _versions(recipe),
+    }
+
+
+def judge_answers(source: Source, recipe: Recipe) -> None:
+    """Ask the judge of a recipe about all records that no other filter leaves out.
+
+    Raises `ConfigError`, `EnvironmentStop`, and `RunLocked` while another export asks.
+    """
+    if (judge := recipe.filters.judge) is not None:
+        from batch_trajectories.export.filters.judge import ask_judge
+
+        ask_judge(source.run_dir, judge, partial(_to_be_judged, source, recipe))
+
+
+def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[Record]:
+    filters = _filters_of(recipe)
+    order = RecordOrder(source.run_dir, source.scan, num_samples=source.num_samples)
+    with order.reading(Scores(source.run_dir)) as read:
+        for number in order.numbers():
+            record = read(number)
+            if filters.rejection(record) is None and _has_rows(record, recipe):
+                yield record
+
+
+def _has_rows(record: Record, recipe: Recipe) -> bool:
+    try:
+        return not recipe.needs_conversations or bool(_with_conversation(record, recipe.tolerances))
+    except Rejected:
+        return False
+
+
+def _with_conversation(record: Record, tolerances: Sequence[Tolerance]) -> Loaded:
+    """Parse a record; raises Rejected, also if no format accepts it."""
+    conversation = read_conversation(record)
+    if conversation.flaws:
+        refuse_everywhere(conversation.flaws, tolerances)
+    return Loaded(record, conversation)
+
+
+def _filters_of(recipe: Recipe, verdicts: Verdicts | None = None) -> RecordFilters:
+    return RecordFilters(
+        recipe.filters,
+        threshold=recipe.preference.threshold,
+        reward_name=recipe.reward_name,
+        verdicts=verdicts,
+        with_comparisons=recipe.makes_comparisons,
+    )
+
+
+class _Making:
+    """A dataset that is being written."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        place: FileTarget,
+        seen: Seen,
+        read: RecordReader,
+        verdicts: Verdicts | None,
+        run: str,
+    ) -> None:
+        self._recipe = recipe
+        self._seen = seen
+        self._read = read
+        filters = recipe.filters
+        self._chooses = recipe.compares or filters.max_per_toolsets is not None
+        self._filters = _filters_of(recipe, verdicts)
+        self._near = (
+            None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
+        )
+        self._splits = Splits(recipe.splits, seed=recipe.split_seed)
+        self._formats = open_formats(recipe, place, run)
+        self._tolerances = recipe.tolerances
+        self._needs_conversations = recipe.needs_conversations
+        self._rejects = Hashing(place.open("rejects.jsonl"))
+        self._reject_lines = 0
+        self._rejected: Counter[str] = Counter()
+        self._selected = 0
+        self._by_toolsets: Counter[tuple[str, ...]] = Counter()
+        self._models: Counter[str] = Counter()
+        self._statistics = Statistics()
+
+    def add(self, groups: Sequence[Sequence[int]]) -> None:
+        """Add a few groups of tasks: those of one prompt, or single tasks if none are compared."""
+        # A prompt can have any number of samples: rejected ones are not held in memory.
+        loading = map(self._read, chain.from_iterable(groups))
+        loaded = loading if self._recipe.compares else iter([*loading])
+        passed = [self._candidates(numbers, loaded) for numbers in groups]
+        for candidates, _ in passed:
+            for candidate in candidates:
+                self._selected += 1
+                self._statistics.add(candidate.record, candidate.own)
+                record = candidate.record
+                self._models[record.model_returned or record.model or _UNKNOWN] += 1
+        for candidates, rejected in passed:
+            for named, why in rejected:
+                self._rejected[why[0]] += 1
+                self._reject(named, *why, None)
+            if not candidates:
+                continue
+            chosen = self._chosen(candidates)
+            split = self._splits.of(candidates[0].record)
+            for files in self._formats:
+                for candidate, why in files.add(split, candidates, chosen):
+                    self._reject(_named(candidate.record), *why, files.name)
+
+    def finish(self) -> dict[str, Any]:
+        """Close all files; returns their part of the manifest."""
+        formats = [files.finish() for files in self._formats]
+        digest = self._rejects.finish()
+        statistics = self._statistics.to_json()
+        del statistics["duration_s"]
+        return {
+            "rejected": self._rejected.total(),
+            "rejected_by_reason": dict(sorted(self._rejected.items())),
+            "selected": self._selected,
+            "models": [
+                {"model": name, "records": count} for name, count in sorted(self._models.items())
+            ],
+            "formats": formats,
+            "rejects": Written(
+                "rejects.jsonl", self._reject_lines, self._rejects.size, digest
+            ).to_json(),
+            "statistics": statistics,
+        }
+
+    def _candidates(
+        self, numbers: Sequence[int], loaded: Iterator[Record]
+    ) -> tuple[list[Loaded], list[tuple[_Named, Why]]]:
+        """The next records that pass the filters, and id and status of those that do not."""
+        candidates: list[Loaded] = []
+        rejected: list[tuple[_Named, Why]] = []
+        for number, record in zip(numbers, loaded, strict=False):
+            try:
+                candidates.append(self._candidate(number, record))
+            except _LeftOut as left_out:
+                rejected.append((_named(record), (left_out.reason, left_out.detail)))
+        return candidates, rejected
+
+    def _candidate(self, number: int, record: Record) -> Loaded:
+        """The record with its conversation, if some format needs it; raises _LeftOut."""
+        if (rejection := self._filters.rejection(record)) is not None:
+            raise _LeftOut(*rejection)
+        found = Loaded(record)
+        if self._needs_conversations:
+            try:
+                found = _with_conversation(record, self._tolerances)
+            except Rejected as rejected:
+                raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
+        if self._recipe.filters.exact_duplicates and not self._is_new(number, record):
+            raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
+        if self._near is None or self._filters.only_compared(record) is not None:
+            # A record without a row of its own must not exclude others.
+            return found
+        if earlier := self._near.earlier(record):
+            raise _LeftOut("near_duplicates", f"says nearly the same as {earlier}")
+        return found
+
+    def _is_new(self, number: int, record: Record) -> bool:
+        said = said_in(record)
+        return self._seen.is_new(
+            number, hash(said), lambda earlier: said_in(self._read(earlier)) == said
+        )
+
+    def _chosen(self, candidates: list[Loaded]) -> dict[str, tuple[str, str]]:
+        """The candidates that make no rows of their own, by id, with the reason."""
+        left_out: dict[str, tuple[str, str]] = {}
+        if not self._chooses:
+            return left_out
+        filters = self._recipe.filters
+        ranked = []
+        for candidate in candidates:
+            if (why := self._filters.only_compared(candidate.record)) is None:
+                ranked.append(candidate)
+            else:
+                left_out[candidate.record.id] = why
+        if filters.best_n is not None:
+            ranked.sort(key=partial(_by_reward, self._recipe.reward_name))
+        count = filters.first_n or filters.best_n or len(candidates)
+        name = "first_n" if filters.first_n else "best_n"
+        for candidate in ranked[count:]:
+            left_out[candidate.record.id] = (name, f"{count} others of its prompt are kept")
+        if filters.max_per_toolsets is not None:
+            for candidate in candidates:
+                if candidate.record.id in left_out:
+                    continue
+                toolsets = tuple(candidate.record.toolsets)
+                self._by_toolsets[toolsets] += 1
+                if self._by_toolsets[toolsets] > filters.max_per_toolsets:
+                    detail = (
+                        f"{filters.max_per_toolsets} with {', '.join(toolsets) or 'no toolsets'}"
+                    )
+                    left_out[candidate.record.id] = ("max_per_toolsets", f"{detail} are kept")
+        return left_out
+
+    def _reject(self, named: _Named, reason: str, detail: str, format_name: str | None) -> None:
+        # What no format accepts is reported for the first format.
+        if kept := how_to_keep(reason, format_name or self._recipe.row_formats[0]):
+            detail = f"{detail}; {kept}"
+        line = {
+            **named,
+            "format": format_name,
+            "reason": reason,
+            # It may quote a model's text with halves of surrogate pairs.
+            "detail": detail.encode(errors="replace").decode(),
+        }
+        self._rejects.write(orjson.dumps(line) + b"\n")
+        self._reject_lines += 1
+
+
+_Named = Mapping[str, str]
+"""Id and status of a record."""
+
+
+def _named(record: Record) -> _Named:
+    return {"id": record.id, "status": record.status}
+
+
+class _LeftOut(Exception):
+    """A record is left out of all formats."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def _by_reward(name: str | None, candidate: Loaded) -> float:
+    """A sort key: best first, without a reward last."""
+    reward = reward_of(candidate.record, name)
+    return float("inf") if reward is None else -reward
+
+
+def _versions(recipe: Recipe) -> dict[str, str]:
+    names = ["batch-trajectories"]
+    if not COPIES.isdisjoint(recipe.formats):
+        names.append("pyarrow")
+    if "hf" in recipe.formats:
+        names.append("datasets")
+    if recipe.filters.near_duplicates is not None:
+        names.append("rensa")
+    if recipe.filters.secrets == "all":
+        names.append("detect-secrets")
+    return versions_of(names)

@@ -1,0 +1,257 @@
+"""The dataset card, for the Hugging Face hub and readers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+import yaml
+
+from batch_trajectories.export.formats.columns import columns_of
+from batch_trajectories.export.recipe import Recipe
+
+_LISTS: dict[str, dict[str, Any]] = {
+    "turns": {"list": [{"name": "from", "dtype": "string"}, {"name": "value", "dtype": "string"}]},
+    "messages": {"list": "json"},
+}
+
+_SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6, "100K<n<1M"))
+
+_LOADING = {
+    "hermes": "Turns as text. TRL wants role names of its own (system, user, assistant, tool); "
+    "LLaMA-Factory a `dataset_info.json` with all seven tags.",
+    "llamafactory": "Point `dataset_dir` at the folder `llamafactory`; its `dataset_info.json` "
+    "names one dataset per split.",
+    "openai": "TRL and Axolotl (`type: chat_template`) read it directly. Arguments are objects, "
+    "so the JSON lines need datasets 4.7 or newer; the Parquet files hold them as JSON text and "
+    "open everywhere.",
+    "atif": "One ATIF-v1.8 document per line; not meant for `load_dataset`.",
+    "dpo": "TRL DPOTrainer: prompt, chosen, rejected. Needs datasets 4.7 or newer.",
+    "kto": "TRL KTOTrainer: prompt, completion, label. Needs datasets 4.7 or newer.",
+    "rl": "Token ids as sampled, one row per segment of a conversation: see docs/training.md of "
+    "the program that wrote it.",
+    "prompts": "A row per prompt for verl's own rollouts (`data.train_files`).",
+    "predictions": "Diffs by `instance_id`, for the harness of SWE-bench (`--predictions_path`).",
+    "raw": "The records of the run, whole; not meant for `load_dataset`.",
+}
+
+_NOT_LOADED = ("atif", "rl", "prompts", "predictions", "raw")
+"""Formats without a fixed schema."""
+
+
+_TRAINERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("TRL SFTTrainer", ("openai_hf", "openai")),
+    ("Axolotl", ("openai_parquet", "openai")),
+    ("LLaMA-Factory", ("llamafactory",)),
+    ("verl, fine-tuning", ("openai_parquet",)),
+    ("ms-swift, OpenRLHF, Unsloth, NeMo AutoModel", ("openai",)),
+    ("TRL DPOTrainer", ("dpo_hf", "dpo")),
+    ("TRL KTOTrainer", ("kto_hf", "kto")),
+    ("prime-rl, SkyRL, slime, verl: token ids", ("rl",)),
+    ("verl: prompts for its own rollouts", ("prompts",)),
+)
+"""Trainers, and the folders that they read, the best one first."""
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes equal parts in full, for readers without YAML aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """No aliases."""
+        return True
+
+
+def card(manifest: Mapping[str, Any], recipe: Recipe) -> str:
+    """The content of README.md."""
+    header = yaml.dump(
+        _header(manifest, recipe), Dumper=_Plain, sort_keys=False, allow_unicode=True
+    )
+    return f"---\n{header}---\n\n" + "\n".join(_body(manifest, recipe)) + "\n"
+
+
+def _header(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    configs: list[dict[str, Any]] = []
+    infos: list[dict[str, Any]] = []
+    for name, files in _by_config(manifest):
+        configs.append(
+            {
+                "config_name": name,
+                "data_files": [
+                    {"split": split, "path": _pattern(paths[0])} for split, paths in files.items()
+                ],
+                **({} if configs else {"default": True}),
+            }
+        )
+        if _suffix(manifest) == ".jsonl":  # other files say what their columns are
+            infos.append({"config_name": name, "features": _features(name, recipe)})
+    rows = max((part["rows"] for part in manifest["formats"]), default=0)
+    size = next((name for limit, name in _SIZES if rows < limit), "n>1M")
+    return {
+        **({"pretty_name": recipe.card.title} if recipe.card.title else {}),
+        "license": recipe.card.license,
+        **({"language": [recipe.card.language]} if recipe.card.language else {}),
+        "size_categories": [size],
+        "task_categories": ["text-generation"],
+        "tags": ["agent", "tool-use", "synthetic", "sharegpt"],
+        **({"configs": configs} if configs else {}),
+        **({"dataset_info": infos} if infos else {}),
+    }
+
+
+def _by_config(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, list[str]]]]:
+    """The configs of the hub, each with its files by split.
+
+    Its loader reads all configs of a repository as one kind of file.
+    """
+    suffix = _suffix(manifest)
+    for part in manifest["formats"]:
+        found: dict[str, list[str]] = {}
+        for file in part["files"]:
+            if part["format"] not in _NOT_LOADED and file["path"].endswith(suffix):
+                found.setdefault(file["split"], []).append(file["path"])
+        if found:
+            yield part["format"], found
+
+
+def _pattern(path: str) -> str:
+    """A file, or all shards beside it."""
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/*.{name.rpartition('.')[2]}" if "-of-" in name else path
+
+
+def _suffix(manifest: Mapping[str, Any]) -> str:
+    """The kind of file that the hub is to load: Parquet, else JSON lines, else Arrow."""
+    loaded = [part for part in manifest["formats"] if part["format"] not in _NOT_LOADED]
+    files = (file["path"] for part in loaded for file in part["files"])
+    written = {PurePath(path).suffix for path in files}
+    return next((kind for kind in (".parquet", ".jsonl") if kind in written), ".arrow")
+
+
+def _features(name: str, recipe: Recipe) -> list[dict[str, Any]]:
+    columns = columns_of(name, lists_tools=recipe.tools == "list")
+    return [
+        {"name": column, **_LISTS.get(kind, {"dtype": kind})} for column, kind in columns.items()
+    ]
+
+
+def _files_of_trainers(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each trainer that can read a file of the dataset, and that file."""
+    files = [file["path"] for part in manifest["formats"] for file in part["files"]]
+    folders = {path.partition("/")[0]: path for path in reversed(files)}
+    for trainer, known in _TRAINERS:
+        if found := [folder for folder in known if folder in folders]:
+            path = found[0] if found[0].endswith("_hf") else _pattern(folders[found[0]])
+            yield trainer, f"`{path}`"
+
+
+def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
+    run, statistics = manifest["run"], manifest["statistics"]
+    yield f"# {recipe.card.title or run['name']}"
+    yield ""
+    yield "Conversations of tool-using agents, generated by models; none was written by a person."
+    yield ""
+    yield "## Where it comes from"
+    yield ""
+    for model in manifest["models"]:
+        yield f"- model `{model['model']}`: {model['records']:,} conversations"
+    for toolset in statistics["toolsets"]:
+        yield f"- toolset `{toolset['toolset']}`: offered in {toolset['percent']}%"
+    source = recipe.card.prompt_source or "not stated; say where they come from and their license"
+    yield f"- prompts: {source}"
+    yield "- terms of the models' providers on training: check them before you publish this"
+    yield f"- run `{run['name']}`, config {run['config_digest']}, prompts x samples = " + (
+        f"{run['prompts']:,} x {run['samples']:,}"
+    )
+    yield ""
+    yield "## What is in it"
+    yield ""
+    yield from _table(
+        ("format", "rows", "rejected", "bytes per row: median", "99%", "longest"),
+        [
+            (
+                part["format"],
+                f"{part['rows']:,}",
+                f"{part['rejected']:,}",
+                *(str(part["row_bytes"][key] or "-") for key in ("p50", "p99", "max")),
+            )
+            for part in manifest["formats"]
+        ],
+    )
+    yield ""
+    yield "Trainers cut or drop long rows: TRL at 1,024 tokens by default, LLaMA-Factory at 2,048."
+    yield ""
+    for part in manifest["formats"]:
+        yield f"- **{part['format']}**: {_LOADING[part['format']]}"
+    if files := list(_files_of_trainers(manifest)):
+        yield ""
+        yield from _table(("trainer", "file"), files)
+        yield ""
+    for part in manifest["formats"]:
+        if count := part.get("rows_with_null_arguments"):
+            yield (
+                f"- {count:,} rows of `{part['format']}` have arguments that are null. Axolotl "
+                "drops these from JSON lines, not from Parquet."
+            )
+        if others := part.get("turns_of_others"):
+            yield _by_others(part["format"], others, is_marked=part["marks_loss"])
+    reasoning = statistics["reasoning"]
+    hidden = reasoning.get("hidden", 0)
+    yield ""
+    yield (
+        f"- reasoning: in {reasoning['with_reasoning']:,} of {reasoning['assistant_turns']:,} "
+        + (f"turns, style `{recipe.reasoning or 'as each format has it'}`")
+        + (f"; {hidden:,} more turns had some that the API hides" if hidden else "")
+    )
+    if recipe.per_turn:
+        yield (
+            "- one row per turn: only the last turn of a row is to be learnt; `mask_history: true` "
+            "says so to LLaMA-Factory"
+        )
+    yield f"- system prompts: `{recipe.system or 'as each format has it'}`"
+    yield f"- parallel calls: `{recipe.parallel_calls}`"
+    yield f"- splits by prompt: {', '.join(f'{k} {v:g}' for k, v in recipe.splits.items())}"
+    yield ""
+    yield "## What was left out"
+    yield ""
+    counts = [(key, manifest[key]) for key in ("discarded", "failed", "pending")]
+    counts += list(manifest["rejected_by_reason"].items())
+    yield from _table(
+        ("of tasks", f"{manifest['tasks']:,}"),
+        [
+            *((reason, f"{count:,}") for reason, count in counts if count),
+            ("selected", f"{manifest['selected']:,}"),
+        ],
+    )
+    filters = recipe.filters
+    yield ""
+    yield f"- scanned for secrets: {'no' if filters.secrets == 'off' else filters.secrets}"
+    yield "- compared with benchmarks: " + (
+        f"{len(filters.evaluation_files)} files, {filters.evaluation_words} words in a row"
+        if filters.evaluation_files
+        else "no"
+    )
+    yield "- personal data: not looked for"
+    yield ""
+    yield "`manifest.json` has the recipe, all counts and a sha256 per file."
+
+
+_AUTHORS = {
+    "prompt": "the prompt",
+    "parent": "the conversation that was branched",
+    "other_model": "another model",
+}
+
+
+def _by_others(name: str, others: Mapping[str, int], *, is_marked: bool) -> str:
+    counts = ", ".join(f"{count:,} of {_AUTHORS[author]}" for author, count in others.items())
+    if not is_marked:
+        return f"  - turns of others: {counts}; {name} cannot mark them, so trainers learn them"
+    return f"  - turns of others: {counts}; marked, so they carry no loss"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        yield f"| {' | '.join(row)} |"

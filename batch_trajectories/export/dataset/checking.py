@@ -1,0 +1,139 @@
+"""Compares a dataset with its manifest and with its records."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.dataset.directory import (
+    MANIFEST,
+    derive,
+    listed_files,
+    read_manifest,
+)
+from batch_trajectories.export.recipe import Recipe
+from batch_trajectories.runs.process.long_work import LongWork
+from toolsets.validation import mistakes_in
+
+_SUMS = ("discarded", "failed", "pending", "rejected", "selected")
+
+
+def findings(source: Source, directory: Path) -> Iterator[str]:
+    """The problems of a dataset, one line each.
+
+    Every file is read, and made again from the records with the recipe of the manifest. Raises
+    `ConfigError` without a dataset.
+    """
+    manifest = read_manifest(directory)
+    if manifest.get("unfinished"):
+        yield "an export into this directory was interrupted; export again"
+        return
+    yield from _sums(manifest)
+    files = {file["path"]: file for file in listed_files(manifest)}
+    for path, file in files.items():
+        yield from _file(directory, path, file)
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name not in files and name != MANIFEST:
+            yield f"{name}: not in the manifest; remove it, or loaders may read it"
+    try:
+        recipe = Recipe.model_validate(manifest["recipe"])
+    except ValidationError as error:
+        yield f"its recipe is not one of this version: {mistakes_in(error)[0].reason}; export again"
+        return
+    again = orjson.loads(orjson.dumps(derive(source, recipe)))
+    yield from _derived(manifest, again, files)
+    yield from _told(manifest, again)
+
+
+def _sums(manifest: Mapping[str, Any]) -> Iterator[str]:
+    if (total := sum(manifest[key] for key in _SUMS)) != manifest["tasks"]:
+        yield f"{' + '.join(_SUMS)} = {total}, but there are {manifest['tasks']} tasks"
+    for part in manifest["formats"]:
+        if (total := part["used"] + part["rejected"]) != manifest["selected"]:
+            yield f"{part['format']}: {total} used or rejected of {manifest['selected']} selected"
+        for suffix in {Path(file["path"]).suffix for file in part["files"]}:
+            rows = sum(f["rows"] for f in part["files"] if f["path"].endswith(suffix))
+            if rows != part["rows"]:
+                yield f"{part['format']}: {rows} rows in {suffix} files, {part['rows']} in all"
+
+
+def _file(directory: Path, name: str, file: Mapping[str, Any]) -> Iterator[str]:
+    digest = hashlib.sha256()
+    rows = size = 0
+    try:
+        with (
+            (directory / name).open("rb") as content,
+            LongWork(f"reading {name}", total=file["bytes"], unit="B") as work,
+        ):
+            for line in content:
+                work.advance(len(line))
+                digest.update(line)
+                size += len(line)
+                rows += 1
+                if name.endswith(".jsonl") and (fault := _fault(line)):
+                    yield f"{name}, line {rows}: {fault}"
+    except OSError as error:
+        yield f"{name}: {error.strerror or error}"
+        return
+    if size != file["bytes"] or digest.hexdigest() != file["sha256"]:
+        yield f"{name}: was changed since it was exported ({size} bytes, {file['bytes']} then)"
+    elif name.endswith(".jsonl") and rows != file["rows"]:
+        yield f"{name}: {rows} rows, but the manifest says {file['rows']}"
+
+
+def _fault(line: bytes) -> str | None:
+    if not line.endswith(b"\n"):
+        return "torn"
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        return f"not JSON: {error}"
+    return None if isinstance(row, dict) else "not an object"
+
+
+def _derived(
+    manifest: Mapping[str, Any], again: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    for key in ("tasks", *_SUMS):
+        if again[key] != manifest[key]:
+            yield f"{key}: {manifest[key]}, but the records now give {again[key]}; export again"
+    same_tools = again["versions"] == manifest["versions"]
+    derived = {file["path"]: file for file in listed_files(again)}
+    for path in sorted({*files, *derived}):
+        if path not in derived:
+            yield f"{path}: the records give no such file"
+        elif path not in files:
+            yield f"{path}: missing; the records give {derived[path]['rows']} rows"
+        elif not same_tools and _is_copy(path):
+            if derived[path]["rows"] != files[path]["rows"]:
+                yield f"{path}: {files[path]['rows']} rows, the records give other"
+        elif derived[path]["sha256"] != files[path]["sha256"]:
+            yield f"{path}: the records give other bytes"
+
+
+def _is_copy(path: str) -> bool:
+    """Whether a library wrote a file, so that the bytes depend on its version."""
+    return path.split("/")[0].endswith(("_parquet", "_hf"))
+
+
+def _told(manifest: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
+    """Compares the rest of the manifest: statistics, reasons, splits."""
+    apart = {*("tasks", *_SUMS), *("recipe", "versions", "rejects", "other_files", "formats")}
+    for key in sorted(({*manifest} | {*again}) - apart):
+        if manifest.get(key) != again.get(key):
+            yield f"{MANIFEST}: {key}: the records give other; export again"
+    for ours, theirs in zip(manifest["formats"], again["formats"], strict=False):
+        for key in sorted(({*ours} | {*theirs}) - {"files"}):
+            if ours.get(key) != theirs.get(key):
+                yield f"{MANIFEST}: {ours['format']}: {key}: the records give other; export again"
+        splits = {file["path"]: file["split"] for file in theirs["files"]}
+        for file in ours["files"]:
+            if file.get("split") != splits.get(file["path"], file.get("split")):
+                yield f"{file['path']}: the records put it into {splits[file['path']]}"

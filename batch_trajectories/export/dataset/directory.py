@@ -1,0 +1,249 @@
+"""The directory of a dataset: rows, card and manifest, replaced together.
+
+    <format>/<split>.jsonl          rows; with shards <format>/<split>/<split>-00000-of-00003.jsonl
+    <format>_parquet/...            copies as Parquet
+    <format>_hf/                    copies that `datasets.load_from_disk` loads
+    llamafactory/dataset_info.json  how LLaMA-Factory is to read its rows
+    rejects.jsonl                   {"id", "status", "format" (null: in none), "reason", "detail"}
+    README.md                       the card
+    manifest.json                   recipe, counts that sum to all tasks, sha256 of every file
+
+The manifest is written last, and says `unfinished` while files change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from batch_trajectories.export.dataset.build import (
+    SCHEMA_VERSION,
+    Source,
+    judge_answers,
+    write_rows,
+)
+from batch_trajectories.export.dataset.card import card
+from batch_trajectories.export.formats.arrow import datasets_frame
+from batch_trajectories.export.formats.llamafactory import dataset_info
+from batch_trajectories.export.recipe import Recipe
+from batch_trajectories.export.row_files import FileTarget, Nowhere, Staging, Written
+from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.process.console import say
+from batch_trajectories.runs.store.files import (
+    StorageError,
+    alone_in,
+    make_directory,
+    refuse_links,
+    replace_file,
+)
+from toolsets.validation import mistakes_in
+
+MANIFEST = "manifest.json"
+
+_NAMED = 5
+"""Number of removed files that are named."""
+
+
+class _File(BaseModel):
+    path: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class _Format(BaseModel):
+    format: str
+    rows: int
+    used: int
+    rejected: int
+    files: list[_File]
+
+
+class _Finished(BaseModel):
+    """The keys of a manifest that this program reads back."""
+
+    tasks: int
+    discarded: int
+    failed: int
+    pending: int
+    rejected: int
+    selected: int
+    formats: list[_Format]
+    rejects: _File
+    other_files: list[_File]
+    recipe: dict[str, Any]
+    versions: dict[str, str]
+
+
+class _UnderWay(BaseModel):
+    paths: list[str]
+
+
+def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str, Any]:
+    """Write a dataset; returns its manifest.
+
+    Files of an earlier export into `directory` that are not written again are removed, others
+    are left alone. Raises `ConfigError` if the directory holds something else, `RunLocked`
+    while another export writes there, `RunDirError` for links in the run, and `StorageError`.
+    """
+    refuse_links(source.run_dir)
+    try:
+        _make_directory(directory)
+        refusal = f"{directory}: another export writes here; wait for it or name another --output"
+        with alone_in(directory, refusal):
+            old = _old_paths(directory)
+            judge_answers(source, recipe)
+            with Staging(directory) as staging:
+                manifest = _make(source, recipe, staging)
+                under_way = {
+                    "schema_version": SCHEMA_VERSION,
+                    "kind": "dataset",
+                    "unfinished": True,
+                    "paths": sorted({*old, *staging.paths()}),
+                }
+                _write_manifest(directory, under_way)
+                staging.publish()
+                gone = old - set(staging.paths())
+                _remove(directory, gone)
+            _write_manifest(directory, manifest)
+    except OSError as error:
+        msg = (
+            f"{directory}: cannot write the dataset: {error.strerror or error}. The records are "
+            "safe; make room and run the same command again."
+        )
+        raise StorageError(msg) from error
+    if gone:
+        names = ", ".join(sorted(gone)[:_NAMED])
+        more = f" and {len(gone) - _NAMED:,} more" if len(gone) > _NAMED else ""
+        say(
+            f"removed from {directory}, as this export replaces the previous one: "
+            f"{names}{more}; --output keeps several"
+        )
+    return manifest
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        make_directory(directory, is_inside=False, parents=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        msg = f"{directory}: not a directory; name another --output"
+        raise ConfigError(msg) from error
+
+
+def derive(source: Source, recipe: Recipe) -> dict[str, Any]:
+    """The manifest of the dataset that `export_dataset` would write; nothing is written."""
+    return _make(source, recipe, Nowhere())
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a dataset. Raises `ConfigError` without a valid one."""
+    try:
+        manifest = orjson.loads((directory / MANIFEST).read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        msg = f"{directory / MANIFEST}: cannot read it: {error}; export the dataset first"
+        raise ConfigError(msg) from error
+    if not isinstance(manifest, dict) or manifest.get("kind") != "dataset":
+        msg = f"{directory / MANIFEST}: not the manifest of a dataset"
+        raise ConfigError(msg)
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        msg = f"{directory / MANIFEST}: of another version of this program; export again"
+        raise ConfigError(msg)
+    try:
+        (_UnderWay if manifest.get("unfinished") else _Finished).model_validate(manifest)
+    except ValidationError as error:
+        msg = (
+            f"{directory / MANIFEST}: {mistakes_in(error)[0].describe()}; it was changed since it "
+            "was written. Put it back, or remove the directory and export again"
+        )
+        raise ConfigError(msg) from error
+    return manifest
+
+
+def listed_files(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All files that a manifest lists: path, rows, bytes, sha256."""
+    files = [file for part in manifest["formats"] for file in part["files"]]
+    return [*files, manifest["rejects"], *manifest["other_files"]]
+
+
+def _make(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, Any]:
+    manifest = write_rows(source, recipe, place)
+    others = []
+    for part in manifest["formats"]:
+        if part["format"] == "llamafactory":
+            content = dataset_info(_loaded_by_llamafactory(manifest["run"]["name"], part))
+            others.append(_write(place, "llamafactory/dataset_info.json", _indented(content)))
+        for path, content in _loaded_by_datasets(part, recipe).items():
+            others.append(_write(place, path, _indented(content)))
+    others.append(_write(place, "README.md", card(manifest, recipe).encode()))
+    return {**manifest, "other_files": [file.to_json() for file in others]}
+
+
+def _loaded_by_llamafactory(name: str, part: Mapping[str, Any]) -> dict[str, str]:
+    """The file or folder of each split, relative to the folder of the format."""
+    found = {}
+    for file in part["files"]:
+        folder, _, rest = file["path"].partition("/")
+        if folder == "llamafactory":
+            found[f"{name}_{file['split']}"] = rest.partition("/")[0]
+    return found
+
+
+def _loaded_by_datasets(part: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """The files of a directory of `datasets` except its rows, by path."""
+    files = [file for file in part["files"] if file["path"].endswith(".arrow")]
+    if not files:
+        return {}
+    name = part["format"]
+    frame = datasets_frame(name, files, lists_tools=recipe.copies_list_tools)
+    return {f"{name}_hf/{path}": content for path, content in frame.items()}
+
+
+def _write(place: FileTarget, path: str, content: bytes) -> Written:
+    with place.open(path) as file:
+        file.write(content)
+    return Written(path, 0, len(content), hashlib.sha256(content).hexdigest())
+
+
+def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    replace_file(directory / MANIFEST, _indented(manifest))
+
+
+def _indented(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n"
+
+
+def _old_paths(directory: Path) -> set[str]:
+    """The files of an earlier export. Raises `ConfigError` for a directory with other things."""
+    if not (directory / MANIFEST).exists():
+        if any(not path.name.startswith(".export.") for path in directory.iterdir()):
+            msg = f"{directory}: holds files but no dataset; name another --output"
+            raise ConfigError(msg)
+        return set()
+    manifest = read_manifest(directory)
+    if manifest.get("unfinished"):
+        paths = {str(path) for path in manifest["paths"]}
+    else:
+        paths = {str(file["path"]) for file in listed_files(manifest)}
+    root = directory.resolve()
+    # `Path.resolve` raises a RuntimeError at a link that leads to itself.
+    real = {path: Path(os.path.realpath(root / path)) for path in paths}
+    if out := [path for path in paths if not real[path].is_relative_to(root)]:
+        msg = f"{directory / MANIFEST}: lists {out[0]!r}, which is outside; name another --output"
+        raise ConfigError(msg)
+    return paths
+
+
+def _remove(directory: Path, paths: set[str]) -> None:
+    for name in paths:
+        (directory / name).unlink(missing_ok=True)
+    folders = {parent for name in paths for parent in Path(name).parents} - {Path()}
+    for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
+        path = directory / folder
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()

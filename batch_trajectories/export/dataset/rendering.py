@@ -1,0 +1,222 @@
+"""Renders rows through a chat template and reports what the template drops.
+
+A row is rendered twice: as it is, and with every text replaced by a mark. A missing mark is a text
+that the trainer would not see.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batch_trajectories.runs.errors import ConfigError, missing
+
+_THINK = re.compile(r"<think>\n(.*?)\n</think>\n*(.*)", re.DOTALL)
+
+
+_TRAINED = ("\ufdd0", "\ufdd1")
+"""Enclose what carries loss while a row is rendered. They are noncharacters, which texts lack."""
+
+_MARK = re.compile("[\ufdd0\ufdd1]")
+
+
+class Rendered(NamedTuple):
+    """One rendered row."""
+
+    text: str
+    """The text that a trainer would tokenize; blank if the template refused the row."""
+    trained: list[tuple[int, int]]
+    """Begin and end of each part that carries loss by the template's `{% generation %}`."""
+    dropped: list[str]
+    """Places of texts that the template dropped, or why it refused the row."""
+
+
+def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
+    """A function that renders rows of `openai.jsonl` as trainers do.
+
+    `path` is a Jinja file or a tokenizer_config.json. Raises `ConfigError`.
+    """
+    try:
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise missing("--render", "render") from error
+
+    class Generation(Extension):
+        """`{% generation %}`, by which templates mark what is trained on."""
+
+        tags = {"generation"}  # noqa: RUF012 - as the library declares it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (
+                nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in _TRAINED
+            )
+            return nodes.Scope([begin, *body, end], lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now(UTC).strftime(form)
+    try:
+        template = environment.from_string(_source(path))
+    except (OSError, ValueError, KeyError, TypeError, TemplateError) as error:
+        msg = f"{path}: cannot read this chat template: {error}"
+        raise ConfigError(msg) from error
+
+    def apply(messages: Any, tools: Any) -> str:
+        text: str = template.render(
+            messages=messages,
+            tools=tools or None,
+            add_generation_prompt=False,
+            bos_token="",
+            eos_token="",
+        )
+        return text
+
+    def render(row: Mapping[str, Any]) -> Rendered:
+        tools = row["tools"]
+        if isinstance(tools, str):
+            tools = json.loads(tools)
+        try:
+            text = apply(row["messages"], tools)
+            marks = _Marks()
+            marked = apply(*marks.put(row["messages"], tools))
+        except Exception as error:  # a template can raise anything
+            why = str(error) or type(error).__name__
+            return Rendered("", [], [f"the template refuses the row: {why}"])
+        dropped = [place for mark, place in marks.places.items() if mark not in marked]
+        return Rendered(*_without_marks(text), dropped)
+
+    return render
+
+
+def _source(path: Path) -> str:
+    """The text of a template; raises ValueError for a tokenizer file without one.
+
+    The file may hold it, or several by name, of which the one for tools is used; newer tokenizers
+    have it in a file beside it.
+    """
+    source = path.read_text(encoding="utf-8")
+    if path.suffix != ".json":
+        return source
+    tokenizer = json.loads(source)
+    if not isinstance(tokenizer, dict):
+        msg = "not a tokenizer file: it must hold a JSON object"
+        raise ValueError(msg)
+    held = tokenizer.get("chat_template")
+    if isinstance(held, list):
+        named = {one["name"]: one["template"] for one in held}
+        held = named.get("tool_use", named.get("default"))
+    beside = path.with_name("chat_template.jinja")
+    if held is None and beside.exists():
+        held = beside.read_text(encoding="utf-8")
+    if not isinstance(held, str):
+        msg = f"it holds no chat_template, and there is no {beside.name} beside it"
+        raise ValueError(msg)
+    return held
+
+
+def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without marks, and the parts that were between two marks."""
+    pieces = _MARK.split(text)
+    ends = list(accumulate(map(len, pieces)))
+    return "".join(pieces), list(zip(ends[0::2], ends[1::2], strict=False))
+
+
+class _Marks:
+    """Replaces every text of a row by a mark."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, str] = {}
+
+    def put(self, messages: Any, tools: Any) -> tuple[list[dict[str, Any]], list[Any]]:
+        marked = [
+            self._message(message, f"message {number} ({message['role']})")
+            for number, message in enumerate(messages, start=1)
+        ]
+        return marked, [self._tool(tool, f"tool {n}") for n, tool in enumerate(tools, start=1)]
+
+    def _mark(self, place: str) -> str:
+        # Letters and digits only, so no escaping changes it; no mark begins another.
+        mark = f"mark{len(self.places)}x"
+        self.places[mark] = place
+        return mark
+
+    def _message(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
+        marked = dict(message)
+        if (match := _THINK.fullmatch(message["content"])) and message["role"] == "assistant":
+            thought = self._mark(f"{where}, reasoning")
+            rest = self._mark(f"{where}, content") if match[2].strip() else ""
+            marked["content"] = f"<think>\n{thought}\n</think>\n\n{rest}"
+        elif message["content"].strip():
+            marked["content"] = self._mark(f"{where}, content")
+        if "reasoning_content" in message:
+            marked["reasoning_content"] = self._mark(f"{where}, reasoning")
+        if "tool_calls" in message:
+            marked["tool_calls"] = [
+                self._call(call, f"{where}, call {number}")
+                for number, call in enumerate(message["tool_calls"], start=1)
+            ]
+        return marked
+
+    def _call(self, call: Mapping[str, Any], where: str) -> dict[str, Any]:
+        function = call["function"]
+        arguments = {
+            name: self._mark(f"{where}, argument {name}") for name in function["arguments"]
+        }
+        name = self._mark(f"{where}, name")
+        return {**call, "function": {**function, "name": name, "arguments": arguments}}
+
+    def _tool(self, tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+        function = dict(tool["function"])
+        function["name"] = self._mark(f"{where}, name")
+        if function.get("description"):
+            function["description"] = self._mark(f"{where}, description")
+        return {**tool, "function": function}
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` of chat templates, with the same order of options."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def rows_of(directory: Path, manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The written rows of the format openai. Raises `ConfigError` without any."""
+    files = [
+        file["path"]
+        for part in manifest["formats"]
+        if part["format"] == "openai"
+        for file in part["files"]
+        if file["path"].endswith(".jsonl")
+    ]
+    if not files:
+        msg = "--render reads rows of the format openai, and none were written"
+        raise ConfigError(msg)
+    for path in files:
+        with (directory / path).open(encoding="utf-8") as lines:
+            yield from map(json.loads, lines)

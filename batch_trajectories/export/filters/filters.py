@@ -1,0 +1,297 @@
+"""Filters of single records.
+
+The reason of a rejection is the name of the filter in the recipe; the detail says what it found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batch_trajectories.export.conversation.ending import answer_of
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.rewards import judged, reward_of
+from batch_trajectories.export.conversation.texts import texts_of
+from batch_trajectories.export.conversation.tools import names_of
+from batch_trajectories.export.conversation.views import views_of
+from batch_trajectories.export.filters.contamination import Questions, load_questions
+from batch_trajectories.export.filters.secrets import Scanner, make_scanner
+from batch_trajectories.export.filters.verdicts import Verdicts
+from batch_trajectories.export.recipe import AnswerCheck, Filters
+from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.store.checks import CHECK_FAILED, ended_by_wrong_answer
+from batch_trajectories.runs.store.record_types import Record, StoredError
+from toolsets.catalog.places import OwnToolError, import_place
+
+_NO_ANSWER = "there is no answer"
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+_COUNTED = (
+    *("min_reasoning", "hidden_reasoning"),
+    *("max_tool_errors", "max_tool_error_share", "invented_tools"),
+    *("min_turns", "max_turns", "min_tool_calls", "max_tool_calls"),
+    *("max_input_tokens", "max_output_tokens", "max_tokens"),
+)
+"""Filters that need counts of what the model did."""
+
+_OF_SEVERAL = frozenset(
+    (
+        *("control_tokens", "evaluation_words", "exact_duplicates", "near_duplicates"),
+        *("first_n", "best_n", "max_per_toolsets"),
+    )
+)
+"""Filters that are applied elsewhere, and one that does nothing by itself."""
+
+
+class Rejection(NamedTuple):
+    """Why a record is left out."""
+
+    reason: str
+    detail: str
+
+
+class RecordFilters:
+    """The filters of a recipe that look at one record at a time."""
+
+    def __init__(
+        self,
+        filters: Filters,
+        *,
+        threshold: float,
+        reward_name: str | None = None,
+        verdicts: Verdicts | None = None,
+        with_comparisons: bool = False,
+    ) -> None:
+        """Load what they need. Raises `ConfigError`.
+
+        `reward_name` is the reward that counts. `verdicts` of the judge are applied last. An export
+        `with_comparisons` keeps records that only preferences use; see `only_compared`.
+        """
+        self._verdicts = verdicts
+        self._with_comparisons = with_comparisons
+        self._filters = filters
+        self._threshold = threshold
+        self._reward_name = reward_name
+        self.are_idle = verdicts is None and filters.model_fields_set <= _OF_SEVERAL
+        """Whether only the status of a record matters."""
+        self._counts = any(getattr(filters, name) not in (None, "keep") for name in _COUNTED)
+        self._wrong = None if filters.answer is None else _answer_check(filters.answer)
+        self._questions: Questions | None = None
+        if filters.evaluation_files:
+            self._questions = load_questions(
+                [Path(file) for file in filters.evaluation_files], words=filters.evaluation_words
+            )
+        self._scanner: Scanner | None = None
+        if filters.secrets != "off":
+            self._scanner = make_scanner(with_detect_secrets=filters.secrets == "all")
+
+    def rejection(self, record: Record) -> Rejection | None:
+        """The first filter that leaves the record out, None if none does."""
+        if self.are_idle and record.status == "completed":
+            return None
+        return next(self._rejections(record), None)
+
+    def only_compared(self, record: Record) -> Rejection | None:
+        """Why a record is used only in preferences, None if it makes rows of its own."""
+        status = record.status
+        if self._filters.status is None and status != "completed":
+            return _by_status(record)
+        if self._filters.require_passed:
+            judgement = judged(record, self._reward_name)
+            if judgement.error is not None:
+                return Rejection(CHECK_FAILED, judgement.error)
+            if judgement.is_good(self._threshold) is False:
+                return Rejection("require_passed", f"did not pass, reward {judgement.reward:g}")
+        return None
+
+    def _rejections(self, record: Record) -> Iterator[Rejection]:
+        filters = self._filters
+        status = record.status
+        if status == "failed":
+            error = record.error or StoredError("unknown", "")
+            yield Rejection("failed", f"{error.error_class}: {error.message}")
+        if filters.status is None:
+            if status != "completed" and not ended_by_wrong_answer(record):
+                yield _by_status(record)
+        elif status not in filters.status and "any" not in filters.status:
+            yield _by_status(record)
+        if not self._with_comparisons and (why := self.only_compared(record)) is not None:
+            yield why
+        if filters.shortened_views == "reject" and record.view_compacted:
+            seen = views_of(record).get("view_compacted", 0)
+            yield Rejection("shortened_views", f"{seen} replies did not see the whole conversation")
+        if (most := filters.max_interrupted_calls) is not None:
+            interrupted = sum(len(resume.interrupted) for resume in record.resumes)
+            if interrupted > most:
+                yield Rejection("max_interrupted_calls", f"{interrupted} calls were interrupted")
+        if self._counts:
+            yield from _counts(record, filters)
+        yield from self._judged(record)
+        if self._questions is not None and (found := self._questions.overlap(record)):
+            yield Rejection("evaluation_files", found)
+        if self._scanner is not None:
+            for place, text in texts_of(record):
+                if kind := self._scanner(text):
+                    yield Rejection("secrets", f"{place}: {kind}")
+        if self._verdicts is not None and (objection := self._verdicts.objection(record)):
+            yield Rejection(*objection)
+
+    def _judged(self, record: Record) -> Iterator[Rejection]:
+        filters = self._filters
+        judgement = judged(record, self._reward_name)
+        reward = judgement.reward
+        detail = "no reward" if reward is None else f"reward {reward:g}"
+        if filters.min_reward is not None and (reward is None or reward < filters.min_reward):
+            yield Rejection("min_reward", detail)
+        if filters.max_reward is not None and (reward is None or reward > filters.max_reward):
+            yield Rejection("max_reward", detail)
+        for name, least in filters.min_rewards.items():
+            if (found := reward_of(record, name)) is None or found < least:
+                yield Rejection("min_rewards", _named(name, found))
+        for name, most in filters.max_rewards.items():
+            if (found := reward_of(record, name)) is None or found > most:
+                yield Rejection("max_rewards", _named(name, found))
+        if filters.passed is not None:
+            is_good = judgement.is_good(self._threshold)
+            if is_good is not filters.passed:
+                outcome = {
+                    None: "neither checked nor scored",
+                    True: "passed",
+                    False: "did not pass",
+                }[is_good]
+                if judgement.error is not None:
+                    yield Rejection(CHECK_FAILED, judgement.error)
+                yield Rejection("passed", outcome)
+        if self._wrong is not None and (wrong := self._wrong(record)):
+            yield Rejection("answer", wrong)
+
+
+def _named(name: str, reward: float | None) -> str:
+    return f"no reward {name!r}" if reward is None else f"{name} {reward:g}"
+
+
+def _by_status(record: Record) -> Rejection:
+    reason = record.status_reason or "ended early"
+    return Rejection("status", f"{record.status}: {reason}")
+
+
+def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
+    """By what this run's model did, without turns of the prompt or of a branch's parent."""
+    own = Own(record)
+    turns, replies = len(own.turns), own.messages
+    if filters.min_reasoning is not None:
+        counts = own.counts
+        share = counts.with_reasoning / counts.replies if counts.replies else 0.0
+        if share < filters.min_reasoning:
+            yield Rejection("min_reasoning", f"{share:.2f} of the turns hold reasoning")
+    if filters.hidden_reasoning == "reject" and (hidden := own.counts.hidden):
+        yield Rejection("hidden_reasoning", f"the reasoning of {hidden} turns is hidden")
+    results = [message for message in replies if message.role == "tool"]
+    errors = sum(bool(message.is_error) for message in results)
+    if filters.max_tool_errors is not None and errors > filters.max_tool_errors:
+        yield Rejection("max_tool_errors", f"{errors} calls failed")
+    if (most := filters.max_tool_error_share) is not None and errors > most * len(results):
+        yield Rejection("max_tool_error_share", f"{errors} of {len(results)} calls failed")
+    calls = [call for message in replies for call in message.tool_calls]
+    if filters.invented_tools == "reject":
+        offered = names_of(record.tools)
+        for call in calls:
+            if (name := call.function.name) not in offered:
+                yield Rejection("invented_tools", f"{name!r} was not on offer")
+    usage = record.usage or {}
+    read, written = usage.get("input_tokens"), usage.get("output_tokens")
+    both = None if read is None or written is None else read + written
+    yield from _bounds("turns", turns, filters.min_turns, filters.max_turns)
+    yield from _bounds("tool_calls", len(calls), filters.min_tool_calls, filters.max_tool_calls)
+    yield from _bounds("input_tokens", read, None, filters.max_input_tokens)
+    yield from _bounds("output_tokens", written, None, filters.max_output_tokens)
+    yield from _bounds("tokens", both, None, filters.max_tokens)
+
+
+def _bounds(
+    what: str, count: int | None, least: int | None, most: int | None
+) -> Iterator[Rejection]:
+    words = what.replace("_", " ")
+    if least is not None and (count is None or count < least):
+        yield Rejection(f"min_{what}", f"{count} {words}")
+    if most is not None and (count is None or count > most):
+        yield Rejection(f"max_{what}", f"{'unknown' if count is None else count} {words}")
+
+
+def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
+    """A function that returns what is wrong with the answer of a record, None if it is right."""
+    if check.function:
+        return _own_check(check.function)
+    is_right: Callable[[str, str], bool] = {
+        "exact": _is_exact,
+        "numeric": lambda answer, expected: _is_close(answer, expected, check.tolerance),
+        "regex": _matches,
+    }[check.match]
+
+    def wrong(record: Record) -> str | None:
+        if (answer := answer_of(record)) is None:
+            return _NO_ANSWER
+        if (expected := record.row.get(check.column)) is None:
+            return f"the row has no {check.column!r}"
+        try:
+            right = is_right(answer, str(expected))
+        except re.error as error:
+            msg = (
+                f"filters.answer: {record.id}: {check.column!r} is {expected!r}, no regular "
+                f"expression: {error}; fix that row"
+            )
+            raise ConfigError(msg) from error
+        return None if right else f"not the {check.column!r} of the row"
+
+    return wrong
+
+
+def _own_check(place: str) -> Callable[[Record], str | None]:
+    """The same with a user's function."""
+    hook = _load_function(place)
+
+    def wrong(record: Record) -> str | None:
+        if (answer := answer_of(record)) is None:
+            return _NO_ANSWER
+        try:
+            right = bool(hook(answer, record.as_dict()))
+        except (Exception, SystemExit) as error:  # a user's code may raise anything
+            msg = (
+                f"filters.answer.function: {place} failed for {record.id}: "
+                f"{type(error).__name__}: {error}; it is called with the answer and the record"
+            )
+            raise ConfigError(msg) from error
+        return None if right else f"{place} says no"
+
+    return wrong
+
+
+def _load_function(place: str) -> Callable[..., Any]:
+    option = "filters.answer.function"
+    try:
+        function: Callable[..., Any] = import_place(place, option)
+    except OwnToolError as error:
+        raise ConfigError(str(error)) from error
+    if not callable(function):
+        raise ConfigError(f"{option}: {place!r} is not callable")
+    return function
+
+
+def _is_exact(answer: str, expected: str) -> bool:
+    return answer.strip().casefold() == expected.strip().casefold()
+
+
+def _is_close(answer: str, expected: str, tolerance: float) -> bool:
+    found, wanted = _NUMBER.findall(answer), _NUMBER.findall(expected)
+    if not found or not wanted:
+        return False
+    got, right = (float(numbers[-1].replace(",", "")) for numbers in (found, wanted))
+    return abs(got - right) <= tolerance * max(1.0, abs(right))
+
+
+def _matches(answer: str, pattern: str) -> bool:
+    return re.search(pattern, answer) is not None

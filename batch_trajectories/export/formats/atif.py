@@ -1,0 +1,226 @@
+"""Conversations as documents of the Agent Trajectory Interchange Format, ATIF-v1.8.
+
+One document per line. A step is a message of the system or a user, or a turn of the model with its
+calls, their results and costs. Turns that came with the prompt are marked as copied context, which
+the format keeps out of training.
+
+Conversations of subagents and stages are documents inside their parent's document, at any depth;
+the result of the call that started one refers to it. One that breaks a rule (arguments that are not
+JSON, for example) is only named in `extra`: the parent's model saw nothing but its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from agent.messages import SIMULATED_USER
+from agent.models.parsing import count_or_none
+from batch_trajectories.export.conversation.order import in_order
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.reading import metadata_of, read_entries, system_of
+from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.conversation.tolerance import STRICT, Flaw, Tolerance
+from batch_trajectories.export.conversation.turns import Conversation, Said, Turn
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.runs.store.record_types import (
+    InnerRecord,
+    Record,
+    StoredConversation,
+    StoredTurn,
+    StoredUsage,
+)
+from toolsets.exact_json import within_64_bits
+
+SCHEMA_VERSION = "ATIF-v1.8"
+
+_TOLERANCE = STRICT.of("atif")
+
+_TOTALS = "The totals of tokens and cost include those of all inner conversations."
+
+
+def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+    """The document of a conversation; calls of a turn stay together whatever the style says."""
+    _tolerance_of(style).refuse(conversation.flaws)
+    record = conversation.record
+    name, version = None, (record.versions or {}).get("batch-trajectories")
+    if record.agent is not None:
+        name, version = record.agent.name, record.agent.version
+    agent = {
+        "name": name or "batch-trajectories",
+        "version": version or "unknown",
+        "model_name": record.model_returned or record.model,
+        "tool_definitions": list(conversation.tools),
+    }
+    extra = within_64_bits(
+        {
+            "completed": conversation.completed,
+            **metadata_of(conversation),
+        }
+    )
+    return _document(
+        conversation, record, style, record.id, session=record.id, agent=agent, extra=extra
+    )
+
+
+def _document(
+    conversation: Conversation,
+    part: StoredConversation,
+    style: Style,
+    name: str,
+    *,
+    session: str,
+    agent: dict[str, Any],
+    extra: dict[str, Any],
+) -> dict[str, Any]:
+    """A document named `name`, with those of inner conversations in it."""
+    inside: dict[str, dict[str, Any]] = {}
+    left_out = []
+    for inner in part.inner:
+        if inner.name == SIMULATED_USER:
+            continue  # what it wrote are user messages, and no agent's work to train on
+        try:
+            nested = _read_inner(inner, conversation.record, _tolerance_of(style))
+            inside[inner.key] = _document(
+                styled(nested, style),
+                inner,
+                style,
+                f"{name}/{inner.key}",
+                session=session,
+                agent={
+                    "name": inner.name,
+                    "version": agent["version"],
+                    "model_name": inner.model_returned or agent["model_name"],
+                },
+                extra={"key": inner.key},
+            )
+        except Rejected as rejected:
+            left_out.append({"key": inner.key, "name": inner.name, "reason": str(rejected)})
+    references = {key: f"{name}/{key}" for key in inside}
+    replies = conversation.replies_by_turn
+    steps: list[dict[str, Any]] = []
+    if conversation.system and style.has_system(by_default=True):
+        steps.append({"source": "system", "message": conversation.system})
+    for entry in conversation.entries:
+        if isinstance(entry, Said):
+            steps.append({"source": "user", "message": entry.text})
+        else:
+            steps.append(_agent_step(entry, replies.get(entry.number, []), references))
+    usage = part.usage or {}
+    metrics = {
+        "total_prompt_tokens": usage.get("input_tokens"),
+        "total_completion_tokens": usage.get("output_tokens"),
+        "total_cached_tokens": usage.get("cache_read_tokens"),
+        "total_cost_usd": part.cost_usd,
+        "total_steps": len(steps),
+    }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "session_id": session,
+        "trajectory_id": name,
+        "agent": agent,
+        "steps": [{"step_id": n, **step} for n, step in enumerate(steps, start=1)],
+        **({"notes": _TOTALS} if part.inner else {}),
+        "final_metrics": _known(metrics),
+        "extra": {**extra, **({"subagents_left_out": left_out} if left_out else {})},
+        **({"subagent_trajectories": list(inside.values())} if inside else {}),
+    }
+
+
+def _tolerance_of(style: Style) -> Tolerance:
+    accepted = style.tolerance.of("atif").accepts
+    return replace(_TOLERANCE, accepts=_TOLERANCE.accepts | accepted)
+
+
+def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Conversation:
+    """The conversation of a subagent or a stage; raises Rejected.
+
+    Its record does not list the tools on offer, so all tools that it called count as offered.
+    """
+    if not inner.turns:
+        raise Rejected(Reason.NO_REPLY, "the model never replied")
+    inner = in_order(inner)
+    messages = inner.messages
+    called = {call.function.name for message in messages for call in message.tool_calls}
+    flaws: list[Flaw] = []
+    offered = [{"function": {"name": name}} for name in sorted(called)]
+    entries = read_entries(messages, offered, flaws)
+    tolerance.refuse(flaws)
+    return Conversation(
+        system=system_of(messages),
+        entries=entries,
+        tools=(),
+        completed=True,
+        record=record,
+        own=Own(inner),
+        metadata={},
+        num_tool_calls=0,
+    )
+
+
+def _agent_step(
+    turn: Turn, replies: list[StoredTurn], references: Mapping[str, str]
+) -> dict[str, Any]:
+    step: dict[str, Any] = {"source": "agent", "message": turn.text.rstrip()}
+    if replies:
+        step["timestamp"] = datetime.fromtimestamp(replies[0].started_at, UTC).isoformat()
+    if turn.reasoning:
+        step["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        step["tool_calls"] = [
+            {
+                "tool_call_id": call.id,
+                "function_name": call.name,
+                "arguments": call.value,
+            }
+            for call in turn.calls
+        ]
+    if turn.results:
+        step["observation"] = {
+            "results": [
+                {
+                    "source_call_id": result.id,
+                    "content": result.content,
+                    **(
+                        {"subagent_trajectory_ref": [{"trajectory_id": references[result.id]}]}
+                        if result.id in references
+                        else {}
+                    ),
+                    **({"extra": {"is_error": True}} if result.is_error else {}),
+                }
+                for result in turn.results
+            ]
+        }
+    if turn.is_given:
+        step["is_copied_context"] = True
+    elif replies:
+        if turn.author == "other_model":
+            step["model_name"] = replies[-1].model
+        step["llm_call_count"] = len(replies)
+        if metrics := _metrics(replies):
+            step["metrics"] = metrics
+    return step
+
+
+def _metrics(replies: list[StoredTurn]) -> dict[str, Any]:
+    usages = [reply.usage or StoredUsage() for reply in replies]
+    return _known(
+        {
+            "prompt_tokens": _sum(count_or_none(one.input_tokens) for one in usages),
+            "completion_tokens": _sum(count_or_none(one.output_tokens) for one in usages),
+            "cached_tokens": _sum(count_or_none(one.cache_read_tokens) for one in usages),
+            "cost_usd": _sum(reply.cost_usd for reply in replies),
+        }
+    )
+
+
+def _sum(numbers: Any) -> Any:
+    """The sum, None if any number is unknown."""
+    known = list(numbers)
+    return None if None in known else sum(known)
+
+
+def _known(members: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in members.items() if value is not None}

@@ -1,0 +1,173 @@
+"""Rows of ShareGPT training data in the Hermes dialect.
+
+A row depends only on its record and holds no times or paths, so the same conversation gives the
+same bytes wherever and whenever it ran. A record that breaks a rule raises Rejected; no turn is
+repaired, shortened or invented.
+
+The system preamble, `hermes_system_prompt.txt`, is word for word the function-calling prompt
+that Nous Research published for its Hermes models, as hermes-agent writes it into trajectories.
+Models were trained on this wording: it belongs to the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from batch_trajectories.export.conversation.reading import (
+    metadata_of,
+    read_conversation,
+    read_entries,
+    refuse_control_tokens,
+    with_hidden_reasoning,
+)
+from batch_trajectories.export.conversation.row_json import (
+    TOOL_RESPONSE,
+    Repeated,
+    compact_json,
+    content_json,
+    escape_markers,
+    write_json,
+)
+from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.conversation.tolerance import Flaw, Tolerance
+from batch_trajectories.export.conversation.tools import once
+from batch_trajectories.export.conversation.turns import Conversation, Entry, Said, Turn
+from batch_trajectories.export.conversation.validity import Reason
+from batch_trajectories.runs.store.record_types import Record, StoredMessage, Tools
+
+_NO_REASONING = "<think>\n</think>\n"
+"""Begins a turn without reasoning, so that every turn begins with a think block."""
+
+_PLAIN = Style()
+
+
+def to_row(record: Record, style: Style = _PLAIN) -> dict[str, Any]:
+    """Convert a record; raises Rejected if it breaks a rule of the format.
+
+    A record that ended early is converted too, with `completed` false; the caller decides where
+    it belongs.
+    """
+    return row_of(read_conversation(record), style)
+
+
+def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+    """The row of a conversation; its system prompt is in it only if asked for. Raises Rejected."""
+    record = conversation.record
+    columns = common_columns(conversation)
+    system = conversation.system if style.has_system(by_default=False) else ""
+    style.tolerance.refuse(conversation.flaws)
+    refuse_control_tokens(system, style.tolerance, where="system message")
+    tools, preamble = once(conversation.tools, _tools_and_preamble)
+    return {
+        "id": record.id,
+        "conversations": _conversations(conversation.entries, preamble, style, system=system),
+        "tools": tools,
+        "completed": conversation.completed,
+        "partial": not conversation.completed,
+        "api_calls": record.api_calls,
+        **columns,
+    }
+
+
+def common_columns(conversation: Conversation) -> dict[str, Any]:
+    """The columns that rows of all formats end with."""
+    metadata = metadata_of(conversation)
+    return {
+        "num_turns": conversation.num_turns,
+        "num_tool_calls": conversation.num_tool_calls,
+        "has_reasoning": metadata["reasoning"]["with_reasoning"] > 0,
+        "metadata": compact_json(metadata),
+    }
+
+
+def to_conversations(
+    messages: Sequence[StoredMessage],
+    tools: Tools,
+    reasoning_tokens: Sequence[int | None] = (),
+) -> list[dict[str, str]]:
+    """The messages as system, human, gpt and tool entries; raises Rejected.
+
+    The system entry is generated from `tools`; the system messages of the record are left out.
+    All results of a turn share one tool entry, in the order of the calls they answer, and a turn
+    that the provider paused is one gpt entry with its continuation. `reasoning_tokens` are those of
+    the last replies, as far as they are known.
+    """
+    _, preamble = once(tools, _tools_and_preamble)
+    flaws: list[Flaw] = []
+    entries = read_entries(messages, tools, flaws)
+    _PLAIN.tolerance.refuse(flaws)
+    entries = with_hidden_reasoning(entries, messages, reasoning_tokens)
+    return _conversations(entries, preamble, _PLAIN, system="")
+
+
+def _conversations(
+    entries: Sequence[Entry], preamble: str, style: Style, *, system: str
+) -> list[dict[str, str]]:
+    no_reasoning = _NO_REASONING if style.empty_think == "keep" else ""
+    value = f"{preamble}\n\n{system}" if system else preamble
+    conversations = [{"from": "system", "value": value}]
+    for entry in entries:
+        if isinstance(entry, Said):
+            conversations.append({"from": "human", "value": entry.text})
+            continue
+        conversations.append({"from": "gpt", "value": _gpt_value(entry, no_reasoning)})
+        if entry.results:
+            conversations.append({"from": "tool", "value": _tool_value(entry, style.tolerance)})
+    return conversations
+
+
+def _tools_and_preamble(tools: Tools) -> tuple[str, str]:
+    """The tools on offer as a JSON list, and the system message that offers them."""
+    signatures = [
+        {
+            "name": tool["function"]["name"],
+            "description": tool["function"].get("description") or "",
+            "parameters": tool["function"].get("parameters") or {},
+            "required": None,
+        }
+        for tool in tools
+    ]
+    # Only the template is searched for the placeholder, not the descriptions of tools.
+    preamble = _template().replace("{tools}", escape_markers(write_json(signatures)))
+    return Repeated(write_json(tools)), Repeated(preamble)
+
+
+@cache
+def _template() -> str:
+    path = Path(__file__).with_name("hermes_system_prompt.txt")
+    return path.read_text(encoding="utf-8").removesuffix("\n")
+
+
+def _gpt_value(turn: Turn, no_reasoning: str) -> str:
+    if turn.reasoning:
+        parts = [f"<think>\n{turn.reasoning}\n</think>\n"]
+    else:
+        # A turn with hidden reasoning must not teach the model not to think.
+        parts = ["" if turn.hides_reasoning else no_reasoning]
+    if turn.text:
+        parts.append(f"{turn.text}\n")
+    for call in turn.calls:
+        body = escape_markers(f'{{"name": {write_json(call.name)}, "arguments": {call.arguments}}}')
+        parts.append(f"<tool_call>\n{body}\n</tool_call>\n")
+    return "".join(parts).rstrip()
+
+
+def _tool_value(turn: Turn, tolerance: Tolerance) -> str:
+    blocks, said = [], []
+    for result in turn.results:
+        # No marker spans the space before "content", so one search finds those of both parts.
+        body = escape_markers(
+            f'{{"tool_call_id": {write_json(result.id)}, "name": {write_json(result.name)},'
+            f' "content": {content_json(result.content[: result.own_chars])}}}'
+        )
+        if result.own_chars is not None:
+            where = f"what follows the results of turn {turn.number}"
+            said.append(result.content[result.own_chars :].strip())
+            refuse_control_tokens(said[-1], tolerance, where=where)
+            if found := TOOL_RESPONSE.search(said[-1]):
+                tolerance.refuse([Flaw(Reason.MARKER_IN_RESULT, f"{where}: {found[0]}")])
+        blocks.append(f"<tool_response>\n{body}\n</tool_response>")
+    return "\n".join([*blocks, *said])

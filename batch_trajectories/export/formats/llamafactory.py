@@ -1,0 +1,107 @@
+"""Conversations for LLaMA-Factory (formatting `sharegpt`), in the forms that its loader keeps.
+
+Turns alternate between human or observation and gpt or function_call, and end with the model's.
+A turn with calls is JSON after its reasoning, in the form of the templates. With text beside them,
+the calls are one block that holds a list, the only form that loses nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batch_trajectories.export.conversation.reading import refuse_control_tokens
+from batch_trajectories.export.conversation.row_json import escape_markers, write_json
+from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.conversation.tolerance import Tolerance
+from batch_trajectories.export.conversation.turns import Conversation, Said, Turn
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.export.formats.hermes import common_columns
+from batch_trajectories.export.formats.openai_chat import (
+    refuse_structure_in_arguments,
+    refuse_structure_in_results,
+    tools_json,
+)
+
+_BETWEEN_RESULTS = "\n</tool_response>\n<tool_response>\n"
+"""Templates like Qwen's add the outer tags; others show these as text."""
+
+_TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+
+
+def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+    """One row of `conversations`, `tools` (blank without any) and the common columns.
+
+    Raises Rejected, also for a conversation that does not end with the model's words.
+    """
+    style.tolerance.refuse(conversation.flaws)
+    last = conversation.entries[-1]
+    may_end_by_call = conversation.completed or conversation.is_for_turn
+    is_ended_by_call = may_end_by_call and isinstance(last, Turn) and not last.results
+    if isinstance(last, Said) or (last.calls and not is_ended_by_call):
+        raise Rejected(Reason.UNFINISHED, "the conversation does not end with an answer")
+    conversations = []
+    if conversation.system and style.has_system(by_default=True):
+        refuse_control_tokens(conversation.system, style.tolerance, where="system message")
+        conversations.append({"from": "system", "value": conversation.system})
+    for entry in conversation.entries:
+        if isinstance(entry, Said):
+            conversations.append({"from": "human", "value": entry.text})
+            continue
+        kind = "function_call" if entry.calls else "gpt"
+        conversations.append({"from": kind, "value": _said(entry, style.tolerance)})
+        if entry.results:
+            value = _results(entry, style.tolerance)
+            conversations.append({"from": "observation", "value": value})
+    return {
+        "id": conversation.record.id,
+        "conversations": conversations,
+        "tools": tools_json(conversation, style.tolerance) if conversation.tools else "",
+        "completed": conversation.completed,
+        **common_columns(conversation),
+    }
+
+
+def dataset_info(files: dict[str, str]) -> dict[str, Any]:
+    """The content of `dataset_info.json` for datasets by name, each a file or a folder of them.
+
+    All tags are named: its loader sets omitted ones to None.
+    """
+    return {
+        name: {
+            "file_name": file,
+            "formatting": "sharegpt",
+            "columns": {"messages": "conversations", "tools": "tools"},
+            "tags": _TAGS,
+        }
+        for name, file in files.items()
+    }
+
+
+def _said(turn: Turn, tolerance: Tolerance) -> str:
+    thoughts = f"<think>\n{turn.reasoning}\n</think>\n\n" if turn.reasoning else ""
+    text = turn.text.strip()
+    if not turn.calls:
+        return thoughts + text
+    refuse_structure_in_arguments(turn, tolerance)
+    calls = [
+        f'{{"name": {write_json(call.name)}, "arguments": {call.arguments}}}' for call in turn.calls
+    ]
+    if text:
+        body = escape_markers(f"[{', '.join(calls)}]")
+        return f"{thoughts}{text}\n<tool_call>{body}</tool_call>"
+    return thoughts + escape_markers(calls[0] if len(calls) == 1 else f"[{', '.join(calls)}]")
+
+
+def _results(turn: Turn, tolerance: Tolerance) -> str:
+    refuse_structure_in_results(turn, tolerance)
+    # Loaders of other trainers refuse blank values.
+    contents = (result.content if result.content.strip() else '""' for result in turn.results)
+    return _BETWEEN_RESULTS.join(contents)

@@ -1,0 +1,157 @@
+"""Conversations as OpenAI chat messages with tool calls.
+
+Keys without a value are left out, content is always a string, and arguments are objects, as chat
+templates expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from batch_trajectories.export.conversation.reading import refuse_control_tokens
+from batch_trajectories.export.conversation.row_json import (
+    TOOL_CALL,
+    TOOL_RESPONSE,
+    Repeated,
+    Token,
+    control_token,
+    holds_structure,
+    write_json,
+)
+from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.conversation.tolerance import Flaw, Tolerance
+from batch_trajectories.export.conversation.tools import once
+from batch_trajectories.export.conversation.turns import Conversation, Entry, Said, Turn
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.export.formats.hermes import common_columns
+from batch_trajectories.runs.store.record_types import Tools
+from toolsets.exact_json import within_64_bits
+
+NO_LOSS: Mapping[str, Any] = {"weight": 0, "loss": False}
+"""Marks an assistant message that is not to be learnt: `weight` for OpenAI and Axolotl, `loss` for
+ms-swift. Messages without these keys are learnt."""
+
+
+def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+    """One row of `messages`, `tools` and the common columns; raises Rejected."""
+    return {
+        "id": conversation.record.id,
+        "messages": messages_of(conversation, style, marks_loss=True),
+        "tools": tools_column(conversation, style),
+        "completed": conversation.completed,
+        **common_columns(conversation),
+    }
+
+
+def messages_of(
+    conversation: Conversation, style: Style, *, marks_loss: bool = False
+) -> list[dict[str, Any]]:
+    """The conversation as messages; raises Rejected if text would be read as structure.
+
+    `marks_loss` marks the turns that are not this run's model's.
+    """
+    style.tolerance.refuse(conversation.flaws)
+    inline = style.is_inline(by_default=False)
+    messages = []
+    if conversation.system and style.has_system(by_default=True):
+        refuse_control_tokens(conversation.system, style.tolerance, where="system message")
+        messages.append({"role": "system", "content": conversation.system})
+    last = conversation.entries[-1]
+    for entry in conversation.entries:
+        parts = _messages(entry, style.tolerance, inline=inline)
+        if marks_loss and isinstance(entry, Turn):
+            is_context = conversation.is_for_turn and entry is not last
+            if is_context or entry.author != "model":
+                parts[0].update(NO_LOSS)
+        messages.extend(parts)
+    return messages
+
+
+def tools_column(conversation: Conversation, style: Style) -> str | Tools:
+    """The tools on offer, as JSON text or as a list; raises Rejected."""
+    text = tools_json(conversation, style.tolerance)
+    return once(conversation.tools, within_64_bits) if style.tools == "list" else text
+
+
+def tools_json(conversation: Conversation, tolerance: Tolerance) -> str:
+    """The tools on offer as a JSON list in a string; raises Rejected."""
+    text, token = once(conversation.tools, _tools_and_token)
+    if token and tolerance.minds(token):
+        raise Rejected(Reason.CONTROL_TOKEN, f"tools: {token.text!r}")
+    return text
+
+
+def _tools_and_token(tools: Tools) -> tuple[str, Token | None]:
+    text = write_json(tools)
+    return Repeated(text), control_token(text)
+
+
+def refuse_structure_in_results(turn: Turn, tolerance: Tolerance) -> None:
+    """Raise Rejected if a result holds the tags of results or a control token."""
+    for result in turn.results:
+        if holds_structure(result.content):
+            where = f"result of turn {turn.number}"
+            refuse_control_tokens(result.content, tolerance, where=where)
+            if found := TOOL_RESPONSE.search(result.content):
+                tolerance.refuse([Flaw(Reason.MARKER_IN_RESULT, f"{where}: {found[0]}")])
+
+
+def refuse_structure_in_arguments(turn: Turn, tolerance: Tolerance) -> None:
+    """Raise Rejected if arguments hold the tags of calls or a control token."""
+    for call in turn.calls:
+        if holds_structure(call.arguments):
+            where = f"arguments of turn {turn.number}"
+            refuse_control_tokens(call.arguments, tolerance, where=where)
+            if found := TOOL_CALL.search(call.arguments):
+                tolerance.refuse([Flaw(Reason.MARKER_IN_ARGUMENTS, f"{where}: {found[0]}")])
+
+
+def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages with the arguments of calls as JSON strings, for one Parquet schema."""
+    return [
+        {
+            **message,
+            "tool_calls": [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": write_json(call["function"]["arguments"]),
+                    },
+                }
+                for call in message["tool_calls"]
+            ],
+        }
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _messages(entry: Entry, tolerance: Tolerance, *, inline: bool) -> Sequence[dict[str, Any]]:
+    if isinstance(entry, Said):
+        return [{"role": "user", "content": entry.text}]
+    said: dict[str, Any] = {"role": "assistant", "content": entry.text.rstrip()}
+    if entry.reasoning and inline:
+        said["content"] = f"<think>\n{entry.reasoning}\n</think>\n\n{said['content']}".rstrip()
+    elif entry.reasoning:
+        said["reasoning_content"] = entry.reasoning
+    refuse_structure_in_arguments(entry, tolerance)
+    refuse_structure_in_results(entry, tolerance)
+    for call in entry.calls:  # some templates render the ids of calls
+        refuse_control_tokens(call.id, tolerance, where=f"call id of turn {entry.number}")
+    if entry.calls:
+        said["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.value},
+            }
+            for call in entry.calls
+        ]
+    results = [
+        {"role": "tool", "tool_call_id": result.id, "name": result.name, "content": result.content}
+        for result in entry.results
+    ]
+    return [said, *results]

@@ -1,0 +1,90 @@
+"""Prompts for trainers that make their own rollouts: a row per prompt, in the columns of verl.
+
+Read of verl 0.9.1: `prompt`, role and content of each message; `data_source`, by which it chooses
+the function that computes rewards; `reward_model`, whose `ground_truth` that function gets;
+`extra_info`, which it gets, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.reading import refuse_control_tokens
+from batch_trajectories.export.conversation.rewards import reward_of
+from batch_trajectories.export.conversation.tolerance import STRICT
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.export.row_files import Hashing, MakeWriter
+from batch_trajectories.runs.store.record_types import Record
+
+DATA_SOURCE = "data_source"
+"""The column of the dataset that names the source of a prompt; without it, it is the run."""
+
+EXPECTED = "expected"
+
+
+def row_of(
+    records: Sequence[Record], *, index: int, run: str, reward_name: str | None
+) -> dict[str, Any]:
+    """The row of a prompt, from the records of its samples.
+
+    Raises Rejected for a prompt with calls or results, for which verl's columns have no place, and
+    for one with a token of chat templates.
+    """
+    first = records[0]
+    row = first.row
+    rewards = [reward_of(record, reward_name) for record in records]
+    known = [reward for reward in rewards if reward is not None]
+    expected = row.get(EXPECTED)
+    return {
+        "prompt": _messages(first),
+        "data_source": str(row.get(DATA_SOURCE) or run),
+        "reward_model": {
+            "style": "rule",
+            "ground_truth": None if expected is None else str(expected),
+        },
+        "extra_info": {
+            "index": index,
+            "id": first.prompt_id,
+            "samples": len(records),
+            "mean_reward": sum(known) / len(known) if known else None,
+        },
+    }
+
+
+def _messages(record: Record) -> list[dict[str, str]]:
+    messages = record.messages[: Own(record).start]
+    if any(message.role == "tool" or message.tool_calls for message in messages):
+        raise Rejected(Reason.NOT_TEXT, "the prompt holds tool calls")
+    for message in messages:
+        refuse_control_tokens(message.content, STRICT, where="prompt")
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def prompts_writer() -> MakeWriter:
+    """A function that begins Parquet files of such rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from batch_trajectories.export.formats.arrow import RowTables
+
+    text, message = pa.string(), [("role", pa.string()), ("content", pa.string())]
+    info = [("index", pa.int64()), ("id", text), ("samples", pa.int64())]
+    schema = pa.schema(
+        [
+            ("prompt", pa.list_(pa.struct(message))),
+            ("data_source", text),
+            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
+            ("extra_info", pa.struct([*info, ("mean_reward", pa.float64())])),
+        ]
+    )
+
+    class PromptRows(RowTables):
+        def __init__(self, file: Hashing) -> None:
+            super().__init__(pq.ParquetWriter(file, schema, compression="zstd", store_schema=False))
+
+        def rows_table(self, rows: list[dict[str, Any]]) -> Any:
+            return pa.Table.from_pylist(rows, schema=schema)
+
+    return PromptRows

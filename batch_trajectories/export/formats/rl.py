@@ -1,0 +1,230 @@
+"""Trajectories as token ids, for reinforcement learning: what was sampled, nothing rendered.
+
+A row is a segment of a conversation: in it, each prompt begins with the prompt and completion of
+the turn before. Where a prompt does not (retokenized text, stripped reasoning, a summary), the
+conversation is split, and the next row says so. Only tokens that this run's model sampled are
+trained on.
+
+Conversations of subagents are trajectories of their own, if they are asked for: they share id,
+group and reward with the conversation that they are part of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from agent.messages import COST_ONLY, STAGES, WORKSPACE_LOST
+from agent.tokens import TokenTurn, token_turns
+from batch_trajectories.export.conversation.reading import flaws_of_parts
+from batch_trajectories.export.conversation.rewards import reward_facts, reward_of
+from batch_trajectories.export.conversation.tolerance import STRICT
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.runs.store.record_types import (
+    DiscardedReply,
+    InnerRecord,
+    Record,
+    StoredConversation,
+    StoredTurn,
+)
+from batch_trajectories.runs.store.rewards import BY_TURN
+
+MAIN_THREAD = "main"
+"""The `thread` of a conversation that is no subagent's."""
+
+
+class _Segment:
+    """A part of a conversation without a break."""
+
+    def __init__(
+        self, first: TokenTurn, before: list[int], texts: Mapping[str, str] | None
+    ) -> None:
+        """`before` is the sequence of the turn before, `texts` those at the split if known."""
+        self.split: dict[str, Any] | None = None
+        if first.of > first.shared:
+            self.split = {"shared": first.shared, "expected": first.of}
+            self.split |= texts or dict.fromkeys(("sampled", "shown"))
+        self.context: list[int] = before[: first.shared]
+        """What comes before the first trained token."""
+        self.response: list[int] = []
+        self.mask: list[int] = []
+        self.logprobs: list[float] | None = []
+        self.turns: list[StoredTurn] = []
+
+    def add(self, ids: list[int], logprobs: list[float] | None, *, is_sampled: bool) -> None:
+        """Add tokens; tokens before the first sampled ones are context."""
+        if not is_sampled and not self.response:
+            self.context += ids
+            return
+        self.response += ids
+        self.mask += [int(is_sampled)] * len(ids)
+        if logprobs is None or self.logprobs is None:
+            self.logprobs = None
+        else:
+            self.logprobs += logprobs
+
+
+def rows_of(
+    record: Record,
+    reward_name: str | None = None,
+    *,
+    subagents: bool = False,
+    discarded: bool = False,
+) -> list[dict[str, Any]]:
+    """The rows of a record, one per segment; `reward_name` is the reward that counts.
+
+    Records with rewards by name or per turn have `rewards`, and `turn_rewards` of these turns.
+    With `subagents`, rows of their conversations follow (see `threads_of`), and each row names its
+    `thread`. With `discarded`, a row for each discarded reply follows those of its conversation,
+    and each row says why its reply was `discarded`.
+
+    Raises Rejected if a message holds a picture or the like, which ids do not have, if no turn of
+    this run's model has token ids, or if ids are damaged.
+    """
+    STRICT.refuse(flaws_of_parts(record.messages))
+
+    def rows_and_discarded(thread: StoredConversation) -> list[dict[str, Any]]:
+        rows = _rows_of(record, thread.turns, reward_name, is_main=thread is record)
+        if not discarded:
+            return rows
+        return [{**row, "discarded": None} for row in rows] + _discarded_rows(record, thread)
+
+    try:
+        rows = rows_and_discarded(record)
+        if rows and subagents:
+            rows = [{**row, "thread": MAIN_THREAD, "thread_id": None} for row in rows]
+            for thread in threads_of(record):
+                if _has_model_of(record, thread):
+                    named = {"thread": thread.name, "thread_id": thread.key}
+                    rows += [{**row, **named} for row in rows_and_discarded(thread)]
+    except ValueError as error:
+        raise Rejected(Reason.NO_TOKEN_IDS, str(error)) from error
+    if not rows:
+        raise Rejected(Reason.NO_TOKEN_IDS, f"none of {len(record.turns)} turns has token ids")
+    return rows
+
+
+def threads_of(part: StoredConversation) -> Iterator[InnerRecord]:
+    """The conversations of subagents inside a record, at any depth."""
+    for inner in part.inner:
+        if inner.name not in STAGES:
+            yield inner
+            yield from threads_of(inner)
+
+
+def discarded_replies(thread: StoredConversation) -> list[DiscardedReply]:
+    """The replies with token ids after which the model was asked again.
+
+    Those from before the files of the conversation were lost are not among them: the turns that
+    they follow are gone, too.
+    """
+    replies = thread.discarded
+    lost = [n for n, reply in enumerate(replies) if reply.discarded == WORKSPACE_LOST]
+    later = replies[lost[-1] + 1 :] if lost else replies
+    return [reply for reply in later if reply.discarded not in COST_ONLY and reply.has_ids]
+
+
+def _discarded_rows(record: Record, thread: StoredConversation) -> list[dict[str, Any]]:
+    """A row for each discarded reply: a sample of its own, whose reward nobody knows."""
+    rows = []
+    for number, reply in enumerate(discarded_replies(thread), 1):
+        before = [replace(turn, inherited=True) for turn in thread.turns[: reply.turn - 1]]
+        for row in _rows_of(record, [*before, reply], None, is_main=False):
+            row |= dict.fromkeys(row.keys() & {"reward", "rewards"})
+            row |= {"id": f"{record.id}#discarded{number}", "discarded": reply.discarded}
+            rows.append(row)
+    return rows
+
+
+def _has_model_of(record: Record, thread: InnerRecord) -> bool:
+    """Whether the model of a subagent is that of the record: ids of another mean other tokens."""
+    models = {turn.model for turn in record.turns}
+    return all(turn.model in models for turn in thread.turns)
+
+
+def _rows_of(
+    record: Record, turns: Sequence[StoredTurn], reward_name: str | None, *, is_main: bool
+) -> list[dict[str, Any]]:
+    """The rows of one conversation of a record: itself, or that of a subagent."""
+    segments = _segments(turns)
+    missing = [turn.turn for turn in turns if turn.inherited is None and not turn.has_ids]
+    return [
+        {
+            "id": record.id,
+            "group_id": record.prompt_id,
+            "sample": record.sample,
+            "segment": number,
+            "segments": len(segments),
+            "split": segment.split,
+            "turns": [turn.turn for turn in segment.turns],
+            "turns_without_ids": missing,
+            "prompt_ids": segment.context,
+            "response_ids": segment.response,
+            "loss_mask": segment.mask,
+            "logprobs": segment.logprobs,
+            "reward": reward_of(record, reward_name),
+            **_more_rewards(record, segment, is_main=is_main),
+            "status": record.status,
+            "finish_reasons": [turn.finish_reason for turn in segment.turns],
+            "policy_versions": [_policy_version(turn) for turn in segment.turns],
+            "sampling": [_sampling_of(turn) for turn in segment.turns],
+        }
+        for number, segment in enumerate(segments)
+    ]
+
+
+def _more_rewards(record: Record, segment: _Segment, *, is_main: bool) -> dict[str, Any]:
+    facts = reward_facts(record)
+    facts.pop("reward", None)
+    if not is_main:
+        facts.pop(BY_TURN, None)  # they are of the turns of the record
+    elif by_turn := facts.get(BY_TURN):
+        own = [turn.turn for turn in record.own_turns]
+        places = [own.index(turn.turn) for turn in segment.turns]
+        # A check after an agent does not know the number of its turns.
+        facts[BY_TURN] = {
+            name: [given[n] if n < len(given) else None for n in places]
+            for name, given in by_turn.items()
+        }
+    return facts
+
+
+def _segments(turns: Sequence[StoredTurn]) -> list[_Segment]:
+    """All segments in which this run's model sampled a token."""
+    segments: list[_Segment] = []
+    sequence: list[int] = []
+    for turn in token_turns([turn.tokens for turn in turns]):
+        stored = turns[turn.number]
+        is_own = stored.inherited is None
+        if not segments or turn.shared < turn.of:
+            segments.append(
+                _Segment(turn, sequence, None if stored.tokens is None else stored.tokens.split)
+            )
+        segment = segments[-1]
+        segment.add(turn.prompt, [0.0] * len(turn.prompt), is_sampled=False)
+        segment.add(turn.completion, _rounded(turn.logprobs), is_sampled=is_own)
+        if is_own:
+            segment.turns.append(stored)
+        del sequence[turn.shared :]
+        sequence += turn.prompt
+        sequence += turn.completion
+    return [segment for segment in segments if 1 in segment.mask]
+
+
+def _rounded(logprobs: list[float] | None) -> list[float] | None:
+    """With nine digits, which distinguish all 32-bit floats."""
+    return None if logprobs is None else [float(f"{value:.9g}") for value in logprobs]
+
+
+def _sampling_of(turn: StoredTurn) -> dict[str, Any] | None:
+    return None if turn.tokens is None else turn.tokens.sampling
+
+
+def _policy_version(turn: StoredTurn) -> str | None:
+    """The version of the weights, where the endpoint names one, else its name of the model."""
+    choice = (turn.extra or {}).get("choice") or {}
+    meta = choice.get("meta_info")
+    version = meta.get("weight_version") if isinstance(meta, dict) else None
+    return turn.model if version is None else str(version)

@@ -1,0 +1,224 @@
+"""Statistics of rewards: by name, in the samples of a prompt, and pass@k.
+
+A group is all samples of one prompt. Its mean and standard deviation are what group-relative
+trainers subtract and divide by; a group whose samples all have one reward teaches them nothing.
+Takes about a hundred bytes per prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from batch_trajectories.runs.store.checks import judgement_of, rewards_of
+from batch_trajectories.runs.store.record_types import Record
+
+MAX_NAMES = 100
+"""Names beyond these are only counted: a program can give any number of them."""
+
+
+class _Numbers:
+    """Count, mean and squared differences from the mean of many series of numbers.
+
+    By Welford's method, which loses no digits where the numbers are large and close together.
+    """
+
+    def __init__(self) -> None:
+        self._counts = array("Q")
+        self._means = array("d")
+        self._squares = array("d")
+
+    def add(self, series: int, number: float) -> None:
+        self._make_room(series)
+        self._counts[series] += 1
+        before = number - self._means[series]
+        self._means[series] += before / self._counts[series]
+        self._squares[series] += before * (number - self._means[series])
+
+    def merge(self, other: _Numbers, series: Sequence[int]) -> None:
+        """Add the numbers of `other`, whose series have these numbers here.
+
+        As Chan, Golub and LeVeque add two parts of a series.
+        """
+        for place, (count, mean, square) in enumerate(
+            zip(other._counts, other._means, other._squares, strict=True)
+        ):
+            if not count:
+                continue
+            number = series[place]
+            self._make_room(number)
+            own = self._counts[number]
+            between = mean - self._means[number]
+            self._counts[number] += count
+            self._means[number] += between * count / (own + count)
+            self._squares[number] += square + between * between * own * count / (own + count)
+
+    def _make_room(self, series: int) -> None:
+        if (missing := series + 1 - len(self._counts)) > 0:
+            self._counts.extend([0] * missing)
+            self._means.extend([0.0] * missing)
+            self._squares.extend([0.0] * missing)
+
+    def all(self) -> Iterator[tuple[int, float, float | None]]:
+        """Count, mean and standard deviation of each series that has numbers.
+
+        The deviation is that of a sample (n - 1), None for a single number.
+        """
+        for count, mean, square in zip(self._counts, self._means, self._squares, strict=True):
+            if count:
+                yield count, mean, math.sqrt(square / (count - 1)) if count > 1 else None
+
+
+class RewardStatistics:
+    """The statistics of the records given to `add` so far."""
+
+    def __init__(self, samples: int) -> None:
+        """`samples` is how many conversations a prompt has; a single one makes no groups."""
+        self._has_groups = samples > 1
+        self._prompts: dict[int, int] = {}
+        """The number of each prompt, by a hash of its id."""
+        self._all: dict[str, _Numbers] = {}
+        self._groups: dict[str, _Numbers] = {}
+        self._by_turn: dict[str, _Numbers] = {}
+        self._judged = array("I")
+        self._passed = array("I")
+        self._failed_scores = 0
+
+    def add(self, record: Record) -> None:
+        """Count one record."""
+        self._failed_scores += sum(score.error is not None for score in record.scores or ())
+        named, by_turn = rewards_of(record)
+        for name, rewards in by_turn.items():
+            for reward in rewards:
+                if reward is not None:
+                    _add(self._by_turn, name, 0, reward)
+        if not named:
+            return
+        prompt = self._number_of(record.prompt_id) if self._has_groups else 0
+        for name, reward in named.items():
+            _add(self._all, name, 0, reward)
+            if self._has_groups:
+                _add(self._groups, name, prompt, reward)
+        is_good = judgement_of(record).passed
+        if self._has_groups and is_good is not None:
+            self._judge(prompt, 1, is_good)
+
+    def merge(self, other: RewardStatistics) -> None:
+        """Add the records of `other`, which come after those of this one."""
+        prompts = [self._prompts.setdefault(key, len(self._prompts)) for key in other._prompts]
+        self._failed_scores += other._failed_scores
+        for ours, theirs, series in (
+            (self._all, other._all, [0]),
+            (self._by_turn, other._by_turn, [0]),
+            (self._groups, other._groups, prompts),
+        ):
+            for name, numbers in theirs.items():
+                if name in ours or len(ours) < MAX_NAMES:
+                    ours.setdefault(name, _Numbers()).merge(numbers, series)
+        for place, (judged, passed) in enumerate(zip(other._judged, other._passed, strict=True)):
+            self._judge(prompts[place], judged, passed)
+
+    def _judge(self, prompt: int, judged: int, passed: int) -> None:
+        if (missing := prompt + 1 - len(self._judged)) > 0:
+            self._judged.extend([0] * missing)
+            self._passed.extend([0] * missing)
+        self._judged[prompt] += judged
+        self._passed[prompt] += passed
+
+    def to_json(self) -> dict[str, Any]:
+        """`by_name` (records, mean, std, and of prompts with two samples or more: groups, the mean
+        of their standard deviations, how many have a single reward), `turns` (the same over single
+        turns), `pass_at` (percent by k) and `failed_scores`.
+        """
+        return {
+            "by_name": {name: self._of_name(name) for name in self._all},
+            "turns": {name: _one(numbers, "turns") for name, numbers in self._by_turn.items()},
+            "pass_at": self._pass_at(),
+            "failed_scores": self._failed_scores,
+        }
+
+    def _number_of(self, prompt_id: str) -> int:
+        return self._prompts.setdefault(hash(prompt_id), len(self._prompts))
+
+    def _of_name(self, name: str) -> dict[str, Any]:
+        found = _one(self._all[name], "records")
+        if not self._has_groups:
+            return found
+        stds = [std for _, _, std in self._groups[name].all() if std is not None]
+        return {
+            **found,
+            "groups": len(stds),
+            "mean_group_std": _rounded(math.fsum(stds) / len(stds)) if stds else None,
+            "equal_groups": sum(std == 0.0 for std in stds),
+        }
+
+    def _pass_at(self) -> dict[str, float]:
+        """For each k the mean over all prompts with so many judged samples.
+
+        Of a prompt it is the chance that k of its samples, drawn at random, hold one that passed.
+        """
+        found: dict[str, float] = {}
+        most = max(self._judged, default=0)
+        ks = [1 << bit for bit in range(most.bit_length())]
+        for k in dict.fromkeys([*ks, most]) if most else ():
+            chances = [
+                _chance(count, passed, k)
+                for count, passed in zip(self._judged, self._passed, strict=True)
+                if count >= k
+            ]
+            found[str(k)] = round(100 * math.fsum(chances) / len(chances), 2)
+        return found
+
+
+def as_text(found: Mapping[str, Any]) -> Iterator[str]:
+    """The statistics as lines for a person; none without rewards."""
+    if by_name := found["by_name"]:
+        grouped = any("groups" in of_name for of_name in by_name.values())
+        more = f"{'groups':>10}{'std in group':>14}{'all equal':>11}" if grouped else ""
+        yield f"{'reward':<24}{'records':>10}{'mean':>12}{'std':>12}{more}"
+        for name, of_name in by_name.items():
+            more = (
+                f"{of_name['groups']:>10,}{_number(of_name['mean_group_std']):>14}"
+                f"{of_name['equal_groups']:>11,}"
+                if grouped
+                else ""
+            )
+            yield (
+                f"{name:<24}{of_name['records']:>10,}{_number(of_name['mean']):>12}"
+                f"{_number(of_name['std']):>12}{more}"
+            )
+    if turns := found["turns"]:
+        yield f"{'reward per turn':<24}{'turns':>10}{'mean':>12}{'std':>12}"
+        for name, of_name in turns.items():
+            yield (
+                f"{name:<24}{of_name['turns']:>10,}{_number(of_name['mean']):>12}"
+                f"{_number(of_name['std']):>12}"
+            )
+    if found["pass_at"]:
+        yield ", ".join(f"pass@{k} {percent:g}%" for k, percent in found["pass_at"].items())
+
+
+def _chance(count: int, passed: int, k: int) -> float:
+    """The chance that `k` of `count` samples, drawn at random, hold one of the `passed`."""
+    failed = count - passed
+    return 1 - math.prod((failed - drawn) / (count - drawn) for drawn in range(min(k, failed + 1)))
+
+
+def _add(places: dict[str, _Numbers], name: str, series: int, number: float) -> None:
+    if name in places or len(places) < MAX_NAMES:
+        places.setdefault(name, _Numbers()).add(series, number)
+
+
+def _one(numbers: _Numbers, unit: str) -> dict[str, Any]:
+    ((count, mean, std),) = numbers.all()
+    return {unit: count, "mean": _rounded(mean), "std": None if std is None else _rounded(std)}
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.6g}")
+
+
+def _number(number: float | None) -> str:
+    return "-" if number is None else f"{number:.4g}"

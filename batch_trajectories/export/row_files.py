@@ -1,0 +1,247 @@
+"""Row files of an export, by split and in shards, hashed and counted for the manifest.
+
+A target opens the files: `Staging` publishes them together once all are written; `Nowhere` only
+counts bytes, to check an export by making it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from batch_trajectories.runs.store.files import make_directory, open_temporary, sync_directory
+
+
+class Written(NamedTuple):
+    """One finished file."""
+
+    path: str
+    rows: int
+    size: int
+    """Bytes."""
+    sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As a manifest lists it."""
+        return {"path": self.path, "rows": self.rows, "bytes": self.size, "sha256": self.sha256}
+
+
+class FileTarget(Protocol):
+    """Opens files of an export."""
+
+    def open(self, path: str) -> BinaryIO:
+        """A new file; `path` is relative to the export."""
+
+    def rename(self, path: str, final: str) -> None:
+        """Give a written file its final path."""
+
+
+class _Void(io.BytesIO):
+    def write(self, content: Any) -> int:
+        return len(content)
+
+
+class Nowhere:
+    """Files that are hashed and not kept."""
+
+    def open(self, path: str) -> BinaryIO:
+        """A file that discards its content."""
+        return _Void()
+
+    def rename(self, path: str, final: str) -> None:
+        """Does nothing."""
+
+
+class Staging:
+    """Files that are moved to their places together, once all are written."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._root = directory / f".export.{os.getpid()}.tmp"
+        self._paths: dict[str, str] = {}
+        self._files: list[BinaryIO] = []
+
+    def __enter__(self) -> Staging:
+        make_directory(self._directory, is_inside=False, parents=True)
+        for left in self._directory.glob(".export.*.tmp"):
+            shutil.rmtree(left)  # of a killed export; the directory is locked
+        self._root.mkdir(mode=0o700)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in self._files:
+            with contextlib.suppress(OSError):  # disk full; the content is discarded anyway
+                file.close()
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def open(self, path: str) -> BinaryIO:
+        """A new file, which `publish` moves to its place."""
+        temporary = self._root / path
+        make_directory(temporary.parent, parents=True)
+        self._paths[path] = path
+        self._files = [file for file in self._files if not file.closed]
+        self._files.append(open_temporary(temporary, self._directory / path))
+        return self._files[-1]
+
+    def rename(self, path: str, final: str) -> None:
+        """Publish the file opened as `path` at `final`."""
+        self._paths[path] = final
+
+    def paths(self) -> list[str]:
+        """The paths at which `publish` puts the files."""
+        return list(self._paths.values())
+
+    def publish(self) -> None:
+        """Put all files at their places; the directories survive a power loss."""
+        folders = set()
+        for path, final in self._paths.items():
+            target = self._directory / final
+            make_directory(target.parent, parents=True)
+            temporary = self._root / path
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(target)
+            folders.add(target.parent)
+        for folder in folders:
+            sync_directory(folder)
+
+
+class Hashing(io.RawIOBase):
+    """A file that is hashed while it is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
+        self._file = file
+        self._sha256 = hashlib.sha256()
+        self.size = 0
+
+    def writable(self) -> bool:
+        """It is only written."""
+        return True
+
+    def write(self, content: Any) -> int:
+        """Append bytes; after the file was closed they are dropped."""
+        if self._file.closed:  # a library flushes when its writer is discarded
+            return memoryview(content).nbytes
+        self._sha256.update(content)
+        size = self._file.write(content)
+        self.size += size
+        return size
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self.size
+
+    def finish(self) -> str:
+        """Close the file and return the hash."""
+        self._file.close()
+        return self._sha256.hexdigest()
+
+
+class RowWriter(Protocol):
+    """What writes the rows of one file."""
+
+    def write(self, line: bytes) -> None:
+        """Append one row, given as its line of JSON."""
+
+    def finish(self) -> None:
+        """Write buffered rows."""
+
+
+MakeWriter = Callable[[Hashing], RowWriter]
+"""Begins a file of rows."""
+
+
+@dataclass
+class _Shards:
+    """The files of one split; only the last of them is open."""
+
+    done: list[tuple[str, int, int, str]] = field(default_factory=list)
+    file: Hashing | None = None
+    writer: RowWriter | None = None
+    """None if rows are lines."""
+    path: str = ""
+    rows: int = 0
+    size: int = 0
+    """Bytes of rows as JSON, whatever the format of the file."""
+
+
+class SplitFiles:
+    """The rows of one format, by split and in shards."""
+
+    def __init__(
+        self,
+        place: FileTarget,
+        folder: str,
+        suffix: str,
+        make: MakeWriter | None,
+        *,
+        shard_bytes: int | None,
+        name: str | None = None,
+    ) -> None:
+        """Files of a split are in a folder of its own if it has shards, or a `name` for them.
+
+        Without `make` the rows are lines.
+        """
+        self._place = place
+        self._folder = folder
+        self._suffix = suffix
+        self._make = make
+        self._shard_bytes = shard_bytes
+        self._file_name = name
+        self._splits: dict[str, _Shards] = {}
+
+    def write(self, split: str, line: bytes) -> None:
+        """Append a row to a split, in a new shard if this one would get too large."""
+        if (shards := self._splits.get(split)) is None:
+            shards = self._splits[split] = _Shards()
+        full = self._shard_bytes is not None and shards.size + len(line) > self._shard_bytes
+        if shards.rows and full:
+            self._close(shards)
+        if (file := shards.file) is None:
+            shards.path = f"{self._folder}/{split}-{len(shards.done):05}.{self._suffix}"
+            file = shards.file = Hashing(self._place.open(shards.path))
+            shards.writer = self._make and self._make(file)
+        (shards.writer or file).write(line)
+        shards.rows += 1
+        shards.size += len(line)
+
+    def finish(self) -> dict[str, list[Written]]:
+        """Close and rename all files; returns them by split."""
+        return {split: self._name(split, shards) for split, shards in self._splits.items()}
+
+    def _close(self, shards: _Shards) -> None:
+        assert shards.file is not None
+        if shards.writer is not None:
+            shards.writer.finish()
+        digest = shards.file.finish()
+        shards.done.append((shards.path, shards.rows, shards.file.size, digest))
+        shards.writer = shards.file = None
+        shards.rows = shards.size = 0
+
+    def _name(self, split: str, shards: _Shards) -> list[Written]:
+        self._close(shards)
+        written = []
+        count = len(shards.done)
+        for number, (path, rows, size, digest) in enumerate(shards.done):
+            final = f"{self._folder}/{split}.{self._suffix}"
+            if self._shard_bytes is not None or self._file_name is not None:
+                # A folder of its own, for loaders that are given a folder and read all in it.
+                name = f"{self._file_name or split}-{number:05}-of-{count:05}.{self._suffix}"
+                final = f"{self._folder}/{split}/{name}"
+            self._place.rename(path, final)
+            written.append(Written(final, rows, size, digest))
+        return written

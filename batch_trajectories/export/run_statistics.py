@@ -1,0 +1,257 @@
+"""The statistics of a run for people and programs, computed from its records alone.
+
+Numbers of each record are kept in arrays of machine numbers, so percentiles are exact and a million
+records take some tens of megabytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from batch_trajectories.export import reward_statistics
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.rewards import not_passed
+from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.conversation.tools import names_of
+from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.reasons import lines_of
+from batch_trajectories.export.reward_statistics import RewardStatistics
+from batch_trajectories.export.statistics import Statistics
+from batch_trajectories.runs.store.checks import Checks, describe, judgement_of
+from batch_trajectories.runs.store.reader import SomeRecords, over_records
+from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.runs.store.settled import NO_LIMIT
+from batch_trajectories.runs.totals.spending import spent_by, spent_by_judges
+from toolsets.text import plural
+
+_SHARES = (0.5, 0.9, 0.99)
+
+
+def _doubles() -> array[float]:
+    return array("d")
+
+
+def _floats() -> array[float]:
+    return array("f")
+
+
+class RunStatistics:
+    """`Statistics`, and how turns, tokens, costs and durations are spread."""
+
+    def __init__(
+        self, *, style: Style, samples: int = 1, left_out: Collection[str] | None = None
+    ) -> None:
+        """`style` is that of the run: it decides which conversations are kept.
+
+        `samples` is how many conversations a prompt has. `left_out` are the ids of completed
+        conversations that are not kept, where an export knows them.
+        """
+        self._left_out = left_out
+        self._rewards = RewardStatistics(samples)
+        self._style = style
+        self._statistics = Statistics()
+        self._spreads: dict[str, array[float]] = defaultdict(_doubles)
+        self._tool_seconds: dict[str, array[float]] = defaultdict(_floats)
+        self._records = 0
+        self._kept = 0
+        self._kept_with_cost = 0
+        self._cost_of_kept = 0.0
+        self._cost = 0.0
+        self._unknown_costs = 0
+
+    def add(self, record: Record) -> None:
+        """Count one record."""
+        own = Own(record)
+        self._statistics.add(record, own)
+        self._rewards.add(record)
+        self._records += 1
+        usage = record.usage or {}
+        turns, calls = own.turns, record.own_tool_calls
+        found = {
+            "turns": len(turns),
+            "tool_calls": len(calls),
+            "input_tokens": usage.get("input_tokens"),
+            "output_tokens": usage.get("output_tokens"),
+            "cost_usd": record.cost_usd,
+            "model_seconds": sum(turn.duration_s for turn in turns) if turns else None,
+        }
+        for name, number in found.items():
+            if number is not None:
+                self._spreads[name].append(number)
+        offered = names_of(record.tools)
+        for call in calls:
+            # There can be any number of invented names.
+            if call.name in offered and call.duration_s is not None:
+                self._tool_seconds[call.name].append(call.duration_s)
+        cost = record.cost_usd
+        self._unknown_costs += cost is None
+        self._cost += cost or 0.0
+        if self._is_kept(record, own):
+            self._kept += 1
+            if cost is not None:
+                self._kept_with_cost += 1
+                self._cost_of_kept += cost
+
+    def merge(self, other: RunStatistics) -> None:
+        """Add the records of `other`, which come after those of this one."""
+        self._statistics.merge(other._statistics)
+        self._rewards.merge(other._rewards)
+        for ours, theirs in (
+            (self._spreads, other._spreads),
+            (self._tool_seconds, other._tool_seconds),
+        ):
+            for name, numbers in theirs.items():
+                ours[name].extend(numbers)
+        self._records += other._records
+        self._kept += other._kept
+        self._kept_with_cost += other._kept_with_cost
+        self._cost_of_kept += other._cost_of_kept
+        self._cost += other._cost
+        self._unknown_costs += other._unknown_costs
+
+    def _is_kept(self, record: Record, own: Own) -> bool:
+        if record.status != "completed":
+            return False
+        if self._left_out is not None:
+            return record.id not in self._left_out
+        if self._style.require_passed and not_passed(judgement_of(record)) is not None:
+            return False
+        try:
+            conversation = read_conversation(record, own)
+            self._style.tolerance.refuse(conversation.flaws)
+        except Rejected:
+            return False
+        if not self._style.require_reasoning:
+            return True
+        return any(turn.reasoning for turn in conversation.own_turns)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `stats --json` shows it. Unknown costs are counted apart, never as zero."""
+        counted = self._statistics.to_json()
+        for tool in counted["tools"]:
+            tool["seconds"] = _spread(self._tool_seconds.get(tool["tool"], array("f")))
+        return {
+            **counted,
+            "records": self._records,
+            "kept": self._kept,
+            "rewards": self._rewards.to_json(),
+            "cost_usd": {
+                "known_total": self._cost,
+                "records_of_unknown_cost": self._unknown_costs,
+                # All costs, divided by the conversations that are kept.
+                "per_kept": self._cost / self._kept if self._kept and self._cost else None,
+                "of_kept_mean": self._cost_of_kept / self._kept_with_cost
+                if self._kept_with_cost
+                else None,
+            },
+            "per_record": {name: _spread(numbers) for name, numbers in self._spreads.items()},
+        }
+
+
+def statistics_of(
+    run_dir: Path,
+    *,
+    style: Style,
+    max_attempts: int = NO_LIMIT,
+    samples: int = 1,
+    left_out: Collection[str] | None = None,
+) -> dict[str, Any]:
+    """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`.
+
+    `max_attempts` is that of the run, for what it has spent in all; `samples` are its
+    conversations per prompt. `left_out` is that of an export with this style.
+    """
+
+    def count(some: SomeRecords) -> RunStatistics:
+        counted = RunStatistics(style=style, samples=samples, left_out=left_out)
+        for record in some.records:
+            counted.add(record)
+        return counted
+
+    statistics, *others = over_records(run_dir, count, doing="statistics")
+    for other in others:
+        statistics.merge(other)
+    spent, judges = spent_by(run_dir, max_attempts), spent_by_judges(run_dir)
+    found = statistics.to_json()
+    found["cost_usd"] |= {
+        **{"spent_in_all": spent.usd, "spent_unknown": spent.unknown},
+        **{"judges": judges.usd, "judges_unknown": judges.unknown},
+    }
+    return found
+
+
+def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[str]:
+    """The statistics as tables; `asked` are the toolsets asked for, in percent."""
+    statuses = ", ".join(f"{name} {count:,}" for name, count in found["rows"].items())
+    yield f"{found['records']:,} records: {statuses or 'none'}; kept for training {found['kept']:,}"
+    if text := describe(Checks(**found["checks"])):
+        yield text
+    reasoning = found["reasoning"]
+    if turns := reasoning["assistant_turns"]:
+        share = 100 * reasoning["with_reasoning"] / turns
+        hidden = reasoning.get("hidden", 0)
+        text = f", hidden by the API in {100 * hidden / turns:.1f}%" if hidden else ""
+        yield f"reasoning in {share:.1f}% of {turns:,} turns{text}"
+    cost = found["cost_usd"]
+    if cost["records_of_unknown_cost"] < found["records"]:
+        text = f"cost ${cost['known_total']:.4f}"
+        if cost["per_kept"] is not None:
+            text += f", ${cost['per_kept']:.4f} per kept trajectory"
+        if unknown := cost["records_of_unknown_cost"]:
+            text += f"; unknown for {unknown:,} records"
+        yield f"{text}; spent in total ${cost['spent_in_all']:.4f}"
+    if cost["judges"] or cost["judges_unknown"]:
+        unknown = cost["judges_unknown"]
+        text = f"; unknown for {unknown:,} replies" if unknown else ""
+        yield f"judges ${cost['judges']:.4f}{text}"
+    if lines := list(reward_statistics.as_text(found["rewards"])):
+        yield ""
+        yield from lines
+    if failed := found.get("failed_scores"):
+        yield f"{plural(failed, 'score')} failed; `show RUN ID` has the reason of each"
+        yield from lines_of(found["failed_score_reasons"])
+    yield ""
+    head = ("mean", "p50", "p90", "p99", "max")
+    yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)
+    for name, spread in found["per_record"].items():
+        yield f"{name:<16}" + _numbers(spread)
+    if found["tools"]:
+        yield ""
+        columns = ("calls", "failures", "failed %", "p50 s", "p99 s")
+        yield f"{'tool':<24}" + "".join(f"{name:>12}" for name in columns)
+        for tool in found["tools"]:
+            yield (
+                f"{tool['tool']:<24}{tool['count']:>12,}{tool['failure']:>12,}"
+                f"{tool['failure_rate']:>12g}"
+                + "".join(f"{_number(tool['seconds'][key]):>12}" for key in ("p50", "p99"))
+            )
+    realised = {one["toolset"]: one["percent"] for one in found["toolsets"]}
+    if names := sorted({*asked, *realised}):
+        yield ""
+        yield f"{'toolset':<24}{'asked %':>12}{'offered %':>12}"
+        for name in names:
+            yield f"{name:<24}{_number(asked.get(name)):>12}{_number(realised.get(name)):>12}"
+
+
+def _spread(numbers: array[float]) -> dict[str, float | None]:
+    if not numbers:
+        return dict.fromkeys(("mean", "p50", "p90", "p99", "max"))
+    ordered = sorted(numbers)
+    last = len(ordered) - 1
+    percentiles = {f"p{share * 100:g}": ordered[round(share * last)] for share in _SHARES}
+    return {"mean": sum(ordered) / len(ordered), **percentiles, "max": ordered[last]}
+
+
+def _numbers(spread: Mapping[str, float | None]) -> str:
+    return "".join(f"{_number(number):>14}" for number in spread.values())
+
+
+def _number(number: float | None) -> str:
+    if number is None:
+        return "-"
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"

@@ -1,0 +1,189 @@
+"""Scores of a judge model, for the records of a run that lack them.
+
+A reply is on disk before its score counts, so a kill loses only the calls in flight. A failed call
+is a score with `error`, and repeated by the next command; a reply without a score is too, but not
+repeated, for it is paid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agent.messages import Message
+from agent.models.client.open_model import open_model
+from agent.models.errors import ModelError
+from agent.models.model import Completion, Model, ModelSettings, Request
+from agent.models.prices import is_known
+from agent.models.resolve import SCRIPTED, read_key
+from agent.session import run_here
+from batch_trajectories.export.filters.asking import (
+    JudgeCalls,
+    RetryMessages,
+    ask_all,
+    stop_where_useless,
+)
+from batch_trajectories.export.reasons import Reasons
+from batch_trajectories.export.scoring.judge_budget import JudgeBudget
+from batch_trajectories.export.scoring.judge_prompt import JudgePrompt, rewards_in_reply
+from batch_trajectories.export.scoring.score_file import Scored, ScoreFile, open_scores, unscored
+from batch_trajectories.runs.config.models import settings_of
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.runs.store.scores import score_key
+from toolsets.text import valid_utf8
+
+_Scored = tuple[str, str, dict[str, Any]]
+"""The key and the id of a record, and its score."""
+
+
+class _Asked(NamedTuple):
+    scored: _Scored
+    failure: ModelError | None
+
+
+def score_by_judge(
+    run_dir: Path, config: RunConfig, prompt: JudgePrompt, *, max_in_flight: int
+) -> Scored:
+    """Ask the model of `config` about each record that it has not scored with this prompt.
+
+    `max_run_cost_usd` of `config` limits the dollars of all judge calls for this run. Raises
+    `ConfigError`, `EnvironmentStop`, `OutOfBudget`, `RunLocked` and `RunDirError`.
+    """
+    settings = _settings(config)
+    with open_scores(run_dir) as file:
+        budget = None
+        if config.max_run_cost_usd is not None:
+            known_usd = file.judge_cost_usd()
+            budget = JudgeBudget(run_dir, config.max_run_cost_usd, known_usd=known_usd)
+        asking = _Asking(file, settings, prompt)
+        calls = asking.calls
+        try:
+            run_here(asking.ask_all(budget, max_in_flight=max_in_flight))
+        finally:
+            if budget is not None:
+                budget.close()
+            calls.close()
+    return Scored(calls.asked, asking.failed.to_json())
+
+
+def _settings(config: RunConfig) -> ModelSettings:
+    try:
+        settings = settings_of(config, config.model)
+    except ValueError as error:
+        msg = f"--judge: {error}"
+        raise ConfigError(msg) from error
+    if settings.api in (SCRIPTED, "gemini"):
+        msg = f"--judge: {config.model!r} cannot judge: it is called by the API {settings.api}"
+        raise ConfigError(msg)
+    if config.max_run_cost_usd is None:
+        return settings
+    if not is_known(settings):
+        msg = (
+            f"--max_judge_cost_usd: the price of {config.model!r} is unknown; give --prices "
+            f'\'{{"{settings.name}": {{"input": ..., "output": ...}}}}\', in dollars per million '
+            "tokens"
+        )
+        raise ConfigError(msg)
+    if settings.reply_bound is None:
+        msg = "--max_judge_cost_usd needs --max_tokens: without it the cost of a call has no limit"
+        raise ConfigError(msg)
+    return settings
+
+
+class _Asking:
+    """The questions of one command."""
+
+    def __init__(self, file: ScoreFile, settings: ModelSettings, prompt: JudgePrompt) -> None:
+        self._file = file
+        self._settings = settings
+        self._prompt = prompt
+        self._source = {
+            "source": f"judge:{settings.reference}",
+            "version": prompt.version(settings),
+        }
+        self._done = file.done(*self._source.values())
+        self._has_answered = bool(self._done)
+        self.failed = Reasons()
+        self.calls = JudgeCalls(
+            settings.reference, total=sum(1 for _ in self._unscored("counting"))
+        )
+
+    def _unscored(self, doing: str | None = None) -> Iterator[tuple[Record, Sequence[str]]]:
+        source, version = self._source.values()
+        return unscored(self._file.run_dir, {source: self._done}, {source: version}, doing=doing)
+
+    async def ask_all(self, budget: JudgeBudget | None, *, max_in_flight: int) -> None:
+        """Ask about all records that lack a score."""
+        model = open_model(
+            self._settings,
+            api_key=read_key(self._settings),
+            on_retry=RetryMessages("--judge", self._settings.base_url, self.calls.say),
+            gate=budget,
+        )
+
+        async def ask(work: tuple[Record, Sequence[str]]) -> _Asked:
+            return await self._ask(model, work[0])
+
+        try:
+            await ask_all(
+                self._unscored(),
+                ask,
+                max_in_flight=max_in_flight,
+                keep=self._keep,
+                show=self.calls.show,
+            )
+        finally:
+            await model.close()
+
+    async def _ask(self, model: Model, record: Record) -> _Asked:
+        key, id = score_key(record), record.id
+
+        def keep_unreadable(completion: Completion) -> None:
+            words = "malformed: the reply could not be read"
+            failed = {"rewards": None, "error": words, "reply": None, **_paid(completion)}
+            self._file.append([(key, id, {**self._source, **failed})])
+            self.calls.replied(failed)
+
+        question = Message(role="user", content=self._prompt.question(record))
+        try:
+            completion = await model.complete(Request([question], on_unreadable=keep_unreadable))
+        except ModelError as error:
+            failed = {"rewards": None, "error": f"{error.kind}: {error}", "reply": None}
+            return _Asked((key, id, {**self._source, **failed}), error)
+        reply = valid_utf8(completion.message.get("content") or "")
+        rewards = rewards_in_reply(reply, turns=len(record.own_turns))
+        return _Asked(
+            (key, id, {**self._source, **rewards, "reply": reply, **_paid(completion)}), None
+        )
+
+    def _keep(self, found: list[_Asked]) -> None:
+        self._file.append(asked.scored for asked in found)
+        for (_, _, score), failure in found:
+            if score["error"] is not None:
+                self.failed.add(score["error"])
+            if failure is None:
+                self.calls.replied(score)
+            kind = "no score" if failure is None else failure.kind
+            self.calls.ended(None if score["error"] is None else kind)
+        failures = [asked.failure for asked in found if asked.failure is not None]
+        self._has_answered = self._has_answered or len(failures) < len(found)
+        stop_where_useless(
+            failures,
+            has_answered=self._has_answered,
+            asked_by="--judge",
+            advice=(
+                "Finished scores are saved; fix the problem and run the same command again to "
+                "continue."
+            ),
+        )
+
+
+def _paid(completion: Completion) -> dict[str, Any]:
+    return {
+        "model": completion.model,
+        "usage": completion.usage,
+        "cost_usd": completion.cost_usd,
+    }

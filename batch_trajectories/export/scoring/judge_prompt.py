@@ -1,0 +1,101 @@
+"""The questions to a judge model, and the rewards in its replies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agent.models.model import ModelSettings
+from batch_trajectories.export.conversation.ending import answer_of
+from batch_trajectories.export.conversation.texts import user_texts
+from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.runs.store.rewards import parse_rewards
+from toolsets.text import clip
+
+NAME = "judge"
+"""The name of a reward that a judge gives as a number alone."""
+
+_PLACES = re.compile(r"\{(question|answer|expected|conversation)\}")
+_FENCE = re.compile(r"^\s*`{3,}\w*\s*$")
+_SHOWN = 200
+
+
+class JudgePrompt:
+    """The prompt for the judge, with places for what is judged."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def version(self, settings: ModelSettings) -> str:
+        """A digest of the prompt, and of how the model is called."""
+        called = [settings.name, settings.api, settings.base_url]
+        sampling = [settings.temperature, settings.max_tokens]
+        content = orjson.dumps([called, sampling, self._text])
+        return blake2b(content, digest_size=8).hexdigest()
+
+    def question(self, record: Record) -> str:
+        """The prompt with the texts of a record; places inside of these stay as they are."""
+
+        def text_of(place: re.Match[str]) -> str:
+            match place[1]:
+                case "question":
+                    return "\n\n".join(user_texts(record))
+                case "answer":
+                    return answer_of(record) or "(no answer)"
+                case "expected":
+                    expected = record.row.get("expected")
+                    return "(not given)" if expected is None else str(expected)
+                case _:
+                    return "\n\n".join(_conversation(record))
+
+        return _PLACES.sub(text_of, self._text)
+
+
+def load_prompt(path: Path) -> JudgePrompt:
+    """Read the prompt from a file. Raises `ConfigError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        msg = f"--judge_prompt: {path}: cannot read it: {error}"
+        raise ConfigError(msg) from error
+    if not {"answer", "conversation"} & set(_PLACES.findall(text)):
+        msg = (
+            f"--judge_prompt: {path}: has neither {{answer}} nor {{conversation}}, so the judge "
+            "would see nothing to judge"
+        )
+        raise ConfigError(msg)
+    return JudgePrompt(text)
+
+
+def rewards_in_reply(reply: str, *, turns: int) -> dict[str, Any]:
+    """`rewards`, `turn_rewards` and `error` of the score in the last line of a reply."""
+    lines = [line for line in reply.splitlines() if line.strip() and not _FENCE.match(line)]
+    last = lines[-1].strip() if lines else ""
+    try:
+        found = orjson.loads(last)
+    except orjson.JSONDecodeError:
+        shown = clip(repr(last), max_chars=_SHOWN)
+        words = f"the last line of the reply is neither a number nor a JSON object: {shown}"
+        return {"rewards": None, "error": words}
+    try:
+        return {**parse_rewards(found, name=NAME, turns=turns).to_json(), "error": None}
+    except ValueError as error:
+        return {"rewards": None, "error": f"the last line of the reply {error}"}
+
+
+def _conversation(record: Record) -> Iterator[str]:
+    """All messages as text, without reasoning."""
+    for message in record.messages:
+        name = f" {message.name}" if message.role == "tool" and message.name is not None else ""
+        lines = [f"[{message.role}{name}]"]
+        if message.content:
+            lines.append(message.content)
+        for call in message.tool_calls:
+            lines.append(f"-> {call.function.name}({call.function.arguments})")
+        yield "\n".join(lines)

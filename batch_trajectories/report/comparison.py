@@ -1,0 +1,223 @@
+"""Compare two runs: sums, and the tasks that ended differently."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from statistics import fmean, median
+from typing import Any
+
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.report.formatting import count, dollars, one_line
+from batch_trajectories.runs.config.fingerprint import stored_meaning
+from batch_trajectories.runs.process.long_work import watched
+from batch_trajectories.runs.store.checks import CheckSums
+from batch_trajectories.runs.store.index import IndexEntry
+from batch_trajectories.runs.store.settled import NO_LIMIT
+from batch_trajectories.runs.totals.spending import spent_by, spent_by_judges
+
+_SHOWN = 10
+_VALUE_CHARS = 60
+
+
+def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
+    """Compare the records of two runs by task id; JSON-ready.
+
+    Keys: `runs` (see `_sums`, for each run), `options` (those that affect the data and differ:
+    {name: [first, second]}), `same_dataset`, `both` (number of tasks with records in both), `only`
+    (two lists of ids), `changed` (tasks with another status, [{"id", "from", "to"}] in the order
+    of the first run), `judged_otherwise` (the same for tasks that passed their check in only one
+    run, with true or false), `paired` (see `_paired`).
+    """
+    runs = [stored.identity for stored in (first, second)]
+    entries = [
+        dict(watched(stored.entries(), f"reading {stored.path.name}")) for stored in (first, second)
+    ]
+    before, after = entries
+    meanings = [stored_meaning(run) for run in runs]
+    both = [task_id for task_id in before if task_id in after]
+    return {
+        "runs": [
+            {"run_dir": str(stored.path), **_sums(list(found.values())), **_spent(stored)}
+            for stored, found in zip((first, second), entries, strict=True)
+        ],
+        "options": {
+            name: [meaning.get(name) for meaning in meanings]
+            for name in sorted(set().union(*meanings))
+            if meanings[0].get(name) != meanings[1].get(name)
+        },
+        "same_dataset": runs[0]["dataset"]["sha256"] == runs[1]["dataset"]["sha256"],
+        "both": len(both),
+        "only": [
+            [task_id for task_id in first_ids if task_id not in second_ids]
+            for first_ids, second_ids in ((before, after), (after, before))
+        ],
+        "changed": [
+            {"id": task_id, "from": before[task_id].status, "to": after[task_id].status}
+            for task_id in both
+            if before[task_id].status != after[task_id].status
+        ],
+        "judged_otherwise": [
+            {"id": task_id, "from": before[task_id].passed, "to": after[task_id].passed}
+            for task_id in both
+            if {before[task_id].passed, after[task_id].passed} == {False, True}
+        ],
+        "paired": _paired([(before[task_id], after[task_id]) for task_id in both]),
+    }
+
+
+def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
+    """The number of records, statuses and sums of one run; tokens and dollars as far as known.
+
+    `checks` are those of `runs.store.checks`.
+    """
+    checks = CheckSums()
+    for entry in entries:
+        checks.add(entry.verdict, entry.reward, check_failed=entry.check_failed)
+    return {
+        "records": len(entries),
+        "statuses": dict(Counter(sorted(entry.status for entry in entries))),
+        "turns": sum(entry.turns for entry in entries),
+        "turns_median": median(entry.turns for entry in entries) if entries else None,
+        "tool_calls": sum(entry.tool_calls for entry in entries),
+        "input_tokens": sum(entry.input_tokens or 0 for entry in entries),
+        "output_tokens": sum(entry.output_tokens or 0 for entry in entries),
+        "tokens_unknown": sum(None in (e.input_tokens, e.output_tokens) for e in entries),
+        "cost_usd": sum(entry.cost_usd or 0.0 for entry in entries),
+        "cost_unknown": sum(entry.cost_usd is None for entry in entries),
+        "checks": asdict(checks.sums()),
+    }
+
+
+def _spent(stored: StoredRun) -> dict[str, Any]:
+    """All that a run has spent, including replaced records, and what judges were paid."""
+    spent = spent_by(stored.path, stored.identity["config"].get("max_attempts", NO_LIMIT))
+    judges = spent_by_judges(stored.path)
+    return {
+        **{"spent_usd": spent.usd, "spent_unknown": spent.unknown},
+        **{"judges_usd": judges.usd, "judges_unknown": judges.unknown},
+    }
+
+
+def _paired(pairs: list[tuple[IndexEntry, IndexEntry]]) -> dict[str, float | None]:
+    """Means of second minus first over the tasks with known numbers in both runs."""
+    means: dict[str, float | None] = {}
+    for name in ("turns", "tool_calls", "input_tokens", "output_tokens", "cost_usd", "reward"):
+        values = [(getattr(before, name), getattr(after, name)) for before, after in pairs]
+        known = [b - a for a, b in values if a is not None and b is not None]
+        means[name] = fmean(known) if known else None
+    return means
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """A comparison for a person."""
+    first, second = found["runs"]
+    rows: list[tuple[str, ...]] = [
+        ("", first["run_dir"], second["run_dir"], "mean difference per shared task")
+    ]
+    paired = found["paired"]
+    for status in sorted(first["statuses"] | second["statuses"]):
+        rows.append((status, *(_share(run, status) for run in found["runs"]), ""))
+    for name in ("records", "turns", "tool_calls", "input_tokens", "output_tokens"):
+        mean = paired.get(name)
+        per_task = "" if mean is None else f"{mean:+,.2f}"
+        rows.append((name, count(first[name]), count(second[name]), per_task))
+    mean = paired["cost_usd"]
+    rows.append(
+        ("cost", *map(_cost, found["runs"]), "" if mean is None else f"{mean:+,.6f} dollars")
+    )
+    rows.append(("total spent", *map(_all_spent, found["runs"]), ""))
+    if any(run["judges_usd"] or run["judges_unknown"] for run in found["runs"]):
+        rows.append(("judges", *map(_paid_to_judges, found["runs"]), ""))
+    rows += _checks(found)
+    widths = [max(len(row[n]) for row in rows) for n in range(3)]
+    lines = [
+        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()
+        for row in rows
+    ]
+    lines += ["", f"{count(found['both'])} tasks have a record in both{_beside(found['only'])}"]
+    if not found["same_dataset"]:
+        lines.append("the datasets differ")
+    lines += [
+        f"option {name}: {one_line(str(a), _VALUE_CHARS)} -> {one_line(str(b), _VALUE_CHARS)}"
+        for name, (a, b) in found["options"].items()
+    ]
+    return "\n".join(lines + _changes(found["changed"]) + _judged(found["judged_otherwise"]))
+
+
+def _changes(changed: list[dict[str, str]]) -> list[str]:
+    if not changed:
+        return ["all of them have the same status in both"]
+    kinds = Counter((change["from"], change["to"]) for change in changed)
+    lines = [f"{count(len(changed))} of them ended differently:"]
+    for (before, after), number in kinds.most_common():
+        ids = [
+            change["id"] for change in changed if (change["from"], change["to"]) == (before, after)
+        ]
+        lines.append(f"  {before} -> {after}: {count(number)}: {_listed(ids)}")
+    return lines
+
+
+def _checks(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Rows about checks; none if nothing was checked."""
+    both = [run["checks"] for run in found["runs"]]
+    if not any(checks["checked"] for checks in both):
+        return []
+    passed = [
+        f"{count(checks['passed'])} of {count(checks['checked'])}"
+        + ("" if checks["pass_rate"] is None else f" ({checks['pass_rate']:.1f}%)")
+        for checks in both
+    ]
+    mean = found["paired"]["reward"]
+    rewards = [
+        "-" if checks["mean_reward"] is None else f"{checks['mean_reward']:g}" for checks in both
+    ]
+    return [
+        ("passed", *passed, ""),
+        ("reward", *rewards, "" if mean is None else f"{mean:+,.4f}"),
+    ]
+
+
+def _judged(judged_otherwise: list[dict[str, Any]]) -> list[str]:
+    """The tasks that passed their check in only one run."""
+    lines = []
+    for which, passed_later in (("first", False), ("second", True)):
+        ids = [change["id"] for change in judged_otherwise if change["to"] is passed_later]
+        if ids:
+            lines.append(f"passed only in the {which}: {count(len(ids))}: {_listed(ids)}")
+    return lines
+
+
+def _listed(ids: list[str]) -> str:
+    more = f", and {count(len(ids) - _SHOWN)} more (--json has all)" if len(ids) > _SHOWN else ""
+    return ", ".join(one_line(name, _VALUE_CHARS) for name in ids[:_SHOWN]) + more
+
+
+def _share(run: dict[str, Any], status: str) -> str:
+    number = run["statuses"].get(status, 0)
+    return f"{count(number)} ({100 * number / run['records']:.1f}%)" if run["records"] else "0"
+
+
+def _cost(run: dict[str, Any]) -> str:
+    return _dollars(run["cost_usd"], run["cost_unknown"])
+
+
+def _all_spent(run: dict[str, Any]) -> str:
+    return _dollars(run["spent_usd"], run["spent_unknown"])
+
+
+def _paid_to_judges(run: dict[str, Any]) -> str:
+    return _dollars(run["judges_usd"], run["judges_unknown"])
+
+
+def _dollars(known: float, unknown: int) -> str:
+    return dollars(known) + (f" + {count(unknown)} unknown" if unknown else "")
+
+
+def _beside(only: list[list[str]]) -> str:
+    words = [
+        f"{count(len(ids))} only in the {which}"
+        for which, ids in zip(("first", "second"), only, strict=True)
+        if ids
+    ]
+    return f"; {', '.join(words)}" if words else ""

@@ -1,0 +1,131 @@
+"""A trajectory as a row of the report's table, without its messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent.messages import USER_TURN
+from agent.reasoning import split_inline_reasoning
+from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
+from batch_trajectories.runs.store.checks import judgement_of, rewards_of
+from batch_trajectories.runs.store.record_types import Record, StoredMessage
+from batch_trajectories.runs.store.rewards import MAIN
+
+_SNIPPET_CHARS = 140
+
+NOT_OFFERED = "(not offered)"
+"""Stands for all tools that models invented: their number has no limit."""
+
+
+def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
+    """One row of the table, JSON-ready and small; `own` is `Own(record)`, if it is known.
+
+    `tools` is {name: [calls, failed calls]}, `failures` {kind: calls} with kind `reported` for
+    failures that a tool reported itself; `duration_s` is that of `seconds_at_work`; `flags` name
+    unusual properties of the conversation.
+    """
+    own = own or Own(record)
+    turns, replies = own.turns, own.messages
+    asked = _last_content(record.messages[: own.start], "user")
+    usage = record.usage or {}
+    judgement = judgement_of(record)
+    tools = _tools(record, own)
+    return {
+        "id": record.id,
+        "status": record.status,
+        "reason": record.status_reason,
+        "error": None if record.error is None else record.error.error_class,
+        "prompt": _snippet(asked or _prompt(record.row)),
+        "answer": _snippet(_last_content(replies, "assistant")),
+        "model": record.model,
+        "turns": len(turns),
+        "calls": sum(calls for calls, _ in tools.values()),
+        "failed_calls": sum(failed for _, failed in tools.values()),
+        "input_tokens": usage.get("input_tokens"),
+        "output_tokens": usage.get("output_tokens"),
+        "cached_tokens": usage.get("cache_read_tokens"),
+        "cost_usd": record.cost_usd,
+        "duration_s": round(seconds_at_work(record), 3),
+        "started_at": turns[0].started_at if turns else None,
+        "finished_at": record.finished_at,
+        "passed": judgement.passed,
+        "reward": judgement.reward,
+        "rewards": _by_name(record),
+        "reasoned": own.counts.with_reasoning,
+        "tools": tools,
+        "failures": Counter(kind_of_failure(m.details) for m in replies if m.is_error),
+        "flags": flags_of(record),
+    }
+
+
+def seconds_at_work(record: Record) -> float:
+    """The seconds spent in model calls and tool calls; parallel calls of a turn count once.
+
+    Without the parent's turns of a branch. Not the time from beginning to end, which may include
+    pauses between starts.
+    """
+    spans: dict[int, tuple[float, float]] = {}
+    for call in record.own_tool_calls:
+        began, ended = call.started_at, call.started_at + (call.duration_s or 0.0)
+        before = spans.get(call.turn, (began, ended))
+        spans[call.turn] = (min(began, before[0]), max(ended, before[1]))
+    return float(
+        sum(turn.duration_s for turn in record.own_turns)
+        + sum(ended - began for began, ended in spans.values())
+    )
+
+
+def flags_of(record: Record) -> list[str]:
+    """Unusual properties of a conversation, which the report can filter by.
+
+    Without those that a branch has from its parent.
+    """
+    judgement = judgement_of(record)
+    parents = 0 if record.fork is None else record.fork.turn
+    flags = {
+        "inner conversations": record.inner,
+        # A note on the last shared turn was added after the fork.
+        "notes": any(note.turn >= parents and note.reason != USER_TURN for note in record.notes),
+        "discarded replies": any(reply.inherited is None for reply in record.discarded),
+        "resumed": record.resumes,
+        "calls set aside": record.set_aside,
+        "compacted": record.view_compacted,
+        "passed": judgement.passed is True,
+        "not passed": judgement.passed is False,
+        "check without result": judgement.error is not None,
+    }
+    return [name for name, is_set in flags.items() if is_set]
+
+
+def _by_name(record: Record) -> dict[str, float] | None:
+    """All rewards by name; None if there is only the one that is shown anyway."""
+    named = rewards_of(record).named
+    return dict(named) if named.keys() - {MAIN} else None
+
+
+def _tools(record: Record, own: Own) -> dict[str, tuple[int, int]]:
+    offered = {tool["function"]["name"] for tool in record.tools}
+    found: dict[str, tuple[int, int]] = {}
+    for stats in own.counts.tools:
+        name = stats["tool"] if stats["tool"] in offered else NOT_OFFERED
+        calls, failed = found.get(name, (0, 0))
+        found[name] = (calls + stats["count"], failed + stats["failure"])
+    return found
+
+
+def _last_content(messages: Sequence[StoredMessage], role: str) -> str:
+    contents = [message.content for message in messages if message.role == role]
+    return split_inline_reasoning(contents[-1]).rest if contents else ""
+
+
+def _prompt(row: Mapping[str, Any]) -> str:
+    """The prompt of a row without a conversation."""
+    prompt = row.get("prompt")
+    return prompt if isinstance(prompt, str) else ""
+
+
+def _snippet(text: str) -> str:
+    head = " ".join(text[: 4 * _SNIPPET_CHARS].split())
+    return head if len(head) <= _SNIPPET_CHARS else head[: _SNIPPET_CHARS - 1] + "…"

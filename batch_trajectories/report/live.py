@@ -1,0 +1,88 @@
+"""The full-screen view of a run, drawn by a separate process.
+
+The process reads the run directory, like `status`, so it does not slow the run. It restores the
+terminal when the run closes the connection or dies.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.report.status import Status, look, sections
+from batch_trajectories.runs.errors import RunError
+from batch_trajectories.runs.process.console import say
+from batch_trajectories.runs.process.startup import hide_environment
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+_EVERY_S = 1.0
+_PAUSE_PER_WORK = 9
+"""Pause this many times as long as an update took: use at most a tenth of a core."""
+
+_OTHER_LINES = 28
+"""Approximate number of lines without the conversations in flight."""
+
+_MIN_IN_FLIGHT, _MAX_IN_FLIGHT = 3, 40
+
+
+def draw_until_closed(connection: Connection, run_dir: Path) -> None:
+    """Draw the status of `run_dir` on standard error until the connection is closed."""
+    from rich.console import Console
+    from rich.live import Live
+
+    hide_environment()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run stops in good order, then closes it
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGHUP, _leave)
+    with suppress(OSError):
+        os.nice(5)
+    console = Console(file=sys.stderr, highlight=False)
+    try:
+        stored = StoredRun(run_dir)
+        with Live(console=console, screen=True, auto_refresh=False) as screen:
+            while True:
+                began = time.monotonic()
+                found = look(stored)
+                screen.update(_drawn(found, height=console.height), refresh=True)
+                took_s = time.monotonic() - began
+                if connection.poll(max(_EVERY_S, _PAUSE_PER_WORK * took_s)):
+                    return
+    except (RunError, OSError) as error:
+        say(f"--live has ended: {error}; the run continues")
+
+
+def _drawn(found: Status, *, height: int) -> Group:
+    """The sections of the status, with lines cut at the edge of the screen."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.progress_bar import ProgressBar
+    from rich.rule import Rule
+    from rich.text import Text
+
+    shown = min(max(_MIN_IN_FLIGHT, height - _OTHER_LINES), _MAX_IN_FLIGHT)
+    head, *parts = sections(found, in_flight_shown=shown)
+    drawn: list[Rule | Text | Padding] = [Text(head[0], style="bold", no_wrap=True)]
+    totals = found.totals
+    if totals.total:
+        ended = totals.done + totals.failed + totals.discarded
+        bar = ProgressBar(total=totals.total, completed=ended)
+        drawn.append(Padding(bar, 0))  # a bar alone does not end its line
+    drawn += [Text(line, no_wrap=False) for line in head[1:]]
+    for title, *lines in parts:
+        drawn.append(Rule(Text(title), align="left", style="dim"))
+        drawn += [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
+    return Group(*drawn)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)

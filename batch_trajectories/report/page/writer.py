@@ -1,0 +1,194 @@
+"""Write the report of a run: an HTML file, and files with its data if there is much."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import orjson
+
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.row_json import dumps_row
+from batch_trajectories.export.conversation.style import Style, style_of_run
+from batch_trajectories.export.conversation.tools import once
+from batch_trajectories.export.reward_statistics import RewardStatistics
+from batch_trajectories.report.facts import row_of
+from batch_trajectories.report.page.page import render_page
+from batch_trajectories.report.page.pieces import (
+    INLINE_BYTES,
+    Collected,
+    Pieces,
+    put_in_place,
+    temporary_of,
+)
+from batch_trajectories.report.page.training_form import training_form
+from batch_trajectories.runs.errors import RunDirError
+from batch_trajectories.runs.sources.source import HUB_PREFIX
+from batch_trajectories.runs.store.failures import failures_by_class
+from batch_trajectories.runs.store.files import StorageError, replace_file
+from batch_trajectories.runs.store.reader import SomeRecords, over_records
+from batch_trajectories.runs.store.record_types import Record, Tools
+from batch_trajectories.runs.store.settled import NO_LIMIT
+from batch_trajectories.runs.totals.spending import spent_by, spent_by_judges
+from toolsets import exact_json
+
+_BEGINNING = b"<!doctype html>"
+
+
+class WrittenPage(NamedTuple):
+    """The result of `write_report`."""
+
+    path: Path
+    trajectories: int
+    files: Path | None
+    """The directory with the data of the page; None if all data is in the page."""
+
+
+def write_report(
+    stored: StoredRun, output: Path | None = None, *, inline_bytes: int = INLINE_BYTES
+) -> WrittenPage:
+    """Write the report of a run to `output` (default: report.html in its directory).
+
+    Reads one record at a time, of a large run in several processes; more data than `inline_bytes`,
+    and all data of several processes, goes to files in
+    `<output's stem>_files`. Raises `RunDirError` and `StorageError`.
+    """
+    run = stored.identity
+    path = output or stored.path / "report.html"
+    if path.is_dir() or not path.parent.is_dir():
+        msg = f"{path}: cannot write the report there; --output names a file in a directory"
+        raise RunDirError(msg)
+    if path.exists() and not _is_page(path):
+        msg = f"{path}: exists and is not a report; give a new file or an older report by --output"
+        raise RunDirError(msg)
+    report_id = secrets.token_hex(8)
+    directory = path.with_name(f"{path.stem}_files")
+    style = style_of_run(run["config"])
+    samples = run["config"]["num_samples"]
+
+    def collect(some: SomeRecords) -> _Part:
+        most = inline_bytes if some.are_all else 0
+        pieces = Pieces(directory, report_id, inline_bytes=most, first=some.first)
+        part = _Part(RewardStatistics(samples), _Distinct(some.first), _Distinct(some.first))
+        for record in some.records:
+            part.add(record, style, pieces)
+        part.collected = pieces.finish()
+        return part
+
+    try:
+        shutil.rmtree(temporary_of(directory), ignore_errors=True)
+        whole, *others = parts = over_records(stored.path, collect, doing="report")
+        put_in_place(directory, [part.collected for part in parts])
+    except OSError as error:
+        msg = f"{path}: cannot write the report: {error.strerror or error}; make room, or --output"
+        raise StorageError(msg) from error
+    finally:
+        shutil.rmtree(temporary_of(directory), ignore_errors=True)
+    for part in others:
+        whole.merge(part)
+    row_pieces = sum(part.collected.row_pieces for part in parts)
+    meta = {
+        **_about(stored),
+        "rewards": whole.rewards.to_json(),
+        "report_id": report_id,
+        "columns": whole.columns,
+        "tools": whole.tools.values,
+        "systems": whole.systems.values,
+        "row_pieces": row_pieces,
+        "files": directory.name if row_pieces else None,
+    }
+    rows, records = whole.collected.rows, whole.collected.records
+    replace_file(path, render_page(meta, rows=rows, records=records))
+    return WrittenPage(path, whole.count, directory if row_pieces else None)
+
+
+class _Part:
+    """What the page needs to know of some records, and where their data is."""
+
+    collected: Collected
+
+    def __init__(self, rewards: RewardStatistics, tools: _Distinct, systems: _Distinct) -> None:
+        self.rewards, self.tools, self.systems = rewards, tools, systems
+        self.columns: list[str] = []
+        self.count = 0
+
+    def add(self, record: Record, style: Style, pieces: Pieces) -> None:
+        own = Own(record)
+        self.rewards.add(record)
+        form = training_form(record, own, style=style, key_of=self.systems.key)
+        row = row_of(record, own) | {"exported": form["file"]}
+        self.columns = [*row, "chunk", "place"]
+        shown = {"tools": once(record.tools, self._tools_shown), "training_form": dumps_row(form)}
+        pieces.add(row, record.spliced(shown))
+        self.count += 1
+
+    def _tools_shown(self, tools: Tools) -> bytes:
+        return orjson.dumps(list(map(self.tools.key, tools)))
+
+    def merge(self, other: _Part) -> None:
+        """Add the records of `other`, which come after those of this one."""
+        self.rewards.merge(other.rewards)
+        self.tools.values |= other.tools.values
+        self.systems.values |= other.systems.values
+        self.count += other.count
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file is a page or empty, so the report may replace it."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_BEGINNING)).lower() in (_BEGINNING, b"")
+
+
+def _about(stored: StoredRun) -> dict[str, Any]:
+    run = stored.identity
+    funnel, _ = stored.funnel_if_known()  # why not would name a path of this machine
+    return {
+        "run_name": run["run_name"],
+        "created": run["created"],
+        "written_at": time.time(),
+        "is_running": stored.holder is not None,
+        "tasks": run["dataset"]["rows"] * run["config"]["num_samples"],
+        "bad_rows": run["dataset"]["bad_rows"],
+        "dataset": _dataset_name(run["dataset"]),
+        "meaning": run["meaning"],
+        "history": run["history"],
+        "versions": run["versions"],
+        "funnel": funnel,
+        "errors": failures_by_class(stored.path),
+        "spent": spent_by(stored.path, run["config"].get("max_attempts", NO_LIMIT))._asdict(),
+        "judges": spent_by_judges(stored.path)._asdict(),
+    }
+
+
+def _dataset_name(dataset: Mapping[str, Any]) -> str:
+    """What the user gave as the dataset, without the directories of this machine.
+
+    What is not JSONL was copied to a file whose name is a digest, which would tell nobody anything.
+    """
+    source = (dataset.get("source") or {}).get("source") or dataset["path"]
+    return str(source) if source.startswith(HUB_PREFIX) else PurePath(source).name
+
+
+class _Distinct:
+    """Distinct values by keys: most records of a run have the same tools."""
+
+    def __init__(self, first: int) -> None:
+        """No other part has keys that begin with `first`."""
+        self.values: dict[str, Any] = {}
+        self._first = first
+        self._keys: dict[str | bytes, str] = {}
+
+    def key(self, value: Any) -> str:
+        """The key of `value` in `values`."""
+        same = value if isinstance(value, str) else exact_json.dumps(value)
+        if same not in self._keys:
+            self._keys[same] = f"{self._first}-{len(self.values)}"
+            self.values[self._keys[same]] = value
+        return self._keys[same]

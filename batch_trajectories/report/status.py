@@ -1,0 +1,194 @@
+"""The status of a run: totals, progress, and conversations in flight, slow or failed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import orjson
+
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.report.facts import seconds_at_work
+from batch_trajectories.report.formatting import count, one_line, plain, seconds
+from batch_trajectories.runs.batch_api.totals import BatchTotals, compute_batch_totals
+from batch_trajectories.runs.process.console import show
+from batch_trajectories.runs.store.failures import failures_by_class
+from batch_trajectories.runs.supervisor.progress import PROGRESS_FILE, describe
+from batch_trajectories.runs.totals.run_totals import RunTotals, as_table
+from toolsets.text import plural
+
+_SLOWEST = 5
+_SHOWN = 10
+_ID_CHARS = 40
+_LINE_CHARS = 100
+
+
+def show_status(stored: StoredRun, *, as_json: bool, every_s: float | None) -> None:
+    """Print the status of a run; with `every_s`, repeat until the run ends.
+
+    With `as_json`: one JSON object, or one line each time.
+    """
+    while True:
+        found = look(stored)
+        if as_json:
+            option = None if every_s else orjson.OPT_INDENT_2
+            text = orjson.dumps(found.to_json(), option=option).decode()
+        else:
+            text = "\n".join(line for section in sections(found) for line in section)
+            if every_s and sys.stdout.isatty():
+                click.clear()
+        show(text)
+        if every_s is None or found.holder is None:
+            return
+        time.sleep(every_s)
+
+
+class Status(NamedTuple):
+    """The status of a run at one moment."""
+
+    run_dir: Path
+    holder: dict[str, Any] | None
+    """The process that is working on it."""
+    totals: RunTotals
+    progress: dict[str, Any] | None
+    """The last state of that process; see `runs/supervisor/progress.py`."""
+    details: dict[str, Any]
+    """See `run_status`."""
+    batches: BatchTotals | None
+    """Totals of its batches; None if it has none."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "run_dir": str(self.run_dir),
+            "holder": self.holder,
+            "progress": self.progress,
+            **self.totals.to_json(),
+            "judges_usd": self.totals.judges_usd,
+            "judges_unknown": self.totals.judges_unknown,
+            **self.details,
+            **({} if self.batches is None else {"batches": self.batches.to_json()}),
+        }
+
+
+def look(stored: StoredRun) -> Status:
+    """Read the status from the run directory and the dataset."""
+    holder = stored.holder
+    return Status(
+        stored.path,
+        holder,
+        stored.totals(),
+        None if holder is None else _progress(stored.path, pid=holder.get("pid")),
+        run_status(stored),
+        compute_batch_totals(stored.path),
+    )
+
+
+def _progress(run_dir: Path, *, pid: int | None) -> dict[str, Any] | None:
+    """The state that process `pid` wrote; None if there is none, as in its first second."""
+    try:
+        state: dict[str, Any] = orjson.loads((run_dir / PROGRESS_FILE).read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    return state if state["pid"] == pid else None
+
+
+def run_status(stored: StoredRun) -> dict[str, Any]:
+    """The details of a run, during the run or afterwards; writes nothing.
+
+    Keys: `in_flight` (see `StoredRun.in_flight`), `slowest` (the slowest of the last `slowest_of`
+    records: `id`, `status`, `turns`, `duration_s` at work), `errors` (see `failures_by_class`).
+    """
+    ended: list[dict[str, Any]] = [
+        {
+            "id": record.id,
+            "status": record.status,
+            "turns": len(record.own_turns),
+            "duration_s": round(seconds_at_work(record), 3),
+        }
+        for record in stored.last_records()
+    ]
+    ended_by_time = sorted(ended, key=lambda task: -task["duration_s"])
+    return {
+        "in_flight": stored.in_flight(),
+        "slowest": ended_by_time[:_SLOWEST],
+        "slowest_of": len(ended),
+        "errors": failures_by_class(stored.path),
+    }
+
+
+def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]:
+    """The status for a person: lists of lines, each with its title first."""
+    holder, state = found.holder, found.progress
+    running = "not running"
+    if holder is not None:
+        running = f"running (pid {holder.get('pid')} on {holder.get('host')})"
+    if holder is None and found.totals.pending:
+        running += "; the command of the run continues the pending tasks"
+    head = [f"{found.run_dir}: {running}"]
+    if state is not None:
+        head.append(f"this start: {plain(describe(state))}")
+        head += [f"  {one_line(message, _LINE_CHARS)}" for message in state["messages"]]
+    parts = [
+        head,
+        as_table(found.totals).splitlines(),
+        [] if found.batches is None else [found.batches.describe()],
+        _in_flight(found.details["in_flight"], in_flight_shown, runs=holder is not None),
+        _slowest(found.details),
+        _errors(found.details["errors"]),
+    ]
+    return [part for part in parts if part]
+
+
+def _in_flight(tasks: list[dict[str, Any]], shown: int, *, runs: bool) -> list[str]:
+    if not tasks:
+        return []
+    lines = [f"in flight: {count(len(tasks))}, longest without an event first"]
+    if not runs:
+        lines = [f"unfinished {count(len(tasks))}, the next start continues them"]
+    for task in tasks[:shown]:
+        last = f"  {_doing(task)}, {seconds(task['idle_s'])} since its last event" if runs else ""
+        lines.append(f"  {_id(task['id'])}  {plural(task['turns'], 'turn')}{last}")
+    more = [f"  and {count(len(tasks) - shown)} more"] if len(tasks) > shown else []
+    return lines + more
+
+
+def _slowest(details: dict[str, Any]) -> list[str]:
+    if not details["slowest"]:
+        return []
+    return [
+        f"slowest of the last {count(details['slowest_of'])} finished",
+        *(
+            f"  {_id(task['id'])}  {seconds(task['duration_s'])}, {plural(task['turns'], 'turn')}, "
+            f"{task['status']}"
+            for task in details["slowest"]
+        ),
+    ]
+
+
+def _errors(errors: list[dict[str, Any]]) -> list[str]:
+    if not errors:
+        return []
+    return [
+        "failed attempts, all starts",
+        *(
+            f"  {one_line(error['class'], _ID_CHARS)} {count(error['count'])}, the last: "
+            f"{one_line(error['id'], _ID_CHARS)}: "
+            f"{one_line(error['message'], _LINE_CHARS)}"
+            for error in errors[:_SHOWN]
+        ),
+    ]
+
+
+def _doing(task: dict[str, Any]) -> str:
+    if task["doing"] == "tools":
+        return f"runs {one_line(', '.join(task['calls']), _ID_CHARS)}"
+    last = f" after {one_line(task['tool'], _ID_CHARS)}" if task["tool"] else ""
+    return f"waits for the model{last}"
+
+
+def _id(task_id: str) -> str:
+    return f"{one_line(task_id, _ID_CHARS):<{_ID_CHARS}}"

@@ -1,0 +1,134 @@
+"""The supervisor's interface to the Batch API: it passes on calls, and gets messages and problems.
+
+The work is done by a `BatchCollector` in a thread with an event loop of its own, so assigning and
+recording never wait for it. If a run does not use the Batch API, nothing here has an effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Container
+from typing import Concatenate, ParamSpec
+
+from agent.models.batches.calls import open_batches
+from agent.models.resolve import read_key
+from batch_trajectories.runs.batch_api.batch_log import BatchJob, BatchLog
+from batch_trajectories.runs.batch_api.collector import BatchCollector, CollectorLimits
+from batch_trajectories.runs.batch_api.delivery import BatchDelivery
+from batch_trajectories.runs.config.models import Setups, called_models
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.protocol.batch_calls import name_of
+from batch_trajectories.runs.run_dir import RunDir
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+_MAX_CLOSE_S = 10.0
+"""How long to wait for the ids of batches that are being created when a run ends."""
+
+
+class BatchService:
+    """The batches of one start."""
+
+    def __init__(
+        self, config: RunConfig, setups: Setups, run_dir: RunDir, settled: Container[bytes]
+    ) -> None:
+        """`settled` are the tasks that need no more work. Raises `StorageError`."""
+        self._config = config
+        self._setups = setups
+        self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Messages for the user."""
+        self.problem: str | None = None
+        """Why the run has to stop."""
+        self._collector: BatchCollector | None = None
+        self._thread: threading.Thread | None = None
+        if not config.batch_api:
+            return
+        batch_log = BatchLog(run_dir.path, run_dir.quarantine)
+        jobs = batch_log.load(settled)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(
+            target=asyncio.run, args=(self._serve(batch_log, jobs),), name="batches", daemon=True
+        )
+        self._thread.start()
+        self._ready.wait()
+
+    def do(
+        self, act: Callable[Concatenate[BatchCollector, P], object], *args: P.args, **more: P.kwargs
+    ) -> None:
+        """Call a method of `BatchCollector` in the thread; if it raises, the run stops."""
+        if self._thread is None or self._collector is None:
+            return
+
+        def guarded(collector: BatchCollector) -> None:
+            try:
+                act(collector, *args, **more)
+            except Exception as error:
+                log.exception("batches")
+                self._on_problem(str(error))
+
+        self._loop.call_soon_threadsafe(guarded, self._collector)
+
+    def describe(self) -> str:
+        """For the progress line; "" if no call is in a batch."""
+        calls, batches = (0, 0) if self._collector is None else self._collector.in_batches
+        return f"{calls:,} calls in {batches:,} batches" if batches else ""
+
+    def close(self) -> None:
+        """End the thread; batches continue at the provider."""
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join()
+            self._thread = None
+
+    async def _serve(self, batch_log: BatchLog, jobs: list[BatchJob]) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        config = self._config
+        try:
+            collector = self._collector = BatchCollector(
+                batch_log,
+                jobs,
+                {
+                    name_of(settings): BatchDelivery(
+                        batch_log,
+                        settings,
+                        open_batches(settings, api_key=read_key(settings)),
+                        known=[job.batch for job in jobs],
+                        patience_s=config.call_timeout_s,
+                        say=self.news.put,
+                    )
+                    for settings in called_models(self._setups)
+                },
+                CollectorLimits(config.batch_wait_s, config.batch_max_requests),
+                on_problem=self._on_problem,
+            )
+        except Exception as error:
+            log.exception("cannot open batches")
+            self._on_problem(str(error))
+            await self._end.wait()
+            return
+        finally:
+            self._ready.set()
+        await self._end.wait()
+        try:
+            await collector.close(min(config.grace_s, _MAX_CLOSE_S))
+        except Exception as error:
+            log.exception("cannot close batches")
+            self._on_problem(str(error))
+
+    def _on_problem(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+
+def with_open_batches(config: RunConfig, run_dir: RunDir, settled: Container[bytes]) -> RunConfig:
+    """The config, with the Batch API on if earlier starts have left open batches.
+
+    Their calls are paid for, so the run waits for them; all other calls are made live.
+    """
+    if config.batch_api or not BatchLog(run_dir.path, run_dir.quarantine).load(settled):
+        return config
+    return config.model_copy(update={"batch_api": True, "batch_live_share": 0.0})

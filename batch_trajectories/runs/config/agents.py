@@ -1,0 +1,106 @@
+"""Agents that run as commands: presets, and the options of a run that go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent.command_agent import CommandAgent
+from agent.models.model import ModelSettings
+from agent.options import LIMITS, AgentOptions, parse_json
+from batch_trajectories.runs.config.plain_secrets import is_secret
+from toolsets.validation import did_you_mean
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.config.run_config import RunConfig
+
+_DIRECTORY = Path(__file__).parents[3] / "configs" / "agents"
+
+DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0}
+"""Of options whose usual defaults are for conversations of this program."""
+
+_NOT_OF_AGENTS = (
+    *("system_prompt", "temperature", "top_p", "extra_body", "reasoning_effort"),
+    *("reasoning_disabled", "blank_reasoning", "stream_replies", "script_file"),
+    *("prefill_messages_file", "enabled_toolsets", "disabled_toolsets", "tools", "mcp"),
+    *("distribution", "forks", "web_search_url", "web_allow", "docker_image", "batch_api"),
+)
+"""Options of a run that mean nothing, because the agent writes its own requests and has its own
+tools."""
+
+
+def presets() -> dict[str, Path]:
+    """The agents that are known by name."""
+    return {path.stem: path for path in sorted(_DIRECTORY.glob("*.yaml"))}
+
+
+def read_agent(value: Any) -> Any:
+    """Before-validator: the name of a preset, a YAML file or JSON becomes a mapping."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("{"):
+        return parse_json(value)
+    known = presets()
+    path = known.get(value)
+    if path is None and value.endswith((".yaml", ".yml")):
+        path = Path(value)
+    if path is None:
+        hint = did_you_mean(value, known) or f"known: {', '.join(known)}"
+        msg = f"{value!r} is neither a preset nor a YAML file; {hint}"
+        raise ValueError(msg)
+    # Only where an agent is named: --help does without YAML.
+    from toolsets.yaml_file import read_yaml
+
+    loaded = read_yaml(path, "agent")
+    if isinstance(loaded, dict) and loaded.keys() == {"agent"}:
+        loaded = loaded["agent"]  # as in a config file
+    if not isinstance(loaded, dict):
+        msg = f"{path}: must have `key: value` lines, such as command and speaks"
+        raise ValueError(msg)
+    return {"name": path.stem, **loaded}
+
+
+def check_options(config: RunConfig) -> None:
+    """Raise `ValueError` for an option that means nothing with the agent of a config."""
+    agent = config.agent
+    assert agent is not None
+    own = [name for name in AgentOptions.model_fields if name not in LIMITS]
+    for name in (*own, *_NOT_OF_AGENTS):
+        if name == "docker_image" and config.is_inside:
+            continue
+        field = type(config).model_fields[name]
+        if getattr(config, name) != field.get_default(call_default_factory=True):
+            msg = (
+                f"{name}: means nothing with agent {agent.name!r}, which writes its own requests "
+                f"and has its own tools; leave {name} out, or set it in the agent's own "
+                "configuration (`command`, `env`, `files`)"
+            )
+            raise ValueError(msg)
+    if config.sandbox == "docker":
+        msg = (
+            "sandbox: agents that are commands cannot run in containers of an engine; use bwrap "
+            "(with --workspace=image and --images=DIR for container images)"
+        )
+        raise ValueError(msg)
+    if config.executor == "ray":
+        msg = "executor: agents run on this machine only; leave --executor=ray out"
+        raise ValueError(msg)
+    for name, text in agent.env.items():
+        if is_secret(text or ""):
+            msg = (
+                f"agent.env.{name}: seems to hold a secret, which would be in the sandbox and in "
+                "files; models are called with the run's own key (--key_env), outside of it"
+            )
+            raise ValueError(msg)
+
+
+def model_asked(
+    agent: CommandAgent, settings: ModelSettings, aliases: Mapping[str, ModelSettings], asked: str
+) -> ModelSettings | None:
+    """The model for a name that an agent asks for; None if it is not one of the run's."""
+    if asked in (settings.name, settings.reference):
+        return settings
+    names = [name for name in agent.aliases if fnmatchcase(asked, name)]
+    return aliases[max(names, key=len)] if names else None

@@ -1,0 +1,101 @@
+"""Types of options about endpoints: URLs, prices, request bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Annotated, Final, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
+
+from agent.models.model import Price
+from batch_trajectories.runs.config.plain_secrets import is_secret
+
+_RESERVED = frozenset({"messages", "input", "model", "tools", "stream", "n"})
+"""Fields of a request body that only this program may set."""
+
+HOLDS_SECRET: Final = "holds_secret"
+"""Type of the error for a value that must not be shown: it may contain a secret."""
+
+
+def check_url(value: str) -> str:
+    """Normalize a base URL. Raises `ValueError` if it is invalid or may contain a secret."""
+    if not value.startswith(("http://", "https://")):
+        msg = "must start with http:// or https://"
+        raise ValueError(msg)
+    url = urlsplit(value)
+    if not url.hostname or any(c.isspace() for c in value):
+        msg = "must name a host and contain no blanks"
+        raise ValueError(msg)
+    if url.username is not None or url.query or is_secret(url.path):
+        msg = (
+            "must not have a password, key or query, which would be written to files: name the "
+            "variable of a key as key_env, and give other parameters as the `query` of an endpoint"
+        )
+        raise PydanticCustomError(HOLDS_SECRET, msg)
+    _ = url.port  # raises ValueError if it is not a port number
+    return value.rstrip("/")
+
+
+BaseUrl = Annotated[str, AfterValidator(check_url)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def _check_extra_body(value: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
+    if taken := _RESERVED.intersection(value or {}):
+        msg = f"{', '.join(sorted(taken))}: not allowed in extra_body; this program sets it"
+        raise ValueError(msg)
+    if not _is_finite(value):
+        msg = "holds a number that JSON cannot represent (.nan or .inf)"
+        raise ValueError(msg)
+    return value
+
+
+def _is_finite(value: JsonValue) -> bool:
+    match value:
+        case float():
+            return isfinite(value)
+        case dict():
+            return all(map(_is_finite, value.values()))
+        case list():
+            return all(map(_is_finite, value))
+    return True
+
+
+ExtraBody = Annotated[dict[str, JsonValue] | None, AfterValidator(_check_extra_body)]
+"""An object that is merged into every request body."""
+
+
+Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class PriceConfig(BaseModel):
+    """The price of a model in dollars per million tokens; cache prices default to `input`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    input: Dollars
+    output: Dollars
+    cache_read: Dollars | None = None
+    """Input read from the provider's cache."""
+    cache_write: Dollars | None = None
+    """Input written to it."""
+
+    def to_price(self) -> Price:
+        """For `ModelSettings`."""
+        return Price(
+            self.input,
+            self.output,
+            self.input if self.cache_read is None else self.cache_read,
+            self.input if self.cache_write is None else self.cache_write,
+        )
+
+
+Prices = Mapping[str, PriceConfig]
+
+
+def to_prices(prices: Prices) -> dict[str, Price]:
+    """For `ModelSettings`, by the names that the user gave."""
+    return {name: price.to_price() for name, price in prices.items()}

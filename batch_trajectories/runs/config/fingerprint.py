@@ -1,0 +1,160 @@
+"""The fingerprint of a config: the options that affect the data, and their digest.
+
+All starts of a run need the same fingerprint, so data of different configs are never mixed
+unnoticed. Its key in run.json is `meaning`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin
+
+import orjson
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
+
+from agent.command_agent import NO_MEANING
+from agent.models.resolve import SCRIPTED
+from batch_trajectories.runs.config.run_config import RunConfig
+from toolsets import exact_json
+from toolsets.mcp.mcp_settings import McpServer
+
+
+def meaning_of(config: RunConfig) -> dict[str, Any]:
+    """The fields of a config that affect the data, JSON-ready and normalized.
+
+    A script counts by its content, tools by the schemas that a model sees; the order in which
+    toolsets are named does not count.
+    """
+    fields = {name: value for name, value in config.to_json().items() if _is_meaning(name)}
+    if config.script_file is not None:
+        fields["script_file"] = hashlib.sha256(config.script_file.read_bytes()).hexdigest()
+    if (distribution := config.toolset_percentages()) is not None:
+        fields["distribution"] = dict(sorted(distribution.items()))
+    if config.tools is not None:
+        fields["tools"] = _digests_of_tools(config.tools)
+    if config.mcp is not None:
+        fields["mcp"] = {
+            name: _meaning_of_server(server) for name, server in config.mcp.items() if server.listed
+        }
+    for name in ("enabled_toolsets", "disabled_toolsets"):
+        fields[name] = fields[name] and sorted(set(fields[name]))
+    if config.models is not None:
+        del fields["model"]
+    if config.agent is not None:
+        fields["agent"] = config.agent.meaning()
+    used = config.model_prefixes()
+    fields["endpoints"] = {
+        name: endpoint.meaning()
+        for name, endpoint in sorted(config.endpoints.items())
+        if name in used
+    }
+    return fields
+
+
+def with_provider(values: Mapping[str, Any], base_url: str | None) -> dict[str, Any]:
+    """A config or fingerprint in which models without a provider are named as now.
+
+    Earlier versions took them for models of OpenRouter where no base URL was given.
+    """
+    found = dict(values)
+    if found.get("models"):
+        found.pop("model", None)  # a default that was not used
+    if base_url is None and found.get("models"):
+        found["models"] = {_full(name): weight for name, weight in found["models"].items()}
+    elif base_url is None and found.get("model"):
+        found["model"] = _full(found["model"])
+    return found
+
+
+def _full(model: str) -> str:
+    prefix, colon, _ = model.partition(":")
+    is_full = model == SCRIPTED or (colon and "/" not in prefix)
+    return model if is_full else f"openrouter:{model}"
+
+
+def stored_meaning(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The fingerprint in a run.json, in the form in which fingerprints are compared."""
+    return with_defaults(with_provider(run["meaning"], run["config"].get("base_url")))
+
+
+def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
+    """A fingerprint with the defaults of options that its version did not have.
+
+    This also fills in what objects inside it lack, such as a subagent, and leaves out what counted
+    for the data only in earlier versions. Compare fingerprints only in this form: a run of an
+    earlier version must not differ by a new option. For stored ones, see `stored_meaning`.
+    """
+    fields = {name: field for name, field in RunConfig.model_fields.items() if _is_meaning(name)}
+    given = {"endpoints": {}, **_defaults(fields), **meaning}
+    whole = {
+        name: _completed(value, fields[name].annotation) if name in fields else value
+        for name, value in given.items()
+    }
+    if whole["agent"] is not None:
+        whole["agent"] = {
+            name: value for name, value in whole["agent"].items() if name not in NO_MEANING
+        }
+    return whole
+
+
+def _defaults(fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    return {
+        name: to_jsonable_python(field.get_default(call_default_factory=True))
+        for name, field in fields.items()
+        if not field.is_required()
+    }
+
+
+def _completed(value: Any, annotation: Any) -> Any:
+    """A JSON value with the defaults of the models that its type names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if not isinstance(value, dict):
+            return value
+        fields = annotation.model_fields
+        return {
+            name: _completed(item, fields[name].annotation) if name in fields else item
+            for name, item in (_defaults(fields) | value).items()
+        }
+    parts = get_args(annotation)
+    if get_origin(annotation) is dict and isinstance(value, dict):
+        return {name: _completed(item, parts[1]) for name, item in value.items()}
+    if get_origin(annotation) is tuple and isinstance(value, list):
+        return [_completed(item, parts[0]) for item in value]
+    for part in parts:
+        value = _completed(value, part)
+    return value
+
+
+def digest_of(meaning: Mapping[str, Any]) -> str:
+    """16 hex digits over `meaning_of` a config."""
+    canonical = exact_json.dumps(meaning, option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(canonical).hexdigest()[:16]
+
+
+def _is_meaning(name: str) -> bool:
+    extra = RunConfig.model_fields[name].json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("meaning"))
+
+
+def _digests_of_tools(places: tuple[str, ...]) -> dict[str, str]:
+    """The digest of the schemas of each of the user's own toolsets."""
+    from toolsets.catalog.custom import load_own, schemas_digest
+
+    return {toolset.name: schemas_digest(toolset.tools) for toolset in load_own(places)}
+
+
+def _meaning_of_server(server: McpServer) -> dict[str, Any]:
+    """The settings of an MCP server that affect the data: not its environment or its address."""
+    tools = [
+        [tool.name, tool.description, tool.input_schema]
+        for tool in sorted(server.listed or (), key=lambda tool: tool.name)
+    ]
+    schemas = exact_json.dumps(tools, option=orjson.OPT_SORT_KEYS)
+    return {
+        "command": list(server.argv),
+        "per_task": server.is_per_task,
+        "tools": hashlib.sha256(schemas).hexdigest(),
+    }

@@ -1,0 +1,116 @@
+"""Read the config of a run: a YAML file, flags on top, and a clear error for each mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from agent.options import split_commas
+from batch_trajectories.runs.config.endpoints import HOLDS_SECRET
+from batch_trajectories.runs.config.option_types import holds_nul, is_text
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.sources.source import HUB_PREFIX
+from toolsets import exact_json
+from toolsets.text import clip
+from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
+
+_INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
+"""Paths that a config file gives relative to itself."""
+
+
+def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
+    """Read `config_file` (YAML), override it by the flags that are not None, and check the result.
+
+    Input paths in the file are relative to the file; those in flags to the current directory.
+    Raises `ConfigError` that names the file, the key and what is allowed.
+    """
+    flags = {name: value for name, value in flags.items() if value is not None}
+    for key, value in flags.items():
+        # Python decodes arguments that are not UTF-8 to lone surrogates.
+        if not is_text(value):
+            msg = f"--{key}: not UTF-8 (got {clip(repr(value), max_chars=200)})"
+            raise ConfigError(msg)
+    values = _read_config(config_file) if config_file is not None else {}
+    values.update(flags)
+    path = values.get("prefill_messages_file")
+    if isinstance(path, str | Path) and "prefill_messages" not in values:
+        values["prefill_messages"] = _read_json(Path(path))
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(mistake, config_file, flags) for mistake in mistakes_in(error)]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return exact_json.loads(path.read_bytes())
+    except (OSError, exact_json.JSONDecodeError) as error:
+        msg = f"{path}: cannot read it as JSON: {error}"
+        raise ConfigError(msg) from error
+
+
+def read_mapping(path: Path, kind: str) -> dict[str, Any]:
+    """Read a YAML file of `key: value` lines; errors call it a `kind`. Raises `ConfigError`."""
+    from toolsets.yaml_file import YamlFileError, read_yaml  # a run without a file needs no YAML
+
+    try:
+        loaded = read_yaml(path, kind)
+    except YamlFileError as error:
+        raise ConfigError(str(error)) from error
+    if not isinstance(loaded, dict):
+        msg = f"{path}: a {kind} must have `key: value` lines"
+        raise ConfigError(msg)
+    return {str(key): value for key, value in loaded.items()}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = {}
+    for written, value in read_mapping(path, "config file").items():
+        key = written.replace("-", "_")
+        if key in loaded:
+            raise ConfigError(f"{path}: {key}: given twice, once with dashes")
+        if holds_nul(value):
+            raise ConfigError(f"{path}: {key}: holds the character NUL (U+0000)")
+        loaded[key] = value
+    for key in _INPUT_PATHS:
+        if isinstance(loaded.get(key), str) and not loaded[key].startswith(HUB_PREFIX):
+            loaded[key] = str(path.parent / loaded[key])
+    if "tools" in loaded:
+        loaded["tools"] = [_place(place, path.parent) for place in _listed(loaded["tools"])]
+    for key in ("distribution", "rows", "agent"):
+        if isinstance(loaded.get(key), str) and loaded[key].endswith((".yaml", ".yml")):
+            loaded[key] = str(path.parent / loaded[key])
+    return loaded
+
+
+def _listed(value: Any) -> list[Any]:
+    value = split_commas(value)
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _place(place: Any, directory: Path) -> Any:
+    """A place of tools, with the path of a file relative to the config file's directory."""
+    file = place.rpartition(":")[0] if isinstance(place, str) else ""
+    return str(directory / place) if file.endswith(".py") else place
+
+
+def _explain(mistake: Mistake, config_file: Path | None, flags: Mapping[str, Any]) -> str:
+    if not mistake.keys:
+        return mistake.reason
+    key, *inside = mistake.keys
+    place = f"--{key}" if key in flags or config_file is None else f"{config_file}: {key}"
+    if inside:
+        place += f", in {'.'.join(inside)}"
+    elif mistake.kind == "missing":
+        return f"--{key} is missing: {RunConfig.model_fields[key].description}"
+    elif mistake.kind == UNKNOWN_KEY:
+        hint = did_you_mean(key, RunConfig.model_fields) or "see --help for the known ones"
+        return f"{place}: unknown key; {hint}"
+    if mistake.kind == HOLDS_SECRET:
+        return f"{place}: {mistake.reason}"
+    return f"{place}: {mistake.with_value()}"

@@ -1,0 +1,241 @@
+"""The models that a run calls, and the limits and budget of these calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from agent.command_agent import CommandAgent
+from agent.models.batches.calls import has_batches
+from agent.models.model import ModelSettings
+from agent.models.providers import Api, holds_at, provider_at
+from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_model, resolve_sibling
+from agent.setup import Setup, set_up
+from batch_trajectories.runs.amounts import Cost, EndpointLimits
+from batch_trajectories.runs.config.endpoints import to_prices
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.errors import ConfigError
+from toolsets.catalog.registry import TOOLSETS, Toolset
+
+Setups = Mapping[str, Setup]
+"""The setups of conversations by model name, as the user wrote it."""
+
+
+def set_up_models(config: RunConfig, known: Mapping[str, Toolset] = TOOLSETS) -> dict[str, Setup]:
+    """Check and resolve the models and toolsets of all conversations.
+
+    `known` are all toolsets that the config can name. Raises `ConfigError`.
+    """
+    try:
+        setups = {name: _set_up(config, name, known) for name in config.model_weights()}
+        _check_budget(config, setups)
+        _check_batches(config, setups)
+        check_token_ids(config, setups)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return setups
+
+
+def called_models(setups: Setups) -> list[ModelSettings]:
+    """All models that may be called at an endpoint, without duplicates."""
+    every = [settings for setup in setups.values() for settings in setup.models()]
+    return list(dict.fromkeys(settings for settings in every if settings.api != SCRIPTED))
+
+
+def unpriced(setups: Setups) -> str | None:
+    """The name of a model that may be called and has no known price, or None."""
+    return next((name for setup in setups.values() if (name := setup.unpriced())), None)
+
+
+def limits_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
+    """The limits on calls, by endpoint.
+
+    If several names stand for one endpoint, the tightest limits apply. Calls in flight never
+    exceed the number of conversations.
+    """
+    limits = {}
+    for endpoint, settings in {one.endpoint: one for one in called_models(setups)}.items():
+        named = [entry for entry in config.endpoints.values() if entry.is_of(settings)]
+        ceiling = config.conversations
+        in_flight = _tightest((entry.max_in_flight for entry in named), config.max_in_flight)
+        if in_flight is not None:
+            ceiling = min(ceiling, int(in_flight))
+        limits[endpoint] = EndpointLimits(
+            start=min(config.start_in_flight, ceiling),
+            ceiling=ceiling,
+            rpm=_tightest((entry.rpm for entry in named), config.rpm),
+            tpm=_tightest((entry.tpm for entry in named), config.tpm),
+        )
+    return limits
+
+
+def budget_of(config: RunConfig) -> Cost | None:
+    """What the run may spend, None if it has no budget."""
+    if config.max_run_cost_usd is None and config.max_run_tokens is None:
+        return None
+    return Cost(config.max_run_cost_usd or 0.0, config.max_run_tokens or 0)
+
+
+def settings_of(config: RunConfig, name: str) -> ModelSettings:
+    """How a model is called that the user would write as `name`.
+
+    Raises `ValueError`: among others `UnknownModel`, and `MissingKey`.
+    """
+    settings = resolve_model(
+        name,
+        base_url=config.base_url,
+        api=config.api or _api_of_agent(config),
+        key_env=config.key_env,
+        endpoints=_endpoints(config),
+        prices=to_prices(config.prices),
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_tokens=config.max_tokens,
+        extra_body=config.extra_body,
+        attempt_timeout_s=config.attempt_timeout_s,
+        idle_timeout_s=config.idle_timeout_s,
+        stream_replies=config.stream_replies,
+        needs_bound=budget_of(config) is not None,
+        call_attempts=config.call_attempts,
+        call_timeout_s=config.call_timeout_s,
+        reasoning_effort="none" if config.reasoning_disabled else config.reasoning_effort,
+        blank_reasoning=config.blank_reasoning,
+        prompt_caching=config.prompt_caching,
+        token_ids=config.token_ids or None,
+    )
+    read_key(settings)
+    return settings
+
+
+def beside(config: RunConfig, name: str) -> dict[str, Any]:
+    """The options `model`, `base_url`, `api` and `key_env` of a model beside those of a run.
+
+    Without a provider, or with that of the run's first model, it is asked at the run's endpoint.
+    """
+    own, colon, _ = next(iter(config.model_weights())).partition(":")
+    own = own if colon and "/" not in own else ""
+    prefix, colon, _ = name.partition(":")
+    there = {key: getattr(config, key) for key in ("base_url", "api", "key_env")}
+    is_elsewhere = colon and (prefix in config.endpoints or holds_at(prefix, config.base_url))
+    if name == SCRIPTED or (is_elsewhere and prefix != own):
+        return {"model": name}
+    if not is_elsewhere and config.base_url is None and own:
+        name = f"{own}:{name}"
+    return {"model": name, **({} if own in config.endpoints else there)}
+
+
+def _endpoints(config: RunConfig) -> dict[str, Endpoint]:
+    return {prefix: one.to_endpoint() for prefix, one in config.endpoints.items()}
+
+
+def _set_up(config: RunConfig, name: str, known: Mapping[str, Toolset]) -> Setup:
+    settings = settings_of(config, name)
+    endpoints = _endpoints(config)
+    setup = set_up(
+        config.agent_options,
+        settings,
+        enabled_toolsets=config.selected_toolsets(),
+        disabled_toolsets=config.disabled_toolsets,
+        endpoints=endpoints,
+        known=known,
+    )
+    if config.agent is None:
+        _check_dialects(setup)
+        return setup
+    return replace(setup, aliases=_aliases(config.agent, settings, endpoints))
+
+
+def _api_of_agent(config: RunConfig) -> Api | None:
+    """The API of a server of the user's own, which nothing but the agent says."""
+    if config.agent is None or config.base_url is None or provider_at(config.base_url):
+        return None
+    return config.agent.speaks[0]
+
+
+def _check_dialects(setup: Setup) -> None:
+    """Raise `ValueError` for a model that only agents can call."""
+    for model in setup.models():
+        if model.api == "gemini":
+            msg = (
+                f"api: {model.reference!r}: the API gemini is only for agents that run as commands "
+                "(--agent=gemini-cli); without --api, Gemini's models are called by openai_chat"
+            )
+            raise ValueError(msg)
+
+
+def _aliases(
+    agent: CommandAgent, settings: ModelSettings, endpoints: Mapping[str, Endpoint]
+) -> dict[str, ModelSettings]:
+    """The models that an agent may ask for by other names. Raises `ValueError`."""
+    aliases = {
+        asked: settings
+        if name in ("{model}", settings.reference)
+        else resolve_sibling(name, settings, endpoints)
+        for asked, name in agent.aliases.items()
+    }
+    for model in (settings, *aliases.values()):
+        if model.api not in agent.speaks:
+            known = ", ".join(agent.speaks)
+            msg = (
+                f"agent {agent.name!r} speaks {known}, but {model.reference!r} is called by "
+                f"{model.api}; choose a model or endpoint with that API (--model, --base_url, "
+                "--api)"
+            )
+            raise ValueError(msg)
+        read_key(model)
+    return aliases
+
+
+def _check_budget(config: RunConfig, setups: Setups) -> None:
+    """A budget reserves the worst case of each call, so that must be known."""
+    if config.max_run_cost_usd is not None and (name := unpriced(setups)):
+        msg = (
+            f"max_run_cost_usd: the price of model {name!r} is unknown, so a budget in dollars "
+            f"cannot be enforced; set prices: {{{name}: {{input: ..., output: ...}}}} (dollars "
+            "per million tokens), or max_run_tokens instead"
+        )
+        raise ValueError(msg)
+    unlimited = [model.name for model in called_models(setups) if model.reply_bound is None]
+    if budget_of(config) is not None and unlimited:
+        msg = (
+            f"max_tokens is missing: without a reply limit for {unlimited[0]!r} the cost of a call "
+            "has no limit, so the run budget cannot be enforced"
+        )
+        raise ValueError(msg)
+
+
+def _check_batches(config: RunConfig, setups: Setups) -> None:
+    if not config.batch_api:
+        return
+    models = called_models(setups)
+    if without := [model.reference for model in models if not has_batches(model)]:
+        msg = (
+            f"batch_api: the endpoint of {without[0]!r} has no Batch API that can be used; leave "
+            "--batch_api out (a client must be MODULE:FUNCTION, and return AsyncOpenAI or "
+            "AsyncAnthropic)"
+        )
+        raise ValueError(msg)
+    if not models:
+        msg = "batch_api: no model is called at an endpoint; leave --batch_api out"
+        raise ValueError(msg)
+    streamed = [model.name for model in models if (model.extra_body or {}).get("stream")]
+    if streamed:
+        msg = f"extra_body: the replies of {streamed[0]!r} cannot be streamed with --batch_api"
+        raise ValueError(msg)
+
+
+def check_token_ids(config: RunConfig, setups: Setups) -> None:
+    """Raise `ValueError` for `--token_ids` where no model is called by an API that has them."""
+    apis = {setup.settings.api for setup in setups.values()}
+    if config.token_ids and "openai_chat" not in apis:
+        msg = (
+            f"token_ids: no reply of the API {', '.join(sorted(apis))} has token ids; use an "
+            "endpoint of the API openai_chat, such as vLLM or SGLang, or leave --token_ids out"
+        )
+        raise ValueError(msg)
+
+
+def _tightest(own: Iterable[float | None], of_run: float | None) -> float | None:
+    """The lowest limit that an endpoint's entries set; that of the run if they set none."""
+    return min((value for value in own if value is not None), default=of_run)

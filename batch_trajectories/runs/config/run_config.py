@@ -1,0 +1,447 @@
+"""The config of a run: every option once, with its type, default and help.
+
+Flags and YAML files are read into a `RunConfig`; flags win. Fields declared with `meaning` affect
+the data and are part of the fingerprint (`runs/config/fingerprint.py`); all others may change
+from start to start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, model_validator
+
+from agent.command_agent import CommandAgent
+from agent.models.providers import FIRST, Api
+from agent.models.resolve import SCRIPTED
+from agent.options import (
+    AgentOptions,
+    Float,
+    Int,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    meaning,
+    parse_json,
+)
+from batch_trajectories.runs.config.agents import DEFAULTS, check_options, read_agent
+from batch_trajectories.runs.config.endpoints import BaseUrl, Effort, ExtraBody, PriceConfig
+from batch_trajectories.runs.config.option_types import (
+    AcceptedRows,
+    LocalPath,
+    Names,
+    Resource,
+    Weight,
+    is_text,
+    named,
+    parse_columns,
+    parse_resources,
+    plain_name,
+    running,
+)
+from batch_trajectories.runs.config.sandbox_options import SandboxOptions
+from batch_trajectories.runs.dataset.row import ColumnUse, RowRules
+from batch_trajectories.runs.shards import plain_shard
+from toolsets.mcp.mcp_settings import McpServer, ServerName
+from toolsets.net.web_settings import WebSettings
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.config.endpoint_config import EndpointConfig
+    from toolsets.catalog.distributions import Distribution
+
+    Endpoints = dict[str, EndpointConfig]
+else:
+    Endpoints = dict[str, Any]
+
+
+def _read_endpoints(entries: dict[str, Any]) -> dict[str, EndpointConfig]:
+    if not entries:
+        return {}
+    from batch_trajectories.runs.config.endpoint_config import read_endpoints
+
+    return read_endpoints(entries)
+
+
+class RunConfig(SandboxOptions):
+    """The config of a run: the options of its conversations and its own."""
+
+    dataset_file: Annotated[Path, BeforeValidator(named)] = running(
+        ...,
+        "Prompts: a JSONL, JSON, CSV, TSV or Parquet file (.gz and .zst too), a directory of such "
+        "files or of `save_to_disk`, or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
+    )
+    columns: Annotated[dict[str, str], BeforeValidator(parse_columns)] = running(
+        {},
+        "Columns of the dataset under other names, such as prompt=problem,expected=answer.",
+    )
+    rows: str | None = running(
+        None,
+        "Kind of rows: harbor, r2e-gym, swe-bench, swe-rebench, swe-smith, or the path of a rows "
+        "file (docs/data.md).",
+        min_length=1,
+    )
+    run_name: Annotated[str, AfterValidator(plain_name)] = running(
+        ..., "Name of the run; the same name resumes it.", max_length=120
+    )
+    output_dir: LocalPath = running(Path("trajectories"), "Directory for runs and training files.")
+    model: str = meaning(
+        "",
+        "openai:NAME, anthropic:NAME, responses:NAME, openrouter:NAME, scripted, or a NAME at"
+        " --base_url.",
+    )
+    models: Annotated[dict[str, Weight] | None, BeforeValidator(parse_json)] = meaning(
+        None,
+        "Several models, {NAME: WEIGHT}, of which each conversation draws one.",
+        min_length=1,
+    )
+    endpoints: Annotated[
+        Endpoints, BeforeValidator(parse_json), AfterValidator(_read_endpoints)
+    ] = running(
+        {},
+        "Your own endpoints, {NAME: {base_url, api, key_env, ...}} (docs/endpoints.md); their "
+        "models are NAME:MODEL.",
+    )
+    # Not part of the fingerprint: the price of a reply does not change the reply.
+    prices: Annotated[dict[str, PriceConfig], BeforeValidator(parse_json)] = running(
+        {},
+        "Your prices in dollars per million tokens, {MODEL: {input, output, cache_read, "
+        "cache_write}}.",
+    )
+    base_url: BaseUrl | None = running(None, "Root URL of the endpoint; default: the provider's.")
+    api: Api | None = meaning(None, "API of the endpoint; default: the provider's.")
+    key_env: str | None = running(
+        None,
+        "Environment variable with the API key; 'none' sends no key.",
+        min_length=1,
+    )
+    agent: Annotated[CommandAgent | None, BeforeValidator(read_agent)] = meaning(
+        None,
+        "Your own agent, run as a command: claude-code, codex, gemini-cli, mini-swe-agent, "
+        "opencode, qwen-code, a YAML file, or JSON (docs/agents.md).",
+    )
+    system_prompt: str | None = meaning(None, "System prompt for rows without one.")
+    enabled_toolsets: Names | None = meaning(
+        None,
+        "Toolsets to offer; default: all but browser and web; 'none': no tools.",
+    )
+    disabled_toolsets: Names = meaning((), "Toolsets never to offer.")
+    tools: Names | None = meaning(
+        None,
+        "Your own tools: MODULE:ATTRIBUTE, FILE.py:ATTRIBUTE or an entry point.",
+    )
+    mcp: Annotated[dict[ServerName, McpServer] | None, BeforeValidator(parse_json)] = meaning(
+        None,
+        "MCP servers, {NAME: {command or url, ...}}; each is a toolset.",
+    )
+    distribution: str | None = meaning(
+        None,
+        "Distribution (name or YAML file) from which each conversation draws its toolsets.",
+    )
+    forks: bool = meaning(False, "Rows continue conversations (column `fork`).")
+    web_search_provider: Literal["ddgs", "tavily", "brave"] = meaning(
+        "ddgs",
+        "Search provider; tavily and brave need a key.",
+    )
+    web_search_url: str | None = running(None, "Other URL of the search provider.")
+    web_allow: Names = running(
+        (),
+        "Non-public addresses that web tools and browser may reach: HOST, HOST:PORT or "
+        "NETWORK/BITS.",
+    )
+    temperature: Float | None = meaning(None, "Sampling temperature.", ge=0, allow_inf_nan=False)
+    top_p: Float | None = meaning(None, "Nucleus sampling threshold.", gt=0, le=1)
+    max_tokens: PositiveInt | None = meaning(
+        None, "Token limit per reply (Anthropic: 16,000 if unset)."
+    )
+    extra_body: Annotated[ExtraBody, BeforeValidator(parse_json)] = meaning(
+        None, "Object merged into every request body."
+    )
+    reasoning_effort: Effort | None = meaning(None, "Reasoning effort.")
+    reasoning_disabled: bool = meaning(False, "Replaces --reasoning_effort by none.")
+    blank_reasoning: bool = meaning(
+        False, "OpenAI chat: send a blank reasoning_content for replies without reasoning."
+    )
+    token_ids: bool = meaning(
+        False,
+        "Ask for token ids and logprobs as sampled, for `export --format rl` (vLLM, SGLang).",
+    )
+    prompt_caching: bool = running(True, "Anthropic: cache the system message and the tools.")
+    script_file: LocalPath | None = meaning(
+        None, "YAML turns of --model=scripted for rows without a script."
+    )
+    prefill_messages_file: LocalPath | None = running(None, "JSON file with prefill_messages.")
+    require_reasoning: bool = running(
+        False, "Training file: leave out conversations without reasoning."
+    )
+    require_passed: bool = running(
+        False,
+        "Training file: leave out conversations that did not pass.",
+    )
+    accept_rows: AcceptedRows = running(
+        (),
+        "Training file: keep rows with these flaws; see docs/export.md.",
+    )
+    empty_think: Literal["keep", "omit"] = running(
+        "keep",
+        "Training file: the empty <think> block of turns without reasoning.",
+    )
+    seed: Seed = meaning(0, "Seed of all random choices.")
+    num_samples: Int = running(1, "Conversations per prompt.", ge=1, le=1_000_000)
+    max_samples: PositiveInt | None = running(None, "Use only the first N valid rows.")
+    shard: Annotated[str | None, AfterValidator(plain_shard)] = running(
+        None,
+        "Part of the dataset to run, as i/n with i from 0 to n-1.",
+    )
+    on_bad_row: Literal["skip", "fail"] = running(
+        "skip", "Skip and report invalid rows, or fail before any model call."
+    )
+    batch_size: PositiveInt = running(20, "Maximum prompts assigned to a worker at a time.")
+    num_workers: PositiveInt = running(4, "Worker processes.", le=1024)
+    executor: Literal["local", "ray"] = running(
+        "local", "Run workers on this machine or as Ray actors."
+    )
+    ray_address: str | None = running(
+        None,
+        "Cluster to join: auto or HOST:PORT; default: RAY_ADDRESS, else a new one.",
+        min_length=1,
+    )
+    worker_resources: Annotated[dict[str, Resource], BeforeValidator(parse_resources)] = running(
+        {"num_cpus": 1.0},
+        "Resources per Ray worker: num_cpus, memory (bytes), or your own.",
+    )
+    ray_storage: Literal["driver", "shared"] = running(
+        "driver",
+        "Keep journals with the driver and workspaces on nodes, or both on shared storage.",
+    )
+    ray_scratch_dir: LocalPath | None = running(
+        None, "Directory for workspaces on nodes; default: the temporary directory."
+    )
+    concurrency: PositiveInt | None = running(
+        None, "Conversations in flight per worker; default: --batch_size."
+    )
+    max_run_cost_usd: PositiveFloat | None = running(
+        None,
+        "Dollar budget of the run over all starts; needs --max_tokens.",
+    )
+    max_run_tokens: PositiveInt | None = running(
+        None, "Token budget of the run over all starts; needs --max_tokens."
+    )
+    max_in_flight: PositiveInt | None = running(None, "Maximum model calls in flight per endpoint.")
+    rpm: PositiveFloat | None = running(None, "Maximum requests per minute per endpoint.")
+    tpm: PositiveFloat | None = running(None, "Maximum tokens per minute per endpoint.")
+    start_in_flight: PositiveInt = running(
+        64,
+        "Initial limit on calls in flight; it then adapts to the endpoint.",
+    )
+    batch_api: bool = running(
+        False,
+        "Use the provider's Batch API: about half the price, replies within a day.",
+    )
+    batch_wait_s: PositiveFloat = running(60.0, "Maximum time to collect calls for a batch.")
+    batch_max_requests: PositiveInt = running(50_000, "Maximum calls per batch.")
+    batch_live_share: Float = running(
+        0.95,
+        "Make calls live once this share of the tasks has ended; 1: never.",
+        ge=0,
+        le=1,
+    )
+    max_attempts: PositiveInt = running(3, "Attempts per conversation over all starts.")
+    command_timeout_s: PositiveFloat = meaning(120.0, "Timeout of a command.")
+    tool_timeout_s: PositiveFloat = meaning(300.0, "Timeout of a tool call.")
+    attempt_timeout_s: PositiveFloat = running(600.0, "Timeout of one attempt of a model call.")
+    idle_timeout_s: PositiveFloat = running(120.0, "Maximum silence within a streamed reply.")
+    stream_replies: bool = running(
+        False,
+        "Stream replies, for proxies that cut silent connections.",
+    )
+    call_attempts: PositiveInt = running(8, "Attempts per model call; rate limits do not count.")
+    call_timeout_s: PositiveFloat = running(
+        3600.0,
+        "Time after which a model call is not retried.",
+    )
+    grace_s: Float = running(
+        30.0,
+        "Time for running turns to finish after Ctrl-C or SIGTERM.",
+        ge=0,
+        allow_inf_nan=False,
+    )
+    heartbeat_timeout_s: Float = running(
+        60.0,
+        "Silence after which a worker is killed and replaced.",
+        ge=5,
+        allow_inf_nan=False,
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = running("info", "Level of run.log.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_options_of_rows(cls, values: Any) -> Any:
+        """Options that the rows file needs, unless they are given."""
+        name = values.get("rows") if isinstance(values, dict) else None
+        if not isinstance(name, str) or not name:
+            return values
+        from batch_trajectories.runs.sources.rows_file import OPTIONS, load_rows_file
+
+        if values.keys() >= {*OPTIONS}:
+            return values  # those of a run on disk, whose rows file may be gone
+        return {**load_rows_file(name).options, **values}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_limits_of_agents(cls, values: Any) -> Any:
+        has_agent = isinstance(values, dict) and values.get("agent") is not None
+        return {**DEFAULTS, **values} if has_agent else values
+
+    @model_validator(mode="after")
+    def _goes_with_its_agent(self) -> RunConfig:
+        if self.agent is not None:
+            check_options(self)
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _holds_text(cls, values: Any) -> Any:
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if not is_text(value):
+                msg = f"{key}: half of a surrogate pair (\\ud800 to \\udfff) is not text"
+                raise ValueError(msg)
+        return values
+
+    @model_validator(mode="after")
+    def _selects_once(self) -> RunConfig:
+        if self.models is not None and self.model:
+            msg = "model and models both name the model; give one of them"
+            raise ValueError(msg)
+        if self.models is not None and not any(self.models.values()):
+            msg = "models: at least one weight must be above 0"
+            raise ValueError(msg)
+        if self.models is not None and SCRIPTED in self.models and len(self.models) > 1:
+            msg = "models: scripted cannot be combined with other models"
+            raise ValueError(msg)
+        if bad := [name for name in self.endpoints if not name.isidentifier()]:
+            msg = f"endpoints: {bad[0]!r}: a name may only have letters, digits and '_'"
+            raise ValueError(msg)
+        if taken := [name for name in self.endpoints if name in (*FIRST, SCRIPTED)]:
+            msg = f"endpoints: {taken[0]!r} is the name of a built-in endpoint; choose another"
+            raise ValueError(msg)
+        if self.distribution is not None and self.enabled_toolsets is not None:
+            msg = "distribution and enabled_toolsets both select toolsets; give one of them"
+            raise ValueError(msg)
+        return self
+
+    @property
+    def agent_options(self) -> AgentOptions:
+        """Only the options of conversations."""
+        return AgentOptions.model_construct(
+            **{name: getattr(self, name) for name in AgentOptions.model_fields}
+        )
+
+    def model_weights(self) -> dict[str, float]:
+        """The models that conversations call, with their weights."""
+        return self.models or {self.model: 1.0}
+
+    def toolset_percentages(self) -> Distribution | None:
+        """The distribution of toolsets; None if all conversations are offered the same."""
+        if self.distribution is None:
+            return None
+        return _load_distribution(self.distribution, self.tools, tuple(self.mcp or ()))
+
+    def selected_toolsets(self) -> tuple[str, ...] | None:
+        """The toolsets that a conversation can be offered; None for all."""
+        if self.agent is not None:
+            return ("none",)  # it has its own tools
+        drawn = self.toolset_percentages()
+        return self.enabled_toolsets if drawn is None else tuple(sorted(drawn))
+
+    def web_settings(self) -> WebSettings:
+        """The settings of the web tools. Raises `ValueError`."""
+        return WebSettings(
+            cache_dir=self.run_dir / "web_cache",
+            provider=self.web_search_provider,
+            search_url=self.web_search_url,
+            allow=self.web_allow,
+        )
+
+    def row_rules(
+        self, api: str, *, is_priced: bool = True, toolsets: Collection[str] | None = None
+    ) -> RowRules:
+        """How to read the rows of the dataset, for a model of this API."""
+        return RowRules(
+            self.system_prompt,
+            self.agent_options,
+            self._script_use(api),
+            is_priced,
+            None if toolsets is None else frozenset(toolsets),
+            None if self.models is None else frozenset(self.models),
+            self.row_setup,
+            self._image_use(),
+            self.forks,
+            agent=self.agent,
+            inside=self.is_inside,
+            network=self.network,
+            check_in=self.check_in,
+            check_network=self.check_network,
+            variables=frozenset(self.env_from),
+        )
+
+    @property
+    def agents_per_worker(self) -> int:
+        """Conversations in flight per worker."""
+        return self.concurrency or self.batch_size
+
+    def model_prefixes(self) -> set[str]:
+        """The prefixes of all model names, before the colon."""
+        user = () if self.simulated_user is None else (self.simulated_user,)
+        own = (agent.model or "" for agent in (*self.subagents, *user))
+        names = [*self.model_weights(), *own]
+        return {name.partition(":")[0] for name in names}
+
+    def _script_use(self, api: str) -> ColumnUse:
+        if api != SCRIPTED:
+            return "ignored"
+        return "needed" if self.script_file is None else "allowed"
+
+    def _image_use(self) -> ColumnUse:
+        if self.sandbox != "docker" and not self.is_inside:
+            return "ignored"
+        return "needed" if self.docker_image is None else "allowed"
+
+    @property
+    def conversations(self) -> int:
+        """Conversations in flight in the whole run."""
+        return self.num_workers * self.agents_per_worker
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of this run."""
+        return self.output_dir / self.run_name
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, for run.json; secrets (ephemeral prompt, keys) only as digests."""
+        fields = self.model_dump(mode="json")
+        if self.ephemeral_system_prompt is not None:
+            fields["ephemeral_system_prompt"] = _hidden(self.ephemeral_system_prompt)
+        for server in (fields["mcp"] or {}).values():
+            server["env"] = {name: _hidden(text) for name, text in server["env"].items()}
+        return fields
+
+
+@lru_cache(maxsize=8)
+def _load_distribution(
+    name: str, tools: tuple[str, ...] | None, servers: tuple[str, ...]
+) -> Distribution:
+    """Cached because every task needs it; imports here keep `--help` fast."""
+    from toolsets.catalog.custom import load_own
+    from toolsets.catalog.distributions import load_distribution
+    from toolsets.catalog.registry import Toolset, catalog
+
+    added = (*load_own(tools or ()), *(Toolset(server, "", ()) for server in servers))
+    return load_distribution(name, known=catalog(added))
+
+
+def _hidden(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"

@@ -1,0 +1,42 @@
+"""Random choices for each task, determined by the run's seed and the task's id."""
+
+from __future__ import annotations
+
+import random
+
+from agent.setup import Setup
+from batch_trajectories.runs.config.models import Setups
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.row import MODEL_COLUMN
+from batch_trajectories.runs.tasks import Task
+from toolsets.catalog.distributions import draw_toolsets
+
+
+def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
+    """The model and toolsets of a task, drawn if the config says so."""
+    setup = setups[_model_of(config, task)]
+    distribution = config.toolset_percentages()
+    if distribution is None:
+        return setup
+    # Disabled toolsets are not in `setup` and cannot be drawn.
+    left = {name: distribution[name] for name in setup.names()}
+    drawn_as = f"{config.seed}/{_drawn_as(config, task)}"
+    return setup.only(draw_toolsets(left, drawn_as) if left else ())
+
+
+def _model_of(config: RunConfig, task: Task) -> str:
+    """The row's own model, else one drawn by weight."""
+    weights = config.model_weights()
+    if len(weights) == 1:
+        return next(iter(weights))
+    own = task.columns.get(MODEL_COLUMN)
+    if isinstance(own, str):
+        return own
+    draw = random.Random(f"{config.seed}/{_drawn_as(config, task)}/model")
+    names = sorted(weights)
+    return draw.choices(names, [weights[name] for name in names])[0]
+
+
+def _drawn_as(config: RunConfig, task: Task) -> str:
+    """The id that a task draws with; a branch uses its parent's, to draw the same."""
+    return str(task.columns["fork"]["drawn_as"]) if config.forks else task.id

@@ -1,0 +1,90 @@
+"""The options of a run about where commands run, what they work on, and how it is judged."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from agent.options import AgentOptions, PositiveFloat, PositiveInt, meaning
+from batch_trajectories.runs.config.option_types import LocalPath, Names, running
+
+
+class SandboxOptions(AgentOptions):
+    """The options of conversations, and those of sandboxes."""
+
+    sandbox: Literal["bwrap", "docker", "local"] = meaning(
+        "bwrap",
+        "Where commands run; local does NOT isolate them.",
+    )
+    docker_image: str | None = meaning(
+        None,
+        "Image for rows without one; without --workspace=image it must contain python3.",
+    )
+    workspace: Literal["directory", "image"] = meaning(
+        "directory",
+        "Work in an empty directory, or in a directory of each row's image.",
+    )
+    workdir: str | None = meaning(
+        None,
+        "With --workspace=image: the workspace of rows without `workdir`; default: the image's.",
+    )
+    images: LocalPath | None = running(
+        None,
+        "Directory of images (OCI layouts, archives of `docker save`) for --sandbox=bwrap "
+        "--workspace=image.",
+    )
+    container_engine: Literal["docker", "podman"] = running(
+        "docker", "Program that runs the containers of --sandbox=docker."
+    )
+    pull: Literal["never", "missing"] = running(
+        "never", "With --sandbox=docker: whether images that the engine lacks are pulled."
+    )
+    row_setup: bool = meaning(
+        False,
+        "Use each row's columns `files`, `setup`, `cwd` and `check`.",
+    )
+    check_in: Literal["same", "fresh"] = meaning(
+        "same",
+        "Where checks run: the workspace as the model left it, or the image with the diff applied.",
+    )
+    check_network: bool = meaning(
+        False,
+        "Give the checks of rows that ask for it network access.",
+    )
+    env_from: Names = meaning(
+        (),
+        "Variables of this machine that `env` of rows may name as ${NAME}.",
+    )
+    reward: Names = running(
+        (),
+        "Functions that give rewards: MODULE:FUNCTION or FILE.py:FUNCTION (docs/rewards.md).",
+    )
+    reward_timeout_s: PositiveFloat = running(60.0, "Time limit of a reward function.")
+    command_memory_mb: PositiveInt = meaning(
+        2048, "Memory limit of a conversation's commands, per process and in total."
+    )
+    max_processes: PositiveInt = meaning(512, "Process limit of a conversation's commands.")
+    workspace_mb: PositiveInt = meaning(4096, "Size limit of a workspace.")
+    network: bool = meaning(False, "Give sandboxed commands network access.")
+
+    @model_validator(mode="after")
+    def _has_images(self) -> SandboxOptions:
+        if not self.is_inside:
+            if self.images is not None or self.workdir is not None:
+                name = "workdir" if self.images is None else "images"
+                msg = f"{name}: needs --workspace=image"
+                raise ValueError(msg)
+            return self
+        if self.sandbox == "local":
+            msg = "workspace: an image needs --sandbox=bwrap or docker"
+            raise ValueError(msg)
+        if self.workdir is not None and not self.workdir.startswith("/"):
+            msg = "workdir: must be an absolute path"
+            raise ValueError(msg)
+        return self
+
+    @property
+    def is_inside(self) -> bool:
+        """The workspace is a directory of an image."""
+        return self.workspace == "image"

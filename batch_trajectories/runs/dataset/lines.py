@@ -1,0 +1,169 @@
+"""Read a dataset file line by line: usable rows, and bad rows with a reason.
+
+Holds one line in memory, for files of any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from batch_trajectories.runs.dataset.row import RowRules, kind_of
+from batch_trajectories.runs.errors import DatasetError
+from batch_trajectories.runs.tasks import BadRow
+from toolsets import exact_json
+
+MAX_LINE_BYTES = 256 << 20
+"""A longer line is a bad row. This limits memory."""
+
+_BLOCK = 1 << 20
+
+_UTF_16 = "UTF-16; convert it to UTF-8 first (iconv -f UTF-16 -t UTF-8)"
+
+_OTHER_KINDS = {
+    b"\x1f\x8b": "gzip-compressed; end its name in .gz (as in .jsonl.gz), or unpack it (gzip -d)",
+    b"\x28\xb5\x2f\xfd": "zstd-compressed; end its name in .zst, or unpack it (zstd -d)",
+    b"\xfd7zXZ\x00": "xz-compressed; unpack it first (xz -d)",
+    b"BZh": "bzip2-compressed; unpack it first (bzip2 -d)",
+    b"PK\x03\x04": "a ZIP archive or a spreadsheet; unpack it, or save it as CSV",
+    b"PAR1": "Parquet; end its name in .parquet",
+    b"ARROW1": "an Arrow file; write it as Parquet or JSONL",
+    b"\xff\xfe": _UTF_16,
+    b"\xfe\xff": _UTF_16,
+}
+"""What files begin with that are often given by mistake, and what to say of them."""
+
+
+class Row(NamedTuple):
+    """A usable row: its line number in the file (from 1), its columns, and its byte offset."""
+
+    line: int
+    columns: dict[str, Any]
+    offset: int
+
+
+class ContentDigest:
+    """The size and digest of the bytes read so far, from the beginning of a dataset file."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.ends_a_line = True
+        self._hash = blake2b(digest_size=32)
+
+    def update(self, content: bytes) -> None:
+        """Add the bytes that were read next."""
+        self.size += len(content)
+        self.ends_a_line = content.endswith(b"\n")
+        self._hash.update(content)
+
+    def hexdigest(self) -> str:
+        """64 hex digits."""
+        return self._hash.hexdigest()
+
+
+def read_rows(path: Path, rules: RowRules, content: ContentDigest) -> Iterator[Row | BadRow]:
+    """Read a JSONL file; skip blank lines. `content` includes each line before its row is yielded.
+
+    Raises `DatasetError` if the file cannot be read.
+    """
+    for line, offset, text in _lines(path, content):
+        if len(text) >= MAX_LINE_BYTES:
+            yield BadRow(line, f"longer than {MAX_LINE_BYTES >> 20} MiB")
+        elif text := text.strip():
+            yield _read_row(line, offset, text, rules)
+
+
+def read_row_at(file: BinaryIO, offset: int) -> dict[str, Any] | None:
+    """The columns of the row at `offset`; None if there is no longer a row there."""
+    file.seek(offset)
+    try:
+        columns = exact_json.loads(file.readline(MAX_LINE_BYTES).strip())
+    except exact_json.JSONDecodeError:
+        return None
+    return columns if isinstance(columns, dict) else None
+
+
+def refuse_other_kinds(path: Path, start: bytes) -> None:
+    """Raise `DatasetError` where a file that should be text begins as one of another kind does."""
+    for beginning, reason in _OTHER_KINDS.items():
+        if start.startswith(beginning):
+            msg = f"{path} is {reason}"
+            raise DatasetError(msg)
+
+
+def is_unchanged(path: Path, size: int, digest: str, *, may_continue: bool) -> bool:
+    """Whether the first `size` bytes of a file still have this `ContentDigest`.
+
+    Unless it `may_continue`, the file must end there.
+    """
+    content = ContentDigest()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(min(_BLOCK, size - content.size)):
+                content.update(block)
+            ends = not file.read(1)
+    except OSError:
+        return False
+    return (ends or may_continue) and (content.size, content.hexdigest()) == (size, digest)
+
+
+def _lines(path: Path, content: ContentDigest) -> Iterator[tuple[int, int, bytes]]:
+    """Number, offset and text of each line."""
+    try:
+        if path.is_dir():
+            msg = f"{path} is a directory; give the JSONL file itself"
+            raise DatasetError(msg)
+        if path.exists() and not path.is_file():
+            msg = f"{path} is a pipe or device; rows are read more than once, so give a plain file"
+            raise DatasetError(msg)
+        with path.open("rb", buffering=_BLOCK) as file:
+            start = file.read(8)
+            file.seek(0)
+            refuse_other_kinds(path, start)
+            if start.startswith(b"\xef\xbb\xbf"):
+                content.update(file.read(3))
+            number = 0
+            while text := file.readline(MAX_LINE_BYTES):
+                number += 1
+                offset = content.size
+                content.update(text)
+                yield number, offset, text
+                while not text.endswith(b"\n") and len(text) == MAX_LINE_BYTES:
+                    text = file.readline(MAX_LINE_BYTES)
+                    content.update(text)
+    except FileNotFoundError:
+        msg = f"{path}: no such dataset file"
+        raise DatasetError(msg) from None
+    except OSError as error:
+        msg = f"{path}: cannot read the dataset: {error.strerror or error}"
+        raise DatasetError(msg) from error
+
+
+def _read_row(line: int, offset: int, text: bytes, rules: RowRules) -> Row | BadRow:
+    try:
+        columns = exact_json.loads(text)
+    except exact_json.JSONDecodeError as error:
+        return BadRow(line, _why_not_json(text, error))
+    if not isinstance(columns, dict):
+        return BadRow(line, f"the line is {kind_of(columns)}; it must be a JSON object")
+    if exact_json.is_nested_too_deep(text):
+        return BadRow(line, f"nested deeper than {exact_json.MAX_NESTING} levels")
+    try:
+        rules.read(columns)
+    except ValueError as error:
+        return BadRow(line, str(error))
+    return Row(line, columns, offset)
+
+
+def _why_not_json(text: bytes, error: exact_json.JSONDecodeError) -> str:
+    try:
+        text.decode()
+    except UnicodeDecodeError as decoding:
+        return f"not UTF-8: {decoding.reason} at byte {decoding.start}"
+    if text[:1] == b"[" or text in (b"]", b"],"):
+        return "not a JSON object: this looks like a JSON array; write one object per line"
+    if text == b"{":
+        return "not a JSON object: this looks like one over several lines; write one per line"
+    return f"not JSON: {error}"

@@ -1,0 +1,190 @@
+"""The check of a row: how the workspace is judged when its conversation has ended.
+
+`check` is a command, or an object:
+
+    command      what judges; exit code 0 passes, unless one of the next two is given
+    reward_file  a path or a list of paths; the first that the command wrote holds the reward
+    tests        what the tests printed must say; see `Outcomes`
+    files        written when the conversation has ended, so the model never sees them
+    timeout_s    default: --command_timeout_s
+    env          variables, as in the column `env`
+    in           `same`: the workspace as the model left it; `fresh`: the image with only the diff
+    user         default: that of the row
+    network      true: the check needs the network, which --check_network allows
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple
+
+from batch_trajectories.runs.dataset.row_files import read_files, read_path
+from batch_trajectories.runs.dataset.row_image import read_env, read_flag, read_user
+from toolsets.text import clip
+
+CheckPlace = Literal["same", "fresh"]
+
+_KEYS = frozenset(
+    ("command", "reward_file", "tests", "files", "timeout_s", "env", "in", "user", "network")
+)
+_INSIDE_KEYS = ("in", "user", "network")
+"""Keys that need an image: elsewhere the check runs as the conversation did."""
+
+_TESTS_KEYS = frozenset(("log", "patterns", "pass", "passed", "expected"))
+_PASSED = ("PASSED", "XFAIL")
+
+
+class Outcomes(NamedTuple):
+    """What the output of a check's command must say of its tests.
+
+    Each of `patterns` is a regular expression with the groups `name` and `status`, searched in
+    every line.
+    """
+
+    patterns: tuple[str, ...]
+    log: str | None = None
+    """The file that holds the output; None: what the command prints."""
+    must_pass: tuple[str, ...] = ()
+    """Names of tests that must have a status of `passed`; the key `pass`."""
+    passed: tuple[str, ...] = _PASSED
+    expected: Mapping[str, str] | None = None
+    """The status of each test that ran; no other tests may have run."""
+
+
+class Check(NamedTuple):
+    """How a workspace is judged; see above."""
+
+    command: str
+    files: Mapping[str, bytes] = {}
+    reward_files: tuple[str, ...] = ()
+    tests: Outcomes | None = None
+    timeout_s: float | None = None
+    env: Mapping[str, str] = {}
+    where: CheckPlace | None = None
+    """None where there is no image; the key `in`."""
+    user: str | None = None
+    network: bool = False
+
+
+def read_check(
+    raw: Any, *, inside: bool, network: bool, variables: Collection[str]
+) -> Check | None:
+    """Read the column `check`. Raises `ValueError` with the reason if it is invalid.
+
+    See `runs.dataset.row_setup.read_row_setup`.
+    """
+    if raw is None:
+        return None
+    if isinstance(raw, str):
+        raw = {"command": raw}
+    command = raw.get("command") if isinstance(raw, dict) else None
+    if not isinstance(command, str) or not raw.keys() <= _KEYS:
+        unknown = sorted(map(str, raw.keys() - _KEYS)) if isinstance(raw, dict) else []
+        msg = "`check` must be a command, or an object with `command` and any of " + ", ".join(
+            f"`{name}`" for name in sorted(_KEYS - {"command"})
+        )
+        raise ValueError(msg + (f" (got `{unknown[0]}`)" if unknown else ""))
+    if not command.strip():
+        msg = "`check.command` is empty, so every conversation would pass"
+        raise ValueError(msg)
+    if not inside:
+        for name in _INSIDE_KEYS:
+            if raw.get(name) is not None:
+                msg = f"`check.{name}` needs --workspace=image"
+                raise ValueError(msg)
+    where = raw.get("in")
+    if where not in (None, "same", "fresh"):
+        msg = f"`check.in` must be same or fresh (got {clip(repr(where), max_chars=50)})"
+        raise ValueError(msg)
+    wants_network = read_flag(raw.get("network"), "check.network")
+    return Check(
+        command,
+        read_files(raw.get("files"), "check.files", inside=inside),
+        _reward_files(raw.get("reward_file"), inside=inside),
+        _tests(raw.get("tests"), inside=inside),
+        _timeout(raw.get("timeout_s")),
+        read_env(raw.get("env"), "check.env", variables),
+        where,
+        read_user(raw.get("user"), "check.user"),
+        network and wants_network is True,
+    )
+
+
+def _reward_files(raw: Any, *, inside: bool) -> tuple[str, ...]:
+    if raw is None:
+        return ()
+    paths = raw if isinstance(raw, list) else [raw]
+    if not paths:
+        msg = "`check.reward_file` is an empty list; leave it out, or name a file"
+        raise ValueError(msg)
+    return tuple(read_path(path, "check.reward_file", inside=inside) for path in paths)
+
+
+def _timeout(raw: Any) -> float | None:
+    if raw is None:
+        return None
+    is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
+    if not is_number or not math.isfinite(raw) or raw <= 0:
+        shown = clip(repr(raw), max_chars=50)
+        msg = f"`check.timeout_s`: {shown} is not a number of seconds above 0"
+        raise ValueError(msg)
+    return float(raw)
+
+
+def _tests(raw: Any, *, inside: bool) -> Outcomes | None:
+    if raw is None:
+        return None
+    if not isinstance(raw, dict) or not raw.keys() <= _TESTS_KEYS:
+        msg = f"`check.tests` must be an object with {', '.join(sorted(_TESTS_KEYS))}"
+        raise ValueError(msg)
+    must_pass = tuple(_texts(raw.get("pass"), "check.tests.pass"))
+    expected = raw.get("expected")
+    if expected is not None and not (
+        isinstance(expected, dict) and all(isinstance(v, str) for v in expected.values())
+    ):
+        msg = "`check.tests.expected` must be an object that maps tests to their status"
+        raise ValueError(msg)
+    if bool(must_pass) == bool(expected):
+        msg = "`check.tests` needs the tests in `pass` or in `expected`, and not in both"
+        raise ValueError(msg)
+    log = raw.get("log")
+    return Outcomes(
+        tuple(map(_pattern, _texts(raw.get("patterns"), "check.tests.patterns"))) or _no_pattern(),
+        None if log is None else read_path(log, "check.tests.log", inside=inside),
+        must_pass,
+        tuple(_texts(raw.get("passed"), "check.tests.passed")) or _PASSED,
+        expected,
+    )
+
+
+def _texts(raw: Any, name: str) -> list[str]:
+    """A list of texts, or of lists of texts."""
+    found: list[str] = []
+    for item in raw if isinstance(raw, list) else [] if raw is None else [raw]:
+        found += item if isinstance(item, list) else [item]
+    if not all(isinstance(item, str) for item in found):
+        msg = f"`{name}` must be a list of texts"
+        raise ValueError(msg)
+    return found
+
+
+def _pattern(text: str) -> str:
+    import regex
+
+    try:
+        groups = regex.compile(text).groupindex.keys()
+    except regex.error as error:
+        shown = clip(repr(text), max_chars=200)
+        msg = f"`check.tests.patterns`: {shown} is not a regular expression: {error}"
+        raise ValueError(msg) from error
+    if not {"name", "status"} <= groups:
+        shown = clip(repr(text), max_chars=200)
+        msg = f"`check.tests.patterns`: {shown} lacks the group (?P<name>…) or (?P<status>…)"
+        raise ValueError(msg)
+    return text
+
+
+def _no_pattern() -> tuple[str, ...]:
+    msg = "`check.tests.patterns` is missing: how a line of output names a test and its status"
+    raise ValueError(msg)

@@ -1,0 +1,156 @@
+"""A worker in a Ray actor, on any node.
+
+Ray starts it on a node with resources. It exchanges the same messages with the parent as a local
+worker, over a TCP connection instead of a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import orjson
+
+from batch_trajectories.runs.config.sandboxes import problem_of_sandbox, remove_leftover_containers
+from batch_trajectories.runs.errors import RunError
+from batch_trajectories.runs.executors.ray.code_digest import code_digest
+from batch_trajectories.runs.executors.ray.tcp import connect
+from batch_trajectories.runs.process.startup import hide_environment
+from batch_trajectories.runs.protocol.messages import pack
+from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
+from batch_trajectories.runs.store.files import listed
+from batch_trajectories.runs.worker.worker import run_worker
+from toolsets.errors import machine_failure
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The parent's first message to a worker that has connected and runs the same code.
+
+    It is pickled. Workers unpickle only this message, over an authenticated connection; the
+    parent unpickles nothing, as workers send JSON and bytes.
+    """
+
+    setup: WorkerSetup
+    run_token: str
+    """Identifies the run among all that use a node."""
+    lock: bytes
+    """The content of the run directory's lock file, to recognize the directory."""
+    environment: Mapping[str, str]
+    """The parent's environment if it started the cluster on its machine; else empty."""
+    cwd: Path
+    sent_at: float
+    """The parent's monotonic clock when it sent this."""
+
+
+class RayWorkerActor:
+    """The class of the actors."""
+
+    def run(self, host: str, port: int, key: bytes, number: int) -> None:
+        """Work until the parent sends exit or is gone."""
+        # The parent may have blocked them so that Ctrl-C does not end the cluster first.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        hide_environment()
+        connection = connect((host, port), key)
+        asked_at = time.monotonic()
+        hello = {"number": number, "host": socket.gethostname(), "code": code_digest()}
+        connection.send_bytes(orjson.dumps(hello))
+        try:
+            welcome: Welcome = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return  # this code differs from the parent's, which reports it to the user
+        name = f"worker-{number} on {hello['host']}"
+        multiprocessing.current_process().name = name  # for the log
+        offset_s = welcome.sent_at - (asked_at + time.monotonic()) / 2
+        os.environ.update(welcome.environment)
+        with contextlib.suppress(OSError):
+            os.chdir(welcome.cwd)
+        _work(connection, welcome, replace(welcome.setup, clock_offset_s=offset_s))
+        connection.close()
+
+
+def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
+    try:
+        if not setup.is_remote:
+            _check_shares(setup.run_dir, welcome.lock)
+            _check_sandbox(setup)
+            if run_worker(connection, setup):
+                remove_leftover_containers(setup.config)
+            return
+        scratch = _scratch(setup, welcome.run_token)
+        config = setup.config.model_copy(update={"output_dir": scratch})
+        place = _name_of(scratch)
+        setup = replace(setup, run_dir=config.run_dir, config=config, place=place)
+        workspaces = setup.run_dir / "workspaces"
+        workspaces.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_sandbox(setup)
+        if run_worker(connection, setup):
+            # What is left is of conversations that continued on other nodes.
+            for workspace in listed(workspaces):
+                shutil.rmtree(workspace, ignore_errors=True)
+            remove_leftover_containers(config)
+            shutil.rmtree(scratch, ignore_errors=True)
+    except Exception as error:
+        failure = machine_failure(error)
+        if failure is None and not isinstance(error, RunError | ImportError | OSError | ValueError):
+            raise
+        # The next worker on this node would fail in the same way.
+        message = f"{multiprocessing.current_process().name}: {failure or error}"
+        connection.send_bytes(pack("halt", message=message))
+
+
+def _check_sandbox(setup: WorkerSetup) -> None:
+    """Refuse to work on a node that lacks what commands need, before any call."""
+    if setup.provenance.sandbox is not None and (problem := problem_of_sandbox(setup.config)):
+        raise ValueError(problem)
+
+
+def _check_shares(run_dir: Path, lock: bytes) -> None:
+    try:
+        found = (run_dir / "lock").read_bytes()
+    except OSError:
+        found = b""
+    if found != lock:
+        msg = (
+            f"the run directory {run_dir} is not here: mount its storage at the same path on "
+            "every node, or leave --ray_storage=shared out"
+        )
+        raise ValueError(msg)
+
+
+def _scratch(setup: WorkerSetup, run_token: str) -> Path:
+    """The directory for the run's files on this node, shared by its workers."""
+    parent = setup.config.ray_scratch_dir or Path(tempfile.gettempdir())
+    own = parent / f"batch-trajectories-{os.getuid()}"
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = own.lstat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o077 or own.is_symlink():
+        msg = f"{own}: not a private directory of this user; choose another --ray_scratch_dir"
+        raise ValueError(msg)
+    scratch = own / run_token
+    scratch.mkdir(mode=0o700, exist_ok=True)
+    return scratch
+
+
+def _name_of(scratch: Path) -> str:
+    """A unique name of this storage: containers may have the same host names and paths."""
+    mark, mine = scratch / "place", scratch / f".{uuid.uuid4().hex}"
+    mine.write_text(uuid.uuid4().hex)
+    with contextlib.suppress(FileExistsError):
+        os.link(mine, mark)  # atomic, and only the first worker succeeds
+    mine.unlink()
+    return mark.read_text()

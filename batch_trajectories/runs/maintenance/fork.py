@@ -1,0 +1,206 @@
+"""Make the dataset and config of a run of branches.
+
+Each conversation to branch from becomes a row; its branches are the samples of that row.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from agent.state.forking import NotForkable, events_until, paid_for
+from batch_trajectories.runs.config.loading import load_config
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.row import RowRules
+from batch_trajectories.runs.dataset.row_fork import FORK_COLUMN
+from batch_trajectories.runs.errors import ConfigError, RunDirError
+from batch_trajectories.runs.run_dir import read_run_json
+from batch_trajectories.runs.store.files import (
+    make_directory,
+    open_temporary,
+    sync_directory,
+    temporary_for,
+)
+from toolsets import exact_json
+
+_FIXED_KEYS = ("dataset_file", "num_samples", "max_samples", "shard", "forks")
+"""Keys of the config that the fork determines."""
+
+
+@dataclass(slots=True)
+class ForkedRows:
+    """The result of `write_forks`."""
+
+    path: Path
+    """The dataset of the branches."""
+    rows: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Number of other conversations, by the reason: a filter, or why they cannot be forked."""
+
+    def describe(self) -> str:
+        """A line for the rows, and one per reason."""
+        lines = [f"{self.rows:>9,} conversations to branch from, in {self.path}"]
+        lines += [f"{count:>9,} left out: {why}" for why, count in self.left_out.most_common()]
+        return "\n".join(lines)
+
+
+def forked_config(
+    parent: Mapping[str, Any],
+    config_file: Path | None,
+    flags: Mapping[str, Any],
+    *,
+    branches: int,
+    fresh: bool = False,
+) -> RunConfig:
+    """The config of a run of branches: that of the `parent` run.json, then file, then flags.
+
+    Raises `ConfigError`.
+    """
+    if given := [f"--{name}" for name in _FIXED_KEYS if name in flags]:
+        msg = f"{', '.join(given)}: `fork` sets this itself; leave it out"
+        raise ConfigError(msg)
+    if (agent := parent["config"].get("agent")) is not None:
+        msg = (
+            f"RUN is one of agent {agent['name']!r}, which cannot start in the middle of a "
+            "conversation; run it on the prompts again, with --num_samples for several each"
+        )
+        raise ConfigError(msg)
+    if "run_name" not in flags:
+        msg = "--run_name: the name of the new run is missing"
+        raise ConfigError(msg)
+    needed = {"dataset_file": "-", "run_name": flags["run_name"]}
+    own = load_config(config_file, {**needed, **flags})
+    changed = own.model_dump(mode="json", include=own.model_fields_set - set(_FIXED_KEYS))
+    values = {**parent["config"], **changed}
+    servers = (values["mcp"] or {}).values()
+    hidden = [values["ephemeral_system_prompt"], *(v for s in servers for v in s["env"].values())]
+    if any(isinstance(text, str) and text.startswith("sha256:") for text in hidden):
+        msg = (
+            "the ephemeral_system_prompt of RUN and the env of its MCP servers are not stored: "
+            "give them again, by flags or --config"
+        )
+        raise ConfigError(msg)
+    run_dir = Path(values["output_dir"], values["run_name"])
+    return load_config(
+        None,
+        {
+            **values,
+            "dataset_file": _dataset_of(run_dir, fresh=fresh),
+            "columns": {},
+            "rows": None,
+            "num_samples": branches,
+            "max_samples": None,
+            "shard": None,
+            "forks": True,
+        },
+    )
+
+
+def _dataset_of(run_dir: Path, *, fresh: bool) -> Path:
+    """The dataset of a run of branches: that of its last start; after `fresh` it has a number.
+
+    Raises `ConfigError` if the directory has a run of something else, unless `fresh` moves it.
+    """
+    first = run_dir.with_name(f"{run_dir.name}.fork.jsonl")
+    try:
+        own = Path(read_run_json(run_dir)["dataset"]["path"]).name
+    except RunDirError:
+        return first
+    if re.fullmatch(rf"{re.escape(run_dir.name)}\.fork(\.\d+)?\.jsonl", own):
+        return first.with_name(own)
+    if not fresh:
+        msg = (
+            f"--run_name: {run_dir} is a run of {own}, not of branches; use another --run_name, "
+            "or --fresh to move it aside"
+        )
+        raise ConfigError(msg)
+    return first
+
+
+def write_forks(
+    path: Path,
+    records: Iterable[dict[str, Any]],
+    *,
+    run: str,
+    turn: int,
+    rules: RowRules,
+    fresh: bool,
+    left_out: Counter[str] | None = None,
+) -> ForkedRows:
+    """Write a dataset to `path` with branches of `records` after `turn`.
+
+    `run` is the name of their run, `rules` are its row rules. If `path` has other branches and
+    `fresh` is given, that file stays with the run that is moved aside, and the new dataset gets a
+    number. `left_out` counts what `records` leave out as they are read. Raises `ConfigError` if no
+    record can be forked, or if `path` has other branches and `fresh` is not given.
+    """
+    forked = ForkedRows(path, left_out=Counter() if left_out is None else left_out)
+    rules = replace(rules, with_forks=False)
+    make_directory(path.parent, is_inside=False, parents=True)
+    temporary = temporary_for(path)
+    try:
+        with open_temporary(temporary, path) as file:
+            for record in records:
+                try:
+                    row = _row(record, run, turn, rules)
+                except NotForkable as error:
+                    forked.left_out[str(error)] += 1
+                else:
+                    file.write(exact_json.dumps(row) + b"\n")
+                    forked.rows += 1
+            file.flush()
+            os.fsync(file.fileno())
+        if not forked.rows:
+            msg = f"no conversation of {run} to branch from after turn {turn}\n{forked.describe()}"
+            raise ConfigError(msg)
+        for candidate in _candidates(path) if fresh else [path]:
+            if not candidate.exists():
+                temporary.replace(candidate)
+                sync_directory(candidate.parent)
+            elif not filecmp.cmp(candidate, temporary, shallow=False):
+                continue
+            forked.path = candidate
+            return forked
+        msg = f"{path}: it has other branches; use another --run_name, or --fresh"
+        raise ConfigError(msg)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _candidates(path: Path) -> Iterable[Path]:
+    """File names for the dataset of a run with `fresh`, in order, without end."""
+    stem = path.name.rpartition(".fork.")[0] + ".fork"
+    yield path.with_name(f"{stem}.jsonl")
+    yield from (path.with_name(f"{stem}.{number}.jsonl") for number in count(2))
+
+
+def _row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> dict[str, Any]:
+    """A row: the parent's columns and its conversation so far. Raises `NotForkable`."""
+    row = record["row"]
+    try:
+        opening = rules.read(row).opening
+    except ValueError as error:
+        msg = f"its row cannot be used: {error}"
+        raise NotForkable(msg) from error
+    events = events_until(record, turn, opening=opening)
+    own = row.get(FORK_COLUMN) if "fork" in record else None
+    return {
+        **row,
+        # Ids of this form cannot collide with generated ones.
+        "id": f"fork.{record['id']}@{turn}",
+        FORK_COLUMN: {
+            "run": run,
+            "record": record["id"],
+            "turn": turn,
+            "drawn_as": own["drawn_as"] if own else record["id"],
+            "inherited": paid_for(events),
+            "events": events,
+        },
+    }

@@ -1,0 +1,234 @@
+"""Import a batch run of hermes-agent, so that a run only does what is missing.
+
+Its directory has `batch_<n>.jsonl` (a trajectory per line), `trajectories.jsonl` (all of them, at
+the end of the run) and `checkpoint.json` (the numbers of the prompts that count as done). Rows are
+matched by prompt, because numbers shift when a dataset is edited.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agent.models.parsing import text_or_none
+from batch_trajectories.runs.dataset.scan import Scan, tasks
+from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.maintenance.hermes.sharegpt import (
+    ImportedConversation,
+    read_conversation,
+)
+from batch_trajectories.runs.process.long_work import watched
+from batch_trajectories.runs.record import as_stored
+from batch_trajectories.runs.run_dir import RunDir
+from batch_trajectories.runs.store.records import RecordFile
+from batch_trajectories.runs.tasks import SCHEMA_VERSION, Task
+from toolsets import exact_json
+
+_BATCH = re.compile(r"batch_(\d+)\.jsonl")
+_SHOWN = 20
+
+
+@dataclass(slots=True)
+class Imported:
+    """The result of an import."""
+
+    directory: Path
+    completed: int = 0
+    ended_early: int = 0
+    there: int = 0
+    """Tasks that had a record already."""
+    repeated: list[str] = field(default_factory=list)
+    """Rows (file:line) whose prompt another row has answered."""
+    unknown: list[str] = field(default_factory=list)
+    """Rows whose prompt is not in the dataset."""
+    unreadable: list[str] = field(default_factory=list)
+    """Lines that are not trajectories, with the reasons."""
+    lost: list[int] = field(default_factory=list)
+    """Prompts that count as done but have no trajectory."""
+
+    def describe(self) -> str:
+        """A line per kind of row, with the first ones."""
+        counted = [
+            (self.completed, "completed", [""]),
+            (self.ended_early, "ended early", [""]),
+            (self.there, "already in this run", [""]),
+            (len(self.repeated), "repeated, left out", self.repeated),
+            (len(self.unknown), "of prompts that are not in the dataset, left out", self.unknown),
+            (len(self.unreadable), "unreadable; their prompts run again", self.unreadable),
+            (
+                len(self.lost),
+                "counted as done, but without a trajectory (discarded or lost); they run again: "
+                "prompts",
+                list(map(str, self.lost)),
+            ),
+        ]
+        lines = [f"{self.directory}: rows of that run"]
+        for count, kind, places in counted:
+            if count:
+                named = ", ".join(places[:_SHOWN]) + (" …" if len(places) > _SHOWN else "")
+                lines.append(f"{count:>9,} {kind} {named}".rstrip())
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    place: str
+    number: int | None
+    """The `prompt_index` of hermes-agent."""
+    fields: dict[str, Any]
+    conversation: ImportedConversation
+
+
+def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
+    """Write a record for each task that has a trajectory in `directory`.
+
+    Safe to repeat: it skips tasks that have a record. Raises `ConfigError` if `directory` has no
+    trajectories, `StorageError` if records cannot be written.
+    """
+    files = _files(directory)
+    imported = Imported(directory)
+    rows = list(_rows(files, imported))
+    by_prompt: defaultdict[str, list[tuple[int, Task]]] = defaultdict(list)
+    first_samples = tasks(scan, range(0, scan.tasks, scan.num_samples))
+    for position, task in enumerate(first_samples):
+        by_prompt[_prompt_of(task, scan)].append((position, task))
+    records = RecordFile(run_dir.path, run_dir.quarantine)
+    there = records.take_found()
+    try:
+        answered: set[int] = set()
+        ordered = sorted(rows, key=lambda row: row.fields.get("completed") is not True)
+        for row in watched(ordered, "import", total=len(ordered), unit="rows"):
+            if row.number is not None and row.number in answered:
+                imported.repeated.append(row.place)
+                continue
+            taken = _take(by_prompt, row)
+            if taken is None:
+                known = row.conversation.prompt in by_prompt
+                (imported.repeated if known else imported.unknown).append(row.place)
+                continue
+            if row.number is not None:
+                answered.add(row.number)
+            if taken.key in there:
+                imported.there += 1
+                continue
+            record = as_stored(_record(taken, row, run_dir))
+            records.add(record)
+            if record.status == "completed":
+                imported.completed += 1
+            else:
+                imported.ended_early += 1
+        records.sync()
+    finally:
+        records.close()
+    done = {row.number for row in rows if row.number is not None}
+    imported.lost = sorted(_counted_as_done(directory) - done)
+    return imported
+
+
+def _files(directory: Path) -> list[Path]:
+    """Batch files in their order, then the merged file, which repeats their rows."""
+    found = sorted(
+        (path for path in directory.glob("batch_*.jsonl") if _BATCH.fullmatch(path.name)),
+        key=lambda path: int(path.stem.split("_")[1]),
+    )
+    merged = directory / "trajectories.jsonl"
+    files = [*found, merged] if merged.exists() else found
+    if not files:
+        msg = f"{directory}: not a run of hermes-agent (no batch_N.jsonl and no trajectories.jsonl)"
+        raise ConfigError(msg)
+    return files
+
+
+def _rows(files: list[Path], imported: Imported) -> Iterator[_Row]:
+    seen: set[bytes] = set()
+    for file in files:
+        for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
+            if not line.strip() or line in seen:
+                continue  # the merged file repeats the rows of the batch files
+            seen.add(line)
+            place = f"{file.name}:{number}"
+            try:
+                fields = exact_json.loads(line)
+                metadata = fields.get("metadata") or {}
+                conversation = read_conversation(
+                    fields["conversations"],
+                    model=text_or_none(metadata.get("model")),
+                    at=_time(metadata),
+                )
+                index = fields.get("prompt_index")
+                yield _Row(place, index if isinstance(index, int) else None, fields, conversation)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                imported.unreadable.append(f"{place} ({type(error).__name__}: {error})")
+
+
+def _time(metadata: dict[str, Any]) -> float:
+    try:
+        return datetime.fromisoformat(metadata["timestamp"]).timestamp()
+    except (KeyError, TypeError, ValueError):
+        return time.time()
+
+
+def _prompt_of(task: Task, scan: Scan) -> str:
+    opening = scan.rules.read(task.columns).opening
+    return next(message["content"] for message in opening if message["role"] == "user")
+
+
+def _take(by_prompt: dict[str, list[tuple[int, Task]]], row: _Row) -> Task | None:
+    """The task that a row answers: among equal prompts that with its number, else the first."""
+    waiting = by_prompt.get(row.conversation.prompt)
+    if not waiting:
+        return None
+    chosen = next((n for n, (position, _) in enumerate(waiting) if position == row.number), 0)
+    return waiting.pop(chosen)[1]
+
+
+def _counted_as_done(directory: Path) -> set[int]:
+    try:
+        numbers = orjson.loads((directory / "checkpoint.json").read_bytes())["completed_prompts"]
+        return {number for number in numbers if isinstance(number, int)}
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
+        return set()
+
+
+def _record(task: Task, row: _Row, run_dir: RunDir) -> dict[str, Any]:
+    fields, conversation = row.fields, row.conversation
+    if fields.get("completed") is True and conversation.is_answered:
+        status = "completed"
+    else:
+        status = "errors" if fields.get("partial") else "max_turns"
+    content = conversation.trajectory.to_record()
+    api_calls = fields.get("api_calls")
+    return {
+        "id": task.id,
+        "status": status,
+        "status_reason": f"imported from hermes-agent, {row.place}",
+        "error": None,
+        "prompt_id": task.prompt_id,
+        "sample": task.sample,
+        "input_digest": task.input_digest,
+        "attempt": 1,
+        "row": task.columns,
+        **content,
+        "api_calls": api_calls if type(api_calls) is int else content["api_calls"],
+        "tools": conversation.tools,
+        "options": {},
+        "view_compacted": False,
+        "model": content["model_returned"],
+        "api": "hermes-agent",
+        "endpoint": None,
+        "toolsets": list(map(str, fields.get("toolsets_used") or ())),
+        "sandbox": None,
+        "seed": None,
+        "config_digest": run_dir.digest,
+        "versions": {"hermes-agent": "unknown"},
+        "finished_at": conversation.trajectory.replies[-1]["started_at"],
+        "schema_version": SCHEMA_VERSION,
+    }

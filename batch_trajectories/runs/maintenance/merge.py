@@ -1,0 +1,246 @@
+"""Merge several runs of one config into a new run, with one record per task.
+
+The merged runs stay unchanged. The new one is put in place by one rename, so a crash never leaves
+half a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from batch_trajectories.runs.config.fingerprint import stored_meaning
+from batch_trajectories.runs.config.loading import load_config
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import Scan
+from batch_trajectories.runs.errors import ConfigError, RunDirError
+from batch_trajectories.runs.maintenance.verify_batches import open_calls
+from batch_trajectories.runs.process.long_work import watched
+from batch_trajectories.runs.run_dir import IMAGES, dataset_of, write_run_json
+from batch_trajectories.runs.run_lock import locked
+from batch_trajectories.runs.shards import check_shards
+from batch_trajectories.runs.sources.kept_dataset import link_kept
+from batch_trajectories.runs.store.failures import read_failure
+from batch_trajectories.runs.store.files import (
+    AppendFile,
+    make_directory,
+    sync_directory,
+    training_file_of,
+)
+from batch_trajectories.runs.store.journal import read_journaled_replies
+from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.runs.store.records import RecordFile, lines_from, load_index, parse_record
+from batch_trajectories.runs.store.scores import NAME as SCORES
+from batch_trajectories.runs.tasks import task_key
+from toolsets.text import plural
+from toolsets.workspace.removal import remove_tree
+
+_SHOWN = 10
+_NONE = -1, b""
+
+_OWN_KEYS = ("run_name", "output_dir", "dataset_file", "shard")
+"""Keys of the new run's config that differ from those of the first run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The result of `merge`."""
+
+    path: Path
+    taken: Mapping[Path, int]
+    """Number of records by source."""
+    equal: int
+    """Records that were also in another run, byte for byte."""
+
+    def describe(self) -> str:
+        """A line per run, and the sum."""
+        lines = [f"{count:>9,} records of {run}" for run, count in self.taken.items()]
+        if self.equal:
+            lines.append(f"{self.equal:>9,} of them were equal in two runs and are taken once")
+        return "\n".join([*lines, f"{sum(self.taken.values()):>9,} records in {self.path}"])
+
+
+def common_config(
+    runs: Sequence[tuple[Path, dict[str, Any]]],
+    *,
+    run_name: str,
+    output_dir: Path,
+    dataset_file: Path | None,
+    allow_gaps: bool = False,
+) -> RunConfig:
+    """The config of the run that `runs` (directories with their run.json) are merged into.
+
+    Raises `ConfigError` if they differ in options that affect the data; if they differ in their
+    dataset and no `dataset_file` names one with all rows; or if they are shards and some are
+    missing without `allow_gaps`.
+    """
+    first_path, first = runs[0]
+    for path, identity in runs[1:]:
+        one, other = stored_meaning(first), stored_meaning(identity)
+        if keys := [key for key in one | other if one.get(key) != other.get(key)]:
+            msg = (
+                f"{path}: its config differs from that of {first_path} in {', '.join(keys)}; "
+                "merging them would mix different data"
+            )
+            raise ConfigError(msg)
+    check_shards(runs, has_dataset=dataset_file is not None, allow_gaps=allow_gaps)
+    if dataset_file is None:
+        are_shards = first["config"].get("shard") is not None
+        if not are_shards and len({_rows_of(identity["dataset"]) for _, identity in runs}) > 1:
+            msg = "the runs have different datasets: give a dataset with all rows by --dataset_file"
+            raise ConfigError(msg)
+        if first["dataset"].get("source") is None:
+            dataset_file = Path(first["dataset"]["path"])
+        else:
+            dataset_file = Path(first["config"]["dataset_file"])
+    changed = {"run_name": run_name, "output_dir": output_dir, "dataset_file": dataset_file}
+    return load_config(None, {**first["config"], **changed, "shard": None})
+
+
+def _rows_of(dataset: Mapping[str, Any]) -> str:
+    """What two runs have in common if they have the same rows: a file, or what it was made of."""
+    source = dataset.get("source")
+    return str(dataset["path"]) if source is None else str(source["blake2b"])
+
+
+def merge(
+    runs: Sequence[tuple[Path, dict[str, Any]]], config: RunConfig, scan: Scan, *, drop: bool
+) -> Merged:
+    """Write the records and failures of `runs` as the run of `config`.
+
+    `drop` gives unfinished conversations up; their tasks start over. Raises `RunLocked`,
+    `StorageError`, and `RunDirError` if two runs have different records of a task, a run is
+    damaged, unfinished or named twice, or the new run exists already.
+    """
+    paths = [path.resolve() for path, _ in runs]
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        msg = f"{twice[0]}: named twice; name each run once"
+        raise RunDirError(msg)
+    into = config.run_dir
+    if into.exists() or training_file_of(into).exists():
+        msg = f"{into}: it exists already; give the name of a new run by --into"
+        raise RunDirError(msg)
+    making = into.with_name(f".{into.name}.merging-{os.getpid()}")
+    with ExitStack() as stack:
+        for path, _ in runs:
+            stack.enter_context(locked(path))
+            _refuse_unfinished(path, drop=drop)
+        make_directory(into.parent, is_inside=False, parents=True)
+        try:
+            taken, equal = _make(making, runs, config, scan)
+            making.rename(into)
+        except BaseException:
+            remove_tree(making)
+            raise
+        sync_directory(into.parent)
+    return Merged(into, taken, equal)
+
+
+def _make(
+    making: Path, runs: Sequence[tuple[Path, dict[str, Any]]], config: RunConfig, scan: Scan
+) -> tuple[dict[Path, int], int]:
+    for directory in (making, making / "inflight", making / "workspaces"):
+        directory.mkdir(mode=0o700)
+    dataset = dataset_of(scan)
+    if dataset["source"] is not None:
+        link_kept(scan.path, making)
+        dataset["path"] = str(config.run_dir.resolve() / scan.path.name)
+    records = RecordFile(making, making / "quarantine")
+    failures = AppendFile(making / "failures.jsonl")
+    taken, equal = _copy(runs, records)
+    for path, _ in runs:
+        for _, line in lines_from(path / "failures.jsonl", 0):
+            if read_failure(line) is not None:
+                failures.append(line)
+    if any((path / SCORES).exists() for path, _ in runs):
+        scores = AppendFile(making / SCORES)
+        for path, _ in runs:
+            for _, line in lines_from(path / SCORES, 0):
+                scores.append(line)
+        scores.sync()
+        scores.close()
+    for file in (records, failures):
+        file.sync()
+        file.close()
+    first = runs[0][1]
+    sources = [{"path": str(path), "records": count} for path, count in taken.items()]
+    identity = {
+        **first,
+        "run_name": config.run_name,
+        "created": time.time(),
+        "config": {**first["config"], **{key: config.to_json()[key] for key in _OWN_KEYS}},
+        "dataset": dataset,
+        "history": [*first["history"], {"at": time.time(), "merged": sources}],
+        IMAGES: dict(chain(*(run.get(IMAGES, {}).items() for _, run in reversed(runs)))),
+    }
+    write_run_json(making, identity)
+    return taken, equal
+
+
+def _refuse_unfinished(path: Path, *, drop: bool) -> None:
+    settled = load_index(path)
+    unfinished = read_journaled_replies(path / "inflight", settled=settled).tasks.values()
+    calls = open_calls(path, settled)
+    if drop or not (unfinished or calls):
+        return
+    turns = sum(replies.turns for replies in unfinished)
+    what = f"{plural(len(unfinished), 'conversation')} with {plural(turns, 'turn')} under way"
+    if not unfinished:
+        what = f"{plural(calls, 'call')} in batches, already paid for"
+    msg = f"{path}: {what}: finish this run first, or give them up by --drop_unfinished"
+    raise RunDirError(msg)
+
+
+def _copy(
+    runs: Sequence[tuple[Path, dict[str, Any]]], records: RecordFile
+) -> tuple[dict[Path, int], int]:
+    """Append the record of each task; refuse if two runs disagree on any."""
+    seen: dict[bytes, tuple[Path, bytes]] = {}
+    taken = {path: 0 for path, _ in runs}
+    differing = []
+    equal = 0
+    for path, _ in runs:
+        for key, record in watched(_counting(path), f"merging {path.name}"):
+            content = hashlib.blake2b(record.line, digest_size=16).digest()
+            if key not in seen:
+                seen[key] = (path, content)
+                taken[path] += 1
+                records.add(record)
+            elif seen[key][1] == content:
+                equal += 1
+            else:
+                differing.append(f"{record.id} in {seen[key][0]} and {path}")
+    if differing:
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        msg = (
+            f"{len(differing)} tasks have different records in two runs: "
+            f"{'; '.join(differing[:_SHOWN])}{more}. It is unknown which is right; merge only runs "
+            "with different rows"
+        )
+        raise RunDirError(msg)
+    return taken, equal
+
+
+def _counting(path: Path) -> Iterator[tuple[bytes, Record]]:
+    """The records of a run that count, in file order, with their task keys."""
+    counting = ((entry.offset, key) for key, entry in load_index(path).counting())
+    upcoming, key = next(counting, _NONE)
+    for number, (offset, line) in enumerate(lines_from(path / "records.jsonl", 0), start=1):
+        record = parse_record(line)
+        if record is None:
+            msg = f"{path / 'records.jsonl'}:{number}: unreadable; run `verify --repair` first"
+            raise RunDirError(msg)
+        if offset == upcoming and task_key(record.id, record.input_digest) == key:
+            yield key, record
+            upcoming, key = next(counting, _NONE)
+    if key:
+        index = path / "records.idx"
+        msg = f"{index}: does not match records.jsonl; run `verify --repair` first"
+        raise RunDirError(msg)

@@ -1,0 +1,192 @@
+"""Verify a run that is not in progress, and repair it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import Scan, scan
+from batch_trajectories.runs.dataset.scan_cache import NAME, cached_scan
+from batch_trajectories.runs.errors import DatasetError
+from batch_trajectories.runs.maintenance.problem import Problem
+from batch_trajectories.runs.narrowing import refuse_narrowing
+from batch_trajectories.runs.process.console import say
+from batch_trajectories.runs.run_lock import locked, refuse_held
+from batch_trajectories.runs.shards import parse_shard
+from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset
+from batch_trajectories.runs.store.records import UnreadableRecord
+from toolsets.text import plural
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.maintenance.verify import Report
+
+MakeExports = Callable[[Path, Scan, RunConfig], object]
+"""Writes the training files and summary of the run in a directory."""
+
+_NOT_COPIED = ("exports", "records.idx", "summary.json", "statistics.json", "lock", "run.log")
+"""Derived files, and files that are not part of the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The result of `check`."""
+
+    path: Path
+    records: int
+    """Number of whole records."""
+    found: list[Problem]
+    left: list[Problem]
+    """Problems after the repair; without a repair, those found."""
+    repaired: bool
+    owed: str
+    """The tasks that the same command would run now; see `describe_remaining`."""
+
+    def as_json(self) -> str:
+        """For `--json`."""
+        content = {
+            "run_dir": str(self.path),
+            "clean": not self.left,
+            "records": self.records,
+            "problems": [problem.to_json() for problem in self.found],
+            "left": [problem.to_json() for problem in self.left],
+            "owed": self.owed,
+        }
+        return orjson.dumps(content, option=orjson.OPT_INDENT_2).decode()
+
+    def describe(self) -> str:
+        """For a person: a line per problem, a summary, and the remaining tasks."""
+        lines = [problem.describe() for problem in self.found]
+        if self.repaired:
+            lines.append(f"{self.path}: repaired; unreadable data is in quarantine/")
+            lines += [f"left: {problem.describe()}" for problem in self.left]
+        if not self.left:
+            lines.append(f"{self.path}: {plural(self.records, 'record')}, no problems found")
+        elif not self.repaired:
+            lines.append(
+                f"{self.path}: {plural(len(self.left), 'problem')}; --repair fixes what it can"
+            )
+        return "\n".join([*lines, self.owed] if self.owed else lines)
+
+
+def check(
+    path: Path,
+    identity: dict[str, Any],
+    config: RunConfig,
+    *,
+    read_data: bool,
+    repair: bool,
+    make: MakeExports,
+) -> Checked:
+    """Check a run, and repair it if `repair`.
+
+    `read_data` compares the training files with those that `make` writes from the same records.
+    Raises `RunLocked` while a process works on the run, `StorageError` if a repair cannot be
+    written, and `ConfigError` if a repair would shorten the training file.
+    """
+    # With what runs tasks: commands that only need `scan_of` would take 20 MB more.
+    from batch_trajectories.runs.maintenance.repair import describe_remaining, repair_run
+
+    remake = make if read_data else None
+    if repair:
+        with locked(path):
+            report, scan = _verified(path, identity, config, remake)
+            found = report.problems
+            if found:
+                if scan is not None:
+                    refuse_narrowing(path, scan, config, identity, accepted=())
+                repair_run(path, report, config)
+                if scan is not None:
+                    make(path, scan, config)
+                report, scan = _verified(path, identity, config, remake)
+    else:
+        refuse_held(path)
+        report, scan = _verified(path, identity, config, remake)
+        found = report.problems
+        refuse_held(path)  # if a run has started meanwhile, the result means nothing
+    owed = "" if scan is None else describe_remaining(path, scan, config)
+    return Checked(path, report.records, found, report.problems, repair and bool(found), owed)
+
+
+def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
+    """The scan of the dataset of the run in `path`. Raises `DatasetError`."""
+    return cached_scan(path / NAME, **_scan_arguments(path, identity, config))
+
+
+def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
+    """The dataset that `config` names, as JSONL in a temporary directory if it is something else.
+
+    Raises what `keep_dataset` raises.
+    """
+    return keep_dataset(
+        config.dataset_file,
+        config.run_dir,
+        columns=config.columns,
+        rows=config.rows,
+        rules=_scan_arguments(config.run_dir, identity, config)["rules"],
+        max_samples=config.max_samples,
+        writes=False,
+        say=say,
+    )
+
+
+def _scan_arguments(path: Path, identity: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    """The arguments with which the last start of the run in `path` scanned its dataset."""
+    dataset = identity["dataset"]
+    file = Path(dataset["path"])
+    if dataset.get("source") is not None and (path / file.name).exists():
+        file = path / file.name  # the run may have been moved or copied
+    return {
+        "path": file,
+        "max_samples": config.max_samples,
+        "rules": config.row_rules(
+            identity["api"],
+            is_priced=dataset.get("is_priced", True),
+            toolsets=dataset.get("toolsets"),
+        ),
+        "num_samples": config.num_samples,
+        "shard": None if config.shard is None else parse_shard(config.shard),
+    }
+
+
+def _verified(
+    path: Path, identity: dict[str, Any], config: RunConfig, make: MakeExports | None
+) -> tuple[Report, Scan | None]:
+    from batch_trajectories.runs.maintenance.verify import verify
+
+    try:
+        arguments = _scan_arguments(path, identity, config)
+        # The cached one has digests of itself and of the dataset.
+        found = cached_scan(path / NAME, **arguments) if make is None else scan(**arguments)
+    except DatasetError as error:
+        return verify(path, identity, str(error), config, made=None), None
+    if make is None:
+        return verify(path, identity, found, config, made=None), found
+    with _copy_of(path) as made:
+        is_made = True
+        try:
+            make(made, found, config)
+        except UnreadableRecord:
+            is_made = False  # verify names these records; without them there is nothing to compare
+        return verify(path, identity, found, config, made=made if is_made else None), found
+
+
+@contextmanager
+def _copy_of(path: Path) -> Iterator[Path]:
+    """A temporary run directory with links to the data of a run, to make its exports again.
+
+    It is in the system's temporary directory and needs room for the exports.
+    """
+    with TemporaryDirectory(prefix="verify-") as directory:
+        copy = Path(directory) / path.name
+        copy.mkdir()
+        for entry in path.resolve().iterdir():
+            if entry.name not in _NOT_COPIED:
+                (copy / entry.name).symlink_to(entry)
+        yield copy

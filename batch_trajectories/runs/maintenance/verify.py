@@ -1,0 +1,342 @@
+"""Check that the files of a run are whole and agree with each other; writes nothing.
+
+Each problem names its file and its consequence; `runs.maintenance.repair` repairs what it can.
+
+Index, summary and exports must match the records. Journals and workspaces must belong to
+unfinished tasks.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from batch_trajectories.runs.config.fingerprint import digest_of
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import Scan
+from batch_trajectories.runs.dataset.scan_cache import NAME, load_scan
+from batch_trajectories.runs.maintenance.problem import Problem
+from batch_trajectories.runs.maintenance.verify_batches import check_batches
+from batch_trajectories.runs.maintenance.verify_exports import check_exports
+from batch_trajectories.runs.process.parts import Advance, in_parts
+from batch_trajectories.runs.run_dir import stale_files_of
+from batch_trajectories.runs.store.checksum import DamagedLine, is_whole
+from batch_trajectories.runs.store.failures import is_failure
+from batch_trajectories.runs.store.files import listed, tail_of
+from batch_trajectories.runs.store.index import (
+    MARK,
+    ROW_BYTES,
+    Index,
+    IndexEntry,
+    RowMaker,
+    checked_bytes,
+    index_fields,
+    is_earlier_index,
+    is_index,
+)
+from batch_trajectories.runs.store.journal import key_and_order, segments
+from batch_trajectories.runs.store.record_types import decode_record
+from batch_trajectories.runs.store.records import id_in, lines_from
+from batch_trajectories.runs.store.settled import NO_LIMIT, Settled
+from batch_trajectories.runs.supervisor.budget import is_budget_line
+from batch_trajectories.runs.tasks import SCHEMA_VERSION
+from batch_trajectories.runs.totals.run_totals import RunTotals, compute_totals
+from toolsets import exact_json
+
+_OF_CHECKS = ("checks", "completed_passed", "completed_not_passed", "prompts_passed")
+"""Keys of summary.json that versions without `checks.scored` counted otherwise."""
+
+_ENOUGH = 10_000
+"""A process with fewer records takes as long to start as it saves."""
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of `verify`."""
+
+    problems: list[Problem] = field(default_factory=list)
+    records: int = 0
+    """Number of readable records, including those that later ones replace."""
+    duplicates: list[int] = field(default_factory=list)
+    """Offsets of records that a later record of the same task contradicts."""
+
+
+def verify(
+    path: Path, identity: dict[str, Any], scan: Scan | str, config: RunConfig, *, made: Path | None
+) -> Report:
+    """Check the run in directory `path`.
+
+    `identity` is its run.json. If the dataset cannot be read, `scan` is the reason, and summary and
+    exports are not checked. `made` is a run directory with exports that were just made from the
+    same records; None skips the comparison of contents.
+    """
+    report = Report()
+    report.problems += _check_identity(path, identity)
+    entries = _check_records(path, report)
+    report.problems += _check_logs(path)
+    settled = Settled(entries, config.max_attempts)
+    report.problems += _check_journals(path, settled)
+    report.problems += _check_leftovers(path, settled)
+    report.problems += check_batches(path, settled=settled, ended=Settled(entries, NO_LIMIT))
+    steps = path / "batches.jsonl"
+    report.problems += _check_tail(steps, sum(1 for _ in lines_from(steps, 0)))
+    if isinstance(scan, str):
+        message = f"its tasks are unknown, so summary and exports cannot be checked: {scan}"
+        report.problems.append(Problem("contradiction", path / "run.json", None, message))
+        return report
+    report.problems += _check_cached_scan(path / NAME, scan)
+    totals = compute_totals(path, scan, config, index=entries)
+    report.problems += _check_summary(path, totals)
+    report.problems += check_exports(path, totals, made)
+    return report
+
+
+def _check_identity(path: Path, identity: dict[str, Any]) -> Iterator[Problem]:
+    if identity["digest"] != digest_of(identity["meaning"]):
+        message = "`digest` does not match `meaning`: one of the two was edited"
+        yield Problem("contradiction", path / "run.json", None, message)
+
+
+def _check_records(path: Path, report: Report) -> Index:
+    """The records that count, by task; adds problems of records to `report`."""
+    records = path / "records.jsonl"
+    index = _Index(path / "records.idx")
+    maker = RowMaker()
+    rows = bytearray(MARK)
+    lines = array("I", [0])
+    number = 0
+    for number, (offset, length, facts) in enumerate(_facts_in(records), start=1):
+        own_rows = None
+        if facts is not None:
+            with suppress(ValueError):  # a number that no index can hold
+                own_rows = maker.rows(facts.fields, offset, length)
+        index.compare(number, own_rows)
+        if facts is None or own_rows is None:
+            line = _line_at(records, offset, length)
+            report.problems.append(Problem("unreadable", records, number, _what_is_lost(line)))
+            continue
+        rows += own_rows
+        lines.extend([number] * (len(own_rows) // ROW_BYTES))
+        report.records += 1
+        if facts.schema_version != SCHEMA_VERSION:
+            message = (
+                f"{facts.fields[0]}: it has schema {facts.schema_version}, not "
+                f"{SCHEMA_VERSION}; use the version that wrote it"
+            )
+            report.problems.append(Problem("contradiction", records, number, message))
+        if not facts.has_all_turns:
+            message = f"{facts.fields[0]}: its turns are not numbered 1, 2, 3 …; turns are missing"
+            report.problems.append(Problem("contradiction", records, number, message))
+    report.problems += _check_tail(records, number)
+    index.end(number)
+    report.problems += index.problems
+    found = Index(bytes(rows))
+    for first, second in found.repeated():
+        before = found.entry(first)
+        if before.status == "failed" and before.attempt < found.entry(second).attempt:
+            continue  # it was tried again
+        message = (
+            f"a second record of {_id_of(records, before)}, the first is in line {lines[first]}; "
+            "the later one counts"
+        )
+        report.problems.append(Problem("contradiction", records, lines[second], message))
+        report.duplicates.append(before.offset)
+    return found
+
+
+class _Facts(NamedTuple):
+    """What is checked of a record."""
+
+    fields: list[Any]
+    """Its `index_fields`."""
+    schema_version: Any
+    has_all_turns: bool
+    """Its turns are numbered 1, 2, 3 …"""
+
+
+def _facts_in(records: Path) -> Iterator[tuple[int, int, _Facts | None]]:
+    """Offset, length and facts of each line; large files are read by several processes."""
+    ends = array("Q", [0])
+    ends.extend(offset + len(line) for offset, line in lines_from(records, 0))
+
+    def read(numbers: Sequence[int], advance: Advance) -> list[_Facts | None]:
+        found = []
+        with records.open("rb") as file:
+            for number in numbers:
+                start, end = ends[number], ends[number + 1]
+                found.append(_facts_of(os.pread(file.fileno(), end - start, start)))
+                advance()
+        return found
+
+    lines = range(len(ends) - 1)
+    parts = in_parts(lines, read, doing=f"reading {records.name}", enough=_ENOUGH) if lines else []
+    for number, facts in enumerate(chain.from_iterable(parts)):
+        yield ends[number], ends[number + 1] - ends[number], facts
+
+
+def _facts_of(line: bytes) -> _Facts | None:
+    try:
+        record = decode_record(line)
+    except DamagedLine:
+        return None
+    has_all = [turn.turn for turn in record.turns] == [*range(1, len(record.turns) + 1)]
+    return _Facts(index_fields(record), record.schema_version, has_all)
+
+
+def _line_at(records: Path, offset: int, length: int) -> bytes:
+    with records.open("rb") as file:
+        return os.pread(file.fileno(), length, offset)
+
+
+def _what_is_lost(line: bytes) -> str:
+    """The message for a line that is not a record."""
+    details = [f"id {named!r}"] if (named := id_in(line)) else []
+    try:
+        decode_record(line)
+    except DamagedLine as error:
+        details.append(str(error))
+    why = f" ({'; '.join(details)})" if details else ""
+    return f"not a complete record{why}: it is lost and its task will run again"
+
+
+def _id_of(records: Path, entry: IndexEntry) -> str:
+    with records.open("rb") as file:
+        file.seek(entry.offset)
+        return str(exact_json.loads(file.read(entry.length))["id"])
+
+
+def _check_tail(file: Path, lines: int) -> Iterator[Problem]:
+    """A line without a newline was cut off while it was written."""
+    if tail := tail_of(file):
+        message = "an incomplete line, cut off while it was written; it was never used"
+        if is_whole(tail):
+            message = "a complete line without its newline, which the next start adds; it counts"
+        yield Problem("unreadable", file, lines + 1, message)
+
+
+def _check_lines(
+    file: Path, is_readable: Callable[[bytes], bool], message: str
+) -> Iterator[Problem]:
+    number = 0
+    for number, (_, line) in enumerate(lines_from(file, 0), start=1):
+        if not is_readable(line):
+            yield Problem("unreadable", file, number, message)
+    yield from _check_tail(file, number)
+
+
+class _Index:
+    """Compares the index with the records."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows = path.read_bytes() if path.exists() else b""
+        self._compared = len(MARK)
+        self.problems: list[Problem] = []
+        """At most one: after a wrong row, all following rows are wrong."""
+        self._is_earlier = is_earlier_index(self._rows)
+        if self._is_earlier:
+            return  # no problem: the next start makes it again
+        if self._rows and not is_index(self._rows):
+            self._add_problem(None, "not an index; it will be made again")
+        elif self._rows and not checked_bytes(self._rows):
+            self._add_problem(None, "checksum mismatch; it will be made again")
+
+    def compare(self, number: int, rows: bytes | None) -> None:
+        """Compare the index with the `rows` of record `number`, None if it is unreadable."""
+        if self.problems or self._is_earlier:
+            return
+        start, self._compared = self._compared, self._compared + len(rows or b"")
+        if start >= len(self._rows):
+            self._add_problem(number, f"ends before record {number}; the next start completes it")
+        elif self._rows[start : self._compared] != rows:
+            message = f"does not match line {number} of records.jsonl; it will be made again"
+            self._add_problem(number, message)
+
+    def end(self, records: int) -> None:
+        """Check that no row follows that of the last of `records` records."""
+        if not (self.problems or self._is_earlier) and len(self._rows) > self._compared:
+            self._add_problem(
+                records + 1, "continues after the last record; the next start cuts it"
+            )
+
+    def _add_problem(self, number: int | None, message: str) -> None:
+        self.problems.append(Problem("derived", self._path, number, message))
+
+
+def _check_logs(path: Path) -> Iterator[Problem]:
+    """Check the JSONL files that are not checked elsewhere."""
+    for name, is_readable, message in (
+        ("failures.jsonl", is_failure, "not a failure; it does not count as an attempt"),
+        ("budget.jsonl", is_budget_line, "not a line of the budget log; it does not count"),
+        ("judge_budget.jsonl", is_budget_line, "not a line of the budget log; it does not count"),
+        ("scores.jsonl", is_whole, "not a score; `score` can give it again"),
+        ("verdicts.jsonl", is_whole, "not a verdict; its question is asked again"),
+    ):
+        yield from _check_lines(path / name, is_readable, message)
+
+
+def _check_journals(path: Path, settled: Settled) -> Iterator[Problem]:
+    for segment in sorted(segments(path / "inflight")):
+        number = 0
+        open_tasks = set()
+        for number, (_, line) in enumerate(lines_from(segment, 0), start=1):
+            key, _, _ = key_and_order(line)
+            if key is None:
+                message = "not an event; its conversation continues from before it"
+                yield Problem("unreadable", segment, number, message)
+            elif key not in settled:
+                open_tasks.add(key)
+        yield from _check_tail(segment, number)
+        if not open_tasks:
+            message = "no unfinished conversation in it; the next start removes it"
+            yield Problem("leftover", segment, None, message)
+
+
+def _check_leftovers(path: Path, settled: Settled) -> Iterator[Problem]:
+    for file in stale_files_of(path):
+        message = "an incomplete file, left by a crash; the next start removes it"
+        yield Problem("leftover", file, None, message)
+    workspaces = path / "workspaces"
+    for workspace in listed(workspaces):
+        try:
+            key = bytes.fromhex(workspace.name.partition(".")[0])  # also what is beside one
+        except ValueError:
+            continue  # not a workspace
+        if key in settled:
+            message = "the files of a finished conversation; the next start removes them"
+            yield Problem("leftover", workspace, None, message)
+
+
+def _check_cached_scan(cache: Path, scan: Scan) -> Iterator[Problem]:
+    """If the next start would use the cached scan, it must match the dataset."""
+    if load_scan(cache, scan.path, **scan.options) not in (None, scan):
+        yield Problem("derived", cache, None, "does not match the dataset; it will be made again")
+
+
+def _check_summary(path: Path, totals: RunTotals) -> Iterator[Problem]:
+    summary = path / "summary.json"
+    try:
+        content = orjson.loads(summary.read_bytes())
+        wrong = [
+            f"{key} {content.get(key)!r}, the records give {value!r}"
+            for key, value in orjson.loads(orjson.dumps(totals.to_json())).items()
+            if content.get(key, value) != value  # older versions wrote fewer keys
+            and not (key in _OF_CHECKS and "scored" not in content.get("checks", {}))
+        ]
+    except FileNotFoundError:
+        if totals.done or totals.failed:
+            yield Problem("derived", summary, None, "missing; it will be made from the records")
+        return
+    except (orjson.JSONDecodeError, AttributeError):
+        yield Problem("derived", summary, None, "unreadable; it will be made from the records")
+        return
+    if wrong:
+        yield Problem("derived", summary, None, f"it has {'; '.join(wrong)}")

@@ -1,0 +1,408 @@
+"""Plan a start: check everything before anything is written or paid for."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from agent.models.model import ModelSettings, Price
+from agent.models.prices import table_price
+from agent.models.resolve import SCRIPTED
+from agent.models.scripted import ScriptedTurn, parse_script
+from agent.setup import Setup, schemas_for
+from batch_trajectories.runs.config.models import Setups, called_models, set_up_models, unpriced
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.config.sandboxes import image_sandboxes, problem_of_sandbox
+from batch_trajectories.runs.config.toolsets import catalog_of, with_listed_servers
+from batch_trajectories.runs.dataset.row import EXPECTED
+from batch_trajectories.runs.dataset.scan import Scan
+from batch_trajectories.runs.dataset.scan_cache import NAME, cached_scan
+from batch_trajectories.runs.errors import ConfigError, DatasetError
+from batch_trajectories.runs.executor_choice import check_executor
+from batch_trajectories.runs.process.console import say
+from batch_trajectories.runs.run_lock import refuse_held
+from batch_trajectories.runs.shards import parse_shard
+from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset
+from batch_trajectories.runs.store.files import temporary_for, training_file_of
+from toolsets.mcp.mcp_settings import WORKSPACE
+from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
+from toolsets.text import plural
+
+_BAD_ROWS_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked start that has not begun."""
+
+    config: RunConfig
+    setups: Setups
+    sandbox: str | None
+    """None if no tool runs commands."""
+    script: list[ScriptedTurn] | None
+    dataset: KeptDataset
+    scan: Scan
+
+    @property
+    def api(self) -> str:
+        """The dialect of the model; if there are several, of the first."""
+        return next(iter(self.setups.values())).settings.api
+
+    @property
+    def toolsets(self) -> list[str]:
+        """The names of the toolsets that conversations can be offered."""
+        return next(iter(self.setups.values())).names()
+
+
+def make_plan(
+    config: RunConfig,
+    *,
+    writes: bool = True,
+    fresh: bool = False,
+    say: Callable[[str], object] = say,
+) -> Plan:
+    """Check all that can be checked before any model is called.
+
+    Writes nothing but a dataset that is not JSONL, as JSONL; without `writes` not even that (see
+    `keep_dataset`). Raises `ConfigError`, `DatasetError`, or what `keep_dataset` raises.
+    """
+    _check_training_file(config)
+    try:
+        config = with_listed_servers(config)
+        if config.agent is not None:
+            from batch_trajectories.runs.config.agent_program import with_checked_agent
+
+            config = with_checked_agent(config)
+        known = catalog_of(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    check_executor(config)
+    setups = set_up_models(config, known)
+    first = next(iter(setups.values()))
+    _check_web(config, first)
+    needs_sandbox = (
+        bool(first.sandboxed()) or config.row_setup or config.is_inside or config.agent is not None
+    )
+    if needs_sandbox and (problem := _sandbox_problem(config)):
+        if config.is_inside:
+            raise ConfigError(problem)
+        raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
+    _check_variables(config)
+    if config.reward:
+        from batch_trajectories.runs.scoring.functions import check_functions  # most runs have none
+
+        check_functions(config.reward)
+    script = _read_script(config.script_file)
+    rules = config.row_rules(
+        first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
+    )
+    if writes:
+        refuse_held(config.run_dir)  # before a long read, and a copy that nothing would use
+    dataset = keep_dataset(
+        config.dataset_file,
+        config.run_dir,
+        columns=config.columns,
+        rows=config.rows,
+        rules=rules,
+        max_samples=config.max_samples,
+        writes=writes,
+        fresh=fresh,
+        say=say,
+    )
+    try:
+        scan = cached_scan(
+            config.run_dir / NAME,
+            dataset.path,
+            max_samples=config.max_samples,
+            rules=rules,
+            num_samples=config.num_samples,
+            shard=None if config.shard is None else parse_shard(config.shard),
+        )
+    except DatasetError as error:
+        # The user knows the source, not the copy.
+        reason = str(error).removeprefix(f"{dataset.path}: ")
+        msg = str(error) if dataset.source is None else f"{config.dataset_file}: {reason}"
+        raise DatasetError(msg) from error
+    return Plan(
+        config=config,
+        setups=setups,
+        sandbox=config.sandbox if needs_sandbox else None,
+        script=script,
+        dataset=dataset,
+        scan=scan,
+    )
+
+
+def _sandbox_problem(config: RunConfig) -> str | None:
+    """Why the sandbox of a run does not work here."""
+    for name, server in (config.mcp or {}).items() if config.is_inside else ():
+        if server.mentions_workspace():
+            return (
+                f"mcp: {name}: {WORKSPACE} is a directory of this machine, which a workspace in "
+                "an image is not"
+            )
+    return problem_of_sandbox(config)
+
+
+def _check_variables(config: RunConfig) -> None:
+    for name in config.env_from:
+        if name not in os.environ:
+            msg = f"--env_from={name}: this variable is not set; set it, or leave the option out"
+            raise ConfigError(msg)
+
+
+def _check_training_file(config: RunConfig) -> None:
+    """Raise `ConfigError` if the exports could not be written, or would overwrite the dataset."""
+    training = training_file_of(config.run_dir)
+    try:
+        taken = training.exists()
+        temporary_for(training).exists()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        msg = f"{training}: {error.strerror}; choose a shorter --run_name or --output_dir"
+        raise ConfigError(msg) from error
+    if taken and config.dataset_file.exists() and training.samefile(config.dataset_file):
+        msg = (
+            f"{config.dataset_file}: the training file of this run would overwrite this dataset; "
+            "choose another --run_name or --output_dir"
+        )
+        raise ConfigError(msg)
+    if training.is_dir():
+        msg = (
+            f"{training}: the training file of this run has this name, but it is a directory; "
+            "choose another --run_name or --output_dir"
+        )
+        raise ConfigError(msg)
+
+
+def _without_sandbox(problem: str, toolsets: Sequence[str], config: RunConfig) -> str:
+    names = ",".join(toolsets)
+    msg = f"{problem.rstrip('.')}. "
+    if toolsets:
+        msg += f"The toolsets {names} run commands and need a sandbox. "
+    if config.row_setup:
+        msg += "The rows' `setup` and `check` are commands, too (--row_setup). "
+    msg += "Or choose --sandbox local (commands then run with your rights, NOT isolated)"
+    return msg + (f", or --disabled_toolsets {names}." if toolsets else ".")
+
+
+def _check_web(config: RunConfig, setup: Setup) -> None:
+    try:
+        settings = config.web_settings()
+        problem = settings.problem() if setup.uses("web") else None
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if problem:
+        raise ConfigError(problem)
+
+
+def describe(plan: Plan) -> str:
+    """What a start of `plan` would do, for `--dry_run`."""
+    config, scan = plan.config, plan.scan
+    first = next(iter(plan.setups.values()))
+    names = [schema["function"]["name"] for schema in schemas_for(first, config.agent_options)]
+    models = [
+        _describe(setup.settings, weight if len(plan.setups) > 1 else None)
+        for setup, weight in zip(plan.setups.values(), config.model_weights().values(), strict=True)
+    ]
+    tools = f"toolsets   {_shares(plan) or 'none'} ({', '.join(names) or 'no tools'})"
+    if (agent := config.agent) is not None:
+        unknown = "of each image" if config.is_inside else "(version unknown)"
+        tools = f"agent      {agent.name} {agent.found or unknown}"
+    return "\n".join(
+        [
+            f"run        {config.run_dir}",
+            f"dataset    {config.dataset_file}: {plural(scan.all_rows, 'usable row')}, "
+            f"{scan.all_bad:,} bad",
+            *([f"shard      {scan.shard}: {scan.rows} of the rows"] if scan.shard else []),
+            f"tasks      {plural(scan.rows, 'prompt')} x {plural(config.num_samples, 'sample')} = "
+            f"{scan.rows * config.num_samples}",
+            *(f"model      {model}" for model in models),
+            tools,
+            f"sandbox    {plan.sandbox or 'not needed'}",
+            _limits(config),
+            f"budget     {_budget(config)}",
+            f"workers    {config.num_workers} x {plural(config.agents_per_worker, 'conversation')}",
+        ]
+    )
+
+
+def _limits(config: RunConfig) -> str:
+    attempts = plural(config.max_attempts, "attempt")
+    if config.agent is None:
+        return f"limits     {plural(config.max_turns, 'turn')}, {attempts}"
+    seconds = f"{config.max_conversation_s:g} s, " if config.max_conversation_s else ""
+    return f"limits     {plural(config.max_turns, 'model call')}, {seconds}{attempts}"
+
+
+def _budget(config: RunConfig) -> str:
+    usd, tokens = config.max_run_cost_usd, config.max_run_tokens
+    parts = [] if usd is None else [f"${usd:,g}"]
+    parts += [] if tokens is None else [f"{tokens:,} tokens"]
+    return " and ".join(parts) or "none (--max_run_cost_usd sets one)"
+
+
+def _describe(settings: ModelSettings, weight: float | None) -> str:
+    place = f" at {settings.base_url}" if settings.base_url else ", offline"
+    weighed = "" if weight is None else f", weight {weight:g}"
+    words = f"{settings.name} ({settings.api}{place}{weighed})"
+    if settings.api == SCRIPTED:
+        return words
+    if (own := settings.own_price) is not None:
+        return f"{words}, your prices: {_price(own)}"
+    known = table_price(settings)
+    return f"{words}, {'price unknown' if known is None else f'known prices: {_price(known)}'}"
+
+
+def _price(price: Price) -> str:
+    """A price, shown so that mistakes are seen before they cost."""
+    cached = ", ".join(
+        f"${dollars:g} {what}"
+        for dollars, what in ((price.cache_read, "cache read"), (price.cache_write, "cache write"))
+        if dollars != price.input
+    )
+    words = f"${price.input:g} in and ${price.output:g} out per million tokens"
+    return f"{words} ({cached})" if cached else words
+
+
+def _shares(plan: Plan) -> str:
+    """The toolsets, with percentages if conversations draw them."""
+    drawn = plan.config.toolset_percentages()
+    return ", ".join(
+        name if drawn is None else f"{name} {drawn[name]:g}%" for name in plan.toolsets
+    )
+
+
+def warn(plan: Plan, say: Callable[[str], object]) -> None:
+    """Say what a careful user would want to know before the first call."""
+    for base_url in dict.fromkeys(
+        settings.base_url or "" for settings in called_models(plan.setups)
+    ):
+        url = urlsplit(base_url)
+        if url.scheme == "http" and url.hostname and not _is_near(url.hostname):
+            say(
+                f"warning: {base_url} is not encrypted: others on the network can read prompts, "
+                "replies and the API key; use https"
+            )
+
+    if (
+        plan.sandbox is not None
+        and plan.config.is_inside
+        and (slow := image_sandboxes(plan.config).warning())
+    ):
+        say(slow)
+    if plan.sandbox in ("bwrap", "local") and not can_bound_memory():
+        say(
+            f"warning: sandbox {plan.sandbox}: cannot create a control group, so memory is checked "
+            "ten times a second and may briefly exceed --command_memory_mb; make /sys/fs/cgroup "
+            "writable for a strict limit"
+        )
+    if plan.config.token_ids and plan.config.agent is None:
+        from batch_trajectories.runs.planning.logprobs import on_logprobs  # asks servers
+
+        for words in on_logprobs(plan.setups):
+            say(words)
+    for words in _refused_wishes(plan):
+        say(f"warning: {plan.config.dataset_file}: {words}")
+    columns = dict(plan.scan.setup_columns)
+    if not plan.config.is_inside:
+        columns.pop("base_commit", None)  # many datasets have it, and no repository is at hand
+    if columns and not plan.config.row_setup:
+        named = ", ".join(f"{name} ({plural(count, 'row')})" for name, count in columns.items())
+        say(
+            f"warning: {plan.config.dataset_file}: columns ignored without --row_setup: "
+            f"{named}; see docs/tools.md"
+        )
+
+
+def _refused_wishes(plan: Plan) -> Iterator[str]:
+    """What rows ask for and do not get."""
+    asked, config = plan.scan.asked, plan.config
+    if (rows := asked.get(EXPECTED, 0)) and not config.reward:
+        yield (
+            f"{plural(rows, 'row')} with a column `{EXPECTED}`, which is only recorded: without "
+            "--check_expected no answer is compared with it"
+        )
+    if (rows := asked.get("network", 0)) and not config.network:
+        yield f"{rows:,} rows ask for a network, which they do not get without --network"
+    if (rows := asked.get("check.network", 0)) and not config.check_network:
+        yield (
+            f"the checks of {rows:,} rows ask for a network, which they do not get without "
+            "--check_network; what they cannot download makes them fail"
+        )
+    if rows := asked.get("artifacts", 0):
+        yield (
+            f"{plural(rows, 'task')} would collect files (`artifacts`, `verifier.collect`), which "
+            "are not kept; rewards do not depend on them"
+        )
+    for name, option, limit in (
+        ("memory_mb", "command_memory_mb", config.command_memory_mb),
+        ("disk_mb", "workspace_mb", config.workspace_mb),
+    ):
+        if (most := asked.get(f"limits.{name}", 0)) > limit:
+            yield (
+                f"rows ask for up to {most:,} MB (`limits.{name}`); they get {limit:,}, the limit "
+                f"--{option}"
+            )
+
+    if "limits.cpus" in asked and config.sandbox == "bwrap" and not can_limit_cpus():
+        yield (
+            "rows limit their CPUs (`limits.cpus`), which is not enforced: no control group can be "
+            "made here; make /sys/fs/cgroup writable"
+        )
+
+
+def _is_near(host: str) -> bool:
+    """Whether what is sent to `host` stays on this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def refuse_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
+    """Name the bad rows; raise `DatasetError` if the config says that there may be none."""
+    name_bad_rows(plan, say)
+    if plan.config.on_bad_row == "fail" and plan.scan.all_bad:
+        where = " in all shards (--dry_run without --shard names them)" if plan.scan.shard else ""
+        msg = (
+            f"{plan.config.dataset_file}: {plan.scan.all_bad} bad rows{where}, refused by "
+            "--on_bad_row=fail; no model call was made"
+        )
+        raise DatasetError(msg)
+
+
+def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
+    """Name bad rows, the first ones each, the rest by their number."""
+    source, rows = plan.config.dataset_file, plan.scan.bad_rows
+    number = ":" if plan.dataset.source is None else ": row "
+    for row in rows[:_BAD_ROWS_SHOWN]:
+        say(f"{source}{number}{row.line}: skipped: {row.reason}")
+    more = len(rows) - _BAD_ROWS_SHOWN
+    if more > 0:
+        say(f"{source}: {plural(more, 'more bad row')}; a run lists all in failures.jsonl")
+    if rows and plan.config.rows is not None:
+        usable, bad = plan.scan.all_rows, plan.scan.all_bad
+        say(f"{source}: {usable:,} of {usable + bad:,} rows can run")
+
+
+def _read_script(path: Path | None) -> list[ScriptedTurn] | None:
+    if path is None:
+        return None
+    from toolsets.yaml_file import YamlFileError, read_yaml  # only for a script
+
+    try:
+        turns = read_yaml(path, "script")
+    except YamlFileError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        return parse_script(turns)
+    except ValueError as error:
+        msg = f"{path}: {error}"
+        raise ConfigError(msg) from error

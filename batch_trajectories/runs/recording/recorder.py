@@ -1,0 +1,378 @@
+"""The server of a recording: a session of model calls becomes a record.
+
+A session begins with its first model call. It ends by silence, by a call (DELETE /sessions/NAME),
+or with the recording. What a crash interrupts continues when the same name comes back, else its
+record is made once it has been silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, get_args
+
+from aiohttp import web
+
+from agent.gateway.conversations.lines import lines_of
+from agent.gateway.relay import CallLimits, Relay
+from agent.gateway.server import Gateway, server_of
+from agent.gateway.wire import WireError
+from agent.gateway.wires import WIRES
+from agent.loop.steps import Finish
+from agent.messages import Event, Message, reply_in
+from agent.models.errors import ModelError
+from agent.state.trajectory import Status, Trajectory
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.errors import EnvironmentStop, Stopped
+from batch_trajectories.runs.record import Provenance, as_stored, make_record, tokens_missing
+from batch_trajectories.runs.recording.sessions import BadName, SessionFile, session_of
+from batch_trajectories.runs.recording.upstream import Models, Upstream
+from batch_trajectories.runs.store.failures import Failure, FailureFile
+from batch_trajectories.runs.store.files import StorageError
+from batch_trajectories.runs.store.journal import Inflight
+from batch_trajectories.runs.store.journal_writer import JournalWriter
+from batch_trajectories.runs.store.records import RecordFile
+from batch_trajectories.runs.tasks import Task
+from toolsets import exact_json
+from toolsets.errors import HostError
+from toolsets.text import plural
+
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.5
+
+
+class Session:
+    """One conversation under way."""
+
+    def __init__(
+        self,
+        name: str,
+        task: Task,
+        gateway: Gateway,
+        trajectory: Trajectory,
+    ) -> None:
+        self.name = name
+        self.task = task
+        self.gateway = gateway
+        self.trajectory = trajectory
+        self.heard_at = time.monotonic()
+        self.watcher: asyncio.Task[None] | None = None
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing was asked, and nothing is under way."""
+        return 0.0 if self.gateway.relay.in_flight else time.monotonic() - self.heard_at
+
+
+class Recorder:
+    """Records sessions until it is stopped. Needs a running event loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        models: Models,
+        upstream: Upstream,
+        *,
+        sessions: SessionFile,
+        records: RecordFile,
+        failures: FailureFile,
+        inflight: Inflight,
+        journal: JournalWriter,
+        provenance: Provenance,
+        silence_s: float,
+        say: Callable[[str], object],
+    ) -> None:
+        self._config = config
+        self._rules = config.row_rules(models.settings.api)
+        self._models = models
+        self._upstream = upstream
+        self._file = sessions
+        self._records = records
+        self._failures = failures
+        self._inflight = inflight
+        self._journal = journal
+        self._provenance = provenance
+        self._silence_s = silence_s
+        self._say = say
+        self._said: set[str] = set()
+        self._sessions: dict[str, Session] = {}
+        self._lobby = self._gateway("(no session)", Trajectory(()), _refuse)
+        """Answers what belongs to no session: probes, and requests that are no calls."""
+        self._is_stopping = False
+        self.stopped = asyncio.Event()
+        self.stopped_by: str | None = None
+        """Why the recording cannot continue; its sessions stay as they are."""
+
+    def take_up(self, tasks: Sequence[Task]) -> None:
+        """Continue the sessions that an earlier start has left."""
+        for task in tasks:
+            events = self._inflight.events(task.key)
+            self._open(task.columns["id"], task, events)
+
+    async def serve(self, host: str, port: int) -> None:
+        """Serve until `stop` or `halt`; then end all sessions, or leave them for the next start."""
+        loop = asyncio.get_running_loop()
+        server = server_of(self._handle)
+        try:
+            listener = await loop.create_server(server, host, port)
+        except OSError as error:
+            number = error.errno or 0  # negative where a name has no address
+            why = os.strerror(number) if number > 0 else error
+            msg = f"cannot listen at {host}:{port}: {why}; give another --port (0: any) or --host"
+            raise EnvironmentStop(msg) from error
+        place, number = listener.sockets[0].getsockname()[:2]
+        self._say(f"recording at http://{place}:{number}; Ctrl-C ends the recording")
+        try:
+            while not self.stopped.is_set():
+                await self._end_silent()
+                try:
+                    async with asyncio.timeout(_LOOK_EVERY_S):
+                        await self.stopped.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            self._is_stopping = True
+            listener.close()
+            if self.stopped_by is not None:
+                self._upstream.stop()
+            await asyncio.gather(*map(self._leave, [*self._sessions.values()]))
+            server.pre_shutdown()
+            await server.shutdown(1.0)
+
+    def stop(self) -> None:
+        """End the recording: all sessions become records."""
+        self.stopped.set()
+
+    def halt(self, reason: str) -> None:
+        """The recording cannot continue: the next start takes its sessions up."""
+        if self.stopped_by is None:
+            self.stopped_by = reason
+        self._is_stopping = True
+        self.stopped.set()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            name, path = session_of(request)
+        except BadName as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+        if request.method == "DELETE" and path.rstrip("/") in ("", "/session"):
+            return await self._end_by_call(request, name)
+        session = self._sessions.get(name)
+        if session is None and not self._is_stopping:
+            prompt = await _prompt_of(request, path)
+            session = self._sessions.get(name)  # another request may have begun it meanwhile
+            if session is None and prompt is not None:
+                session = self._open(name, self._file.begin(name, prompt), [])
+        if session is None:
+            return await self._lobby.handle(request, path)
+        session.heard_at = time.monotonic()
+        try:
+            return await session.gateway.handle(request, path)
+        finally:
+            session.heard_at = time.monotonic()
+
+    def _open(self, name: str, task: Task, events: list[Event]) -> Session:
+        trajectory = self._rules.read(task.columns).trajectory(events)
+        assignment = self._inflight.next_assignment(task.key)
+        positions = itertools.count(len(events))
+
+        def journal(event: Event) -> None:
+            self._journal.append(
+                task.id,
+                task.input_digest,
+                event,
+                assignment=assignment,
+                position=next(positions),
+            )
+            if self._config.token_ids and (reply := reply_in(event)):
+                self._say_once(tokens_missing(reply))
+
+        session = Session(name, task, self._gateway(task.id, trajectory, journal), trajectory)
+        session.watcher = asyncio.create_task(self._watch(session))
+        self._sessions[name] = session
+        return session
+
+    def _say_once(self, words: str | None) -> None:
+        if words is not None and words not in self._said:
+            self._said.add(words)
+            self._say(words)
+
+    def _gateway(
+        self, name: str, trajectory: Trajectory, journal: Callable[[Event], None]
+    ) -> Gateway:
+        options = self._config.agent_options
+        relay = Relay(
+            route=self._upstream.route,
+            trajectory=trajectory,
+            journal=journal,
+            # `max_turns` has a default, which is for conversations of this program.
+            limits=CallLimits.of(options, has_turn_limit="max_turns" in options.given()),
+            is_stopping=lambda: self._is_stopping,
+            ends_with=partial(self._stops_recording, name),
+            is_live=True,  # somebody may watch
+        )
+        return Gateway(relay, wires=tuple(WIRES), models=self._upstream.list_models)
+
+    def _stops_recording(self, name: str, error: ModelError) -> bool:
+        log.warning("%s: a call failed: %s: %s", name, error.kind, error)
+        return not error.was_passed_on and self._upstream.has_failed(error)
+
+    async def _watch(self, session: Session) -> None:
+        """Stop the recording where a failure is not the session's own."""
+        await session.gateway.relay.ended.wait()
+        failure = session.gateway.relay.failure
+        if isinstance(failure, ModelError) and self._upstream.has_failed(failure):
+            self.halt(self._upstream.calls.describe(failure))
+        elif isinstance(failure, StorageError | HostError):
+            self.halt(str(failure))
+
+    async def _end_by_call(self, request: web.BaseRequest, name: str) -> web.StreamResponse:
+        """DELETE /sessions/NAME, or /session with its key; the body can set status and reason."""
+        session = self._sessions.get(name)
+        if session is None:
+            return web.json_response({"error": {"message": f"no session {name!r}"}}, status=404)
+        content = await request.read()
+        try:
+            given = exact_json.loads(content or b"{}")
+            status, reason = given.get("status", "completed"), given.get("reason")
+        except (exact_json.JSONDecodeError, AttributeError):
+            status = reason = None
+        if status not in get_args(Status) or not isinstance(reason, str | None):
+            words = f"status must be one of {', '.join(get_args(Status))}, and reason a text"
+            return web.json_response({"error": {"message": words}}, status=400)
+        record = await self._end(session, Finish(status, reason))
+        if record is None:
+            words = "the recording is stopping; the session continues at its next start"
+            return web.json_response({"error": {"message": words}}, status=409)
+        facts = {name: record[name] for name in ("id", "status", "api_calls", "cost_usd")}
+        return web.json_response(facts)
+
+    async def _end_silent(self) -> None:
+        silent = [one for one in self._sessions.values() if one.silent_s > self._silence_s]
+        await asyncio.gather(*(self._end(session) for session in silent))
+
+    async def _leave(self, session: Session) -> None:
+        if self.stopped_by is None:
+            await self._end(session)
+            return
+        try:
+            await self._closed(session)
+        except Exception as error:
+            log.info("%s: stays in the journal: %s", session.task.id, error)
+
+    async def _closed(self, session: Session) -> None:
+        """Wait for the calls of a session, but not longer than `grace_s` if the recording ends."""
+        if session.watcher is not None:
+            session.watcher.cancel()
+        try:
+            async with asyncio.timeout(self._config.grace_s if self._is_stopping else None):
+                await session.gateway.close()
+        except TimeoutError:
+            log.warning("%s: ended before its last call was answered", session.task.id)
+
+    async def _end(self, session: Session, end: Finish | None = None) -> dict[str, Any] | None:
+        """Make a session a record; None if it has to stay for the next start."""
+        if self._sessions.get(session.name) is not session:
+            return None
+        del self._sessions[session.name]
+        task, failure = session.task, None
+        try:
+            await self._closed(session)
+        except ModelError as error:
+            if self._upstream.has_failed(error):
+                self.halt(self._upstream.calls.describe(error))
+                return None
+            failure = self._failure(task, error.kind, str(error))
+            end = Finish("failed")
+        except Stopped:
+            return None
+        except (StorageError, HostError) as error:
+            self.halt(str(error))
+            return None
+        relay = session.gateway.relay
+        end = relay.ending or end or _ending(session)
+        unanswered = relay.last_error
+        if unanswered is not None and not _has_replies(session):
+            failure = self._failure(task, unanswered.kind, str(unanswered))
+            end = Finish("failed")
+        if end.status == "failed" and failure is None:
+            words = end.reason or "the program that held the session says that it failed"
+            failure = self._failure(task, "session_failed", words)
+        record = self._record_of(session, end, failure)
+        if failure is not None:
+            self._failures.append(failure)
+            self._failures.sync()
+        self._file.sync()
+        self._records.add(as_stored(record))
+        self._records.sync()
+        self._journal.finish(task.key)
+        self._inflight.finish(task.key)
+        self._say(f"{task.id}: {record['status']} after {plural(record['api_calls'], 'call')}")
+        return record
+
+    def _failure(self, task: Task, error_class: str, words: str) -> Failure:
+        # A program of someone else's cannot be started again: this was the last attempt.
+        attempt = self._config.max_attempts
+        return Failure(task.id, task.input_digest, attempt, error_class, words)
+
+    def _record_of(self, session: Session, end: Finish, failure: Failure | None) -> dict[str, Any]:
+        return make_record(
+            session.task,
+            session.trajectory,
+            end=end,
+            spec=self._rules.read(session.task.columns).spec,
+            setup=self._models.setup,
+            failure=failure,
+            attempt=self._config.max_attempts,
+            provenance=self._provenance,
+        )
+
+
+def _refuse(event: Event) -> None:
+    raise AssertionError(f"{event['kind']}: belongs to no session")
+
+
+async def _prompt_of(request: web.BaseRequest, path: str) -> str | None:
+    """The first text of the user in a model call; None if the request is none."""
+    wire = next((w for w in WIRES.values() if w.operation(request.method, path) == "call"), None)
+    if wire is None:
+        return None
+    try:
+        body = exact_json.loads(await request.read())
+        asked = wire.read(path, body) if isinstance(body, dict) else None
+    except (exact_json.JSONDecodeError, WireError, web.HTTPRequestEntityTooLarge):
+        return None
+    return None if asked is None else _first_text(asked.messages) or "(no text)"
+
+
+def _first_text(messages: Sequence[Message]) -> str:
+    return next((one["content"] for one in messages if one["role"] == "user"), "").strip()
+
+
+def _has_replies(session: Session) -> bool:
+    calls = session.trajectory.agent_calls
+    return calls is not None and bool(calls.exchanges)
+
+
+def _ending(session: Session) -> Finish:
+    """How a session ended whose program did not say so."""
+    calls = session.trajectory.agent_calls
+    prompt = session.task.columns["prompt"]
+    main = None if calls is None else lines_of(calls, prompt).main
+    if calls is None or main is None:
+        return Finish("cancelled", "it ended before its first reply")
+    reply = calls.exchanges[main.numbers[-1]]["reply"]
+    match reply["finish_reason"]:
+        case "length" | "refusal" | "context_exceeded" as cut:
+            return Finish(cut)
+    if reply["message"].get("tool_calls") or reply["finish_reason"] != "stop":
+        error = session.gateway.relay.last_error
+        why = "" if error is None else f"; its last call failed: {error.kind}: {error}"
+        return Finish("cancelled", f"it ended before a final answer{why}")
+    return Finish("completed")

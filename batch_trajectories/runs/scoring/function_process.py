@@ -1,0 +1,117 @@
+"""The program of a process that calls one reward function.
+
+Arguments: process id of the parent, MODULE:FUNCTION or FILE.py:FUNCTION. Each line of standard
+input is a request, {"record", "workspace"}, or with "home" if the workspace is inside an image;
+each line of standard output answers one: the keys `rewards`, `turn_rewards` and `error` of a score,
+or `machine` if the machine failed. Before that, lines with "files" ask about files inside the
+image, and the next line of input answers. The first line of output is {"version"} or {"error"}:
+whether the function could be imported. What the function itself prints goes to standard error. The
+process ends with its input, or with its parent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path, PurePath
+from typing import IO, Any
+
+import orjson
+
+from batch_trajectories.runs.process.startup import die_with_parent
+from batch_trajectories.runs.store.rewards import parse_rewards
+from toolsets import exact_json
+from toolsets.catalog.places import OwnToolError, import_place
+from toolsets.errors import machine_failure
+from toolsets.text import clip, valid_utf8
+
+_SHOWN = 1000
+_VERSION_CHARS = 16
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    parent, place = sys.argv[1:]
+    die_with_parent(int(parent))
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    try:
+        function = import_place(place, "--reward")
+        if not callable(function):
+            raise OwnToolError(f"--reward: {place!r} is not callable; give MODULE:FUNCTION")
+    except OwnToolError as error:
+        _send(replies, {"error": str(error)})
+        return
+    _send(replies, {"version": version_of(function)})
+    name = place.rpartition(":")[2].rpartition(".")[2]
+
+    def ask(request: dict[str, Any]) -> dict[str, Any]:
+        _send(replies, {"files": request})
+        answered: dict[str, Any] = orjson.loads(sys.stdin.buffer.readline())
+        return answered
+
+    while line := sys.stdin.buffer.readline():
+        sys.stdout.flush()
+        os.ftruncate(2, 0)  # only the output of this call is of interest
+        os.lseek(2, 0, os.SEEK_SET)
+        request = exact_json.loads(line)
+        workspace = request["workspace"] and Path(request["workspace"])
+        if (home := request.get("home")) is not None:
+            from batch_trajectories.runs.scoring.image_path import (
+                ImagePath,  # few runs are inside images
+            )
+
+            ImagePath.ask = staticmethod(ask)
+            workspace = ImagePath(home)
+        _send(replies, _call(function, name, request["record"], workspace))
+
+
+def version_of(function: Callable[..., Any]) -> str:
+    """A digest of the file that defines a function, so a changed function has another version."""
+    module = sys.modules.get(getattr(inspect.unwrap(function), "__module__", ""))
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return "unknown"
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:_VERSION_CHARS]
+
+
+def _call(
+    function: Callable[..., Any], name: str, record: dict[str, Any], workspace: PurePath | None
+) -> dict[str, Any]:
+    row = record.pop("row")
+    turns = sum("inherited" not in turn for turn in record["turns"])
+    try:
+        found = function(record, workspace, row)
+        if inspect.isawaitable(found):
+            import asyncio  # takes longer than most functions
+
+            found = asyncio.run(_result_of(found))
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        if (words := machine_failure(error)) is not None:
+            return {"machine": words}
+        return {"rewards": None, "error": _describe(error)}
+    try:
+        return {**parse_rewards(found, name=name, turns=turns).to_json(), "error": None}
+    except ValueError as error:
+        return {"rewards": None, "error": f"what it returned {clip(str(error), max_chars=_SHOWN)}"}
+
+
+async def _result_of(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _describe(error: BaseException) -> str:
+    """Type and message of an error, and the line that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    words = clip(valid_utf8(f"{type(error).__name__}: {error}"), max_chars=_SHOWN)
+    return f"{words} ({Path(last.filename).name}:{last.lineno})"
+
+
+def _send(replies: IO[bytes], reply: dict[str, Any]) -> None:
+    line = memoryview(orjson.dumps(reply) + b"\n")
+    while line:
+        line = line[replies.write(line) :]

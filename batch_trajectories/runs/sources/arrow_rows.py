@@ -1,0 +1,151 @@
+"""Rows of Arrow tables as JSON has them.
+
+Arrow cannot tell an absent value from null, so nulls are absent, in objects at any depth. Dates
+and times are ISO 8601 text, decimals text. Bytes (images, audio) are left out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batch_trajectories.runs.errors import DatasetError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+BATCH_ROWS = 256
+"""Maximum rows of a batch; large rows come in smaller ones."""
+
+_PIECE_BYTES = 16 << 20
+
+_READ_BYTES = 1 << 20
+"""Of a column at a time. By default pyarrow reads all of it in a row group, which may be a file."""
+
+_ABSENT = object()
+
+
+def parquet_rows(path: Path, left_out: set[str]) -> Iterator[dict[str, Any]]:
+    """Read the rows of a Parquet file. See `rows_of`. Raises `DatasetError`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path, buffer_size=_READ_BYTES) as file:
+            yield from rows_of(_batches_of(file), str(path), left_out)
+    except (OSError, pa.ArrowException) as error:
+        msg = f"{path}: cannot read it as Parquet: {error}"
+        raise DatasetError(msg) from error
+
+
+def _batches_of(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+    """Batches of each row group by itself: pyarrow would begin the next one too early."""
+    for n in range(file.num_row_groups):
+        group = file.metadata.row_group(n)
+        rows = rows_per_batch(group.total_byte_size // max(1, group.num_rows))
+        yield from file.iter_batches(batch_size=rows, row_groups=[n])
+
+
+def rows_per_batch(row_bytes: int) -> int:
+    """How many rows of this size make a batch."""
+    return max(1, min(BATCH_ROWS, _PIECE_BYTES // max(1, row_bytes)))
+
+
+def rows_of(
+    tables: Iterable[pa.Table | pa.RecordBatch], place: str, left_out: set[str]
+) -> Iterator[dict[str, Any]]:
+    """The rows of tables, as what JSON can hold.
+
+    Adds the names of columns with bytes to `left_out`. Raises `DatasetError`, which names `place`
+    and the column.
+    """
+    schema = None
+    names: dict[int, str] = {}
+    done = 0
+    for table in chain.from_iterable(map(_pieces, tables)):
+        if table.schema != schema:
+            schema = table.schema
+            for name in schema.names:
+                if schema.names.count(name) > 1:
+                    msg = f"{place}: two columns have the name {name!r}"
+                    raise DatasetError(msg)
+            left_out.update(name for field in schema for name in _bytes_in(field.type, field.name))
+            names = {n: field.name for n, field in enumerate(schema) if not _is_bytes(field.type)}
+        columns = [
+            _values(table.column(n), f"{place}: column {name!r}, rows from {done + 1}")
+            for n, name in names.items()
+        ]
+        for cells in zip(*columns, strict=True) if columns else [()] * table.num_rows:
+            named = zip(names.values(), cells, strict=True)
+            yield {name: cell for name, cell in named if cell is not _ABSENT}
+        done += table.num_rows
+
+
+def _pieces(table: pa.Table | pa.RecordBatch) -> Iterator[pa.Table | pa.RecordBatch]:
+    """Slices of at most `_PIECE_BYTES`, or single rows: all rows as objects could fill memory."""
+    rows = max(1, table.num_rows * _PIECE_BYTES // max(1, table.nbytes))
+    for first in range(0, table.num_rows, rows):
+        yield table.slice(first, rows)
+
+
+def _bytes_in(kind: pa.DataType, name: str) -> Iterator[str]:
+    """The names of what holds bytes in a column, as `image.bytes`."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if _is_bytes(kind):
+        yield name
+    for n in range(kind.num_fields):
+        field = kind.field(n)
+        inner = f"{name}.{field.name}" if pa.types.is_struct(kind) else name
+        yield from _bytes_in(field.type, inner)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_binary_view(kind)
+        or pa.types.is_fixed_size_binary(kind)
+    )
+
+
+def _values(column: pa.Array | pa.ChunkedArray, place: str) -> list[Any]:
+    try:
+        return [_plain(value) for value in column.to_pylist(maps_as_pydicts="strict")]
+    except MemoryError:
+        raise
+    except Exception as error:  # also of the libraries of time zones
+        msg = f"{place}: cannot read it: {error}"
+        raise DatasetError(msg) from error
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case None | bytes():
+            return _ABSENT
+        case bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else _ABSENT
+        case dict():
+            plain = ((name, _plain(member)) for name, member in value.items())
+            return {
+                name if isinstance(name, str) else str(name): member
+                for name, member in plain
+                if member is not _ABSENT
+            }
+        case list():
+            return [None if item is _ABSENT else item for item in map(_plain, value)]
+        case datetime.datetime() | datetime.date() | datetime.time():
+            return value.isoformat()
+        case _:
+            return str(value)

@@ -1,0 +1,97 @@
+"""Datasets of the Hugging Face hub and directories written by `save_to_disk`, by `datasets`.
+
+The rows come as Arrow tables, so images and audio are never decoded. Code that a dataset brings
+along is never run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from batch_trajectories.runs.errors import DatasetError, EnvironmentStop, RunError
+from batch_trajectories.runs.sources.arrow_rows import BATCH_ROWS, rows_of, rows_per_batch
+from batch_trajectories.runs.sources.source import HubName
+
+
+def revision_of(name: HubName) -> str:
+    """The commit that a dataset's revision is now.
+
+    Raises `DatasetError` where the hub has no such dataset, `EnvironmentStop` where it cannot be
+    reached.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().dataset_info(name.repository, revision=name.revision)
+    except Exception as error:
+        raise _refusal(name.repository, error) from error
+    return str(info.sha)
+
+
+def hub_rows(name: HubName, revision: str, left_out: set[str]) -> Iterator[dict[str, Any]]:
+    """Stream the rows of one split. See `rows_of`. Raises as `revision_of` does."""
+    import datasets
+
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
+    try:
+        found = datasets.load_dataset(
+            name.repository, name.config, split=name.split, revision=revision, streaming=True
+        )
+        if name.split is None:
+            found = found[_only_split(name.repository, list(found))]
+        tables = found.with_format("arrow").iter(BATCH_ROWS)
+        yield from rows_of(tables, f"hf:{name.repository}", left_out)
+    except (RunError, MemoryError):
+        raise
+    except Exception as error:
+        raise _refusal(name.repository, error) from error
+
+
+def saved_rows(path: Path, left_out: set[str]) -> Iterator[dict[str, Any]]:
+    """Stream the rows of a directory written by `save_to_disk`. See `rows_of`.
+
+    Raises `DatasetError`.
+    """
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(str(path))
+        if isinstance(found, datasets.DatasetDict):
+            found = found[_only_split(f"{path}/", list(found))]
+        rows = rows_per_batch(found.data.nbytes // max(1, found.data.num_rows))
+        yield from rows_of(found.with_format("arrow").iter(rows), str(path), left_out)
+    except (RunError, MemoryError):
+        raise
+    except Exception as error:
+        msg = f"{path}: cannot read it as a dataset that was saved with `save_to_disk`: {error}"
+        raise DatasetError(msg) from error
+
+
+def _only_split(place: str, splits: list[str]) -> str:
+    """`train`, or the only split. Raises `DatasetError` where a user must choose."""
+    if "train" in splits:
+        return "train"
+    if len(splits) == 1:
+        return splits[0]
+    how = f"give one of them as {place}SPLIT" if place.endswith("/") else "add :SPLIT to its name"
+    msg = f"{place}: it has the splits {', '.join(splits)}; {how}"
+    raise DatasetError(msg)
+
+
+def _refusal(repository: str, error: Exception) -> RunError:
+    """What stops a run when the hub, or the reading of what it sent, fails."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403, 404) or "gated" in type(error).__name__.lower():
+        login = "" if os.environ.get("HF_TOKEN") else "; private and gated datasets need HF_TOKEN"
+        return DatasetError(f"hf:{repository}: the hub refuses it: {error}{login}")
+    is_network = isinstance(error, HfHubHTTPError | ConnectionError | TimeoutError)
+    if is_network or "connect" in type(error).__name__.lower():
+        return EnvironmentStop(
+            f"hf:{repository}: cannot reach the hub: {error}. Run the same command again later."
+        )
+    return DatasetError(f"hf:{repository}: cannot read it: {error}")

@@ -1,0 +1,194 @@
+"""What the name of a dataset means.
+
+`hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION]` is a dataset of the hub, a directory with a
+`dataset_info.json` or `dataset_dict.json` one written by `save_to_disk`, a directory with Harbor
+task directories a dataset of their tasks; any other directory is read file by file, in the order of
+their paths, without names that begin with `.` or `_`. The kind of a file follows from its suffix; a
+file with a suffix that is not listed here is JSONL.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import filterfalse
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from batch_trajectories.runs.errors import DatasetError
+from toolsets.text import valid_utf8
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.sources.harbor import HarborTask
+
+HUB_PREFIX = "hf:"
+
+FileKind = Literal["lines", "list", "csv", "tsv", "parquet"]
+"""`lines` is JSONL, `list` a JSON array of rows."""
+
+Compression = Literal["gzip", "zstd"]
+
+_KINDS: dict[str, FileKind] = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "list",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+
+_COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+
+_SAVED = ("dataset_info.json", "dataset_dict.json")
+"""Files that `save_to_disk` writes: the first for one split, the second for several."""
+
+_HUB = re.compile(
+    r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<config>[^:@]+))?(?::(?P<split>[^@]+))?"
+    r"(?:@(?P<revision>.+))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A dataset of the hub; what is None is for the hub's default."""
+
+    repository: str
+    config: str | None
+    split: str | None
+    revision: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file with rows."""
+
+    path: Path
+    kind: FileKind
+    compression: Compression | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """Where rows come from: exactly one of `files`, `saved`, `hub` and `tasks`."""
+
+    name: str
+    """As the user gave it."""
+    files: tuple[SourceFile, ...] = ()
+    saved: Path | None = None
+    """A directory written by `save_to_disk`."""
+    hub: HubName | None = None
+    tasks: tuple[HarborTask, ...] = ()
+
+    @property
+    def plain_file(self) -> Path | None:
+        """The file, if it is one of uncompressed JSONL, which a run reads where it is."""
+        if len(self.files) != 1:
+            return None
+        (file,) = self.files
+        return file.path if file.kind == "lines" and file.compression is None else None
+
+
+def source_of(name: Path) -> DataSource:
+    """What a user names as the dataset. Raises `DatasetError` where it cannot be one."""
+    text = str(name)
+    if text.startswith(HUB_PREFIX):
+        return DataSource(text, hub=_hub_name(text))
+    try:
+        if not name.is_dir():
+            return DataSource(text, files=(_source_file(name),))
+        if any((name / file).is_file() for file in _SAVED):
+            return DataSource(text, saved=name)
+        from batch_trajectories.runs.sources.harbor import tasks_in
+
+        if tasks := tasks_in(name):
+            _refuse_odd_names(task.path for task in tasks)
+            return DataSource(text, tasks=tuple(tasks))
+        paths = sorted(_files_in(name))
+        _refuse_odd_names(paths)
+        files = tuple(map(_source_file, paths))
+    except OSError as error:
+        msg = f"{error.filename or name}: cannot read the dataset: {error.strerror or error}"
+        raise DatasetError(msg) from error
+    if not files:
+        msg = (
+            f"{name}: no dataset in this directory: no file ends in "
+            f"{', '.join(_KINDS)} (or one of these and {' or '.join(_COMPRESSIONS)})"
+        )
+        raise DatasetError(msg)
+    return DataSource(text, files=files)
+
+
+def _refuse_odd_names(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if (shown := valid_utf8(str(path))) != str(path):
+            msg = f"{shown}: its name is not UTF-8; rename it"
+            raise DatasetError(msg)
+
+
+def _files_in(directory: Path) -> Iterator[Path]:
+    """The files with rows, at any depth; links are followed, and each directory is read once."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    seen = set()
+    for root, folders, names in os.walk(directory, onerror=refuse, followlinks=True):
+        found = Path(root).stat()
+        identity = (found.st_dev, found.st_ino)
+        # Sorted: which of two ways to a directory is taken does not change from start to start.
+        folders[:] = [] if identity in seen else sorted(filterfalse(_is_hidden, folders))
+        if identity not in seen:
+            yield from (Path(root, name) for name in names if _has_rows(name))
+        seen.add(identity)
+
+
+def _hub_name(text: str) -> HubName:
+    found = _HUB.fullmatch(text.removeprefix(HUB_PREFIX))
+    if found is None:
+        msg = f"{text}: not a dataset of the hub; write hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION]"
+        raise DatasetError(msg)
+    name = HubName(**found.groupdict())
+    if name.split is not None and not re.fullmatch(r"[\w.-]+", name.split):
+        msg = (
+            f"{text}: {name.split!r} is not the name of a split; --max_samples takes the first rows"
+        )
+        raise DatasetError(msg)
+    return name
+
+
+def _source_file(path: Path) -> SourceFile:
+    if path.exists() and not path.is_file():
+        msg = f"{path} is a pipe or device; rows are read more than once, so give a plain file"
+        raise DatasetError(msg)
+    compression, rest = _compression_of(path)
+    kind = _KINDS.get(rest.suffix.lower(), "lines")
+    if kind == "parquet" and compression is not None:
+        msg = f"{path}: Parquet compresses its columns itself; unpack this file first"
+        raise DatasetError(msg)
+    if kind == "list" and compression is None and not _begins_a_list(path):
+        kind = "lines"  # JSONL is often named .json
+    return SourceFile(path, kind, compression)
+
+
+def _has_rows(name: str) -> bool:
+    return _compression_of(Path(name))[1].suffix.lower() in _KINDS and not _is_hidden(name)
+
+
+def _compression_of(path: Path) -> tuple[Compression | None, Path]:
+    """How a file is compressed, and its name without the suffix that says so."""
+    compression = _COMPRESSIONS.get(path.suffix.lower())
+    return compression, path if compression is None else path.with_suffix("")
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "_"))
+
+
+def _begins_a_list(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+    except OSError:
+        return False  # the reader of the file says what is wrong with it

@@ -1,0 +1,341 @@
+"""Durable files: append whole lines, repair tails, replace whole files.
+
+A killed process loses no line whose `append` returned. A power loss can take the lines appended
+after the last `sync`. A failed write or sync never counts as done, and nothing more is written to
+that file: the kernel may have dropped the pages that it failed to write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from batch_trajectories.runs.errors import EnvironmentStop, RunDirError, RunLocked
+from batch_trajectories.runs.store.checksum import is_whole
+
+_BLOCK = 1 << 16
+
+_PLAIN_FILES = (
+    *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "batches.jsonl"),
+    *("run.log", "lock", "summary.json", "statistics.json", "verdicts.jsonl", "budget.jsonl"),
+    *("scores.jsonl", "judge_budget.jsonl"),
+    "exports/manifest.json",
+)
+
+_OF_WORKERS = ("inflight", "workspaces")
+_DIRECTORIES = (*_OF_WORKERS, "batches", "exports", "exports/dataset", "quarantine")
+
+
+class StorageError(EnvironmentStop):
+    """The disk refused a write: it is full, over quota, failing or gone."""
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    """The error for a file or directory that cannot be written, with what to do next."""
+    return StorageError(
+        f"{path}: cannot write: {error.strerror or error}. Finished work is safe; make room or "
+        "fix the disk, then run the same command again to continue."
+    )
+
+
+def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Open a file of a run for writing; its descriptor.
+
+    Raises `RunDirError` for a symbolic link: a run directory from elsewhere could have it write
+    any file of this user.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise RunDirError(_linked(path)) from None
+        raise
+
+
+def make_directory(path: Path, *, is_inside: bool = True, parents: bool = False) -> None:
+    """Create a directory unless it is there; only its owner may write there.
+
+    `is_inside`: it is part of a run, so a link in its place raises `RunDirError`.
+    """
+    for above in reversed(path.parents) if parents else ():
+        above.mkdir(mode=0o755, exist_ok=True)
+    if is_inside and path.is_symlink():
+        raise RunDirError(_linked(path))
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def _linked(path: Path) -> str:
+    return (
+        f"{path}: a symbolic link, which nothing is written through; put the file or directory "
+        "itself there, or remove the link"
+    )
+
+
+class AppendFile:
+    """A file that only grows, by whole lines. Not thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            created = not path.exists()
+            self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self.size = os.fstat(self._fd).st_size
+            if created:
+                sync_directory(path.parent)
+        except OSError as error:
+            raise storage_error(path, error) from error
+        self._synced: int | None = None
+        """Its size at the last sync."""
+        self._broken: StorageError | None = None
+
+    def append(self, lines: bytes) -> None:
+        """Append `lines` (ending in a newline); once this returns, they survive a process kill.
+
+        Raises `StorageError`, after cutting off a partial write if possible.
+        """
+        if self._broken is not None:
+            raise self._broken
+        rest = memoryview(lines)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):  # else the next start repairs the tail
+                os.ftruncate(self._fd, self.size)
+            self._broken = storage_error(self.path, error)
+            raise self._broken from error
+        self.size += len(lines)
+
+    def sync(self) -> None:
+        """Make all appended lines survive a power loss. Raises `StorageError`."""
+        if self._broken is not None:
+            raise self._broken
+        if (size := self.size) == self._synced:
+            return
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            self._broken = storage_error(self.path, error)
+            raise self._broken from error
+        self._synced = size  # what another thread has appended since needs another sync
+
+    def check_is_there(self) -> None:
+        """Raise `StorageError` if the file was removed, replaced or cut: its content is lost.
+
+        Writes to a file without a name succeed but keep nothing.
+        """
+        found = os.fstat(self._fd)
+        if found.st_nlink == 0:
+            what = "removed or replaced"
+        elif found.st_size != self.size:
+            what = f"cut or changed (it has {found.st_size:,} bytes instead of {self.size:,})"
+        else:
+            return
+        msg = (
+            f"{self.path}: it was {what} while the run wrote to it. Its content is lost unless "
+            "you put it back; then run the same command again to continue."
+        )
+        raise StorageError(msg)
+
+    def was_removed(self) -> bool:
+        """Whether the file was removed or replaced, so it no longer has a name."""
+        return os.fstat(self._fd).st_nlink == 0
+
+    def put_back(self) -> None:
+        """Restore a removed file: its content can still be read from the open descriptor.
+
+        Raises `StorageError`.
+        """
+        try:
+            content = Path(f"/proc/self/fd/{self._fd}").read_bytes()
+            replace_file(self.path, content)
+            fd = open_own(self.path, os.O_WRONLY | os.O_APPEND)
+            os.dup2(fd, self._fd, inheritable=False)  # a thread may be syncing it
+            os.close(fd)
+        except OSError as error:
+            raise storage_error(self.path, error) from error
+
+    def close(self) -> None:
+        """Close the file; appended lines stay."""
+        os.close(self._fd)
+        self._fd = -1  # a later write must not reach the next file with this number
+
+
+def repair_tail(path: Path, quarantine: Path) -> int:
+    """Set aside what follows the last newline of `path`; return its size in bytes.
+
+    A line is appended in one write that ends with its newline, so a line without one was cut off
+    by a crash before its content was used. If only the newline is missing, it is added and the
+    line counts.
+    """
+    torn = tail_of(path)
+    if not torn:
+        return 0
+    with os.fdopen(open_own(path, os.O_RDWR), "r+b") as file:
+        keep = file.seek(0, os.SEEK_END) - len(torn)
+        if is_whole(torn):
+            file.write(b"\n")
+            torn = b""
+        else:
+            set_aside(quarantine, f"{path.name}.{keep}.torn", torn)
+            file.truncate(keep)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(torn)
+
+
+def tail_of(path: Path) -> bytes:
+    """What follows the last newline of a file; nothing if the file does not exist."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return b""
+    with path.open("rb") as file:
+        keep = _end_of_last_line(file.fileno(), size)
+        return os.pread(file.fileno(), size - keep, keep)
+
+
+def keep_readable(path: Path, quarantine: Path, is_readable: Callable[[bytes], bool]) -> list[str]:
+    """Set aside the unreadable lines of a file; return their names, as `failures.jsonl:7`."""
+    named = [f"{path.name}: its end"] if repair_tail(path, quarantine) else []
+    kept = []
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return named
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        if is_readable(line):
+            kept.append(line + b"\n")
+        else:
+            set_aside(quarantine, f"{path.name}.line{number}", line + b"\n")
+            named.append(f"{path.name}:{number}")
+    if b"".join(kept) != content:
+        replace_file(path, b"".join(kept))
+    return named
+
+
+def set_aside(quarantine: Path, name: str, content: bytes) -> Path:
+    """Write unreadable bytes to a new file in the quarantine directory."""
+    make_directory(quarantine)
+    path = quarantine / name
+    number = 1
+    while path.exists():
+        number += 1
+        path = quarantine / f"{name}.{number}"
+    replace_file(path, content)
+    return path
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace the file at `path`; a crash leaves the whole old file or the whole new one."""
+    try:
+        temporary = temporary_for(path)
+        try:
+            with open_temporary(temporary, path) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+def temporary_for(path: Path) -> Path:
+    """Where to write the replacement of `path`; one name per process.
+
+    The next start removes such files after a crash.
+    """
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def open_temporary(temporary: Path, path: Path) -> BinaryIO:
+    """Open the replacement of `path`, with the same mode; if it is new, for its owner alone."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = 0o600
+    descriptor = open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    file = os.fdopen(descriptor, "wb", buffering=1 << 20)
+    os.fchmod(file.fileno(), stat.S_IMODE(mode))
+    return file
+
+
+def refuse_strange_files(run_dir: Path) -> None:
+    """Raise `RunDirError` if a file of a run is not a plain file.
+
+    Reading a pipe would never end; with a dangling link (a disk that is not mounted) the run
+    would start over. Links are read, but nothing is written through them: see `open_own`.
+    """
+    for name in _PLAIN_FILES:
+        file = run_dir / name
+        if os.path.lexists(file) and not file.is_file():
+            what = "a dangling link" if file.is_symlink() else "not a plain file"
+            msg = f"{file}: {what}; put the file of this run back, or remove it if there was none"
+            raise RunDirError(msg)
+
+
+def refuse_links(run_dir: Path) -> None:
+    """Raise `RunDirError` if a file or directory of a run to be written to is a symbolic link."""
+    own = (*_PLAIN_FILES, *_DIRECTORIES)
+    inside = (entry for name in _OF_WORKERS for entry in listed(run_dir / name))
+    for path in (*(run_dir / name for name in own), *inside):
+        if path.is_symlink():
+            raise RunDirError(_linked(path))
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path, refusal: str) -> Iterator[None]:
+    """Lock `directory`; raise `RunLocked(refusal)` if another process has locked it.
+
+    Locks the directory itself: files in it are replaced.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunLocked(refusal) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def training_file_of(run_dir: Path) -> Path:
+    """The training file of a run: beside its directory."""
+    return run_dir.parent / f"{run_dir.name}.jsonl"
+
+
+def listed(directory: Path) -> list[Path]:
+    """The entries of a directory, sorted; none if it does not exist."""
+    return sorted(directory.iterdir()) if directory.is_dir() else []
+
+
+def sync_directory(path: Path) -> None:
+    """Make creations, renames and deletions in a directory survive a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _end_of_last_line(fd: int, size: int) -> int:
+    """The offset after the last newline, 0 if there is none."""
+    end = size
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        newline = os.pread(fd, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0

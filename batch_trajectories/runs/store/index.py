@@ -1,0 +1,441 @@
+"""The rows of `records.idx`: 64 bytes per record, so a start can load a million at once.
+
+Row 0 marks the format and has a checksum of the bytes up to a size: an index with a changed row is
+not used, and rows after this size are made again. Any other row holds the task key of a record,
+its place, and the numbers for the totals. An ending (status, check result and error class) is
+text; each distinct ending has one row of its own, with length 0, and rows of records refer to it
+by its number. Row size divides the block size of a disk, so a power loss takes whole rows, and a
+row of zeros is detected because its offset is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cached_property
+from itertools import accumulate
+from math import isnan, nan
+from struct import Struct, error
+from sys import intern
+from typing import Any, Literal, NamedTuple
+from zlib import crc32
+
+from agent.messages import MOST_TOKENS
+from batch_trajectories.runs.store.checks import CHECK_FAILED, Judgement, has_passed, judgement_of
+from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.runs.tasks import task_key
+
+ROW_BYTES = 64
+_VERSION = 2
+_FORMAT = f"batch records index {_VERSION}, {sys.byteorder}".encode()
+MARK = _FORMAT.ljust(ROW_BYTES - 1) + b"\n"
+"""Row 0 of an index without a checksum."""
+
+_RECORD = Struct("=16sQIHHIIHHIIfd")
+"""Task key, offset, length, ending, attempt, turns, tool calls, tokens in and out (the high 16 bits
+of each, then the low 32 bits of each), reward, dollars."""
+_ENDING = Struct("=16xQI2x34s")
+"""Offset of the next record, 0, and the ending: status, check result and error class, separated
+by NUL."""
+_Column = tuple[Literal["Q", "I", "H", "f", "d"], int, int]
+"""A column of the rows: type, place in the row, and items of this type per row."""
+_OFFSETS: _Column = ("Q", 2, 8)
+_LENGTHS: _Column = ("I", 6, 16)
+_ENDINGS: _Column = ("H", 14, 32)
+_BUCKETS: _Column = ("H", 0, 32)
+_TURNS: _Column = ("I", 8, 16)
+_REWARDS: _Column = ("f", 13, 16)
+_COSTS: _Column = ("d", 7, 8)
+_MOST_ATTEMPTS = 2**16 - 1
+_LOW = 2**32 - 1
+_NO_TOKENS = 2**48 - 1
+"""Stands for an unknown number of tokens."""
+_MAX_REWARD = 3.4e38
+"""The range of a four-byte float."""
+_WORDS = {None: "", True: "passed", False: "not"}
+_VERDICTS = {word: verdict for verdict, word in _WORDS.items()}
+_CHUNK = 1 << 13
+_FINE = 2**16 - 1
+"""Buckets in which a key is found at once."""
+_COARSE = 2**12 - 1
+"""Buckets that take 30 MB less per million rows, to go through all of them."""
+
+
+class IndexEntry(NamedTuple):
+    """One record in the index: its place, and the numbers for the totals."""
+
+    offset: int
+    length: int
+    status: str
+    attempt: int
+    turns: int
+    tool_calls: int
+    input_tokens: int | None
+    output_tokens: int | None
+    cost_usd: float | None
+    error_class: str | None
+    """Why the task failed; of others `CHECK_FAILED` if their check did."""
+    verdict: bool | None
+    """Of its check; see `runs.store.checks`."""
+    reward: float | None
+    """To seven digits."""
+
+    @property
+    def passed(self) -> bool | None:
+        """See `has_passed`."""
+        return has_passed(self.verdict, self.reward)
+
+    @property
+    def check_failed(self) -> bool:
+        """Whether its check gave no result."""
+        return self.error_class == CHECK_FAILED and self.status != "failed"
+
+
+class Ending(NamedTuple):
+    """How a record ended; many records share one."""
+
+    status: str
+    verdict: bool | None
+    error_class: str | None
+
+
+def passed_in(fields: list[Any]) -> bool | None:
+    """Whether the record with these `index_fields` passed."""
+    return has_passed(*fields[10:])
+
+
+def index_fields(record: Record) -> list[Any]:
+    """The fields of a record for the index, without its place: id, input digest, then numbers."""
+    usage = record.usage or {}
+    judgement = judgement_of(record)
+    return [
+        record.id,
+        record.input_digest,
+        record.status,
+        record.attempt,
+        len(record.own_turns),
+        len(record.own_tool_calls),
+        usage.get("input_tokens"),
+        usage.get("output_tokens"),
+        record.cost_usd,
+        _error_class(record, judgement),
+        judgement.verdict,
+        judgement.reward,
+    ]
+
+
+def _error_class(record: Record, judgement: Judgement) -> str | None:
+    if record.error is not None:
+        return record.error.error_class
+    return None if judgement.error is None else CHECK_FAILED
+
+
+class RowMaker:
+    """Makes the rows of an index, record by record."""
+
+    def __init__(self, rows: bytes = MARK) -> None:
+        """`rows` are the rows so far."""
+        endings = _endings_in(memoryview(rows))
+        self._numbers = {ending: number for number, ending in enumerate(endings)}
+
+    def rows(self, fields: list[Any], offset: int, length: int) -> bytes:
+        """The row of a record, preceded by a row for its ending if that is new.
+
+        `fields` are its `index_fields`. Raises `ValueError` if a type is wrong.
+        """
+        task_id, digest, status, attempt, turns, calls, read, written, cost, *more = fields
+        failure, verdict, reward = more
+        try:
+            text = "\0".join((status, _WORDS[verdict], failure or ""))
+            ending = text.encode()[:34].ljust(34, b"\0")
+            number = self._numbers.get(ending, len(self._numbers))
+            row = _RECORD.pack(
+                task_key(task_id, digest),
+                offset,
+                length,
+                number,
+                min(attempt, _MOST_ATTEMPTS),
+                turns,
+                calls,
+                (read := _storable(read)) >> 32,
+                (written := _storable(written)) >> 32,
+                read & _LOW,
+                written & _LOW,
+                nan if reward is None else max(-_MAX_REWARD, min(reward, _MAX_REWARD)),
+                nan if cost is None else cost,
+            )
+        except (error, TypeError, KeyError, AttributeError, OverflowError) as wrong:
+            raise ValueError(fields) from wrong
+        if number < len(self._numbers):
+            return row
+        self._numbers[ending] = number
+        return _ENDING.pack(offset, 0, ending) + row
+
+
+class Index(Mapping[bytes, IndexEntry]):
+    """The records of a run by task key; of several records of a task the last.
+
+    Needs no object per record: only its rows, and 4 bytes more once single tasks are looked up.
+    """
+
+    def __init__(self, rows: bytes) -> None:
+        """`rows` must be valid; see `valid_rows`."""
+        self._rows = rows
+        self._view = memoryview(rows)
+        self._endings = [_parse_ending(ending) for ending in _endings_in(self._view)]
+
+    def __getitem__(self, key: bytes) -> IndexEntry:
+        if len(key) == 16:
+            for row in reversed(self._by_bucket.get(int.from_bytes(key[:2], sys.byteorder), ())):
+                if self.key(row) == key:
+                    return self.entry(row)
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[bytes]:
+        for rows in self._by_bucket.values():
+            yield from {self.key(row): None for row in rows}
+
+    def __len__(self) -> int:
+        return sum(len({self.key(row) for row in rows}) for rows in self._by_bucket.values())
+
+    def entry(self, row: int) -> IndexEntry:
+        """The record of one row; rows of records start at 1."""
+        found = _RECORD.unpack_from(self._view, ROW_BYTES * row)
+        _, offset, length, ending, attempt, turns, calls, *_, reward, cost = found
+        read, written = found[7] << 32 | found[9], found[8] << 32 | found[10]
+        status, verdict, error_class = self._endings[ending]
+        return IndexEntry(
+            offset,
+            length,
+            status,
+            attempt,
+            turns,
+            calls,
+            read if read < MOST_TOKENS else None,
+            written if written < MOST_TOKENS else None,
+            None if isnan(cost) else cost,
+            error_class,
+            verdict,
+            None if isnan(reward) else reward,
+        )
+
+    def records(self) -> Iterator[tuple[bytes, IndexEntry]]:
+        """All records in file order, including those that a later record replaces."""
+        for row, length in enumerate(_column(self._view, _LENGTHS)):
+            if row and length:
+                yield self.key(row), self.entry(row)
+
+    def written(self) -> int:
+        """Number of all records, including those that a later record replaces."""
+        return len(self._view) // ROW_BYTES - 1 - len(self._endings)
+
+    def counting(self) -> Iterator[tuple[bytes, IndexEntry]]:
+        """The record of each task that counts, in file order."""
+        replaced = {self.entry(row).offset for row, _ in self.repeated()}
+        return ((key, entry) for key, entry in self.records() if entry.offset not in replaced)
+
+    def latest(self) -> Iterator[tuple[bytes, IndexEntry]]:
+        """The record of each task, the latest first."""
+        seen = set()
+        lengths = _column(self._view, _LENGTHS)
+        for row in range(len(lengths) - 1, 0, -1):
+            if lengths[row] and (key := self.key(row)) not in seen:
+                seen.add(key)
+                yield key, self.entry(row)
+
+    def places(self, rows: array[int]) -> tuple[array[int], array[int]]:
+        """The offsets and lengths of the records in these rows; 0 for row 0.
+
+        The lengths replace the rows in the same array, which saves 4 MB per million.
+        """
+        of_offsets, of_lengths = _column(self._view, _OFFSETS), _column(self._view, _LENGTHS)
+        offsets = array("Q", [0]) * len(rows)
+        for number, row in enumerate(rows):
+            if row:
+                offsets[number], rows[number] = of_offsets[row], of_lengths[row]
+        return offsets, rows
+
+    def endings(self, rows: Iterable[int]) -> Iterator[Ending | None]:
+        """The endings of the records in these rows; None for row 0."""
+        numbers = _column(self._view, _ENDINGS)
+        for row in rows:
+            yield self._endings[numbers[row]] if row else None
+
+    def passed(self, rows: Collection[int]) -> Iterator[bool | None]:
+        """Whether the records in these rows passed; None for row 0."""
+        rewards = _column(self._view, _REWARDS)
+        for row, ending in zip(rows, self.endings(rows), strict=True):
+            reward = None if isnan(rewards[row]) else rewards[row]
+            yield None if ending is None else has_passed(ending.verdict, reward)
+
+    def has_turns(self) -> bool:
+        """Whether any record has a model reply."""
+        return any(entry.turns for _, entry in self.records())
+
+    def costs(self) -> tuple[float, int]:
+        """The cost of all records together, and how many have turns of unknown cost.
+
+        Includes records that later ones replaced: they were paid for.
+        """
+        columns = [_column(self._view, column) for column in (_LENGTHS, _TURNS, _COSTS)]
+        total, unknown = 0.0, 0
+        for start in range(1, len(columns[0]), _CHUNK):
+            chunk = (column[start : start + _CHUNK].tolist() for column in columns)
+            for length, turns, cost in zip(*chunk, strict=True):
+                if not isnan(cost):
+                    total += cost if length else 0.0
+                elif length and turns:
+                    unknown += 1
+        return total, unknown
+
+    def repeated(self) -> Iterator[tuple[int, int]]:
+        """Pairs of rows: each record that replaces another, after the one that it replaces."""
+        for rows in self._by_bucket.values():
+            last: dict[bytes, int] = {}
+            for row in rows:
+                key = self.key(row)
+                if key in last:
+                    yield last[key], row
+                last[key] = row
+
+    def match(self, keys: bytes) -> tuple[array[int], int]:
+        """The row of the record of each task key (16 bytes each, all different), 0 without one.
+
+        Then the number of tasks that have a record and are not among the keys. Compares bucket by
+        bucket, so only a few keys at a time become objects.
+        """
+        rows = array("I", bytes(4 * (len(keys) // 16)))
+        wanted = _sorted_into_buckets(memoryview(keys).cast("H")[::8], _COARSE)
+        others = 0
+        all_rows = self._rows
+        for bucket, places in self._in_buckets(_COARSE).items():
+            found = {all_rows[64 * row : 64 * row + 16]: row for row in places}
+            for number in wanted.get(bucket, ()):
+                rows[number] = found.pop(keys[16 * number : 16 * number + 16], 0)
+            others += len(found)
+        return rows, others
+
+    def key(self, row: int) -> bytes:
+        """The task key of the record of one row."""
+        return self._rows[ROW_BYTES * row : ROW_BYTES * row + 16]
+
+    @cached_property
+    def _by_bucket(self) -> Mapping[int, array[int]]:
+        """The rows of records, sorted by the first two bytes of their task keys."""
+        return self._in_buckets(_FINE)
+
+    def _in_buckets(self, mask: int) -> Mapping[int, array[int]]:
+        """The rows of records, sorted by these bits of the same bytes."""
+        buckets = _sorted_into_buckets(_column(self._view, _BUCKETS), mask)
+        lengths = _column(self._view, _LENGTHS)
+        for bucket in {0, int.from_bytes(MARK[:2], sys.byteorder) & mask} & buckets.keys():
+            rows = (row for row in buckets[bucket] if row and lengths[row])
+            buckets[bucket] = array("I", rows)
+        return buckets
+
+
+def mark_for(size: int, checksum: int) -> bytes:
+    """Row 0 of an index whose first `size` bytes, without this row, have this CRC-32."""
+    return (b"%b %016x %08x" % (_FORMAT, size, checksum)).ljust(ROW_BYTES - 1) + b"\n"
+
+
+def is_index(content: bytes) -> bool:
+    """Whether this is an index of this version."""
+    return content.startswith(_FORMAT) and content[ROW_BYTES - 1 : ROW_BYTES] == b"\n"
+
+
+def is_earlier_index(content: bytes) -> bool:
+    """Whether an earlier version of this program wrote this index; it is made again."""
+    earlier = (b"batch records index %d," % version for version in range(1, _VERSION))
+    return content.startswith(tuple(earlier))
+
+
+def checked_bytes(content: bytes) -> int:
+    """How many bytes of an index match its checksum; 0 if it is damaged or not an index."""
+    if content.startswith(MARK):
+        return len(content)
+    try:
+        size, checksum = (int(word, 16) for word in content[len(_FORMAT) : ROW_BYTES].split())
+    except ValueError:
+        return 0
+    is_valid = (
+        content.startswith(mark_for(size, checksum))
+        and size <= len(content)
+        and crc32(memoryview(content)[ROW_BYTES:size]) == checksum
+    )
+    return size if is_valid else 0
+
+
+def valid_rows(content: bytes, records_size: int) -> tuple[int, int]:
+    """How many bytes of an index are valid, and how many of `records_size` bytes they cover.
+
+    Each record must begin where the one before it ends. 0, 0 if the index is damaged or not an
+    index.
+    """
+    checked = checked_bytes(content)
+    if checked < ROW_BYTES:
+        return 0, 0
+    view = memoryview(content)[: checked // ROW_BYTES * ROW_BYTES]
+    offsets, lengths = _column(view, _OFFSETS), _column(view, _LENGTHS)
+    covered, valid = 0, 1
+    for start in range(1, len(offsets), _CHUNK):
+        sizes = lengths[start : start + _CHUNK].tolist()
+        *begins, end = accumulate(sizes, initial=covered)
+        if offsets[start : start + _CHUNK].tolist() == begins and end <= records_size:
+            covered, valid = end, start + len(sizes)
+            continue
+        for row, size in enumerate(sizes, start):
+            if offsets[row] != covered or covered + size > records_size:
+                break
+            covered, valid = covered + size, row + 1
+        break
+    while valid > 1 and not lengths[valid - 1]:
+        valid -= 1  # the row of an ending without the record that it was made for
+    rows = view[: valid * ROW_BYTES]
+    endings = _endings_in(rows)
+    are_known = all(map(any, endings)) and len(set(endings)) == len(endings)
+    numbers = _column(rows, _ENDINGS)
+    for start in range(1, valid, _CHUNK):
+        are_known = are_known and max(numbers[start : start + _CHUNK].tolist()) < len(endings)
+    return (valid * ROW_BYTES, covered) if are_known else (0, 0)
+
+
+def _endings_in(rows: memoryview) -> list[bytes]:
+    """The endings in the rows, by number."""
+    lengths = _column(rows, _LENGTHS)
+    found = []
+    for start in range(1, len(lengths), _CHUNK):
+        sizes = lengths[start : start + _CHUNK].tolist()
+        if 0 in sizes:
+            without_length = (start + n for n, size in enumerate(sizes) if not size)
+            found += [_ENDING.unpack_from(rows, ROW_BYTES * row)[2] for row in without_length]
+    return found
+
+
+def _storable(tokens: int | None) -> int:
+    return tokens if tokens is not None and 0 <= tokens < MOST_TOKENS else _NO_TOKENS
+
+
+def _parse_ending(ending: bytes) -> Ending:
+    status, _, rest = ending.rstrip(b"\0").decode(errors="replace").partition("\0")
+    verdict, _, error_class = rest.partition("\0")
+    # Few words, many entries: keep each word once.
+    return Ending(
+        intern(status), _VERDICTS.get(verdict), intern(error_class) if error_class else None
+    )
+
+
+def _column(rows: memoryview, column: _Column) -> memoryview[Any]:
+    kind, first, step = column
+    return rows.cast(kind)[first::step]
+
+
+def _sorted_into_buckets(column: memoryview[int], mask: int) -> dict[int, array[int]]:
+    """The numbers of the items of a column by these bits of their value, in order."""
+    buckets: defaultdict[int, array[int]] = defaultdict(lambda: array("I"))
+    for start in range(0, len(column), _CHUNK):
+        for number, value in enumerate(column[start : start + _CHUNK].tolist(), start):
+            buckets[value & mask].append(number)
+    return buckets

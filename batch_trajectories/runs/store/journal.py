@@ -1,0 +1,316 @@
+"""The turn journal: every model reply and tool result, on disk before it is used.
+
+A worker appends the events of its tasks to segments `inflight/worker-<n>-<k>.jsonl`, one event
+per line (`journal_writer`). A segment is deleted once all its tasks have durable records. After a
+crash, the events that are left are read here and assigned with their tasks, which continue from
+there. The key `deal` of a line is the number of the task's assignment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+from agent.messages import OUT_OF_PLACE, Event, ForkedEvent, ReplyEvent, is_cost_only, reply_in
+from batch_trajectories.runs.store.checksum import DamagedLine, read_object
+from batch_trajectories.runs.store.files import StorageError, set_aside
+from batch_trajectories.runs.tasks import task_key
+
+_REPLY = b'"kind":"reply"'
+_COST = re.compile(rb'"cost_usd":(\d[0-9.eE+-]*)')
+
+_SEGMENT_NAME = re.compile(r"worker-(\d+)-(\d+)\.jsonl")
+
+
+class JournalPosition(NamedTuple):
+    """One journaled event: its order, then its place on disk."""
+
+    assignment: int
+    position: int
+    segment: Path
+    offset: int
+    length: int
+
+
+class Inflight:
+    """The events in the segments of workers that have died, by task."""
+
+    def __init__(self, inflight: Path, *, read_only: bool = False) -> None:
+        """If `read_only`, nothing is deleted or set aside, and segments may vanish meanwhile."""
+        self._inflight = inflight
+        self._read_only = read_only
+        self._places: dict[bytes, list[JournalPosition]] = {}
+        self._open_tasks: dict[Path, set[bytes]] = {}
+        self._quarantine = inflight.parent / "quarantine"
+        self.damaged: list[str] = []
+        """Unreadable lines that were found, as `worker-0-0.jsonl:7`."""
+        self.paid_usd = 0.0
+        """Dollars of the replies that were read, as far as known."""
+
+    def read(self, *, settled: Container[bytes]) -> None:
+        """Read all segments, at the start of a run, except for tasks that need no more work."""
+        for segment in sorted(segments(self._inflight)):
+            self._add(segment, wanted=lambda key: key not in settled)
+
+    def add_worker(self, number: int, *, wanted: Callable[[bytes], bool]) -> None:
+        """Read the segments of a worker that died, for the `wanted` tasks."""
+        for segment in sorted(segments(self._inflight)):
+            if _worker_of(segment) == number:
+                self._add(segment, wanted=wanted)
+
+    def _add(self, segment: Path, *, wanted: Callable[[bytes], bool]) -> None:
+        """Add the places of the events of wanted tasks; delete a segment without any.
+
+        A torn last line was never used and is skipped. Any other unreadable line is copied to the
+        quarantine (`set_aside_damaged` has removed those that were there at the start).
+        """
+        tasks = set()
+        offset = 0
+        try:
+            content = segment.read_bytes()
+        except FileNotFoundError:
+            if self._read_only:
+                return  # the record of its last task was just written
+            raise
+        for number, line in enumerate(content.splitlines(keepends=True), start=1):
+            entry = _parsed(line)
+            key = None if entry is None else task_key(entry["task"], entry["input_digest"])
+            if entry is not None and key is not None and wanted(key):
+                if _REPLY in line and (reply := reply_in(entry["event"])) is not None:
+                    self.paid_usd += reply.get("cost_usd") or 0.0
+                tasks.add(key)
+                order = entry["deal"], entry["position"]
+                place = JournalPosition(*order, segment, offset, len(line))
+                self._places.setdefault(key, []).append(place)
+            elif key is None and line.endswith(b"\n") and not self._read_only:
+                set_aside(self._quarantine, f"{segment.name}.line{number}", line)
+                self.damaged.append(f"{segment.name}:{number}")
+            offset += len(line)
+        if tasks:
+            self._open_tasks[segment] = tasks
+        elif not self._read_only:
+            segment.unlink()
+
+    def events(self, key: bytes) -> list[Event]:
+        """The journaled events of one task, as far as each follows from those before it.
+
+        An assignment continues from the events that the parent could use then, so later events of
+        older assignments no longer count. Their replies were paid for, so they are added as
+        discarded replies.
+        """
+        events: list[Event] = []
+        unusable: list[Event] = []
+        assignment = 0
+        for place in sorted(self._places.get(key, ())):
+            if place.assignment != assignment:
+                events, assignment = _usable(events, unusable), place.assignment
+                # Not empty if the parent was an older version, which used fewer events.
+                unusable = events[place.position :]
+            event = _read(place)["event"]
+            if place.position > len(events):
+                unusable.append(event)  # events before it were lost in a power failure
+            else:
+                events[place.position :] = [event]
+        return _usable(events, unusable)
+
+    def workspace_place(self, key: bytes) -> str:
+        """Where the workspace of the task's last events is; "" for the run directory."""
+        last = max(self._places.get(key, ()), default=None)
+        return "" if last is None else str(_read(last).get("place", ""))
+
+    def task_id(self, key: bytes) -> str:
+        """The id of a task that has journaled events."""
+        return str(_read(self._places[key][0])["task"])
+
+    def tasks(self) -> list[bytes]:
+        """The tasks that have journaled events."""
+        return list(self._places)
+
+    def next_assignment(self, key: bytes) -> int:
+        """The number of the next assignment of a task, above all in its journal."""
+        return max((place.assignment for place in self._places.get(key, ())), default=0) + 1
+
+    def finish(self, key: bytes) -> None:
+        """Forget a task whose record is durable; delete segments without unfinished tasks."""
+        if self._places.pop(key, None) is None:
+            return
+        for segment, tasks in list(self._open_tasks.items()):
+            tasks.discard(key)
+            if not tasks:
+                segment.unlink(missing_ok=True)
+                del self._open_tasks[segment]
+
+
+def _usable(events: list[Event], unusable: list[Event]) -> list[Event]:
+    """The events that a conversation can continue from; paid replies among the rest, discarded."""
+    usable = usable_prefix(events)
+    lost = [*events[len(usable) :], *unusable]
+    if not lost:
+        return usable
+    turn = 1 + max((event["turn"] for event in usable if _is_turn(event)), default=0)
+    for event in lost:
+        reply = reply_in(event)
+        if reply is not None and "batch_item" not in reply:  # those can be fetched again for free
+            usable.append({**reply, "turn": turn, "discarded": OUT_OF_PLACE})
+    return usable
+
+
+def _is_turn(event: Event) -> TypeGuard[ReplyEvent | ForkedEvent]:
+    return event["kind"] == "forked" or (event["kind"] == "reply" and "discarded" not in event)
+
+
+def _read(place: JournalPosition) -> dict[str, Any]:
+    """One line of a segment. Raises `StorageError` if it is no longer there."""
+    try:
+        with place.segment.open("rb") as file:
+            file.seek(place.offset)
+            return read_object(file.read(place.length))
+    except (FileNotFoundError, DamagedLine) as error:
+        msg = (
+            f"{place.segment}: it was removed or changed while the run needed it. Put it back if "
+            "you can; then run the same command again to continue."
+        )
+        raise StorageError(msg) from error
+
+
+def next_worker_number(inflight: Path) -> int:
+    """A number that no segment on disk has."""
+    return max(map(_worker_of, segments(inflight)), default=-1) + 1
+
+
+@dataclass(slots=True)
+class JournaledReplies:
+    """The replies of one task in the journals."""
+
+    positions: set[int] = field(default_factory=set)
+    """Their positions in the conversation; replies of a later assignment replace earlier ones."""
+    costs: list[float | None] = field(default_factory=list)
+    """Dollars of each reply, including replaced ones; None if unknown."""
+
+    @property
+    def turns(self) -> int:
+        """Number of replies that were not replaced."""
+        return len(self.positions)
+
+
+class Journaled(NamedTuple):
+    """The replies in all journals."""
+
+    tasks: dict[bytes, JournaledReplies]
+    damaged: set[bytes]
+    """Unreadable lines with a reply; their tasks are unknown."""
+
+
+def read_journaled_replies(inflight: Path, *, settled: Container[bytes] = frozenset()) -> Journaled:
+    """Read the replies in the journals, except those of `settled` tasks; writes nothing."""
+    tasks: defaultdict[bytes, JournaledReplies] = defaultdict(JournaledReplies)
+    damaged = set()
+    for segment in sorted(segments(inflight)):
+        try:
+            content = segment.read_bytes()
+        except FileNotFoundError:
+            continue  # the record of its last task was just written
+        for line in content.splitlines(keepends=True):
+            if _REPLY not in line:
+                continue
+            if (entry := _parsed(line)) is None:
+                if line.endswith(b"\n"):  # a line that is torn at the end was never used
+                    damaged.add(line)
+                continue
+            key = task_key(entry["task"], entry["input_digest"])
+            if key not in settled and (reply := reply_in(entry["event"])) is not None:
+                tasks[key].positions.add(entry["position"])
+                tasks[key].costs.append(reply.get("cost_usd"))
+    return Journaled(dict(tasks), damaged)
+
+
+def damaged_replies(content: bytes) -> set[bytes]:
+    """The unreadable lines of a segment that held a reply."""
+    lines = content.splitlines(keepends=True)
+    # A line that is torn at the end was never used.
+    whole = (line for line in lines if _REPLY in line and line.endswith(b"\n"))
+    return {line for line in whole if not is_event(line)}
+
+
+def cost_of_damaged(line: bytes) -> float | None:
+    """The cost of the reply in an unreadable line, None if that is unreadable too."""
+    cost = _COST.search(line)
+    return None if cost is None else float(cost[1])
+
+
+def usable_prefix(events: list[Event]) -> list[Event]:
+    """The events up to the first that does not follow from those before it.
+
+    A power loss can drop lines in the middle; events after a gap cannot be used.
+    """
+    usable: list[Event] = []
+    turn = 0
+    results: set[int] = set()
+    calls = exchanges = 0
+    for event in events:
+        if event["kind"] == "forked":
+            turn = event["turn"]  # earlier turns are in the row
+        elif event["kind"] == "restarted":
+            turn, results, calls = 0, set(), 0
+        elif is_cost_only(event):
+            pass  # it does not depend on other events
+        elif event["kind"] == "reply":
+            if event["turn"] != turn + 1 or len(results) < calls:
+                break
+            if "discarded" in event:  # the model was called again for this turn
+                usable.append(event)
+                continue
+            turn, results = event["turn"], set()
+            calls = len(event["message"].get("tool_calls", ()))
+        elif event["kind"] == "result":
+            is_second = event["call"] in results  # the tool had asked the user a question
+            if event["turn"] != turn or event["call"] >= calls or is_second != ("reply" in event):
+                break
+            results.add(event["call"])
+        elif event["kind"] == "exchange":
+            if event["number"] != exchanges:
+                break
+            exchanges += 1
+        elif event["kind"] == "answered" and event["exchange"] >= exchanges:
+            break
+        usable.append(event)
+    return usable
+
+
+def segments(inflight: Path) -> list[Path]:
+    """The journal files of a run; none if it has not begun."""
+    if not inflight.is_dir():
+        return []
+    return [path for path in inflight.iterdir() if _SEGMENT_NAME.fullmatch(path.name)]
+
+
+def _worker_of(segment: Path) -> int:
+    return int(segment.name.split("-")[1])
+
+
+def key_and_order(line: bytes) -> tuple[bytes | None, int, int]:
+    """Task key, assignment and position of a journal line; the key is None if unreadable."""
+    if (entry := _parsed(line)) is None:
+        return None, 0, 0
+    return task_key(entry["task"], entry["input_digest"]), entry["deal"], entry["position"]
+
+
+def is_event(line: bytes) -> bool:
+    """Whether a line of a journal can be read."""
+    return _parsed(line) is not None
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """A journal line, None if it is unreadable."""
+    try:
+        entry = read_object(line)
+        entry["deal"], entry["position"] = int(entry["deal"]), int(entry["position"])
+        task_key(entry["task"], entry["input_digest"])
+        is_event = isinstance(entry["event"]["kind"], str)
+    except (KeyError, TypeError, ValueError):
+        return None
+    return entry if is_event else None

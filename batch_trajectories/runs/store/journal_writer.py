@@ -1,0 +1,214 @@
+"""Write the turn journal: events are on disk before they are used.
+
+A line is in the page cache when `append` returns, so a killed process loses nothing. A thread
+syncs it about 20 ms later at most; a power loss can take that much.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+from agent.messages import Event
+from batch_trajectories.runs.store.checksum import with_checksum
+from batch_trajectories.runs.store.files import (
+    AppendFile,
+    StorageError,
+    make_directory,
+    storage_error,
+)
+from batch_trajectories.runs.tasks import task_key
+from toolsets import exact_json
+
+_SYNC_EVERY_S = 0.02
+_SEGMENT_BYTES = 16 << 20
+
+
+class Journal(Protocol):
+    """Where a worker writes the events of its tasks."""
+
+    def append(
+        self, task_id: str, input_digest: str, event: Event, *, assignment: int, position: int
+    ) -> None:
+        """Append one event.
+
+        `assignment` counts how often the task was assigned, `position` the events before this
+        one. Together they order events of the task in the segments of several workers.
+        """
+        ...
+
+    @property
+    def kept(self) -> Callable[[bytes], Awaitable[None]] | None:
+        """Waits until the replies of the task with a key survive a process kill; None if they do
+        once `append` has returned."""
+        ...
+
+    def flush(self) -> None:
+        """Pass on all events so far, before any later message."""
+        ...
+
+    def finish(self, key: bytes) -> None:
+        """Forget a task whose record is durable."""
+        ...
+
+    def close(self) -> None:
+        """Finish: no event follows."""
+        ...
+
+
+class JournalWriter:
+    """The segments of one worker. Use it from one thread at a time."""
+
+    def __init__(
+        self,
+        inflight: Path,
+        worker: int,
+        *,
+        on_storage_error: Callable[[StorageError], None],
+        sync_every_s: float = _SYNC_EVERY_S,
+    ) -> None:
+        """`sync_every_s` is the time that a power loss can take."""
+        self._inflight = inflight
+        self._worker = worker
+        self._on_storage_error = on_storage_error
+        self._sync_every_s = sync_every_s
+        self._key_of = lru_cache(maxsize=4096)(task_key)
+        self._next_segment = 0
+        self._open_tasks: dict[AppendFile, set[bytes]] = {}
+        self._segment = self._new_segment()
+        self._full: list[AppendFile] = []
+        """Full segments that are not synced yet."""
+        self._done: list[AppendFile] = []
+        """Removed segments, to be closed by the thread that may be syncing them."""
+        self._dirty = threading.Event()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._syncer = threading.Thread(target=self._sync_forever, name="journal-sync", daemon=True)
+        self._syncer.start()
+
+    def append(
+        self, task_id: str, input_digest: str, event: Event, *, assignment: int, position: int
+    ) -> None:
+        """Append an event; once this returns, it survives a kill. Raises `StorageError`."""
+        line = journal_line(task_id, input_digest, event, assignment=assignment, position=position)
+        self.append_lines([self._key_of(task_id, input_digest)], line)
+
+    def append_lines(self, keys: Iterable[bytes], lines: bytes) -> None:
+        """Append lines made by `journal_line` for the tasks with these keys, like `append`."""
+        if self._segment.was_removed():
+            self._put_back()
+        if self._segment.size >= _SEGMENT_BYTES:
+            following = self._new_segment()
+            with self._lock:
+                self._full.append(self._segment)
+                self._segment = following
+        self._segment.append(lines)
+        self._open_tasks[self._segment].update(keys)
+        self._dirty.set()
+
+    @property
+    def kept(self) -> None:
+        """See `Journal`: `append` has written them."""
+        return None
+
+    def flush(self) -> None:
+        """See `Journal`: nothing is buffered."""
+
+    def finish(self, key: bytes) -> None:
+        """Forget a task whose record is durable; delete segments without unfinished tasks."""
+        for segment, tasks in list(self._open_tasks.items()):
+            tasks.discard(key)
+            if not tasks and segment != self._segment:
+                segment.path.unlink(missing_ok=True)
+                del self._open_tasks[segment]
+                with self._lock:
+                    self._done.append(segment)
+
+    def close(self) -> None:
+        """Sync the rest; delete the last segment if it has no unfinished task."""
+        self._stopping.set()
+        self._dirty.set()
+        self._syncer.join()
+        self._sync_once()
+        try:
+            if any(tasks and segment.was_removed() for segment, tasks in self._open_tasks.items()):
+                self._put_back()
+        except StorageError as error:
+            self._on_storage_error(error)
+        for segment, tasks in self._open_tasks.items():
+            segment.close()
+            if not tasks:
+                segment.path.unlink(missing_ok=True)
+
+    def _put_back(self) -> None:
+        """Restore removed segments, and stop the run.
+
+        Raises `StorageError` if that fails, for example because the whole run was removed.
+        """
+        removed = [segment for segment in self._open_tasks if segment.was_removed()]
+        try:
+            make_directory(self._inflight)
+        except OSError as error:
+            raise storage_error(self._inflight, error) from error
+        for segment in removed:
+            segment.put_back()
+        msg = (
+            f"{removed[0].path}: it was removed or replaced while the run wrote to it. Its content "
+            "was restored; run the same command again to continue."
+        )
+        self._on_storage_error(StorageError(msg))
+
+    def _new_segment(self) -> AppendFile:
+        path = self._inflight / f"worker-{self._worker}-{self._next_segment}.jsonl"
+        segment = AppendFile(path)
+        self._next_segment += 1
+        self._open_tasks[segment] = set()
+        return segment
+
+    def _sync_forever(self) -> None:
+        """Group commit: one sync covers all events since the last."""
+        while not self._stopping.is_set():
+            self._dirty.wait()
+            self._stopping.wait(self._sync_every_s)
+            self._dirty.clear()
+            if not self._sync_once():
+                return
+
+    def _sync_once(self) -> bool:
+        with self._lock:
+            full, self._full = self._full, []
+            done, self._done = self._done, []
+            segment = self._segment
+        try:
+            for retired in full:
+                retired.sync()
+            segment.sync()
+            for removed in done:
+                removed.close()
+        except StorageError as error:
+            self._on_storage_error(error)
+            return False
+        return True
+
+
+def journal_line(
+    task_id: str,
+    input_digest: str,
+    event: Event,
+    *,
+    assignment: int,
+    position: int,
+    place: str = "",
+) -> bytes:
+    """One line of a segment; see `Journal.append`. `place` is where the task's workspace is."""
+    line = {
+        "task": task_id,
+        "input_digest": input_digest,
+        "deal": assignment,
+        "position": position,
+        "event": event,
+    }
+    return with_checksum(exact_json.dumps(line | {"place": place} if place else line))

@@ -1,0 +1,128 @@
+"""Read the records of a run one by one, at their places in the index; writes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypeVar
+
+import orjson
+
+from batch_trajectories.runs.process.long_work import watched
+from batch_trajectories.runs.process.parts import Advance, in_parts
+from batch_trajectories.runs.store.checksum import DamagedLine
+from batch_trajectories.runs.store.files import refuse_strange_files
+from batch_trajectories.runs.store.index import Index
+from batch_trajectories.runs.store.record_types import Record, decode_record
+from batch_trajectories.runs.store.records import AFTER_ID, HEAD, load_index, unreadable_record
+from batch_trajectories.runs.store.scores import Scores
+from batch_trajectories.runs.tasks import task_key
+
+_DIGEST = b',"input_digest":"'
+_HEAD_BYTES = 512
+
+_ENOUGH = 5000
+"""A process with fewer records takes as long to start as it saves."""
+
+R = TypeVar("R")
+
+
+@contextmanager
+def open_records(run_dir: Path) -> Iterator[BinaryIO]:
+    """Open records.jsonl; an empty file if it does not exist yet."""
+    path = run_dir / "records.jsonl"
+    with (path if path.exists() else Path(os.devnull)).open("rb") as records:
+        yield records
+
+
+def read_record(records: BinaryIO, offset: int, length: int, key: bytes) -> Record:
+    """Read the record of the task with this key at this place. Raises `UnreadableRecord`."""
+    line = os.pread(records.fileno(), length, offset)
+    try:
+        record = decode_record(line)
+        if task_key(record.id, record.input_digest) != key:
+            raise DamagedLine("the index names another record for this place")
+    except DamagedLine as error:
+        raise unreadable_record(records, offset, line, error) from error
+    return record
+
+
+def read_id(records: BinaryIO, offset: int, length: int, key: bytes) -> str:
+    """Read only the id of a record, from its first bytes if they match the key.
+
+    Raises `UnreadableRecord`.
+    """
+    head = os.pread(records.fileno(), min(_HEAD_BYTES, length), offset)
+    digest = head.find(_DIGEST)
+    try:
+        found = str(orjson.loads(head[len(HEAD) : head.index(AFTER_ID, len(HEAD)) + 1]))
+        first = digest + len(_DIGEST)
+        if digest > 0 and task_key(found, head[first : head.index(b'"', first)].decode()) == key:
+            return found
+    except ValueError:
+        pass  # the id contains what looks like its end, or is longer than the head
+    return read_record(records, offset, length, key).id
+
+
+@contextmanager
+def open_index(run_dir: Path, *, lenient: bool = False) -> Iterator[tuple[Index, BinaryIO]]:
+    """Open the index and the records of a run, even during the run.
+
+    Raises `RunDirError` if a file of the run is not a plain file, and what `load_index` raises.
+    """
+    refuse_strange_files(run_dir)
+    index = load_index(run_dir, lenient=lenient)
+    with open_records(run_dir) as records:
+        yield index, records
+
+
+def stored_records(run_dir: Path, *, doing: str | None = None) -> Iterator[Record]:
+    """The records that count, in the order written, one in memory at a time.
+
+    `doing` names the work for its progress; None shows none.
+
+    Their `scores` include those of scores.jsonl. Raises `UnreadableRecord`, and `RunDirError` as
+    `open_index` and `Scores` do.
+    """
+    scores = Scores(run_dir)
+    with open_index(run_dir) as (index, records):
+        counting = index.counting()
+        if doing is not None:
+            counting = watched(counting, doing, total=index.written())
+        for key, entry in counting:
+            yield scores.added_to(read_record(records, entry.offset, entry.length, key))
+
+
+class SomeRecords(NamedTuple):
+    """A part of the records of a run, or all of them."""
+
+    first: int
+    """The number, from 0, of the first of them."""
+    are_all: bool
+    records: Iterable[Record]
+    """One in memory at a time."""
+
+
+def over_records(run_dir: Path, do: Callable[[SomeRecords], R], *, doing: str) -> list[R]:
+    """What `do` gives for the records of `stored_records`, in one or several parts, in order.
+
+    Large runs are divided among processes. `doing` names the work for its progress.
+    """
+    scores = Scores(run_dir)
+    with open_index(run_dir) as (index, records):
+        places = [(entry.offset, entry.length, key) for key, entry in index.counting()]
+        numbers = range(len(places))
+
+        def do_part(part: Sequence[int], advance: Advance) -> R:
+            return do(
+                SomeRecords(part[0] if part else 0, len(part) == len(places), read(part, advance))
+            )
+
+        def read(part: Sequence[int], advance: Advance) -> Iterator[Record]:
+            for number in part:
+                yield scores.added_to(read_record(records, *places[number]))
+                advance()
+
+        return in_parts(numbers, do_part, doing=doing, enough=_ENOUGH)

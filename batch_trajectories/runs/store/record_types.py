@@ -1,0 +1,399 @@
+"""The record of a finished conversation as a type: decoded and checked in one pass.
+
+`runs/record.py` says what its keys mean. Only keys that the program reads are fields here; a
+stored line keeps all others, and what copies records copies lines. A field without a value in an
+older record has its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypedDict
+
+import msgspec
+
+from agent.messages import Role
+from batch_trajectories.runs.store.checksum import KEY, DamagedLine, check_seal, read_object
+from toolsets import exact_json
+
+Number = int | float
+
+Tools = Sequence[Mapping[str, Any]]
+"""Tools as they were offered. Records with the same tools share one list: never change it."""
+
+
+class StoredPart(msgspec.Struct, gc=False, omit_defaults=True):
+    """A part of a record. It refers to nothing in a cycle, so the garbage collector skips it."""
+
+
+class StoredFunction(StoredPart):
+    """Name and arguments of a call, as the model wrote them."""
+
+    name: str
+    arguments: str
+
+
+class StoredCall(StoredPart):
+    """One tool call of an assistant message."""
+
+    id: str
+    function: StoredFunction
+    extra_content: Any = None
+
+
+class StoredBlocks(StoredPart):
+    """Parts of a reply that go back to the provider verbatim."""
+
+    api: str = ""
+    blocks: list[dict[str, Any]] = []
+
+
+class StoredMessage(StoredPart):
+    """One message; see `agent.messages.Message`."""
+
+    role: Role
+    content: str
+    reasoning: str | None = None
+    tool_calls: list[StoredCall] = []
+    provider_blocks: StoredBlocks | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    is_error: bool | None = None
+    details: dict[str, Any] = {}
+    notes: list[str] | None = None
+    repairs: list[dict[str, str]] | None = None
+    unusable: str | None = None
+    own_chars: int | None = None
+    """Set where `export.conversation.order` adds others' words to a result: the length of its own
+    text; no key of records."""
+
+
+class StoredTokens(StoredPart):
+    """The sampled tokens of a turn; see `agent.tokens`."""
+
+    shared: int = 0
+    prompt: str | None = None
+    completion: str | None = None
+    logprobs: str | None = None
+    texts: list[str] | None = None
+    split: dict[str, str] | None = None
+    sampling: dict[str, Any] | None = None
+
+
+class StoredUsage(StoredPart):
+    """Tokens of a call; None is unknown."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cache_read_tokens: int | None = None
+    cache_write_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+class UsageSums(TypedDict, total=False):
+    """Tokens of all paid calls; a dictionary, because rows show it as it is."""
+
+    input_tokens: int | None
+    output_tokens: int | None
+    cache_read_tokens: int | None
+    cache_write_tokens: int | None
+    reasoning_tokens: int | None
+
+
+class StoredTurn(StoredPart):
+    """One accepted reply of the model, without its message."""
+
+    turn: int
+    finish_reason: str | None
+    usage: StoredUsage | None
+    cost_usd: Number | None
+    started_at: Number
+    duration_s: Number
+    model: str | None = None
+    response_id: str | None = None
+    tokens: StoredTokens | None = None
+    extra: dict[str, Any] | None = None
+    inherited: bool | None = None
+    """Set if a branch has the turn from its parent."""
+    waited_s: Number | None = None
+    exchange: int | None = None
+    """The number of the call, for an agent that runs as a command."""
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """How many tokens of reasoning were counted; None if unknown."""
+        return None if self.usage is None else self.usage.reasoning_tokens
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether the token ids of both its prompt and its completion are known."""
+        ids = self.tokens
+        return ids is not None and ids.prompt is not None and ids.completion is not None
+
+
+class DiscardedReply(StoredTurn, kw_only=True):
+    """A paid reply that is not part of the conversation, with the reason."""
+
+    discarded: str
+    message: StoredMessage
+
+
+class ToolRun(StoredPart):
+    """How the call number `call` (from 0) of a turn went."""
+
+    turn: int
+    call: int
+    name: str
+    is_error: bool
+    started_at: Number
+    duration_s: Number | None
+
+
+class Note(StoredPart):
+    """A text of the runtime for the model after a turn."""
+
+    turn: int
+    reason: str
+    text: str | None = None
+
+
+class Resume(StoredPart):
+    """A resume of the conversation by a later start."""
+
+    interrupted: list[str]
+    workspace_kept: bool | None = None
+
+
+class CheckResult(StoredPart):
+    """The result of the row's check; see `run_check`."""
+
+    passed: Any = None
+    reward: Any = None
+    rewards: dict[str, Number] | None = None
+    turn_rewards: dict[str, list[Number | None]] | None = None
+    exit_code: Any = None
+    stdout: Any = None
+    stderr: Any = None
+    tests: Any = None
+    error: str | None = None
+
+
+class Score(StoredPart):
+    """A score of a function or a judge; see `runs.store.checks`."""
+
+    source: str
+    version: str | None
+    error: str | None
+    rewards: dict[str, Number] | None
+    turn_rewards: dict[str, list[Number | None]] | None = None
+    at: Number | None = None
+    question: str | None = None
+    reply: str | None = None
+    model: str | None = None
+    usage: StoredUsage | None = None
+    cost_usd: Number | None = None
+
+
+class StoredError(StoredPart, rename={"error_class": "class"}):
+    """Why a task failed."""
+
+    error_class: str
+    message: str | None = None
+
+
+class StoredFork(StoredPart):
+    """The parent of a branch: its run and record, the turn it continues after, and its number."""
+
+    turn: int
+    run: str | None = None
+    record: str | None = None
+    branch: int | None = None
+
+
+class StoredThread(StoredPart):
+    """One conversation of an agent that runs as a command."""
+
+    key: str
+    name: str
+    calls: int
+    model: str | None = None
+
+
+class StoredRewrite(StoredPart):
+    """Messages that an agent showed in another form than its conversation has."""
+
+    exchanges: list[int]
+    thread: str
+    start: int
+    end: int
+    messages: list[StoredMessage]
+
+
+class SetAside(StoredPart):
+    """A call of an earlier start of an agent that its last start did not make."""
+
+    number: int
+    added: list[StoredMessage]
+    message: StoredMessage
+
+
+class AgentFacts(StoredPart):
+    """What is known of the agent that held the conversation."""
+
+    name: str | None = None
+    version: str | None = None
+    starts: int = 0
+    stripped_tools: list[str] = []
+    exit_code: int | None = None
+    timed_out: bool | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class _Schema(StoredPart):
+    name: str
+    description: Any = None
+    parameters: Any = None
+
+
+class _OfferedTool(StoredPart):
+    function: _Schema
+
+
+class StoredConversation(StoredPart):
+    """What records and the conversations inside them share; see `Trajectory.to_record`."""
+
+    messages: list[StoredMessage]
+    turns: list[StoredTurn]
+    tool_calls: list[ToolRun]
+    notes: list[Note]
+    discarded: list[DiscardedReply]
+    inner: list[InnerRecord]
+    resumes: list[Resume]
+    api_calls: int
+    usage: UsageSums | None
+    cost_usd: Number | None
+    model_returned: str | None
+
+    @property
+    def own_turns(self) -> list[StoredTurn]:
+        """The turns, without those that a branch shares with its parent."""
+        return [turn for turn in self.turns if turn.inherited is None]
+
+    @property
+    def own_tool_calls(self) -> list[ToolRun]:
+        """The tool calls, without those that a branch shares with its parent."""
+        first = len(self.turns) - len(self.own_turns)
+        return [call for call in self.tool_calls if call.turn > first] if first else self.tool_calls
+
+
+class InnerRecord(StoredConversation, kw_only=True):
+    """A conversation inside another: of a subagent, a stage or an agent's thread."""
+
+    key: str
+    name: str
+
+
+class Record(StoredConversation, kw_only=True):
+    """The record of one finished task."""
+
+    id: str
+    status: str
+    status_reason: str | None
+    error: StoredError | None
+    prompt_id: str
+    sample: int
+    input_digest: str
+    attempt: int
+    row: dict[str, Any]
+    raw_tools: msgspec.Raw = msgspec.field(name="tools")
+    model: str | None
+    api: str
+    toolsets: list[str]
+    sandbox: str | None
+    seed: int | None
+    config_digest: str
+    finished_at: Number
+    check: CheckResult | None = None
+    scores: list[Score] | None = None
+    diff: dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    view_compacted: bool = False
+    view_trimmed: bool = False
+    fork: StoredFork | None = None
+    threads: list[StoredThread] = []
+    set_aside: list[SetAside] = []
+    rewritten: list[StoredRewrite] | None = None
+    diverged_at: int | None = None
+    agent: AgentFacts | None = None
+    versions: dict[str, Any] | None = None
+    schema_version: Any = None
+    line: bytes = msgspec.field(default=b"", name="(line)")
+    """The line that it was decoded from; no key of it."""
+    tools: Any = msgspec.field(default=None, name="(tools)")
+    """The tools that the model was offered, `Tools`; made of `raw_tools`."""
+
+    def spliced(self, members: Mapping[str, bytes]) -> bytes:
+        """The line's JSON with the scores of this object, and `members` instead of its own.
+
+        Values are JSON. All else is copied without being parsed, so that it is fast.
+        """
+        found = _members_in(self.line)
+        found.pop(KEY, None)
+        if self.scores is not None:
+            found["scores"] = msgspec.Raw(msgspec.json.encode(self.scores))
+        found |= {name: msgspec.Raw(json) for name, json in members.items()}
+        return msgspec.json.encode(found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All that the line holds, also keys that are no fields, with the scores of this object."""
+        found: dict[str, Any] = read_object(self.line)
+        if self.scores is not None:
+            found["scores"] = msgspec.to_builtins(self.scores)
+        return found
+
+
+_decode = msgspec.json.Decoder(Record).decode
+_members_in = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def decode_record(line: bytes) -> Record:
+    """The record of a line of records.jsonl. Raises `DamagedLine`, which names the field."""
+    if not check_seal(line):
+        read_object(line)  # the parts that are no fields are damaged or whole, too
+    try:
+        record = _decode(line)
+        record.tools = _shared_tools(bytes(record.raw_tools))
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        read_object(line)  # what is no JSON is described there
+        raise _damaged(error) from error
+    for number, message in enumerate(record.messages):
+        if message.role == "tool" and message.tool_call_id is None:
+            raise DamagedLine(f"`messages[{number}]`: object missing required field `tool_call_id`")
+    record.line = line
+    return record
+
+
+def stored_messages(messages: Sequence[Mapping[str, Any]]) -> list[StoredMessage]:
+    """Messages of a conversation that is not stored yet, in the form of records."""
+    return msgspec.convert(messages, list[StoredMessage])
+
+
+def _damaged(error: Exception) -> DamagedLine:
+    what, _, place = str(error).partition(" - at ")
+    field = place.strip("`").removeprefix("$").removeprefix(".")
+    where = f"`{field}`: " if field else ""
+    return DamagedLine(f"{where}{what[:1].lower()}{what[1:]}")
+
+
+@lru_cache(maxsize=64)
+def _shared_tools(json: bytes) -> Tools:
+    """The tools of a record, the same list for equal JSON. Raises `msgspec.ValidationError`."""
+    tools: list[dict[str, Any]] = exact_json.loads(json)
+    try:
+        msgspec.convert(tools, list[_OfferedTool])
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at ")
+        raise msgspec.ValidationError(f"{what} - at `$.tools{place.strip('`')[1:]}`") from None
+    return tools

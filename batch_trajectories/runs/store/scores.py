@@ -1,0 +1,76 @@
+"""Scores that were given after the run: `scores.jsonl` in the run directory.
+
+The file only grows. Each line has the keys of a score (see `runs.store.checks`), and `record` (see
+`score_key`), `id` and `at`; those of a judge also `question`, `reply`, `model`, `usage` and
+`cost_usd`. Of several scores of a record by one source the last counts. Records themselves never
+change: readers add the scores to `scores` of the records that they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from msgspec.structs import replace
+
+from batch_trajectories.runs.errors import RunDirError
+from batch_trajectories.runs.store.checksum import read_object
+from batch_trajectories.runs.store.record_types import Record, Score
+from batch_trajectories.runs.store.records import lines_from
+
+NAME = "scores.jsonl"
+
+
+def score_key(record: Record) -> str:
+    """Names a record: by its task and when it was finished, as a task can be run again."""
+    text = f"{record.input_digest} {record.id} {record.finished_at}"
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class Scores:
+    """The scores on disk; only their places are in memory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """An incomplete last line is ignored. Raises `RunDirError`."""
+        self._path = run_dir / NAME
+        self._by_source: dict[str, dict[bytes, int]] = {}
+        for offset, line in read_scores(self._path):
+            places = self._by_source.setdefault(line["source"], {})
+            places[bytes.fromhex(line["record"])] = offset
+
+    def added_to(self, record: Record) -> Record:
+        """The record with these scores after its own; the same object if it has none here."""
+        if not self._by_source:
+            return record
+        key = bytes.fromhex(score_key(record))
+        places = [found[key] for found in self._by_source.values() if key in found]
+        if not places:
+            return record
+        with self._path.open("rb") as file:
+            added = [_score_at(file, place) for place in places]
+        sources = {score.source for score in added}
+        kept = [score for score in record.scores or () if score.source not in sources]
+        return replace(record, scores=[*kept, *added])
+
+
+def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """All whole lines with their places. Raises `RunDirError` for a line that is not a score."""
+    for number, (offset, content) in enumerate(lines_from(path, 0), start=1):
+        try:
+            line = read_object(content)
+            msgspec.convert(line, Score)
+            bytes.fromhex(line["record"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunDirError(
+                f"{path}:{number}: not a score ({error}); `verify --repair` sets it aside, and its "
+                "record can be scored again"
+            ) from error
+        yield offset, line
+
+
+def _score_at(file: BinaryIO, offset: int) -> Score:
+    file.seek(offset)
+    return msgspec.convert(read_object(file.readline()), Score)

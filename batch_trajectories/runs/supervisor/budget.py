@@ -1,0 +1,237 @@
+"""The budget of a run, granted to its workers in shares that never exceed what is left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agent.messages import Event, reply_in
+from batch_trajectories.runs.amounts import Cost
+from batch_trajectories.runs.executors.base import WorkerHandle
+from batch_trajectories.runs.protocol.messages import pack
+from batch_trajectories.runs.store.checksum import DamagedLine, read_object, with_checksum
+from batch_trajectories.runs.store.files import AppendFile, repair_tail
+from batch_trajectories.runs.store.index import IndexEntry
+from batch_trajectories.runs.store.journal import Inflight
+
+log = logging.getLogger(__name__)
+
+_GRANTS_PER_SHARE = 2
+"""A grant is about a worker's share of the remaining budget, divided by this."""
+
+
+@dataclass(slots=True)
+class _WorkerShare:
+    """What the parent knows of one worker's share of the budget."""
+
+    grants: int = 0
+    """Grants that were sent to it."""
+    grants_seen: int = 0
+    calls: int = 0
+    """Its calls with a reserved cost."""
+    is_reclaimed: bool = False
+    is_short: bool = False
+    """It has nothing beyond these reservations."""
+    wanted: Cost = field(default_factory=Cost)
+    needs: list[Cost] = field(default_factory=list)
+    """Each of these amounts would let one of its calls go; empty if no call waits."""
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it has nothing to return, and no grant is on its way to it."""
+        return self.is_short and not self.calls and self.grants == self.grants_seen
+
+
+class RunBudget:
+    """Grants what is left of the run's budget to workers that request it."""
+
+    def __init__(self, budget: Cost | None, *, spent: Cost, budget_log: BudgetLog) -> None:
+        """`spent` is what earlier starts have spent; see `spent_before`."""
+        self.budget = budget
+        self._log = budget_log
+        self._left = (budget or Cost()) - _limited(spent, budget)
+        self._shares: dict[WorkerHandle, _WorkerShare] = {}
+        self._is_short = False
+
+    def on_worker_budget(self, worker: WorkerHandle, report: dict[str, Any]) -> None:
+        """A worker reports what it has and wants; see `WorkerBudget`."""
+        share = self._shares.setdefault(worker, _WorkerShare())
+        share.grants_seen = report["grants"]
+        share.calls = report["calls"]
+        share.is_short = report["is_short"]
+        share.wanted = Cost(*report["wanted"])
+        share.needs = [Cost(*need) for need in report["needs"]]
+        if any(report["returned"]):
+            self._left += Cost(*report["returned"])
+            self._log.append("returned", Cost(*report["returned"]))
+
+    def grant_shares(self, workers: Sequence[WorkerHandle]) -> None:
+        """Grant what is possible. The share of a dead worker counts as spent: it may have been."""
+        if self.budget is None:
+            return
+        for gone in self._shares.keys() - set(workers):
+            del self._shares[gone]
+        for worker in workers:
+            share = self._shares.setdefault(worker, _WorkerShare())
+            if not share.needs or share.grants != share.grants_seen:
+                continue
+            payable = [need for need in share.needs if self._left.covers(need)]
+            if payable:
+                self._grant_to(worker, share, payable[0], len(workers))
+            else:
+                self._is_short = True
+        if self._is_short:
+            for worker, share in self._shares.items():
+                if worker.ready and not share.is_reclaimed:
+                    share.is_reclaimed = True
+                    worker.send(pack("reclaim"))
+
+    def used_up(self, workers: Sequence[WorkerHandle]) -> str | None:
+        """A message that the budget is used up; None while some call can still be paid for."""
+        ready = [self._shares[worker] for worker in workers if worker in self._shares]
+        needs = [need for share in ready for need in share.needs]
+        if not needs or not all(share.is_quiet for share in ready):
+            return None
+        if any(self._left.covers(need) for need in needs):
+            return None
+        assert self.budget is not None
+        least = min(needs, key=lambda need: (need.usd, need.tokens))
+        spent = self.budget - self._left
+        parts = []
+        if self.budget.usd:
+            parts.append(
+                f"${spent.usd:.4f} of ${self.budget.usd:g} (max_run_cost_usd) are spent, and the "
+                f"next call may cost up to ${least.usd:.4f}"
+            )
+        if self.budget.tokens:
+            parts.append(
+                f"{spent.tokens:,} of {self.budget.tokens:,} tokens (max_run_tokens) are used, and "
+                f"the next call may take up to {least.tokens:,}"
+            )
+        return "the budget of the run is used up: " + "; ".join(parts)
+
+    def describe(self) -> str:
+        """For the progress line; "" while the budget does not limit calls."""
+        return "limited by the budget" if self._is_short else ""
+
+    def _grant_to(
+        self, worker: WorkerHandle, share: _WorkerShare, need: Cost, workers: int
+    ) -> None:
+        parts = _GRANTS_PER_SHARE * workers
+        part = Cost(self._left.usd / parts, self._left.tokens // parts)
+        grant = Cost(
+            max(need.usd, min(share.wanted.usd, part.usd)),
+            max(need.tokens, min(share.wanted.tokens, part.tokens)),
+        )
+        if self._is_short:
+            grant = need
+        self._left -= grant
+        share.grants += 1
+        share.needs = []
+        # On disk before it can be spent: after a crash, what was not returned counts as spent.
+        self._log.append("lent", grant)
+        worker.send(pack("grant", amount=grant.to_json()))
+
+
+class BudgetLog:
+    """`budget.jsonl`: grants to workers and what they returned, over all starts.
+
+    Lines: {"kind": "lent" or "returned", "usd", "tokens"}. The difference counts as spent: a
+    worker that was killed returned nothing.
+    """
+
+    def __init__(self, run_dir: Path, quarantine: Path, *, name: str = "budget.jsonl") -> None:
+        path = run_dir / name
+        repair_tail(path, quarantine)
+        self.balance = Cost()
+        """Granted and not returned."""
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        for number, text in enumerate(lines, 1):
+            if (line := _read_line(text)) is None:
+                log.warning("%s:%d: skipped: not a line of the budget log", path, number)
+            else:
+                self._count(**line)
+        self._path = path
+        self._file: AppendFile | None = None
+
+    def append(self, kind: str, amount: Cost) -> None:
+        """Append a line; the first creates the file. Raises `StorageError`."""
+        if self._file is None:
+            self._file = AppendFile(self._path)
+        self._file.check_is_there()
+        line = {"kind": kind, "usd": amount.usd, "tokens": amount.tokens}
+        self._file.append(with_checksum(orjson.dumps(line)))
+        self._count(kind, amount.usd, amount.tokens)
+
+    def close(self) -> None:
+        """Make all lines survive a power loss."""
+        if self._file is not None:
+            self._file.sync()
+            self._file.close()
+
+    def _count(self, kind: str, usd: float, tokens: int) -> None:
+        amount = Cost(usd, tokens)
+        self.balance = self.balance + amount if kind == "lent" else self.balance - amount
+
+
+def is_budget_line(text: bytes) -> bool:
+    """Whether a line of `budget.jsonl` can be read."""
+    return _read_line(text) is not None
+
+
+def _read_line(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = read_object(text)
+    except DamagedLine:
+        return None
+    is_complete = (
+        line.keys() == {"kind", "usd", "tokens"}
+        and line["kind"] in ("lent", "returned")
+        and isinstance(line["usd"], (int, float))
+        and isinstance(line["tokens"], int)
+    )
+    return line if is_complete else None
+
+
+def spent_before(
+    records: Iterable[IndexEntry],
+    inflight: Inflight,
+    budget_log: BudgetLog,
+    *,
+    held: Iterable[Cost] = (),
+) -> Cost:
+    """What earlier starts have spent.
+
+    The sum over `records`, including replaced ones, the journals of other tasks, and `held`, which
+    is reserved for calls in batches; or the balance of the budget log if that is more, as it
+    includes calls without a reply or a known cost.
+    """
+    spent = sum(held, Cost())
+    for entry in records:
+        tokens = (entry.input_tokens or 0) + (entry.output_tokens or 0)
+        spent += Cost(entry.cost_usd or 0.0, tokens)
+    for key in inflight.tasks():
+        for event in inflight.events(key):
+            spent += _spent_by(event)
+    lent = budget_log.balance
+    return Cost(max(spent.usd, lent.usd), max(spent.tokens, lent.tokens))
+
+
+def _spent_by(event: Event) -> Cost:
+    if (reply := reply_in(event)) is None:
+        return Cost()
+    usage = reply["usage"] or {"input_tokens": None, "output_tokens": None}
+    tokens = (usage["input_tokens"] or 0) + (usage["output_tokens"] or 0)
+    return Cost(reply["cost_usd"] or 0.0, tokens)
+
+
+def _limited(spent: Cost, budget: Cost | None) -> Cost:
+    """The part of `spent` that the budget limits: dollars, tokens or both."""
+    if budget is None:
+        return Cost()
+    return Cost(spent.usd if budget.usd else 0.0, spent.tokens if budget.tokens else 0)

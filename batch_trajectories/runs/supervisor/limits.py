@@ -1,0 +1,194 @@
+"""Divide the limits on a run's calls among its workers; the shares never exceed the limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent.models.model import url_of
+from batch_trajectories.runs.amounts import EndpointLimits
+from batch_trajectories.runs.executors.base import WorkerHandle
+from batch_trajectories.runs.protocol.messages import pack
+from batch_trajectories.runs.supervisor.limiter import Limiter, share_out
+
+_TURN_S = 1.0
+"""How long a worker keeps an uneven remainder."""
+
+_BUSY = 0.85
+"""A worker that uses this share of a core is what limits its calls."""
+
+_LATELY = 0.2
+"""The weight of a heartbeat in the moving average."""
+
+
+class RunLimits:
+    """Collects the results of the workers' calls, and limits their calls in flight."""
+
+    def __init__(self, limits: Mapping[str, EndpointLimits]) -> None:
+        """`limits` by endpoint (see `ModelSettings.endpoint`)."""
+        self._endpoints = {
+            endpoint: _SharedLimit(endpoint, user_limits)
+            for endpoint, user_limits in limits.items()
+        }
+        self._busy = 0.0
+        """The share of a core that workers have used lately, on average."""
+        self._heartbeats = self._busy_heartbeats = 0
+
+    def on_busy(self, busy: float) -> None:
+        """A worker reports the share of a core that it has used."""
+        self._heartbeats += 1
+        self._busy_heartbeats += busy >= _BUSY
+        self._busy += (busy - self._busy) * _LATELY
+
+    def on_load(self, worker: WorkerHandle, endpoint: str, load: dict[str, int]) -> None:
+        """A worker reports its calls since its last report, and how many wait."""
+        self._endpoints[endpoint].on_load(worker, load)
+
+    def on_refusal(self, endpoint: str, retry_after_s: float | None, sent_at: float) -> None:
+        """The endpoint refused a call (429) that was sent at `sent_at` (monotonic clock)."""
+        limiter = self._endpoints[endpoint].limiter
+        limiter.on_refusal(retry_after_s, sent_at=sent_at, now=time.monotonic())
+
+    def share(self, workers: Sequence[WorkerHandle]) -> None:
+        """Send the workers their shares if these have changed."""
+        ready = [worker for worker in workers if worker.ready]
+        for endpoint in self._endpoints.values():
+            endpoint.share(ready)
+
+    def pause_s(self) -> float:
+        """Seconds until calls may be sent again, where all endpoints have asked for a pause."""
+        now = time.monotonic()
+        until = [shared.limiter.cool_down_until - now for shared in self._endpoints.values()]
+        return max(0.0, min(until, default=0.0))
+
+    def describe(self) -> str:
+        """For the progress line; "" while only the user's own limits apply."""
+        pause = f"paused by the endpoint for {pause_s:.0f} s" if (pause_s := self.pause_s()) else ""
+        busy = f"workers at {self._busy:.0%} of a core" if self._busy >= _BUSY else ""
+        return ", ".join(filter(None, (self._describe_endpoints(), pause, busy)))
+
+    def _describe_endpoints(self) -> str:
+        probed = [shared for shared in self._endpoints.values() if shared.limiter.is_probed]
+        if len(self._endpoints) == 1:
+            return "".join(f"limit {shared.limiter.limit} (endpoint)" for shared in probed)
+        return ", ".join(f"limit {shared.limiter.limit} ({shared.url})" for shared in probed)
+
+    def report(self) -> list[dict[str, Any]]:
+        """What limited the calls of this start, for the summary: one object per endpoint.
+
+        Keys: `endpoint` (its base URL), `limit` and `ceiling` (calls in flight), `in_flight_max`,
+        `replies`, `refused` (429s), `failed` (other attempts that were retried) and `limited_by`:
+        "endpoint", "rate" (rpm, tpm), "workers" (they used up their cores), "concurrency" (the
+        user's limits), or "tools" if calls never came near any of these.
+        """
+        is_busy = self._busy_heartbeats > self._heartbeats / 2
+        return [shared.report(is_busy=is_busy) for shared in self._endpoints.values()]
+
+
+@dataclass(slots=True)
+class _Share:
+    """A worker's share of an endpoint's limit, and its use."""
+
+    in_flight: int = 0
+    waiting: int = 0
+    permits: int = 0
+    """The permits that were sent last."""
+    max_permits: int = 0
+    """The maximum over all permits that may still be in effect at the worker."""
+    messages: int = 0
+    """How often permits were sent."""
+    cool_down_until: float = float("-inf")
+
+    @property
+    def possible(self) -> int:
+        """The most calls that the worker can have in flight until its next report."""
+        return max(self.in_flight, self.max_permits)
+
+
+class _SharedLimit:
+    """The limit of one endpoint, and the workers' shares of it."""
+
+    def __init__(self, endpoint: str, limits: EndpointLimits) -> None:
+        self._endpoint = endpoint
+        self.url = url_of(endpoint)
+        self.limiter = Limiter(start=limits.start, ceiling=limits.ceiling)
+        self._limits = limits
+        self._shares: dict[WorkerHandle, _Share] = {}
+        self._in_flight_max = self._replies = self._failed = 0
+        self._is_paced = False
+
+    def on_load(self, worker: WorkerHandle, load: dict[str, int]) -> None:
+        share = self._shares.setdefault(worker, _Share())
+        share.in_flight, share.waiting = load["in_flight"], load["waiting"]
+        if load["told"] == share.messages:
+            share.max_permits = share.permits
+        in_flight = sum(each.in_flight for each in self._shares.values())
+        self._in_flight_max = max(self._in_flight_max, in_flight)
+        self._replies += load["replies"]
+        self._failed += load["failures"]
+        has_rate = self._limits.rpm or self._limits.tpm
+        if has_rate and share.waiting and share.in_flight < share.permits:
+            self._is_paced = True
+        if load["overloads"]:
+            self.limiter.on_failures(load["overloads"])
+        if load["replies"]:
+            is_needed = any(each.waiting for each in self._shares.values())
+            self.limiter.on_replies(load["replies"], is_needed=is_needed)
+
+    def share(self, ready: Sequence[WorkerHandle]) -> None:
+        for gone in self._shares.keys() - set(ready):
+            del self._shares[gone]
+        shares = [self._shares.setdefault(worker, _Share()) for worker in ready]
+        demands = [share.in_flight + share.waiting for share in shares]
+        limit = self.limiter.limit
+        parts = share_out(limit, demands, turn=int(time.monotonic() / _TURN_S))
+        sent = [(share.permits, share.cool_down_until) for share in shares]
+        for share, wanted in zip(shares, parts, strict=True):
+            share.permits = min(share.permits, wanted)
+        # A permit that one worker gives up is free only when no call can be using it any more.
+        free = limit - sum(share.possible for share in shares)
+        for share, wanted in zip(shares, parts, strict=True):
+            possible = share.possible
+            share.permits += min(wanted - share.permits, possible - share.permits + max(0, free))
+            share.max_permits = max(share.max_permits, share.permits)
+            free -= share.possible - possible
+            share.cool_down_until = self.limiter.cool_down_until
+        for worker, share, before in zip(ready, shares, sent, strict=True):
+            if (share.permits, share.cool_down_until) != before or not share.messages:
+                share.messages += 1
+                self._send(worker, share, share.permits / limit)
+
+    def _send(self, worker: WorkerHandle, share: _Share, part: float) -> None:
+        worker.send(
+            pack(
+                "limits",
+                limits={
+                    "endpoint": self._endpoint,
+                    "permits": share.permits,
+                    "number": share.messages,
+                    "cool_down_s": max(0.0, share.cool_down_until - time.monotonic()),
+                    "rpm": self._limits.rpm and self._limits.rpm * part,
+                    "tpm": self._limits.tpm and self._limits.tpm * part,
+                },
+            )
+        )
+
+    def report(self, *, is_busy: bool) -> dict[str, Any]:
+        near = self._in_flight_max >= 0.9 * self._limits.ceiling
+        by = "workers" if is_busy else "concurrency" if near else "tools"
+        if self.limiter.is_probed:
+            by = "endpoint"
+        elif self._is_paced:
+            by = "rate"
+        return {
+            "endpoint": self.url,
+            "limit": self.limiter.limit,
+            "ceiling": self._limits.ceiling,
+            "in_flight_max": self._in_flight_max,
+            "replies": self._replies,
+            "refused": self.limiter.refused,
+            "failed": self._failed,
+            "limited_by": by,
+        }

@@ -1,0 +1,120 @@
+"""Holds back failures of tasks while an endpoint refuses all requests and has answered none.
+
+Then it is not the rows that are wrong: a server without a tool parser refuses every request with
+tools. Such a run stops, and no task is marked as failed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from agent.models.model import url_of
+from batch_trajectories.runs.executors.base import WorkerHandle
+
+_ENOUGH = 3
+"""After so many refusals no task is begun until all calls in flight have ended."""
+
+_VARYING = re.compile(r"\b[0-9a-fA-F-]{8,}\b|(?<!HTTP )\b\d+")
+"""Ids and numbers, in which equal refusals differ."""
+
+_REMEDIES = (
+    (
+        ("enable-auto-tool-choice", "tool-call-parser", "tool call parser"),
+        "The server has no parser for tool calls: start vLLM with --enable-auto-tool-choice and "
+        "--tool-call-parser NAME (SGLang: --tool-call-parser NAME)",
+    ),
+    (("--jinja",), "Start llama-server with --jinja, without which it takes no tools"),
+    (
+        ("not support tool", "tool use is not supported", "tools is not supported"),
+        "This model takes no tools: choose another one, or --text_protocol=react",
+    ),
+    (
+        ("maximum context length", "max_tokens", "max_completion_tokens", "max_output_tokens"),
+        "Check --max_tokens",
+    ),
+)
+_OTHERWISE = (
+    "Check --model, sampling options and --extra_body, and what the server needs for requests with "
+    "tools (vLLM: --enable-auto-tool-choice and --tool-call-parser NAME)"
+)
+
+
+class Refused(NamedTuple):
+    """The message of a worker about a task that failed because its request was refused."""
+
+    worker: WorkerHandle
+    header: dict[str, Any]
+    payload: bytes
+
+    @property
+    def words(self) -> str:
+        """What the endpoint said."""
+        return str(self.header["failure"]["message"])
+
+
+class Refusals:
+    """The refusals of a start, until a call is answered."""
+
+    def __init__(self, endpoints: Collection[str], *, has_answered: bool) -> None:
+        """`endpoints` are those of the run; `has_answered`: they have answered earlier starts."""
+        self._urls = sorted({*map(url_of, endpoints)})
+        self._is_decided = has_answered or not endpoints
+        """A refusal is that of one row."""
+        self._held: list[Refused] = []
+
+    def on_reply(self) -> None:
+        """A call was answered."""
+        self._is_decided = True
+
+    def holds(self, worker: WorkerHandle, header: dict[str, Any], payload: bytes) -> bool:
+        """Whether the message is one to hold back; keeps it then."""
+        failure = header.get("failure")
+        if header["type"] == "finished" and failure is None:
+            self._is_decided = True  # it is heard of before the load of its worker
+        if self._is_decided or failure is None or failure["error_class"] != "bad_request":
+            return False
+        self._held.append(Refused(worker, header, payload))
+        return True
+
+    @property
+    def are_open(self) -> bool:
+        """Whether messages are held back."""
+        return bool(self._held)
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether no more tasks should be tried before it is known if the endpoint answers."""
+        return not self._is_decided and len(self._held) >= _ENOUGH
+
+    def settle(self, *, is_last: bool) -> tuple[list[Refused], str | None]:
+        """The messages to handle now, and why the run must stop instead, if it must.
+
+        `is_last`: no call is in flight, and as many as are needed to judge were made.
+        """
+        if not self._is_decided and not (is_last and self._held):
+            return [], None
+        if not self._is_decided:
+            self._is_decided = True
+            if len(self._held) > 1 and len({_alike(one.words) for one in self._held}) == 1:
+                return [], self._describe()
+        held, self._held = self._held, []
+        return held, None
+
+    def _describe(self) -> str:
+        first = self._held[0]
+        said = first.words.lower()
+        remedy = next(
+            (advice for words, advice in _REMEDIES if any(word in said for word in words)),
+            _OTHERWISE,
+        )
+        return (
+            f"{', '.join(self._urls)}: the first {len(self._held)} requests were refused alike, "
+            f"and none was answered: {first.words}. {remedy}; then run the same command "
+            "again. No task was marked as failed"
+        )
+
+
+def _alike(words: str) -> str:
+    return _VARYING.sub("", words)

@@ -1,0 +1,450 @@
+"""The supervisor: assigns tasks to workers and writes the records of finished tasks.
+
+It knows which tasks each worker has. A worker that dies or falls silent is replaced, and its tasks
+are assigned again from the end of their journals, in the order of `task_queue`.
+
+A finished task is acknowledged to its worker only after its record is durable; the records of
+20 ms share one sync. The worker gets its next task without waiting for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from agent.loop.steps import Finish
+from agent.models.model import url_of
+from batch_trajectories.runs.amounts import Cost
+from batch_trajectories.runs.batch_api.collector import BatchCollector
+from batch_trajectories.runs.batch_api.service import BatchService
+from batch_trajectories.runs.config.models import Setups, limits_of
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.config.sampling import setup_of_task
+from batch_trajectories.runs.errors import DatasetChanged, EnvironmentStop
+from batch_trajectories.runs.executors.base import Executor, WorkerHandle
+from batch_trajectories.runs.protocol.messages import Assignment, pack, unpack
+from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
+from batch_trajectories.runs.record import as_stored, make_record
+from batch_trajectories.runs.run_dir import RunDir
+from batch_trajectories.runs.store.failures import Failure, FailureFile
+from batch_trajectories.runs.store.files import StorageError
+from batch_trajectories.runs.store.index import passed_in
+from batch_trajectories.runs.store.journal import Inflight, next_worker_number
+from batch_trajectories.runs.store.records import RecordFile
+from batch_trajectories.runs.store.settled import WORKER_DIED
+from batch_trajectories.runs.supervisor.budget import BudgetLog, RunBudget
+from batch_trajectories.runs.supervisor.damaged import shortened
+from batch_trajectories.runs.supervisor.key_service import KeyService
+from batch_trajectories.runs.supervisor.limits import RunLimits
+from batch_trajectories.runs.supervisor.outages import Outages
+from batch_trajectories.runs.supervisor.progress import Progress
+from batch_trajectories.runs.supervisor.refusals import Refusals
+from batch_trajectories.runs.supervisor.task_queue import TaskQueue
+from batch_trajectories.runs.supervisor.worker_pool import KILL_AFTER_GRACE_S, WorkerPool
+from batch_trajectories.runs.tasks import Task
+from toolsets.text import plural
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_SYNC_EVERY_S = 0.02
+"""As the journals: a power loss takes no more of records than of replies."""
+_FAILED_STARTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The parts of one start of a run."""
+
+    run_dir: RunDir
+    config: RunConfig
+    executor: Executor
+    setups: Setups
+    setup: WorkerSetup
+    tasks: Iterator[Task]
+    """The tasks that need work."""
+    records: RecordFile
+    failures: FailureFile
+    inflight: Inflight
+    progress: Progress
+    spent: Cost
+    """The part of the budget that earlier starts have spent."""
+    held: dict[bytes, dict[str, list[Any]]]
+    """Amounts of that reserved for calls in batches, by task and call."""
+    budget_log: BudgetLog
+    batches: BatchService
+    keys: KeyService
+    refusals: Refusals
+
+
+class Supervisor:
+    """Runs all tasks of one start. Use `run` once."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._setup = start.setup
+        self._progress = start.progress
+        self._queue = TaskQueue(start.tasks, start.failures.deaths)
+        self._finished: list[tuple[WorkerHandle, bytes]] = []
+        """Tasks whose records are not durable yet, with their workers."""
+        self._failed_now: set[bytes] = set()
+        """Tasks that failed in this start; their journals stay for the next start."""
+        self._said: set[str] = set()
+        self.limits = RunLimits(limits_of(start.config, start.setups))
+        self.budget = RunBudget(start.setup.budget, spent=start.spent, budget_log=start.budget_log)
+        first_number = next_worker_number(start.run_dir.inflight)
+        self._pool = WorkerPool(start.executor, start.config, first_number=first_number)
+        self._failed_starts = 0
+        self._outages = Outages(start.setup.proven, say=start.progress.say)
+        self._signals = 0
+        self._stop_reason: str | None = None
+        self.is_out_of_budget = False
+        self.is_dataset_changed = False
+        self._kill_at: float | None = None
+        self._due = 0.0
+        """When there is something to do besides assigning tasks and keeping records."""
+
+    def interrupt(self) -> None:
+        """Stop the run: in good order, or at once if called again. For signal handlers."""
+        self._pool.inbox.put((None, None))
+
+    def run(self) -> str | None:
+        """Work until every task has ended or the run is stopped.
+
+        Returns None, or why the environment stopped the run ("" after `interrupt`). Raises
+        `EnvironmentStop` if records cannot be written or no worker starts.
+        """
+        try:
+            for _ in range(min(self._start.config.num_workers, self._progress.left)):
+                self._pool.start(self._setup)
+            while not self._is_over():
+                self._handle_messages()
+                if time.monotonic() >= self._due:
+                    self._tend()
+                self._assign()
+            self._acknowledge_finished()
+            self._shut_down_workers()
+        finally:
+            self._pool.kill()
+            self._start.batches.close()
+        return self._stop_reason
+
+    def _describe(self) -> str:
+        parts = (self._outages, self._start.batches, self.limits, self.budget)
+        return ", ".join(filter(None, (part.describe() for part in parts)))
+
+    def _is_over(self) -> bool:
+        if self._pool.held or (self._start.refusals.are_open and self._stop_reason is None):
+            return False
+        return self._stop_reason is not None or self._queue.is_empty()
+
+    # Messages of workers.
+
+    def _handle_messages(self) -> None:
+        """Handle all messages, waiting for the first until something else is due."""
+        try:
+            item = self._pool.inbox.get(timeout=max(0.0, self._due - time.monotonic()))
+            while True:
+                self._handle(*item)
+                item = self._pool.inbox.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _tend(self) -> None:
+        """Do what is due: after each message but finished tasks, which wait for a common sync."""
+        self._start.run_dir.check_is_there()
+        if (problem := self._start.run_dir.what_vanished()) is not None:
+            self._stop(problem)
+        self._acknowledge_finished()
+        self._watch_workers()
+        self.limits.share(self._pool.workers)
+        self._grant_budget()
+        self._settle_refusals()
+        self._serve_batches()
+        self._progress.show(self._pool.held, self._describe(), pause_s=self.limits.pause_s())
+        self._due = time.monotonic() + _TICK_S
+
+    def _acknowledge_finished(self) -> None:
+        if not self._finished:
+            return
+        self._start.records.sync()
+        self._start.failures.sync()
+        durable: dict[WorkerHandle, list[bytes]] = {}
+        for worker, key in self._finished:
+            self._forget(key)
+            durable.setdefault(worker, []).append(key)
+        for worker, keys in durable.items():
+            worker.durable(keys)
+        self._finished.clear()
+
+    def _forget(self, key: bytes) -> None:
+        """Drop the journal and the batch calls of a task whose record is durable."""
+        self._start.inflight.finish(key)
+        self._start.batches.do(BatchCollector.forget, key)
+
+    def _handle(self, worker: WorkerHandle | None, message: bytes | None) -> None:
+        now = due = time.monotonic()
+        if worker is None:
+            self._on_signal()
+        elif message is None:
+            self._on_death(worker)
+        else:
+            worker.heard_at = now
+            header, payload = unpack(message)
+            self._on_message(worker, header, payload)
+            if header["type"] == "finished":
+                due += _SYNC_EVERY_S
+        self._due = min(self._due, due)
+
+    def _on_message(self, worker: WorkerHandle, header: dict[str, Any], payload: bytes) -> None:
+        if self._start.refusals.holds(worker, header, payload):
+            self._release(worker, bytes.fromhex(header["key"]))
+            return
+        match header["type"]:
+            case "ready":
+                worker.ready = True
+                self._start.keys.attach(worker)
+                self._failed_starts = 0
+            case "alive":
+                self._progress.add(header["counters"])
+                self.limits.on_busy(header["busy"])
+                proven = self._setup.proven | set(header["proven"])
+                self._setup = replace(self._setup, proven=proven)
+            case "finished":
+                key = bytes.fromhex(header["key"])
+                self._release(worker, key)
+                if header["failure"]:
+                    failure = Failure(**header["failure"])
+                    self._start.failures.append(failure)
+                    self._progress.say_failed(failure)
+                if header["image"]:
+                    self._start.run_dir.keep_image(**header["image"])
+                self._start.records.append(payload, header["fields"])
+                failed = header["failure"] and header["failure"]["error_class"]
+                self._progress.task_ended(failure=failed, passed=passed_in(header["fields"]))
+                self._finished.append((worker, key))
+            case "failed":
+                failure = Failure(**header["failure"])
+                self._release(worker, bytes.fromhex(header["key"]))
+                self._start.failures.append(failure)
+                self._failed_now.add(bytes.fromhex(header["key"]))
+                self._progress.task_ended(failure=failure.error_class)
+                self._progress.say_failed(failure)
+            case "released":
+                self._release(worker, bytes.fromhex(header["key"]))
+            case "ask":
+                answer, most = partial(_answer, worker), header["most"]
+                self._start.batches.do(
+                    BatchCollector.ask, header["id"], header["model"], payload, answer, most
+                )
+            case "load":
+                self.limits.on_load(worker, header["endpoint"], header["load"])
+                if header["load"]["replies"]:
+                    self._outages.on_replies(url_of(header["endpoint"]))
+                    self._start.refusals.on_reply()
+            case "refused":
+                self.limits.on_refusal(
+                    header["endpoint"], header["retry_after_s"], header["sent_at"]
+                )
+            case "key_rejected":
+                self._start.keys.on_rejected(header["command"], header["number"])
+            case "budget":
+                self.budget.on_worker_budget(worker, header["report"])
+            case "outage":
+                self._outages.note(header["url"], header["words"], header["left_s"])
+            case "say":
+                if header["message"] not in self._said:
+                    self._said.add(header["message"])
+                    self._progress.say(header["message"])
+            case "halt":
+                self._stop(header["message"])
+
+    def _release(self, worker: WorkerHandle, key: bytes) -> None:
+        worker.held.pop(key, None)
+        worker.isolated = False
+        self._start.batches.do(BatchCollector.leave, key)
+
+    def _settle_refusals(self) -> None:
+        refusals = self._start.refusals
+        is_last = not self._pool.held and (refusals.are_enough or self._queue.is_empty())
+        messages, reason = refusals.settle(is_last=is_last)
+        if reason is not None and self._stop_reason is None:
+            self._stop(reason, grace_s=0.0)
+        for refused in messages:
+            self._on_message(*refused)
+
+    def _grant_budget(self) -> None:
+        self.budget.grant_shares(self._pool.workers)
+        if self._stop_reason is None and (reason := self.budget.used_up(self._pool.workers)):
+            self.is_out_of_budget = True
+            self._stop(reason)
+
+    def _serve_batches(self) -> None:
+        while not self._start.batches.news.empty():
+            self._progress.say(self._start.batches.news.get())
+        if self._start.batches.problem is not None:
+            self._stop(self._start.batches.problem)
+        held = self._pool.held if self._pool.is_ready else None
+        is_tail = self._progress.ended_share >= self._start.config.batch_live_share
+        self._start.batches.do(BatchCollector.tick, held, is_tail=is_tail)
+
+    # Workers: starting, watching, replacing.
+
+    def _on_death(self, worker: WorkerHandle) -> None:
+        if not self._pool.reap(worker):
+            return
+        why = f": {worker.last_words}" if worker.last_words else ""
+        log.warning("%s died holding %d tasks%s", worker.name, len(worker.held), why)
+        for key in worker.held:
+            self._start.batches.do(BatchCollector.leave, key)
+        if self._stop_reason is not None:
+            return
+        if not worker.ready:
+            self._failed_starts += 1
+            if self._failed_starts >= _FAILED_STARTS:
+                log_file = self._start.run_dir.path / "run.log"
+                raise EnvironmentStop(f"workers die before they are ready{why}; see {log_file}")
+        if worker.held:
+            self._progress.say(
+                f"{worker.name} died; another worker takes over {plural(len(worker.held), 'task')}"
+            )
+            self._take_over(worker)
+        self._pool.start(self._setup)
+
+    def _take_over(self, worker: WorkerHandle) -> None:
+        """Queue the tasks of a dead worker again; if it had an isolated task, fail that."""
+        # Its finished records must be durable before its journals are read.
+        self._start.records.sync()
+        self._start.inflight.add_worker(
+            worker.number, wanted=lambda key: key in worker.held or key in self._failed_now
+        )
+        if damaged := self._start.inflight.damaged:
+            self._progress.say(
+                f"{len(damaged)} damaged lines of its journals were set aside in "
+                f"{self._start.run_dir.quarantine}: {shortened(damaged)}; these calls are made "
+                "again"
+            )
+            damaged.clear()
+        for key, (task, attempt) in worker.held.items():
+            failure = Failure(
+                task.id,
+                task.input_digest,
+                attempt,
+                WORKER_DIED,
+                "the worker process died while this task was in flight",
+            )
+            self._start.failures.append(failure)
+            if worker.isolated:
+                self._fail_poison_task(key, task, failure)
+            else:
+                self._queue.put_back(task)
+        self._start.failures.sync()
+
+    def _fail_poison_task(self, key: bytes, task: Task, failure: Failure) -> None:
+        row = self._start.config.row_rules(self._setup.api).read(task.columns)
+        record = make_record(
+            task,
+            row.trajectory(self._start.inflight.events(key)),
+            end=Finish("failed"),
+            spec=row.spec,
+            setup=setup_of_task(self._start.setups, self._start.config, task),
+            failure=failure,
+            attempt=failure.attempt,
+            provenance=self._setup.provenance,
+        )
+        self._start.records.add(as_stored(record))
+        self._start.records.sync()
+        self._forget(key)
+        self._progress.task_ended(failure=failure.error_class)
+
+    def _watch_workers(self) -> None:
+        self._pool.kill_silent()
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            self._pool.kill()
+
+    # Assigning tasks.
+
+    def _assign(self) -> None:
+        """Assign tasks to the workers with the most room, at most `batch_size` per message."""
+        if self._stop_reason is not None or self._start.refusals.are_enough:
+            return
+        assignments: dict[WorkerHandle, list[Assignment]] = {}
+        while worker := self._pool.with_room(self._progress.left):
+            try:
+                if (task := self._queue.next()) is None:
+                    break
+                assignment = self._assign_to(worker, task)
+            except (DatasetChanged, StorageError) as error:
+                self.is_dataset_changed = isinstance(error, DatasetChanged)
+                self._stop(str(error))
+                break
+            assignments.setdefault(worker, []).append(assignment)
+        for worker in self._pool.idle():
+            if suspect := self._queue.next_suspect():
+                worker.isolated = True
+                assignments[worker] = [self._assign_to(worker, suspect)]
+        size = self._start.config.batch_size
+        for worker, assigned in assignments.items():
+            for first in range(0, len(assigned), size):
+                worker.send(pack("tasks", assignments=assigned[first : first + size]))
+
+    def _assign_to(self, worker: WorkerHandle, task: Task) -> Assignment:
+        """Assign a task to a worker; return its message. Raises `StorageError`."""
+        attempt = self._start.failures.attempts[task.key] + 1
+        assignment = Assignment(
+            task=task._asdict(),
+            attempt=attempt,
+            number=self._start.inflight.next_assignment(task.key),
+            events=self._start.inflight.events(task.key),
+            place=self._start.inflight.workspace_place(task.key),
+            # Only once: a worker that dies may have received the answer and settled its cost.
+            held=self._start.held.pop(task.key, {}),
+        )
+        worker.held[task.key] = (task, attempt)
+        return assignment
+
+    # Stopping.
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals == 1 and self._stop_reason is not None:
+            self._progress.say("already stopping; interrupt again to stop at once")
+        elif self._signals == 1 and self._outages.are_all():
+            self._progress.say("stopping at once: no call has succeeded yet")
+            self._stop("", grace_s=0.0)
+        elif self._signals == 1:
+            self._progress.say(
+                f"stopping: running turns get {self._start.config.grace_s:g} s to finish; "
+                "interrupt again to stop at once (finished work is safe)"
+            )
+            self._stop("")
+        else:
+            self._pool.kill()
+
+    def _stop(self, reason: str, *, grace_s: float | None = None) -> None:
+        """Stop the run; running turns get `grace_s` to finish (default: that of the config)."""
+        grace_s = self._start.config.grace_s if grace_s is None else grace_s
+        if self._stop_reason is not None:
+            self._stop_reason = self._stop_reason or reason
+            return
+        self._stop_reason = reason
+        self._kill_at = time.monotonic() + grace_s + KILL_AFTER_GRACE_S
+        self._start.batches.do(BatchCollector.stop)
+        self._pool.broadcast(pack("stop", grace_s=grace_s))
+
+    def _shut_down_workers(self) -> None:
+        """Shut the workers down; handle their last messages about limits and budget."""
+        is_done = self._stop_reason is None and not self._failed_now
+        for worker, message in self._pool.shut_down(is_done=is_done):
+            header, payload = unpack(message)
+            if header["type"] in ("load", "budget"):
+                self._on_message(worker, header, payload)
+
+
+def _answer(worker: WorkerHandle, id: str, how: str, reply: bytes) -> None:
+    worker.send(pack("answer", reply, id=id, how=how))

@@ -1,0 +1,55 @@
+"""The queue of tasks that need work, and of suspects.
+
+When a worker dies, each of its tasks may have been the cause. A task that was in flight at two
+deaths, over all starts of the run, is a suspect: it runs isolated in a worker, after all others.
+If that worker dies, too, the task fails; other tasks are not blamed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+from batch_trajectories.runs.tasks import Task
+
+_DEATHS_OF_A_SUSPECT = 2
+"""A task that was in flight at this many worker deaths runs isolated."""
+
+
+class TaskQueue:
+    """First tasks that were put back, then those of the dataset, then suspects one by one."""
+
+    def __init__(self, remaining: Iterator[Task], deaths: Mapping[bytes, int]) -> None:
+        """`remaining` streams the dataset; `deaths` counts worker deaths by task key and may grow
+        during the run."""
+        self._remaining = remaining
+        self._deaths = deaths
+        self._again: deque[Task] = deque()
+        self._suspects: deque[Task] = deque()
+
+    def next(self) -> Task | None:
+        """The next task that may run beside others, None if there is none now."""
+        if self._again:
+            return self._again.popleft()
+        for task in self._remaining:
+            if not self._is_suspect(task):
+                return task
+            self._suspects.append(task)
+        return None
+
+    def next_suspect(self) -> Task | None:
+        """The next task that must run isolated."""
+        return self._suspects.popleft() if self._suspects else None
+
+    def put_back(self, task: Task) -> None:
+        """Queue a task again whose worker has died; `deaths` includes this death."""
+        (self._suspects if self._is_suspect(task) else self._again).append(task)
+
+    def is_empty(self) -> bool:
+        """Whether no task is left to assign."""
+        if not self._again and not self._suspects and (task := self.next()) is not None:
+            self._again.append(task)
+        return not self._again and not self._suspects
+
+    def _is_suspect(self, task: Task) -> bool:
+        return self._deaths.get(task.key, 0) >= _DEATHS_OF_A_SUSPECT

@@ -1,0 +1,346 @@
+"""Run an agent that is a command: in the sandbox of its conversation, with a gateway of its own.
+
+Each start begins with the workspace and the HOME of the first one. Calls that an earlier start has
+paid for are answered from the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent.command_agent import CommandAgent, fill
+from agent.gateway.conversations.lines import lines_of
+from agent.gateway.listing import names_only
+from agent.gateway.relay import CallLimits, RefusedModel, Relay, Route
+from agent.gateway.server import Gateway
+from agent.loop.steps import Finish
+from agent.messages import AgentExitEvent, AgentRestartedEvent, Event, ReplyEvent
+from agent.setup import Setup
+from agent.state.trajectory import Trajectory
+from batch_trajectories.runs.config.agent_program import (
+    HOME,
+    SOCKET_DIR,
+    VERSION_TIMEOUT_S,
+    extras_of,
+    path_of,
+    printed_version,
+    program_of,
+    version_of,
+)
+from batch_trajectories.runs.config.agents import model_asked
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.row import RowTask
+from batch_trajectories.runs.errors import AgentFailed, Stopped
+from batch_trajectories.runs.worker.calls import Calls
+from batch_trajectories.runs.worker.durable_calls import Stops
+from batch_trajectories.runs.worker.workspaces import Workspaces
+from toolsets.context import ToolContext
+from toolsets.installed import NotInstalled
+from toolsets.sandbox.base import ExecResult, Sandbox, SandboxError
+from toolsets.sandbox.programs import forwarding
+from toolsets.text import clip
+from toolsets.workspace.removal import remove_tree
+
+_PORT = 8800
+_SOCKET = "socket"
+_LAST_WORDS_S = 10.0
+"""For a command to end by itself once it gets no more replies."""
+_NO_LIMIT_S = 7 * 24 * 3600.0
+_OUTPUT_BYTES = 32 * 1024
+_SHOWN = 300
+"""Characters of an agent's output in the reason of a failure."""
+
+_ENDED = ExecResult(None, "", "", timed_out=False, truncated=False, duration_s=0.0)
+"""The result of a command that was ended because it could get no more replies."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTask:
+    """One conversation of an agent."""
+
+    key: bytes
+    agent: CommandAgent
+    setup: Setup
+    row: RowTask
+    context: ToolContext
+    trajectory: Trajectory
+    journal: Callable[[Event], None]
+    kept: Callable[[], Awaitable[None]] | None
+    """Waits until the journal is on disk; None where it is at once."""
+
+    def record(self, event: Event) -> None:
+        """Journal an event and apply it."""
+        self.journal(event)
+        self.trajectory.apply(event)
+
+
+class AgentRunner:
+    """Runs the agents of one worker."""
+
+    def __init__(self, config: RunConfig, spaces: Workspaces, calls: Calls, stops: Stops) -> None:
+        self._config = config
+        self._spaces = spaces
+        self._calls = calls
+        self._stops = stops
+        self._commands: set[asyncio.Task[ExecResult]] = set()
+        self._versions: dict[tuple[str, ...], str] = {}
+
+    def stop(self) -> None:
+        """End all commands. Nothing is lost: calls that are paid for are journaled."""
+        for command in self._commands:
+            command.cancel()
+
+    async def run(self, task: AgentTask) -> tuple[Finish, CommandAgent]:
+        """Run the agent to its end; return that, and the agent with its version.
+
+        Raises `AgentFailed`, `ModelError` where the endpoint failed, `Stopped`, and `HostError`.
+        """
+        if self._stops.is_stopping:
+            raise Stopped
+        if task.trajectory.agent_calls is not None:
+            task.record(AgentRestartedEvent(kind="agent_restarted", at=time.time()))
+        gateway = self._gateway(task)
+        try:
+            result, agent = await self._run_command(task, gateway)
+        except (SandboxError, NotInstalled) as error:
+            raise AgentFailed(f"agent {task.agent.name!r}: {error}") from error
+        return _ending(task, gateway.relay, result), agent
+
+    def _gateway(self, task: AgentTask) -> Gateway:
+        options = task.row.spec.options
+        setup = task.setup
+
+        def route(dialect: str, asked: str) -> Route:
+            settings = model_asked(task.agent, setup.settings, setup.aliases, asked)
+            if settings is None:
+                msg = (
+                    f"the agent asks for model {asked!r}, which this run does not have; add it to "
+                    "`aliases` of the agent, or set the name that it asks for"
+                )
+                raise RefusedModel(msg)
+            return Route(
+                model=self._calls.pool.get(settings),
+                name=None if asked == settings.name else settings.name,
+            )
+
+        relay = Relay(
+            route=route,
+            trajectory=task.trajectory,
+            journal=task.journal,
+            kept=task.kept,
+            limits=CallLimits.of(options),
+            volatile=task.agent.what_varies,
+            is_stopping=lambda: self._stops.is_stopping,
+        )
+        aliases = (name for name in task.agent.aliases if not any(mark in name for mark in "*?["))
+        models = names_only([setup.settings.name, *aliases])
+        return Gateway(relay, wires=task.agent.speaks, models=models)
+
+    async def _run_command(
+        self, task: AgentTask, gateway: Gateway
+    ) -> tuple[ExecResult, CommandAgent]:
+        config, workspace, agent = self._config, task.context.workspace, task.agent
+        installed = program_of(agent, config)
+        async with _home_beside(workspace.root) as beside:
+            is_isolated = config.sandbox == "bwrap"
+            is_alone = is_isolated and not self._spaces.has_network(task.row)
+            socket = beside / _SOCKET if is_alone else None
+            url, key = f"http://127.0.0.1:{_PORT}", "placeholder"
+            if socket is not None:
+                # By a short name: the path of a socket may have 107 bytes.
+                with _open_directory(beside) as fd:
+                    await gateway.serve_unix(Path(f"/proc/self/fd/{fd}/{_SOCKET}"))
+            else:
+                port, key = await gateway.serve_tcp()
+                url = f"http://127.0.0.1:{port}"
+            extras = extras_of(installed, socket, in_image=config.is_inside)
+            sandbox = None
+            try:
+                sandbox, home = await self._spaces.for_agent(
+                    task.context,
+                    task.row,
+                    extras,
+                    timeout_s=task.row.spec.options.max_conversation_s or _NO_LIMIT_S,
+                    output_bytes=_OUTPUT_BYTES,
+                )
+                if config.is_inside and agent.version_command:
+                    asking = self._begin(
+                        sandbox, agent.version_command, timeout_s=VERSION_TIMEOUT_S
+                    )
+                    agent = agent.with_found(printed_version(agent, await self._result(asking)))
+                home = home or (HOME if is_isolated else str(beside))
+                values = {
+                    "prompt": task.row.opening[-1]["content"],
+                    "gateway": url,
+                    "key": key,
+                    "model": task.setup.settings.name,
+                    "workspace": str(Path(sandbox.home) / workspace.start_dir),
+                    "home": home,
+                }
+                own = {
+                    "HOME": home,
+                    "PATH": path_of(installed),
+                    "LANG": "C.UTF-8",
+                    "TERM": "dumb",
+                    "USER": "user",
+                }
+                terms: dict[str, Any] = {
+                    "argv": [installed.path, *(fill(text, values) for text in agent.command[1:])],
+                    "env": ({} if config.is_inside else own) | agent.environment(values),
+                    "inherits": config.is_inside,
+                    "cwd": values["workspace"],
+                    "stdin": fill(agent.stdin, values),
+                    "files": {f"{home}/{path}": fill(t, values) for path, t in agent.files.items()},
+                    "socket": None if socket is None else f"{SOCKET_DIR}/{_SOCKET}",
+                    "port": _PORT,
+                }
+                argv, stdin = forwarding(terms, in_image=config.is_inside)
+                command = self._begin(sandbox, argv, stdin=stdin)
+                return await self._ended(task, gateway, command), agent
+            finally:
+                if sandbox is not None:
+                    await sandbox.stop()
+                await gateway.close()
+
+    def _begin(
+        self, sandbox: Sandbox, argv: Sequence[str], **given: Any
+    ) -> asyncio.Task[ExecResult]:
+        """Begin a command, which `stop` ends. Raises `Stopped`."""
+        if self._stops.is_stopping:
+            raise Stopped
+        command = asyncio.create_task(sandbox.exec(argv, **given))
+        self._commands.add(command)
+        command.add_done_callback(self._commands.discard)
+        return command
+
+    async def _result(self, command: asyncio.Task[ExecResult]) -> ExecResult:
+        """The result of a command; `_ENDED` if something other than `stop` ended it.
+
+        Raises `Stopped`.
+        """
+        try:
+            return await command
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if me is not None and me.cancelling():
+                raise
+            if self._stops.is_stopping:
+                raise Stopped from None
+            return _ENDED
+
+    async def _ended(
+        self, task: AgentTask, gateway: Gateway, command: asyncio.Task[ExecResult]
+    ) -> ExecResult:
+        """Wait until a command has ended, or end it once it can get no more replies."""
+        over = asyncio.create_task(_end_after(gateway.relay.ended, command))
+        try:
+            result = await self._result(command)
+        finally:
+            over.cancel()
+        if result is not _ENDED:
+            task.record(_exit_event(result))
+        return result
+
+    async def with_version(self, agent: CommandAgent) -> CommandAgent:
+        """An agent with its version; that of a row's own program is asked for once.
+
+        That in an image is found when it runs. Raises `AgentFailed`.
+        """
+        command = agent.version_command
+        if agent.found is not None or not command or self._config.is_inside:
+            return agent
+        if command not in self._versions:
+            try:
+                found = await asyncio.to_thread(version_of, agent, self._config)
+            except (SandboxError, NotInstalled) as error:
+                raise AgentFailed(f"agent {agent.name!r}: {error}") from error
+            self._versions[command] = found
+        return agent.with_found(self._versions[command])
+
+
+def _last_reply(task: AgentTask) -> ReplyEvent | None:
+    """The last reply of the main conversation; None if the agent made no call."""
+    if (calls := task.trajectory.agent_calls) is None:
+        return None
+    main = lines_of(calls, task.row.opening[-1]["content"]).main
+    return None if main is None else calls.exchanges[main.numbers[-1]]["reply"]
+
+
+@asynccontextmanager
+async def _home_beside(root: Path) -> AsyncIterator[Path]:
+    """A directory beside a workspace for the time of one start."""
+    path = root.with_name(f"{root.name}.agent")
+    if os.path.lexists(path):
+        await asyncio.to_thread(remove_tree, path)  # of a worker that was killed
+    path.mkdir(mode=0o700)
+    try:
+        yield path
+    finally:
+        await asyncio.to_thread(remove_tree, path)
+
+
+@contextlib.contextmanager
+def _open_directory(path: Path) -> Any:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+async def _end_after(ended: asyncio.Event, command: asyncio.Task[ExecResult]) -> None:
+    """End a command that continues although it gets no more replies."""
+    await ended.wait()
+    await asyncio.wait([command], timeout=_LAST_WORDS_S)
+    command.cancel()
+
+
+def _exit_event(result: ExecResult) -> AgentExitEvent:
+    return AgentExitEvent(
+        kind="agent_exit",
+        exit_code=result.exit_code,
+        stdout=result.stdout,
+        stderr=result.stderr,
+        duration_s=round(result.duration_s, 3),
+        timed_out=result.timed_out,
+    )
+
+
+def _ending(task: AgentTask, relay: Relay, result: ExecResult) -> Finish:
+    """How the conversation ended, as the relay saw it. Raises `AgentFailed`."""
+    if relay.ending is not None:
+        return relay.ending
+    if result.timed_out:
+        return Finish("time_limit", f"{result.duration_s:.1f} s are over the limit")
+    last = _last_reply(task)
+    # A command that was ended was not done, even after a final reply.
+    if last is not None and not result.was_filling:
+        match last["finish_reason"]:
+            case "length" | "refusal" | "context_exceeded" as cut:
+                return Finish(cut)
+        made = last["message"].get("tool_calls", ())
+        pattern = task.agent.final_call
+        if not made and last["finish_reason"] == "stop":
+            return Finish("completed")
+        if pattern and any(re.search(pattern, call["function"]["arguments"]) for call in made):
+            return Finish("completed")
+    if relay.last_error is not None:
+        if relay.last_error.kind == "context_exceeded":
+            return Finish("context_exceeded", str(relay.last_error))
+        raise relay.last_error
+    how = "was ended" if result.exit_code is None else f"ended with exit code {result.exit_code}"
+    when = "before its first model call" if last is None else "before a final answer"
+    if result.was_filling:
+        how = "was ended because its workspace is over --workspace_mb:"
+        when = f"it holds {result.full_mb} MB"
+    output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
+    raise AgentFailed(f"agent {task.agent.name!r} {how} {when}: {output or 'no output'}")

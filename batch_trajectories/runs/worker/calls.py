@@ -1,0 +1,179 @@
+"""The model calls of a worker: its models, their limiters, and its share of the budget."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from agent.models.client.key_command import RenewableKey
+from agent.models.client.pool import ModelPool, OnRetry
+from agent.models.client.retrying import RetryingModel
+from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
+from agent.models.model import Model, ModelSettings, url_of
+from agent.models.resolve import read_key
+from batch_trajectories.runs.amounts import Cost, EndpointLimits
+from batch_trajectories.runs.protocol.messages import Assignment
+from batch_trajectories.runs.worker.batch_api_model import BatchApiClient, BatchApiModel, items_in
+from batch_trajectories.runs.worker.budget_share import WorkerBudget
+from batch_trajectories.runs.worker.call_limiter import CallLimiter, Load
+from batch_trajectories.runs.worker.parent_keys import ParentKeys
+
+_LOAD_EVERY_S = 0.1
+
+
+class Calls:
+    """The models and limiters that all conversations of a worker share. Needs a running event
+    loop."""
+
+    def __init__(
+        self,
+        limits: Mapping[str, EndpointLimits],
+        budget: Cost | None,
+        *,
+        number: int,
+        workers: int,
+        proven: Collection[str],
+        by_batch: bool,
+        keys: ParentKeys | None,
+        clock_offset_s: float,
+        send: Callable[..., None],
+        on_retry: OnRetry,
+    ) -> None:
+        """`limits` are those of the run, by endpoint; this is worker `number` of some `workers`.
+        `proven` are base URLs that have answered before. With `by_batch`, calls are made in
+        batches first. `keys` are those of key commands, None to run these here. See
+        `WorkerSetup.clock_offset_s`.
+
+        `send(type, **fields)` sends to the parent. `on_retry` gets each failure that is retried.
+        """
+        self._send = send
+        self._keys = keys
+        self._clock_offset_s = clock_offset_s
+        self._part, self._initial = 1 / workers, 1 - number % workers / workers
+        self._budget = WorkerBudget(
+            budget=budget, report=lambda report: send("budget", report=report)
+        )
+        self._proven_before = frozenset(proven)
+        self._limiters = {
+            endpoint: self._limiter(endpoint, of_endpoint)
+            for endpoint, of_endpoint in limits.items()
+        }
+        self._batch_client = BatchApiClient(send) if by_batch else None
+        self._loads = dict.fromkeys(limits, Load())
+        self.pool = ModelPool(
+            key_of=self._key_of,
+            on_retry=on_retry,
+            gate_of=lambda settings: self._limiters[settings.endpoint],
+        )
+        self._report_on()
+
+    @property
+    def proven(self) -> frozenset[str]:
+        """The base URLs that have answered."""
+        now = {
+            url_of(endpoint) for endpoint, limiter in self._limiters.items() if limiter.has_answered
+        }
+        return self._proven_before | now
+
+    def is_the_endpoints(self, error: ModelError) -> bool:
+        """Whether a failure stops the run rather than the task alone."""
+        if error.action == "stop_run":
+            return True
+        return error.endpoint not in self.proven and error.kind in SAYS_MORE_OF_THE_ENDPOINT
+
+    @staticmethod
+    def describe(error: ModelError) -> str:
+        """Why an endpoint stops the run, and what to check."""
+        words = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
+        if error.kind in ("auth", "forbidden", "no_credit", "blocked"):
+            words += f". {error.key_source}"
+        return words
+
+    def receive(self, header: dict[str, Any], payload: bytes) -> None:
+        """A message of the parent that is about calls; see `runs.protocol.messages`."""
+        match header["type"]:
+            case "limits":
+                limits = dict(header["limits"])
+                self._limiters[limits.pop("endpoint")].allow(**limits)
+            case "grant":
+                self._budget.take_grant(Cost(*header["amount"]))
+            case "reclaim":
+                self._budget.reclaim()
+            case "answer":
+                assert self._batch_client is not None
+                self._batch_client.on_answer(header["id"], header["how"], payload)
+            case "key" if self._keys is not None:
+                command, number, problem = header["command"], header["number"], header["problem"]
+                self._keys.on_key(command, number, problem, payload.decode())
+
+    def by_batch(self, task: bytes, assignment: Assignment) -> Callable[[Model], Model]:
+        """Wraps the models of a task in a `BatchApiModel`, except scripted ones."""
+        if (client := self._batch_client) is None:
+            return lambda model: model
+        used = items_in(assignment["events"])
+        held = {id: Cost(*most) for id, most in assignment["held"].items()}
+
+        def wrapped(model: Model) -> Model:
+            if not isinstance(model, RetryingModel):
+                return model
+            return BatchApiModel(
+                model,
+                client=client,
+                limiter=self._limiters[model.asked.endpoint],
+                budget=self._budget,
+                task=task,
+                used=used,
+                held=held,
+            )
+
+        return wrapped
+
+    def stop(self) -> None:
+        """Stop all attempts that wait or come: they raise `Stopped`."""
+        if self._batch_client is not None:
+            self._batch_client.stop()
+        for limiter in self._limiters.values():
+            limiter.stop()
+        self._budget.stop()
+
+    def _key_of(self, settings: ModelSettings) -> str | RenewableKey:
+        if settings.connection.key_command and self._keys is not None:
+            return self._keys.of(settings.connection)
+        return read_key(settings)
+
+    def _limiter(self, endpoint: str, limits: EndpointLimits) -> CallLimiter:
+        return CallLimiter(
+            permits=0,  # until the parent sends some
+            rpm=limits.rpm and limits.rpm * self._part,
+            tpm=limits.tpm and limits.tpm * self._part,
+            initial=self._initial,
+            budget=self._budget,
+            has_answered=url_of(endpoint) in self._proven_before,
+            on_refusal=lambda retry_after_s, sent_at: self._send(
+                "refused",
+                endpoint=endpoint,
+                retry_after_s=retry_after_s,
+                sent_at=sent_at + self._clock_offset_s,
+            ),
+        )
+
+    async def close(self) -> None:
+        """Report the last results, return the rest of the budget, and close all connections."""
+        self.report()
+        if self._budget.is_kept:
+            self._budget.close()
+        await self.pool.close()
+
+    def _report_on(self) -> None:
+        self.report()
+        asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_on)
+
+    def report(self) -> None:
+        """Report the load of each endpoint to the parent, if it has changed."""
+        for endpoint, limiter in self._limiters.items():
+            load = limiter.take_load()
+            if load != self._loads[endpoint] or load.replies or load.failures:
+                self._loads[endpoint] = load
+                self._send("load", endpoint=endpoint, load=asdict(load))

@@ -1,0 +1,290 @@
+"""What a conversation changed in the repository that it worked in.
+
+The diff is made when nothing of the conversation runs any more, in a fresh copy of its image: with
+the git and the repository that the model was given, whatever it did to its own. Files that differ
+are carried there, so the copy is what a fresh check judges.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from batch_trajectories.runs.worker.workspace_setup import SetupFailed
+from toolsets.context import ToolContext
+from toolsets.errors import ToolError
+from toolsets.sandbox.base import ExecResult, Sandbox
+from toolsets.sandbox.image_files import FileState, ImageFiles, ImageSandbox
+from toolsets.text import clip, plural
+
+MAX_BYTES = 16 << 20
+"""Of a diff in a record."""
+
+MAX_CARRIED_BYTES = 64 << 20
+"""Of all changed files."""
+
+_START = "diff_start"
+_TIMEOUT_S = 600.0
+_ARGUMENTS_BYTES = 64 << 10
+_NESTED = "/.git"
+_IGNORES = ".gitignore"
+_CARRIED = ("file", "link")
+
+# `safe.directory`: the files may belong to another user than commands. Modes are those on disk.
+_GIT = (
+    "set -e; umask 077; export LC_ALL=C GIT_CONFIG_COUNT=4 "
+    "GIT_CONFIG_KEY_0=safe.directory 'GIT_CONFIG_VALUE_0=*' "
+    "GIT_CONFIG_KEY_1=core.fileMode GIT_CONFIG_VALUE_1=true "
+    "GIT_CONFIG_KEY_2=core.fsmonitor GIT_CONFIG_VALUE_2=false "
+    "GIT_CONFIG_KEY_3=core.hooksPath GIT_CONFIG_VALUE_3=/dev/null; "
+    "top=$(git rev-parse --show-toplevel); "
+)
+_TOP = _GIT + 'echo "$top"'
+_AT_STORE = _GIT + 'cd "$top"; store=$1; shift; '
+# It fails where nothing is ignored.
+_IGNORED = (
+    'GIT_INDEX_FILE="$store/index" git check-ignore -z --stdin >"$store/ignored" || [ $? = 1 ]'
+)
+_IGNORED_LATER = _AT_STORE + _IGNORED
+# The files of repositories within the repository are files like others. What the image's index
+# names is ignored by no rule.
+_BEGIN = (
+    _AT_STORE
+    + (
+        'mkdir -p "$store/objects"; '
+        'index=$(git rev-parse --git-path index); if [ -f "$index" ]; then '
+        'cp -p "$index" "$store/index"; fi; '
+        'number=0; for nested; do number=$((number + 1)); mv "$nested" "$store/$number"; done; '
+        "tab=$(printf '\\t'); line='\n'; listed=$(git ls-files -s); "
+        'case $line$listed in *"${line}160000 "*) echo "$listed" | while IFS= read -r entry; do '
+        'case $entry in 160000*) GIT_INDEX_FILE="$store/index" '
+        'git update-index --force-remove -- "${entry#*"$tab"}";; esac; done;; esac; '
+    )
+    + _IGNORED
+)
+# A tree of these files alone. Index and objects are our own: where git finds an object in the
+# repository, it marks it as new, and the layer gets a copy of its whole pack.
+_TREE = (
+    'export GIT_OBJECT_DIRECTORY="$store/objects"; tree() { '
+    'GIT_INDEX_FILE="$store/$1.index" git update-index --add -z --stdin; '
+    'GIT_INDEX_FILE="$store/$1.index" git write-tree; }; '
+)
+_BEFORE = _AT_STORE + _TREE + 'tree begin >"$store/begin"'
+_REMOVE = _GIT + 'cd "$top"; rm -rf -- "$@"'
+# `--no-ext-diff` and `--no-textconv`: what the repository configures is not asked.
+_END = (
+    _AT_STORE
+    + _TREE
+    + (
+        'tree=$(tree end); read -r begin <"$store/begin"; '
+        "git diff --binary --no-color --no-ext-diff --no-textconv --no-renames "
+        '--src-prefix=a/ --dst-prefix=b/ "$begin" "$tree" >"$store/patch"; '
+        'number=0; for nested; do number=$((number + 1)); mv "$store/$number" "$nested"; done'
+    )
+)
+
+
+class DiffError(Exception):
+    """What a conversation changed cannot be carried to a fresh workspace."""
+
+
+async def begin_diff(context: ToolContext, *, is_needed: bool) -> None:
+    """Remember whether a repository holds the workspace, before the model could change that.
+
+    Raises `SetupFailed` where there is none and it is needed, as for fresh checks.
+    """
+    try:
+        top = await _top(_sandbox(context))
+    except ToolError as error:
+        raise SetupFailed(str(error)) from error
+    if top is not None:
+        mark = await asyncio.to_thread(_image_sandbox(context).layer_mark, top)
+        start = f"{top}\0{mark or ''}"
+        await asyncio.to_thread((context.workspace.root / _START).write_text, start)
+    elif is_needed:
+        raise SetupFailed("`check`: `fresh` needs git and a repository that holds the workspace")
+
+
+def has_repository(root: Path) -> bool:
+    """Whether a repository held the workspace at its start."""
+    return (root / _START).exists()
+
+
+def is_unchanged(context: ToolContext) -> bool:
+    """Whether it is certain, without a comparison of files, that the repository is as it was.
+
+    Nothing of the conversation may run.
+    """
+    top, _, mark = (context.workspace.root / _START).read_text().partition("\0")
+    return bool(mark) and _image_sandbox(context).layer_mark(top) == mark
+
+
+def empty_diff() -> dict[str, Any]:
+    """The diff of a conversation that changed nothing."""
+    return {"patch": "", "truncated": False}
+
+
+async def make_diff(
+    worked: ToolContext, fresh: ToolContext, hidden: Sequence[str]
+) -> dict[str, Any]:
+    """Change a fresh workspace as a conversation did, and return the diff.
+
+    Nothing else may run in either; `hidden` are paths that the model did not have. The keys of
+    what is returned: `patch` (text as `git apply` takes it), `truncated` (it is longer than is
+    kept), `base64` (the exact bytes, where they are not UTF-8). Raises `DiffError`.
+    """
+    sandbox = _sandbox(fresh)
+    try:
+        top = await _top(sandbox)
+        if top is None:
+            raise DiffError("a fresh copy of the image has no repository")
+        if top == "/":
+            raise DiffError("the repository is the whole image")
+        patch = await _made(worked.workspace, fresh, top, [_path(path) for path in hidden])
+    except ToolError as error:
+        raise DiffError(str(error)) from error
+    kept = patch[:MAX_BYTES]
+    diff: dict[str, Any] = {
+        "patch": kept.decode("utf-8", "replace"),
+        "truncated": len(patch) > MAX_BYTES,
+    }
+    if diff["patch"].encode() != kept:
+        diff["base64"] = base64.b64encode(kept).decode()
+    return diff
+
+
+def no_diff(why: str) -> dict[str, Any]:
+    """The diff in a record where it could not be made."""
+    return {**empty_diff(), "error": why}
+
+
+async def _made(worked: Any, fresh: ToolContext, top: str, hidden: Sequence[str]) -> bytes:
+    """Carry what has changed beneath `top`, and return the diff."""
+    sandbox, files = _sandbox(fresh), fresh.workspace
+    assert isinstance(worked, ImageFiles)
+    assert isinstance(files, ImageFiles)
+    ended = await asyncio.to_thread(worked.tree, top)
+    begun = await asyncio.to_thread(files.tree, top)
+    nested = [path for path in begun if path.endswith(_NESTED)]
+    store = f"/tmp/.diff-{worked.root.name[:16]}"
+    for states in (ended, begun):
+        for path in [path for path in states if _is_left_out(f"{top}/{path}", hidden)]:
+            del states[path]
+    gone = [path for path, state in begun.items() if _kind(ended.get(path)) != state.kind]
+    changed = {
+        path: state
+        for path, state in ended.items()
+        if state.kind in _CARRIED and begun.get(path) != state
+    }
+    had = {path for path in (*gone, *changed) if _kind(begun.get(path)) in _CARRIED}
+    had -= await _ignored(fresh, had, store, _BEGIN, *nested)
+    await _run(sandbox, _BEFORE, store, stdin=_listed(had))
+    for some in _batches(_uppermost(gone)):
+        await _run(sandbox, _REMOVE, *some)
+    rules = {path for path in changed if path.rpartition("/")[2] == _IGNORES}
+    await _carry(worked, files, top, {path: changed[path] for path in rules})
+    if new := changed.keys() - had:
+        for path in await _ignored(fresh, new, store, _IGNORED_LATER):
+            del changed[path]
+    carried = {path: state for path, state in changed.items() if path not in rules}
+    await _carry(worked, files, top, carried)
+    await _run(sandbox, _END, store, *nested, stdin=_listed(changed))
+    patch = await asyncio.to_thread(files.read_bytes, f"{store}/patch", MAX_BYTES + 1)
+    await sandbox.exec(["rm", "-rf", "--", store])
+    return patch
+
+
+async def _ignored(
+    fresh: ToolContext, paths: Iterable[str], store: str, script: str, *arguments: str
+) -> set[str]:
+    """Which paths are ignored, as a script finds that reads them and writes a list of these."""
+    asked = _listed(paths)
+    await _run(_sandbox(fresh), script, store, *arguments, stdin=asked)
+    found = await asyncio.to_thread(fresh.workspace.read_bytes, f"{store}/ignored", len(asked))
+    return set(found.decode().split("\0")[:-1])
+
+
+def _listed(paths: Iterable[str]) -> bytes:
+    return b"".join(path.encode() + b"\0" for path in sorted(paths))
+
+
+async def _carry(
+    worked: ImageFiles, fresh: ImageFiles, top: str, changed: Mapping[str, FileState]
+) -> None:
+    """Copy files and links from one workspace to another. Raises `DiffError`."""
+    size = sum(state.size for state in changed.values())
+    if size > MAX_CARRIED_BYTES:
+        what = f"{plural(len(changed), 'changed file')} with {size >> 20} MiB"
+        raise DiffError(f"{what}: at most {MAX_CARRIED_BYTES >> 20} MiB can be carried")
+    for path, state in changed.items():
+        if "\ufffd" in path or (state.kind == "link" and "\ufffd" in state.mark):
+            raise DiffError(f"{path!r}: its name or target is not UTF-8")
+    if changed:
+        await asyncio.to_thread(fresh.copy_from, worked, top, changed)
+
+
+def _is_left_out(path: str, hidden: Sequence[str]) -> bool:
+    """Whether a path is of a repository itself, or of what the model did not have."""
+    if path.endswith(_NESTED):
+        return True
+    return any(path == one or path.startswith(f"{one}/") for one in hidden)
+
+
+def _path(path: str) -> str:
+    return path.rstrip("/")
+
+
+def _kind(state: FileState | None) -> str | None:
+    return None if state is None else state.kind
+
+
+def _uppermost(paths: Iterable[str]) -> Iterator[str]:
+    """Paths in their order, without those beneath another."""
+    last = None
+    for path in sorted(paths, key=lambda path: path.split("/")):
+        if last is None or not path.startswith(f"{last}/"):
+            last = path
+            yield path
+
+
+def _batches(paths: Iterable[str]) -> Iterator[list[str]]:
+    """Paths that fit into the arguments of a command."""
+    some: list[str] = []
+    size = 0
+    for path in paths:
+        size += len(path.encode()) + 1
+        if some and size > _ARGUMENTS_BYTES:
+            yield some
+            some, size = [], len(path.encode()) + 1
+        some.append(path)
+    if some:
+        yield some
+
+
+async def _top(sandbox: Sandbox) -> str | None:
+    """The directory of the repository that holds the workspace."""
+    result = await sandbox.exec(["sh", "-c", _TOP], timeout_s=_TIMEOUT_S)
+    return result.stdout.rstrip("\n") if result.exit_code == 0 else None
+
+
+async def _run(sandbox: Sandbox, script: str, *arguments: str, stdin: bytes = b"") -> ExecResult:
+    argv = ["sh", "-c", script, "sh", *arguments]
+    result = await sandbox.exec(argv, timeout_s=_TIMEOUT_S, stdin=stdin)
+    if result.exit_code != 0:
+        said = clip((result.stderr or result.stdout).strip(), max_chars=500)
+        how = "it timed out" if result.timed_out else f"exit code {result.exit_code}"
+        raise DiffError(f"the diff cannot be made: {said or how}")
+    return result
+
+
+def _image_sandbox(context: ToolContext) -> ImageSandbox:
+    return cast("ImageSandbox", _sandbox(context))
+
+
+def _sandbox(context: ToolContext) -> Sandbox:
+    if context.sandbox is None:
+        raise ToolError("there is no sandbox to run commands in")
+    return context.sandbox

@@ -1,0 +1,439 @@
+"""Run one task, from its assignment to the message about its end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from agent.loop.loop import close_calls
+from agent.loop.steps import Finish
+from agent.messages import SIMULATED_USER, Event, RestartedEvent, is_cost_only
+from agent.models.errors import ModelError
+from agent.models.model import Model
+from agent.models.resolve import SCRIPTED
+from agent.models.scripted import ScriptedTurn, parse_script
+from agent.runner import ConversationRunner
+from agent.setup import Home, Setup, replies_played
+from agent.state.trajectory import Kept, Trajectory
+from batch_trajectories.runs.config.models import Setups
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.config.sampling import setup_of_task
+from batch_trajectories.runs.dataset.row import RowTask
+from batch_trajectories.runs.dataset.row_fork import Fork
+from batch_trajectories.runs.errors import AgentFailed, Stopped
+from batch_trajectories.runs.protocol.messages import Assignment, no_counters, pack
+from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
+from batch_trajectories.runs.record import as_stored, make_record, tokens_missing, with_scores
+from batch_trajectories.runs.store.failures import Failure
+from batch_trajectories.runs.store.files import StorageError
+from batch_trajectories.runs.store.index import index_fields
+from batch_trajectories.runs.store.journal_writer import Journal
+from batch_trajectories.runs.tasks import Task
+from batch_trajectories.runs.worker.calls import Calls
+from batch_trajectories.runs.worker.durable_calls import StoppableModel, Stops
+from batch_trajectories.runs.worker.workspace_setup import SetupFailed
+from batch_trajectories.runs.worker.workspaces import PreparedWorkspace, Workspaces
+from toolsets.context import ToolContext
+from toolsets.errors import HostError, machine_failure
+from toolsets.text import plural
+
+if TYPE_CHECKING:
+    from agent.command_agent import CommandAgent
+    from batch_trajectories.runs.scoring.functions import RewardFunctions
+    from batch_trajectories.runs.worker.agents.agent_runner import AgentRunner
+
+log = logging.getLogger(__name__)
+
+
+class TaskRunner:
+    """Runs the tasks of one worker."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        *,
+        setups: Setups,
+        spaces: Workspaces,
+        journal: Journal,
+        calls: Calls,
+        stops: Stops,
+    ) -> None:
+        self._setup = setup
+        self._config = setup.config
+        self._rules = setup.config.row_rules(setup.api)
+        self._setups = setups
+        self._spaces = spaces
+        self._journal = journal
+        self._calls = calls
+        self._stops = stops
+        self._agents = (
+            None if setup.config.agent is None else _agent_runner(setup, spaces, calls, stops)
+        )
+        self._rewards = _reward_functions(setup.config) if setup.config.reward else None
+        self._trajectories: dict[bytes, Trajectory] = {}
+        self._not_durable: dict[bytes, ToolContext] = {}
+        self.counters = no_counters()
+        """Work since the last heartbeat, which resets them."""
+
+    async def run(self, task: Task, assignment: Assignment) -> bytes:
+        """Run one task; return the message about its end, whatever happens."""
+        try:
+            return await self._carry_out(task, assignment)
+        except Stopped:
+            return pack("released", key=task.key.hex())
+        except (StorageError, HostError) as error:
+            self._stops.halt(str(error))
+            return pack("released", key=task.key.hex())
+        except (Exception, asyncio.CancelledError) as error:
+            try:
+                return self._sort_out(task, assignment, error)
+            except Exception as defect:
+                if (words := machine_failure(defect)) is not None:
+                    self._stops.halt(f"{task.id}: {words}")
+                    return pack("released", key=task.key.hex())
+                # Its record cannot be made, but the parent must know of the attempt.
+                log.exception("%s: cannot make a record of its failure", task.id)
+                trace = traceback.format_exc()
+                failure = Failure(
+                    task.id, task.input_digest, assignment["attempt"], "internal", trace
+                )
+                return pack("failed", key=task.key.hex(), failure=failure._asdict())
+        finally:
+            self._trajectories.pop(task.key, None)
+
+    async def close(self) -> None:
+        """End the processes of reward functions."""
+        if self._rewards is not None:
+            await self._rewards.close()
+
+    def stop_agents(self) -> None:
+        """End agents that are commands; other conversations stop before their next call."""
+        if self._agents is not None:
+            self._agents.stop()
+
+    def release(self, key: bytes) -> ToolContext | None:
+        """The task's record is durable; return its context if its workspace must be removed."""
+        self._journal.finish(key)
+        context = self._not_durable.pop(key, None)
+        return context if context is not None and context.workspace.root.exists() else None
+
+    def _sort_out(self, task: Task, assignment: Assignment, error: BaseException) -> bytes:
+        """The message about a task that ended with an unexpected error."""
+        if (words := machine_failure(error)) is not None:
+            log.error("%s: the machine failed", task.id, exc_info=error)
+            self._stops.halt(f"{task.id}: {words}")
+        if self._stops.is_stopping:
+            return pack("released", key=task.key.hex())
+        log.error("%s: a bug in this program", task.id, exc_info=error)
+        trace = "".join(traceback.format_exception(error))
+        failure = Failure(task.id, task.input_digest, assignment["attempt"], "internal", trace)
+        if assignment["attempt"] < self._config.max_attempts:
+            return pack("failed", key=task.key.hex(), failure=failure._asdict())
+        row = self._rules.read(task.columns)
+        # The record includes all replies so far: they were paid for.
+        trajectory = self._trajectories.get(task.key) or row.trajectory(assignment["events"])
+        close_calls(trajectory, "failed", lambda event: None)
+        record = self._record(task, assignment, trajectory, row, Finish("failed"), failure)
+        return _finished(task, record, failure)
+
+    async def _carry_out(self, task: Task, assignment: Assignment) -> bytes:
+        """Run one task; return the message about its end, with its record if there is one.
+
+        Raises errors that `run` handles.
+        """
+        row = self._rules.read(task.columns)
+        # An agent that runs as a command begins again with the workspace of its first start.
+        resumed = _has_begun(assignment) and row.agent is None
+        context = self._spaces.open(task.key, row, resumed=resumed)
+        trajectory = row.trajectory(assignment["events"])
+        self._trajectories[task.key] = trajectory
+        end = Finish("failed")
+        failure = check = diff = None
+        try:
+            prepared = await self._spaces.prepare(context, row, place=assignment["place"])
+            context = prepared.context
+            if row.agent is not None and self._agents is not None:
+                row = row._replace(agent=await self._agents.with_version(row.agent))
+                end, agent = await self._run_agent(task, assignment, trajectory, row, context)
+                row = row._replace(agent=agent)
+                context = await self._spaces.reopened(context, row)
+            else:
+                end = await self._converse(task, assignment, trajectory, row, prepared)
+            diff = await self._spaces.diff(context, row)
+            check = await self._judged(task, assignment, context, row, trajectory, diff)
+        except ModelError as error:
+            if self._calls.is_the_endpoints(error):
+                self._stops.halt(self._calls.describe(error))
+                raise Stopped from error
+            self._calls.report()  # the parent knows what was answered before what has failed
+            failure = Failure(
+                task.id, task.input_digest, assignment["attempt"], error.kind, str(error)
+            )
+        except (SetupFailed, AgentFailed) as error:
+            end = Finish("failed")
+            failure = Failure(
+                task.id, task.input_digest, assignment["attempt"], error.error_class, str(error)
+            )
+        finally:
+            await context.close(remove=False)
+        calls = trajectory.agent_calls
+        turns = trajectory.turns if calls is None else len(calls.live)
+        log.info("%s: %s after %s", task.id, end.status, plural(turns, "turn"))
+        if failure and assignment["attempt"] < self._config.max_attempts:
+            return pack("failed", key=task.key.hex(), failure=failure._asdict())
+        self._not_durable[task.key] = context
+        record = self._record(task, assignment, trajectory, row, end, failure, check, diff)
+        if self._rewards is not None and end.status != "failed":
+            async with self._spaces.inside(context, row) as inside:
+                scores = await self._rewards.scores(record, inside or context.workspace.root)
+            record = with_scores(record, scores)
+        return _finished(task, record, failure)
+
+    def _record(
+        self,
+        task: Task,
+        assignment: Assignment,
+        trajectory: Trajectory,
+        row: RowTask,
+        end: Finish,
+        failure: Failure | None,
+        check: dict[str, Any] | None = None,
+        diff: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        return make_record(
+            task,
+            trajectory,
+            end=end,
+            spec=row.spec,
+            setup=setup_of_task(self._setups, self._config, task),
+            failure=failure,
+            check=check,
+            diff=diff,
+            attempt=assignment["attempt"],
+            provenance=self._setup.provenance,
+            agent=row.agent,
+            image=self._spaces.image(row),
+        )
+
+    async def _judged(
+        self,
+        task: Task,
+        assignment: Assignment,
+        context: ToolContext,
+        row: RowTask,
+        trajectory: Trajectory,
+        diff: dict[str, Any] | None,
+    ) -> dict[str, Any] | None:
+        """The result of the row's check; None without one.
+
+        Raises `SetupFailed` where no sandbox for it could be opened: the next attempt opens one,
+        and the last keeps the conversation.
+        """
+        try:
+            check = await self._spaces.judge(context, row, _own_turns(trajectory, row), diff)
+        except SetupFailed as error:
+            if assignment["attempt"] < self._config.max_attempts:
+                raise
+            from batch_trajectories.runs.worker.check import unjudged
+
+            check = unjudged(str(error))
+        if check is not None and (why := check.get("error")) is not None:
+            log.warning("%s: its check gave no reward: %s", task.id, why)
+        return check
+
+    async def _converse(
+        self,
+        task: Task,
+        assignment: Assignment,
+        trajectory: Trajectory,
+        row: RowTask,
+        prepared: PreparedWorkspace,
+    ) -> Finish:
+        context, kept, why_new = prepared
+        setup = setup_of_task(self._setups, self._config, task)
+
+        until_kept = self._until_kept(task)
+        by_batch = self._calls.by_batch(task.key, assignment)
+
+        def gated(model: Model) -> StoppableModel:
+            return StoppableModel(self._stops, by_batch(model), until_kept)
+
+        home = Home(
+            setup,
+            context,
+            self._calls.pool,
+            self._config.tool_timeout_s,
+            gate=gated,
+            kept=until_kept,
+        )
+        journal = self._journal_of(task, assignment)
+        if row.fork is not None and trajectory.forked is None:
+            forked = row.fork.event(
+                branch=task.sample,
+                replay=await self._replay(setup, home, trajectory, row.fork),
+            )
+            journal(forked)
+            trajectory.apply(forked)
+        is_taken_up = _has_begun(assignment)
+        if is_taken_up and not kept and self._config.is_inside and row.fork is None:
+            # Its calls worked on an image; later turns would not fit a fresh one.
+            restarted = RestartedEvent(
+                kind="restarted",
+                turn=trajectory.turns,
+                reason=why_new,
+                at=time.time(),
+            )
+            journal(restarted)
+            trajectory.apply(restarted)
+            is_taken_up = False
+        conversation = ConversationRunner(
+            trajectory=trajectory,
+            spec=row.spec,
+            model=home.model(self._script_of(task), start=replies_played(trajectory, setup)),
+            toolbox=home.toolbox(),
+            journal=journal,
+            host=home,
+            subagents=row.spec.options.subagents,
+            kept=kept,
+        )
+        return await conversation.run(taken_up=is_taken_up)
+
+    async def _run_agent(
+        self,
+        task: Task,
+        assignment: Assignment,
+        trajectory: Trajectory,
+        row: RowTask,
+        context: ToolContext,
+    ) -> tuple[Finish, CommandAgent]:
+        """Run an agent that is a command; return its end, and it with its version."""
+        from batch_trajectories.runs.worker.agents.agent_runner import AgentTask
+
+        assert self._agents is not None
+        assert row.agent is not None
+        if context.sandbox is not None:
+            await context.sandbox.stop()  # what set up the workspace
+        return await self._agents.run(
+            AgentTask(
+                key=task.key,
+                agent=row.agent,
+                setup=setup_of_task(self._setups, self._config, task),
+                row=row,
+                context=context,
+                trajectory=trajectory,
+                journal=self._journal_of(task, assignment),
+                kept=self._until_kept(task),
+            )
+        )
+
+    def _until_kept(self, task: Task) -> Kept:
+        """Waits until the events of a task are kept; None where they are on disk at once."""
+        kept_by = self._journal.kept
+        return None if kept_by is None else partial(kept_by, task.key)
+
+    def _journal_of(self, task: Task, assignment: Assignment) -> Callable[[Event], None]:
+        """Appends events of a task to the journal."""
+        positions = itertools.count(len(assignment["events"]))
+
+        def journal(event: Event) -> None:
+            self._journal.append(
+                task.id,
+                task.input_digest,
+                event,
+                assignment=assignment["number"],
+                position=next(positions),
+            )
+            self._count(event)
+
+        return journal
+
+    async def _replay(
+        self, setup: Setup, home: Home, trajectory: Trajectory, fork: Fork
+    ) -> dict[str, Any]:
+        from batch_trajectories.runs.worker.replay import replay, replayable  # only forks replay
+
+        def check_stop() -> None:
+            if self._stops.is_stopping:
+                raise Stopped
+
+        servers = frozenset(self._config.mcp or ())
+        return await replay(
+            fork.events,
+            home.toolbox(),
+            trajectory,
+            replayable(setup, servers),
+            check_stop=check_stop,
+        )
+
+    def _count(self, event: Event, *, is_users: bool = False) -> None:
+        """Count a reply; `is_users`: a simulated user wrote it, of which no prompt is kept."""
+        if event["kind"] == "sub":
+            self._count(event["event"], is_users=event["name"] == SIMULATED_USER)
+        elif event["kind"] == "exchange":
+            self._count(event["reply"])
+        elif event["kind"] == "reply":
+            usage = event["usage"]
+            self.counters["turns"] += 1
+            if usage is not None:
+                self.counters["input_tokens"] += usage["input_tokens"] or 0
+                self.counters["output_tokens"] += usage["output_tokens"] or 0
+            if event["cost_usd"] is None:
+                self.counters["cost_unknown"] = True
+            else:
+                self.counters["cost_usd"] += event["cost_usd"]
+            is_asked = self._config.token_ids and not is_users
+            if is_asked and (words := tokens_missing(event)):
+                self._stops.say(words)
+
+    def _script_of(self, task: Task) -> Sequence[ScriptedTurn]:
+        """What model "scripted" plays; to others a column of that name means nothing."""
+        if self._setup.api != SCRIPTED:
+            return ()
+        own = task.columns.get("script")
+        return self._setup.script or () if own is None else parse_script(own)
+
+
+def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> bytes:
+    stored = as_stored(record)
+    return pack(
+        "finished",
+        stored.line,
+        key=task.key.hex(),
+        fields=index_fields(stored),
+        failure=failure and failure._asdict(),
+        image=None if failure else record.get("image"),
+    )
+
+
+def _reward_functions(config: RunConfig) -> RewardFunctions:
+    from batch_trajectories.runs.scoring.functions import RewardFunctions  # most runs have none
+
+    return RewardFunctions(config.reward, timeout_s=config.reward_timeout_s)
+
+
+def _agent_runner(
+    setup: WorkerSetup, spaces: Workspaces, calls: Calls, stops: Stops
+) -> AgentRunner:
+    from batch_trajectories.runs.worker.agents.agent_runner import (
+        AgentRunner,  # an HTTP server, which few runs need
+    )
+
+    return AgentRunner(setup.config, spaces, calls, stops)
+
+
+def _own_turns(trajectory: Trajectory, row: RowTask) -> int | None:
+    """The turns of this run's model; None if an agent's calls decide later what they are."""
+    if row.agent is not None:
+        return None
+    return trajectory.turns - (row.fork.turn if row.fork is not None else 0)
+
+
+def _has_begun(assignment: Assignment) -> bool:
+    """Whether the task continues a conversation: it has events other than discarded replies."""
+    return not all(map(is_cost_only, assignment["events"]))

@@ -1,0 +1,307 @@
+"""A worker: one process, one event loop, many conversations in flight.
+
+It journals every reply and tool result itself and sends finished records to the parent, which
+writes them. It keeps a task's journal and workspace until the parent has acknowledged its record.
+A worker never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any
+
+from agent.models.client.retrying import Retry
+from agent.models.model import ModelSettings
+from batch_trajectories.runs.config.models import set_up_models
+from batch_trajectories.runs.config.toolsets import catalog_of
+from batch_trajectories.runs.process.child_watcher import use_pidfd_watcher
+from batch_trajectories.runs.process.startup import (
+    STOPPING,
+    allow_many_files,
+    collect_garbage_rarely,
+    die_with_parent,
+    flush_log,
+    log_through,
+    log_to,
+)
+from batch_trajectories.runs.protocol.messages import Assignment, no_counters, pack, unpack
+from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
+from batch_trajectories.runs.store.files import StorageError
+from batch_trajectories.runs.store.journal_writer import JournalWriter
+from batch_trajectories.runs.tasks import Task
+from batch_trajectories.runs.worker.calls import Calls
+from batch_trajectories.runs.worker.parent_keys import ParentKeys
+from batch_trajectories.runs.worker.remote_journal import RemoteJournal
+from batch_trajectories.runs.worker.task_runner import TaskRunner
+from batch_trajectories.runs.worker.workspaces import Workspaces
+from toolsets.browser.process import Browsers
+from toolsets.errors import machine_failure
+from toolsets.mcp.servers import McpServers
+from toolsets.sandbox.factory import FORK_SERVERS, sandbox_problem
+
+log = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 1.0
+
+_REPORT_EVERY_S = 1.0
+
+_SPARE_THREADS = 8
+"""Threads of the event loop beside one for each conversation."""
+
+
+def worker_main(connection: Connection, setup: WorkerSetup) -> None:
+    """Entry point of a worker process."""
+    die_with_parent(setup.parent_pid)
+    run_worker(connection, setup)
+
+
+def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
+    """Work in this process until the parent sends exit; see `Worker.serve`.
+
+    If the machine fails, reports it to the parent and exits.
+    """
+    # The parent handles Ctrl-C, a scheduler's SIGTERM and a closed terminal. Not SIG_IGN: commands
+    # would inherit it, and `kill` would have no effect in them.
+    for number in STOPPING:
+        signal.signal(number, _leave_to_the_parent)
+    allow_many_files()
+    collect_garbage_rarely()
+    try:
+        if not setup.is_remote:
+            log_to(setup.run_dir / "run.log", setup.config.log_level)
+        use_pidfd_watcher()
+        if setup.provenance.sandbox == "bwrap":
+            sandbox_problem("bwrap")  # probes once, before there is a loop to block
+        worker = Worker(connection, setup)
+        if setup.is_remote:
+            log_through(worker.send, setup.config.log_level)
+        return asyncio.run(worker.serve())
+    except StorageError as error:
+        connection.send_bytes(pack("halt", message=str(error)))
+        sys.exit(1)
+    except Exception as error:
+        if (words := machine_failure(error)) is None:
+            raise
+        if log.hasHandlers():  # not where it is the log that cannot be opened
+            log.exception("the machine failed")
+        connection.send_bytes(pack("halt", message=f"a worker cannot work: {words}"))
+        sys.exit(1)
+
+
+def _leave_to_the_parent(number: int, frame: FrameType | None) -> None:
+    """Ignore a signal to the whole process group."""
+
+
+class Worker:
+    """Runs all tasks that it is assigned, at the same time."""
+
+    def __init__(self, connection: Connection, setup: WorkerSetup) -> None:
+        self._connection = connection
+        self._setup = setup
+        self._config = setup.config
+        self._servers = McpServers(self._config.mcp or {})
+        self._setups = set_up_models(self._config, catalog_of(self._config, self._servers))
+        self._browsers = Browsers(self._config.web_settings().allow)
+        self._running: dict[bytes, asyncio.Task[None]] = {}
+        self._removals: set[asyncio.Task[None]] = set()
+        self.is_stopping = False
+        self._reported_at: dict[str, float] = {}
+        self._said: set[str] = set()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._exit = asyncio.Event()
+        self._cpu_s, self._asked_at = time.process_time(), time.monotonic()
+        self._is_done = False
+
+    async def serve(self) -> bool:
+        """Run assigned tasks until the parent sends exit; return whether the run is done."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_lost_error)
+        # Tools may wait in its threads while the time limit of their call runs.
+        loop.set_default_executor(
+            ThreadPoolExecutor(self._config.agents_per_worker + _SPARE_THREADS)
+        )
+        self._sender = sender = threading.Thread(
+            target=self._send_forever, name="sender", daemon=True
+        )
+        sender.start()
+        self._journal = self._open_journal()
+        self._calls = Calls(
+            self._setup.limits,
+            self._setup.budget,
+            number=self._setup.number,
+            workers=self._config.num_workers,
+            proven=self._setup.proven,
+            by_batch=self._config.batch_api,
+            keys=ParentKeys(self.send) if self._config.executor == "local" else None,
+            clock_offset_s=self._setup.clock_offset_s,
+            send=self.send,
+            on_retry=self._on_retry,
+        )
+        self._runner = TaskRunner(
+            self._setup,
+            setups=self._setups,
+            spaces=Workspaces(self._setup, self._browsers),
+            journal=self._journal,
+            calls=self._calls,
+            stops=self,
+        )
+        self._servers.open()
+        self._browsers.open()
+        FORK_SERVERS.open()
+        loop.add_reader(self._connection.fileno(), self._receive)
+        self.send("ready")
+        while not self._exit.is_set():
+            self.send(
+                "alive",
+                counters=self._runner.counters,
+                proven=sorted(self._calls.proven),
+                busy=self._busy(),
+            )
+            self._runner.counters = no_counters()
+            flush_log()
+            try:
+                async with asyncio.timeout(_HEARTBEAT_S):
+                    await self._exit.wait()
+            except TimeoutError:
+                continue
+        loop.remove_reader(self._connection.fileno())
+        await asyncio.gather(*self._removals)
+        await self._runner.close()
+        await self._calls.close()
+        await FORK_SERVERS.close()
+        await self._browsers.close()
+        await self._servers.close()
+        self._journal.close()
+        flush_log()
+        self._outbox.put(None)
+        sender.join()
+        return self._is_done
+
+    def _open_journal(self) -> RemoteJournal | JournalWriter:
+        if self._setup.is_remote:
+            return RemoteJournal(self._outbox.put, place=self._setup.place)
+        return JournalWriter(
+            self._setup.run_dir / "inflight",
+            self._setup.number,
+            on_storage_error=lambda error: self.halt(str(error)),
+        )
+
+    def _busy(self) -> float:
+        """The share of a core that this process has used since the last call."""
+        cpu_s, self._cpu_s = self._cpu_s, time.process_time()
+        asked_at, self._asked_at = self._asked_at, time.monotonic()
+        return (self._cpu_s - cpu_s) / max(self._asked_at - asked_at, 0.001)
+
+    def _receive(self) -> None:
+        try:
+            header, payload = unpack(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(1)  # the parent is gone, and another process may resume the run
+        match header["type"]:
+            case "tasks":
+                for assignment in header["assignments"]:
+                    self._start(assignment)
+            case "durable":
+                for key in header["keys"]:
+                    self._release(bytes.fromhex(key))
+            case "limits" | "grant" | "reclaim" | "answer" | "key":
+                self._calls.receive(header, payload)
+            case "stop":
+                self._stop()
+                asyncio.get_running_loop().call_later(header["grace_s"], self._abandon)
+            case "kept":
+                assert isinstance(self._journal, RemoteJournal)
+                self._journal.on_kept(header["number"])
+            case "exit":
+                self._is_done = header["done"]
+                self._exit.set()
+
+    def _start(self, assignment: Assignment) -> None:
+        task = Task(**assignment["task"])
+        self._running[task.key] = asyncio.create_task(self._run(task, assignment))
+
+    async def _run(self, task: Task, assignment: Assignment) -> None:
+        message = await self._runner.run(task, assignment)
+        self._journal.flush()
+        self._running.pop(task.key, None)
+        self._outbox.put(message)
+
+    def _release(self, key: bytes) -> None:
+        """The task's record is durable: remove its other files."""
+        context = self._runner.release(key)
+        if context is not None:
+            removal = asyncio.create_task(context.close(remove=True))
+            self._removals.add(removal)
+            removal.add_done_callback(self._removals.discard)
+
+    def _abandon(self) -> None:
+        """The grace period is over: cancel running turns; the next start repeats them."""
+        for task in self._running.values():
+            task.cancel()
+
+    def _on_retry(self, asked: ModelSettings, retry: Retry) -> None:
+        """Log every retry; report at most one per second to the parent, which shows outages.
+
+        Rate limits of an endpoint that has answered are not an outage.
+        """
+        url = asked.base_url or ""
+        log.info("%s: %s", url, retry)
+        now = time.monotonic()
+        is_reported = now - self._reported_at.get(url, -_REPORT_EVERY_S) < _REPORT_EVERY_S
+        if is_reported or (retry.kind == "rate_limited" and url in self._calls.proven):
+            return
+        self._reported_at[url] = now
+        words = f"{retry.kind}: {retry.words}"
+        self.send("outage", url=url, words=words, left_s=retry.left_s)
+
+    def _on_lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback failed; if the machine is the cause, stop the run."""
+        error = context.get("exception")
+        words = None if error is None else machine_failure(error)
+        if words is None:
+            loop.default_exception_handler(context)
+            return
+        log.error("the machine failed", exc_info=error)
+        self.halt(f"a worker cannot continue: {words}")
+        self._outbox.put(None)
+        self._sender.join()
+        os._exit(1)
+
+    def halt(self, message: str) -> None:
+        """Ask the parent to stop the run; the next start continues its conversations."""
+        self._stop()
+        self.send("halt", message=message)
+
+    def say(self, message: str) -> None:
+        """See `Stops`."""
+        if message not in self._said:
+            self._said.add(message)
+            self.send("say", message=message)
+
+    def _stop(self) -> None:
+        """Begin no more calls, and end agents that are commands."""
+        self.is_stopping = True
+        self._calls.stop()
+        self._runner.stop_agents()
+
+    def send(self, type: str, payload: bytes = b"", **fields: Any) -> None:
+        """Send a message to the parent, from any thread."""
+        self._outbox.put(pack(type, payload, **fields))
+
+    def _send_forever(self) -> None:
+        """Send in a thread: a full pipe must not block the event loop."""
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._connection.send_bytes(message)
+            except OSError:
+                os._exit(1)

@@ -1,0 +1,100 @@
+"""Set up a workspace as its row says."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from batch_trajectories.runs.dataset.row_files import Executable
+from batch_trajectories.runs.dataset.row_setup import RowSetup
+from toolsets.builtin.command_result import shell_argv
+from toolsets.context import ToolContext
+from toolsets.errors import ToolError
+from toolsets.sandbox.base import ExecResult
+from toolsets.text import clip
+
+_MOST_PATHS = 200
+_SHOWN = 2000
+"""Maximum characters of a command's output in a record or message."""
+
+
+class SetupFailed(Exception):
+    """The workspace of a task could not be set up, or its check could not run."""
+
+    error_class = "setup_failed"
+
+
+async def set_up_workspace(context: ToolContext, row: RowSetup) -> None:
+    """Write the files and run the commands. Raises `SetupFailed` with the reason."""
+    await write_files(context, row.files)
+    for command in row.commands:
+        result = await run_command(context, command)
+        if result.exit_code != 0:
+            how = "timed out" if result.timed_out else f"ended with exit code {result.exit_code}"
+            output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
+            raise SetupFailed(f"`setup`: {clip(command, max_chars=200)!r} {how}: {output}")
+    if row.hidden:
+        result = await run_command(context, ["rm", "-rf", "--", *row.hidden])
+        if result.exit_code != 0:
+            raise SetupFailed(f"`hide`: {clip(result.stderr.strip(), max_chars=_SHOWN)}")
+
+
+@asynccontextmanager
+async def setting_up(root: Path) -> AsyncIterator[None]:
+    """What is done with a workspace until it is set up; a crash or an error leaves its mark."""
+    mark = half_set_up(root)
+    await asyncio.to_thread(mark.touch)
+    yield
+    await asyncio.to_thread(mark.unlink, missing_ok=True)
+
+
+def half_set_up(root: Path) -> Path:
+    """The file beside a workspace that is being set up; after a crash it shows that it is not."""
+    return root.with_name(f"{root.name}.half")
+
+
+async def write_files(context: ToolContext, files: Mapping[str, bytes]) -> None:
+    """Write files into the workspace. Raises `SetupFailed`."""
+    for path, content in files.items():
+        try:
+            await asyncio.to_thread(context.workspace.write_bytes, path, content)
+        except ToolError as error:
+            raise SetupFailed(f"`files`: {error}") from error
+    if programs := [path for path, content in files.items() if isinstance(content, Executable)]:
+        await make_executable(context, programs)
+
+
+def few_at_a_time(paths: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The paths in parts that fit into the arguments of one command."""
+    for start in range(0, len(paths), _MOST_PATHS):
+        yield paths[start : start + _MOST_PATHS]
+
+
+async def make_executable(context: ToolContext, paths: Sequence[str]) -> None:
+    """Let everyone run files. Raises `SetupFailed`."""
+    for some in few_at_a_time(paths):
+        result = await run_command(context, ["chmod", "a+rx", "--", *some])
+        if result.exit_code != 0:
+            said = clip(result.stderr.strip(), max_chars=_SHOWN)
+            raise SetupFailed(f"`files`: cannot make {some[0]} executable: {said}")
+
+
+async def run_command(
+    context: ToolContext,
+    command: str | Sequence[str],
+    prefix: str = "",
+    *,
+    timeout_s: float | None = None,
+) -> ExecResult:
+    """Run a shell command, or a program; `prefix` is for `sh`. Raises `SetupFailed`."""
+    if context.sandbox is None:
+        raise SetupFailed("there is no sandbox to run commands in")
+    argv = shell_argv(command, prefix) if isinstance(command, str) else command
+    try:
+        return await context.sandbox.exec(argv, timeout_s=timeout_s)
+    except ToolError as error:
+        shown = command if isinstance(command, str) else shlex.join(command)
+        raise SetupFailed(f"{clip(shown, max_chars=200)!r}: {error}") from error

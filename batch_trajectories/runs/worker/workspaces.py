@@ -1,0 +1,453 @@
+"""The workspaces and sandboxes of a worker's tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from batch_trajectories.runs.config.sandboxes import image_sandboxes
+from batch_trajectories.runs.dataset.row import RowTask
+from batch_trajectories.runs.dataset.row_check import Check
+from batch_trajectories.runs.dataset.row_setup import RowSetup
+from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
+from batch_trajectories.runs.scoring.image_requests import Inside
+from batch_trajectories.runs.worker.workspace_setup import (
+    SetupFailed,
+    half_set_up,
+    set_up_workspace,
+    setting_up,
+)
+from toolsets.browser.process import Browsers
+from toolsets.builtin.command_result import sandbox_of
+from toolsets.context import ToolContext
+from toolsets.errors import ToolError
+from toolsets.sandbox.base import Extras
+from toolsets.sandbox.docker import docker_problem
+from toolsets.sandbox.factory import ImageSandboxes, Limits, Sandbox, make_sandbox
+from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.image_files import ImageFiles, ImageSandbox
+from toolsets.workspace.removal import remove_tree
+from toolsets.workspace.workspace import Workspace
+
+_IMAGE = "image"
+"""The file beside a conversation's layer that has the digest of the image beneath it."""
+LOST = "the workspace was lost"
+
+
+class PreparedWorkspace(NamedTuple):
+    """A workspace that is set up."""
+
+    context: ToolContext
+    kept: bool
+    """It is from an earlier assignment."""
+    why_new: str = LOST
+    """Why not, if there was an earlier one."""
+
+
+class Workspaces:
+    """Opens the workspaces of one worker's tasks."""
+
+    def __init__(self, setup: WorkerSetup, browsers: Browsers) -> None:
+        self._setup = setup
+        self._web = setup.config.web_settings()
+        self._browsers = browsers
+        self._problems: dict[str, str | None] = {}
+        self._in_images: ImageSandboxes | None = None
+        if setup.config.is_inside and setup.provenance.sandbox is not None:
+            self._in_images = image_sandboxes(setup.config)
+        self._digests = dict(setup.images)
+        """Of images that conversations of the run used, by reference: they must not change."""
+        self._histories: dict[tuple[str | None, ...], bool] = {}
+        """Whether objects had to go from the repository of an image: see `remove_history`."""
+        self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def open(self, key: bytes, row: RowTask, *, resumed: bool) -> ToolContext:
+        """The context of the task with this key; its directory is made when it is needed.
+
+        Where the workspace is inside an image, `prepare` adds files and sandbox.
+        """
+        workspace = Workspace(self._setup.run_dir / "workspaces" / key.hex())
+        return ToolContext(
+            workspace,
+            self._sandbox_for(workspace, row) if self._in_images is None else None,
+            web=self._web,
+            browsers=self._browsers,
+            resumed=resumed,
+        )
+
+    async def prepare(self, context: ToolContext, row: RowTask, *, place: str) -> PreparedWorkspace:
+        """Prepare a workspace as its row says.
+
+        `place` is where the workspace of that assignment is. Raises `SetupFailed`.
+        """
+        root = context.workspace.root
+        is_new = not context.resumed or place != self._setup.place
+        if is_new and os.path.lexists(root):
+            # What a conversation left whose journal was lost is not this one's, nor is what this
+            # one left here before it went on elsewhere.
+            await asyncio.to_thread(remove_tree, root)
+        if row.setup is not None:
+            context.workspace.start_dir = row.setup.start_dir
+        if self._in_images is not None:
+            return await self._prepare_image(context, row)
+        if (image := _image_of(row)) and (problem := await self._image_problem(image)):
+            raise SetupFailed(problem)
+        if half_set_up(root).exists():
+            await asyncio.to_thread(remove_tree, root)
+        kept = root.exists()
+        if row.setup is not None and not kept:
+            async with setting_up(root):
+                await set_up_workspace(context, row.setup)
+        return PreparedWorkspace(context, kept)
+
+    async def _prepare_image(self, context: ToolContext, row: RowTask) -> PreparedWorkspace:
+        """As `prepare`, for a workspace inside an image."""
+        from batch_trajectories.runs.worker.diff import begin_diff
+
+        spec = self._spec_of(row)
+        root = context.workspace.root
+        sandbox = await self._sandbox_in_image(root, row, spec)
+        is_other = await asyncio.to_thread(_image_was_replaced, root, sandbox.image_digest)
+        if half_set_up(root).exists() or is_other:
+            await asyncio.to_thread(sandbox.discard)
+            await asyncio.to_thread(remove_tree, root)
+        kept = await asyncio.to_thread(sandbox.is_kept)
+        context = self._inside(context, sandbox, root)
+        try:
+            if kept:
+                await self._made(sandbox)
+            else:
+                async with setting_up(root):
+                    await asyncio.to_thread(sandbox.discard)
+                    await self._made(sandbox)
+                    if row.setup is not None:
+                        await self._set_up_in_image(context, row.setup, spec)
+                    await begin_diff(context, is_needed=_is_judged_afresh(row))
+                    await asyncio.to_thread((root / _IMAGE).write_text, sandbox.image_digest)
+        except BaseException:
+            await context.close(remove=False)
+            raise
+        return PreparedWorkspace(context, kept, "the image was replaced" if is_other else LOST)
+
+    def image(self, row: RowTask) -> dict[str, str] | None:
+        """The image that a conversation works in, for its record; None if it has not got one."""
+        reference = self._spec_of(row).reference
+        if (digest := self._digests.get(reference)) is None:
+            return None
+        return {"reference": reference, "digest": digest}
+
+    async def for_agent(
+        self,
+        context: ToolContext,
+        row: RowTask,
+        extras: Extras,
+        *,
+        timeout_s: float,
+        output_bytes: int,
+    ) -> tuple[Sandbox, str | None]:
+        """A sandbox for an agent that is a command, and its HOME where an image decides that.
+
+        No other sandbox of the conversation may run. Raises `SetupFailed`.
+        """
+        root = context.workspace.root
+        limits = replace(self._limits(row), timeout_s=timeout_s, output_bytes=output_bytes)
+        if self._in_images is None:
+            sandbox = make_sandbox(
+                self._setup.config.sandbox, Workspace(root), limits, extras=extras
+            )
+            return sandbox, None
+        inside = await self._sandbox_in_image(root, row, self._spec_of(row), limits, extras)
+        await self._made(inside)
+        return inside, inside.user_home
+
+    async def reopened(
+        self, context: ToolContext, row: RowTask, *, starts_entrypoint: bool = True
+    ) -> ToolContext:
+        """The context with a new sandbox, where its own was stopped."""
+        if self._in_images is None:
+            return context
+        root = context.workspace.root
+        spec = replace(self._spec_of(row), starts_entrypoint=starts_entrypoint)
+        sandbox = await self._sandbox_in_image(root, row, spec)
+        await self._made(sandbox)
+        return self._inside(context, sandbox, root)
+
+    def has_network(self, row: RowTask) -> bool:
+        """Whether commands of a row may reach the network."""
+        if self._in_images is None:
+            return self._setup.config.network
+        return self._spec_of(row).network
+
+    async def diff(self, context: ToolContext, row: RowTask) -> dict[str, Any] | None:
+        """What the conversation changed in its image's repository; None where there is none.
+
+        It ends the conversation's sandbox. For a fresh check it leaves the changed copy of the
+        image. Raises `SetupFailed` if there is no copy for such a check.
+        """
+        if self._in_images is None:
+            return None
+        from batch_trajectories.runs.worker.diff import (
+            DiffError,
+            empty_diff,
+            has_repository,
+            is_unchanged,
+            make_diff,
+            no_diff,
+        )
+
+        # Processes that the model left running could change files, or leave no room for others.
+        await sandbox_of(context).stop()
+        if not has_repository(context.workspace.root):
+            return None
+        afresh = _is_judged_afresh(row)
+        unchanged = await asyncio.to_thread(is_unchanged, context)
+        if unchanged and not afresh:
+            return empty_diff()
+        worked = fresh = None
+        try:
+            fresh = await self._fresh(context, row, with_history=not afresh)
+            if unchanged:
+                diff = empty_diff()
+            else:
+                worked = await self.reopened(context, row, starts_entrypoint=False)
+                diff = await make_diff(worked, fresh, row.setup.hidden if row.setup else ())
+            is_left = afresh
+        except (SetupFailed, DiffError) as error:
+            if afresh and isinstance(error, SetupFailed):
+                raise
+            diff, is_left = no_diff(str(error)), False
+        finally:
+            for opened in (worked, fresh):
+                if opened is not None:
+                    await sandbox_of(opened).stop()
+        if fresh is not None and not is_left:
+            await asyncio.to_thread(fresh.workspace.remove)
+        return diff
+
+    async def judge(
+        self,
+        context: ToolContext,
+        row: RowTask,
+        turns: int | None,
+        diff: Mapping[str, Any] | None,
+    ) -> dict[str, Any] | None:
+        """The result of the row's check; None if it has none. Raises `SetupFailed`.
+
+        `turns` is how many turns of the run's model it judges, if known; `diff` is that of `diff`.
+        """
+        if row.setup is None or row.setup.check is None:
+            return None
+        from batch_trajectories.runs.worker.check import run_check, unjudged
+
+        # Processes that the model left running could affect the check.
+        await sandbox_of(context).stop()
+        root = context.workspace.root
+        check = row.setup.check
+        judged = root
+
+        async def open_as(user: str | None) -> ToolContext:
+            return await self._judging(context, row, check, judged, user)
+
+        place: dict[str, Any] = {}
+        prepare_as = None
+        if self._in_images is not None:
+            place["in"] = check.where or "same"
+            own = cast("ImageSandbox", sandbox_of(context))
+            prepare_as = "root" if check.user or not own.can_change_all else None
+        try:
+            if _is_judged_afresh(row):
+                if why := "there is no repository" if diff is None else diff.get("error"):
+                    return unjudged(f"`check`: {why}") | place
+                judged = _fresh_root(root)
+            return place | await run_check(check, open_as, turns, prepare_as=prepare_as)
+        finally:
+            if judged != root:
+                sandbox = await self._sandbox_in_image(judged, row, self._spec_of(row))
+                await asyncio.to_thread(sandbox.discard)
+                await asyncio.to_thread(remove_tree, judged)
+
+    @asynccontextmanager
+    async def inside(self, context: ToolContext, row: RowTask) -> AsyncIterator[Inside | None]:
+        """The workspace inside its image, to be read after the conversation; None elsewhere."""
+        if self._in_images is None:
+            yield None
+            return
+        opened: list[ToolContext] = []
+
+        async def open_again() -> ToolContext:
+            if not opened:
+                try:
+                    opened.append(await self.reopened(context, row, starts_entrypoint=False))
+                except SetupFailed as error:
+                    raise ToolError(str(error)) from error
+            return opened[0]
+
+        try:
+            yield Inside(context.workspace.home, open_again)
+        finally:
+            for found in opened:
+                await sandbox_of(found).stop()
+
+    async def _judging(
+        self, context: ToolContext, row: RowTask, check: Check, root: Path, user: str | None
+    ) -> ToolContext:
+        """The workspace in `root` in a sandbox for a check, as a user of its image."""
+        limits = self._limits(row)
+        limits = replace(limits, timeout_s=check.timeout_s or limits.timeout_s)
+        if self._in_images is None:
+            workspace = Workspace(root)
+            sandbox = self._sandbox_for(workspace, row, limits)
+            return replace(context, workspace=workspace, sandbox=sandbox, held={})
+        spec = self._spec_of(row)
+        spec = replace(spec, user=user or spec.user, network=check.network or spec.network)
+        sandbox = await self._sandbox_in_image(root, row, spec, limits)
+        await self._made(sandbox)
+        return self._inside(context, sandbox, root)
+
+    async def _fresh(
+        self, context: ToolContext, row: RowTask, *, with_history: bool
+    ) -> ToolContext:
+        """A fresh workspace: the image, set up as the row says. Raises `SetupFailed`."""
+        root = _fresh_root(context.workspace.root)
+        await asyncio.to_thread(remove_tree, root)
+        sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
+        fresh = self._inside(context, sandbox, root)
+        try:
+            await asyncio.to_thread(sandbox.discard)
+            await self._made(sandbox)
+            if row.setup is not None:
+                again = row.setup._replace(hidden=())
+                if with_history:
+                    again = again._replace(base_commit=None)
+                await self._set_up_in_image(fresh, again, self._spec_of(row))
+        except BaseException:
+            await fresh.close(remove=True)
+            raise
+        return fresh
+
+    async def _set_up_in_image(self, context: ToolContext, row: RowSetup, spec: ImageSpec) -> None:
+        """Set up a workspace inside an image, up to the history that it shows.
+
+        A fresh copy for a check has no more of it: what the model wrote runs there.
+        """
+        await set_up_workspace(context, row)
+        if row.base_commit is None:
+            return
+        from batch_trajectories.runs.worker.history import remove_history
+
+        repository = (
+            *(self._digests[spec.reference], spec.workdir, spec.user),
+            *(row.start_dir, row.base_commit),
+        )
+        is_the_images = not (row.files or row.commands)  # which could have changed it
+        known = self._histories.get(repository) if is_the_images else None
+        must_go = await remove_history(context, row.base_commit, known=known)
+        if is_the_images:
+            self._histories[repository] = must_go
+
+    def _inside(self, context: ToolContext, sandbox: ImageSandbox, root: Path) -> ToolContext:
+        kept = Workspace(root)
+        kept.start_dir = context.workspace.start_dir
+        return replace(context, workspace=ImageFiles(kept, sandbox), sandbox=sandbox)
+
+    async def _sandbox_in_image(
+        self,
+        root: Path,
+        row: RowTask,
+        spec: ImageSpec,
+        limits: Limits | None = None,
+        extras: Extras | None = None,
+    ) -> ImageSandbox:
+        """Raises `SetupFailed` where the image cannot be used."""
+        assert self._in_images is not None
+        # One of the conversations that wait for an image occupies a thread, not each.
+        async with self._waiting[spec.reference]:
+            try:
+                made = await asyncio.to_thread(
+                    self._in_images.make, Workspace(root), limits or self._limits(row), spec, extras
+                )
+            except ToolError as error:
+                raise SetupFailed(f"{self._node()}{error}") from error
+        before = self._digests.setdefault(spec.reference, made.image_digest)
+        if before != made.image_digest:
+            raise SetupFailed(
+                f"{self._node()}image {spec.reference!r} was replaced during the run: it was "
+                f"{before}, now it is {made.image_digest}"
+            )
+        return made
+
+    def _node(self) -> str:
+        """Which machine a message is about, where a run has several."""
+        return f"on {os.uname().nodename}: " if self._setup.config.executor == "ray" else ""
+
+    async def _made(self, sandbox: ImageSandbox) -> None:
+        try:
+            await asyncio.to_thread(sandbox.make)
+        except ToolError as error:
+            raise SetupFailed(str(error)) from error
+
+    def _spec_of(self, row: RowTask) -> ImageSpec:
+        config = self._setup.config
+        spec = row.image
+        if spec is None:
+            # The scan refuses rows without an image where the run names none.
+            spec = ImageSpec(config.docker_image or "", network=config.network)
+        return replace(spec, workdir=spec.workdir or config.workdir)
+
+    async def _image_problem(self, image: str) -> str | None:
+        """Why a row's image cannot be run, checked once per image."""
+        if image not in self._problems:
+            self._problems[image] = await asyncio.to_thread(
+                docker_problem, image, self._setup.config.container_engine
+            )
+        return self._problems[image]
+
+    def _sandbox_for(
+        self, workspace: Workspace, row: RowTask, limits: Limits | None = None
+    ) -> Sandbox | None:
+        kind = self._setup.provenance.sandbox
+        if kind is None:
+            return None
+        image = _image_of(row) or self._setup.config.docker_image
+        engine = self._setup.config.container_engine
+        limits = limits or self._limits(row)
+        return make_sandbox(kind, workspace, limits, image=image, engine=engine)
+
+    def _limits(self, row: RowTask) -> Limits:
+        config, own = self._setup.config, row.limits
+        return Limits(
+            timeout_s=config.command_timeout_s,
+            memory_mb=min(config.command_memory_mb, own.memory_mb or config.command_memory_mb),
+            cpus=own.cpus,
+            processes=config.max_processes,
+            workspace_mb=min(config.workspace_mb, own.disk_mb or config.workspace_mb),
+            network=config.network and self._in_images is None,
+        )
+
+
+def _image_was_replaced(root: Path, digest: str) -> bool:
+    """Whether the layer of a conversation is above another image; False where there is none."""
+    try:
+        return (root / _IMAGE).read_text() != digest
+    except FileNotFoundError:
+        return False
+
+
+def _is_judged_afresh(row: RowTask) -> bool:
+    check = None if row.setup is None else row.setup.check
+    return check is not None and check.where == "fresh"
+
+
+def _fresh_root(root: Path) -> Path:
+    """Where the fresh workspace of a conversation is, for its diff and its check."""
+    return root.with_name(f"{root.name}.fresh")
+
+
+def _image_of(row: RowTask) -> str | None:
+    return None if row.image is None else row.image.reference
