@@ -120,8 +120,9 @@ class AIAgent:
             **_check_model_options(model_options or {}),
         )
         if api_key is not None and settings.connection.client is not None:
-            msg = f"api_key: the client of {model!r} has its own credentials; see key_env"
-            raise ValueError(msg)
+            raise ValueError(
+                f"api_key: the client of {model!r} has its own credentials; see key_env"
+            )
         checked = _check_options({"max_turns": max_turns, **options})
         servers = McpServers(_listed_servers(mcp or {}))
         common = set_up(
@@ -200,8 +201,7 @@ class AIAgent:
             del history[0]
         setup = replace(setup, system_prompt=system)
         if not user_message.strip():
-            msg = "user_message must not be blank"
-            raise ValueError(msg)
+            raise ValueError("user_message must not be blank")
         with AgentSession(setup, history=history, session_id=task_id) as session:
             try:
                 await session.anew_prompt(user_message)
@@ -294,11 +294,9 @@ def _check_access(base_url: str | None, api_key: str | None) -> None:
         if base_url is not None:
             check_url(base_url)
     except ValueError as error:
-        msg = f"base_url: {error}"
-        raise ValueError(msg) from error
+        raise ValueError(f"base_url: {error}") from error
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        msg = "api_key: it has invalid characters, such as a line end"
-        raise ValueError(msg)
+        raise ValueError("api_key: it has invalid characters, such as a line end")
 
 
 def _check_options(options: Mapping[str, Any]) -> AgentOptions:
@@ -317,8 +315,9 @@ def _check_model_options(options: Mapping[str, Any]) -> dict[str, Any]:
     types = {name: of for name, of in get_type_hints(ModelSettings).items() if name not in others}
     for name, value in options.items():
         if name not in types:
-            msg = f"model_options: {name!r} is not one of the options: {', '.join(types)}"
-            raise ValueError(msg)
+            raise ValueError(
+                f"model_options: {name!r} is not one of the options: {', '.join(types)}"
+            )
         try:
             TypeAdapter(types[name]).validate_python(value, strict=True)
         except ValidationError as error:

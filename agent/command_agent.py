@@ -62,16 +62,14 @@ def _split_command(value: Any) -> Any:
 
 def _plain(value: str) -> str:
     if "\0" in value:
-        msg = "cannot contain a NUL character"
-        raise ValueError(msg)
+        raise ValueError("cannot contain a NUL character")
     return value
 
 
 def _relative(value: str) -> str:
     path = PurePosixPath(_plain(value))
     if path.is_absolute() or ".." in path.parts or not path.name:
-        msg = f"{value!r}: must be a path relative to HOME"
-        raise ValueError(msg)
+        raise ValueError(f"{value!r}: must be a path relative to HOME")
     return str(path)
 
 
@@ -126,8 +124,7 @@ class CommandAgent(BaseModel):
     def _gets_the_prompt(self) -> CommandAgent:
         texts = (*self.command, self.stdin, *self.files.values(), *self.env.values())
         if not any("{prompt}" in (text or "") for text in texts):
-            msg = "{prompt} is missing: give it in `command`, `stdin`, `env` or `files`"
-            raise ValueError(msg)
+            raise ValueError("{prompt} is missing: give it in `command`, `stdin`, `env` or `files`")
         return self
 
     @property
@@ -163,11 +160,9 @@ class CommandAgent(BaseModel):
         if own is None:
             return self
         if not isinstance(own, dict):
-            msg = f"`agent` must be an object with {', '.join(PER_ROW)}"
-            raise ValueError(msg)
+            raise ValueError(f"`agent` must be an object with {', '.join(PER_ROW)}")
         if other := sorted(own.keys() - set(PER_ROW)):
-            msg = f"`agent.{other[0]}`: a row can only set {', '.join(PER_ROW)}"
-            raise ValueError(msg)
+            raise ValueError(f"`agent.{other[0]}`: a row can only set {', '.join(PER_ROW)}")
         fields = self.model_dump() | own
         for name in ("env", "files"):
             if isinstance(own.get(name), dict):

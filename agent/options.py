@@ -28,8 +28,7 @@ MAX_COUNT = 10**9
 
 def _no_flag(value: Any) -> Any:
     if isinstance(value, bool):
-        msg = "must be a number, not true or false"
-        raise ValueError(msg)
+        raise ValueError("must be a number, not true or false")
     return value
 
 
@@ -60,8 +59,7 @@ def parse_json(value: Any) -> Any:
         try:
             return exact_json.loads(value)
         except exact_json.JSONDecodeError as error:
-            msg = f"not JSON: {error}"
-            raise ValueError(msg) from error
+            raise ValueError(f"not JSON: {error}") from error
     return value
 
 
@@ -281,14 +279,15 @@ class AgentOptions(BaseModel):
     @model_validator(mode="after")
     def _go_together(self) -> AgentOptions:
         if self.repeat_limit == 1:
-            msg = "repeat_limit: 1 would end every conversation at its first call; 0 means no limit"
-            raise ValueError(msg)
+            raise ValueError(
+                "repeat_limit: 1 would end every conversation at its first call; 0 means no limit"
+            )
         if self.continue_cut and (self.plan or self.text_protocol):
-            msg = "continue_cut does not go together with plan or text_protocol"
-            raise ValueError(msg)
+            raise ValueError("continue_cut does not go together with plan or text_protocol")
         if self.simulated_user is not None and (self.completion_tools or self.text_protocol):
-            msg = "simulated_user does not go together with completion_tools or text_protocol"
-            raise ValueError(msg)
+            raise ValueError(
+                "simulated_user does not go together with completion_tools or text_protocol"
+            )
         return self
 
     @model_validator(mode="after")
@@ -296,21 +295,19 @@ class AgentOptions(BaseModel):
         names = [subagent.name for subagent in self.subagents]
         for name in names:
             if name in RESERVED or name in STAGES:
-                msg = f"subagent {name!r}: the name is reserved"
-                raise ValueError(msg)
+                raise ValueError(f"subagent {name!r}: the name is reserved")
             if names.count(name) > 1:
-                msg = f"two subagents are called {name!r}"
-                raise ValueError(msg)
+                raise ValueError(f"two subagents are called {name!r}")
         for subagent in self.subagents:
             if unknown := set(subagent.subagents) - set(names):
-                msg = (
+                raise ValueError(
                     f"subagent {subagent.name!r} calls unknown subagents: "
                     f"{', '.join(sorted(unknown))} (known: {', '.join(sorted(names))})"
                 )
-                raise ValueError(msg)
         if self.max_subagent_depth is None and (circle := _circle(self.subagents)):
-            msg = f"subagent {circle!r} can reach itself without a limit; set max_subagent_depth"
-            raise ValueError(msg)
+            raise ValueError(
+                f"subagent {circle!r} can reach itself without a limit; set max_subagent_depth"
+            )
         return self
 
 

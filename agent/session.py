@@ -124,11 +124,9 @@ class AgentSession:
         `ValueError` if `text` is blank.
         """
         if not text.strip():
-            msg = "a prompt must not be blank"
-            raise ValueError(msg)
+            raise ValueError("a prompt must not be blank")
         if self._is_closed or self._state == "running":
-            msg = f"the session is {'closed' if self._is_closed else 'running'}"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"the session is {'closed' if self._is_closed else 'running'}")
         if self._state == "awaiting_input":
             self._spec = replace(
                 self._spec, user_replies=(*self._spec.user_replies, text), expected=expected

@@ -112,12 +112,11 @@ def set_up(
         user = _own_model(SIMULATED_USER, options.simulated_user, settings, api_key, endpoints)
     setup = Setup(settings, toolsets, tools, subagents, approve, user=user)
     if options.max_cost_usd is not None and (name := setup.unpriced()):
-        msg = (
+        raise ValueError(
             f"max_cost_usd: the price of model {name!r} is unknown, so a budget in dollars cannot "
             f"be enforced; set prices: {{{name}: {{input: ..., output: ...}}}} in the config of a "
             "run, or leave max_cost_usd out"
         )
-        raise ValueError(msg)
     return setup
 
 
@@ -157,8 +156,7 @@ def _own_model(
             try:
                 parse_script(agent.script)
             except ValueError as error:
-                msg = f"{name}: {error}"
-                raise ValueError(msg) from error
+                raise ValueError(f"{name}: {error}") from error
     return settings
 
 
@@ -175,8 +173,7 @@ def key_for(settings: ModelSettings, caller: ModelSettings, api_key: str | None)
 def _load(place: str) -> Approve:
     hook = import_place(place, "approve")
     if not callable(hook):
-        msg = f"approve: {place!r} is not callable"
-        raise ValueError(msg)
+        raise ValueError(f"approve: {place!r} is not callable")
     approve: Approve = hook
     return approve
 

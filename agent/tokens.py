@@ -168,8 +168,7 @@ def token_turns(turns: Iterable[StoredIds | None]) -> Iterator[TokenTurn]:
         logprobs = None if tokens.logprobs is None else _unpacked("f", tokens.logprobs)
         fits = logprobs is None or len(logprobs) == len(completion)
         if not fits or not 0 <= shared <= length:
-            msg = f"turn {number + 1}: the lengths of its tokens do not fit"
-            raise ValueError(msg)
+            raise ValueError(f"turn {number + 1}: the lengths of its tokens do not fit")
         yield TokenTurn(number, shared, length, prompt, completion, logprobs)
         length = shared + len(prompt) + len(completion)
 
@@ -214,6 +213,5 @@ def _unpacked(form: str, text: str) -> list[Any]:
     packed = b64decode(text, validate=True)
     count, rest = divmod(len(packed), ID_BYTES)
     if rest:
-        msg = f"{len(packed)} bytes are not a whole number of tokens"
-        raise ValueError(msg)
+        raise ValueError(f"{len(packed)} bytes are not a whole number of tokens")
     return list(struct.unpack(f"<{count}{form}", packed))

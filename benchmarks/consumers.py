@@ -97,8 +97,7 @@ def main(run_dir: Path, venvs: Path, only: str, torch: str) -> None:
     """Export RUN_DIR and show what consumers make of it."""
     names = only.split(",")
     if unknown := set(names) - set(_CONSUMERS):
-        msg = f"unknown {sorted(unknown)}; known are {', '.join(_CONSUMERS)}"
-        raise click.UsageError(msg)
+        raise click.UsageError(f"unknown {sorted(unknown)}; known are {', '.join(_CONSUMERS)}")
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         lines, twins = Path(folder, "lines"), Path(folder, "twins")

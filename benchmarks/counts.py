@@ -128,8 +128,7 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
         records.append(payload)
         journal.finish(task.key)
         if end.status != "completed" or trajectory.turns != TURNS:
-            msg = f"the conversation ended as {end} after {trajectory.turns} turns"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"the conversation ended as {end} after {trajectory.turns} turns")
         kept.append(trajectory)
         if number in (0, conversations - 1):
             gc.collect()
@@ -149,8 +148,7 @@ async def call_tool(calls: int, directory: Path) -> None:
     toolbox = Toolbox([step], ToolContext(Workspace(directory / "w")))
     for number in range(calls):
         if (await toolbox.call("step", f'{{"number": {number}}}')).is_error:
-            msg = "the tool failed"
-            raise RuntimeError(msg)
+            raise RuntimeError("the tool failed")
 
 
 def instructions(command: Sequence[str], bytecode: Path) -> int:
@@ -177,8 +175,9 @@ def _run(command: Sequence[str], bytecode: Path) -> str:
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        msg = f"{command[0]} ended with exit code {done.returncode}: {done.stderr[-2000:]}"
-        raise RuntimeError(msg)
+        raise RuntimeError(
+            f"{command[0]} ended with exit code {done.returncode}: {done.stderr[-2000:]}"
+        )
     return done.stderr
 
 

@@ -68,12 +68,10 @@ def measure(
                 samples.append((time.monotonic(), (int(stat[11]) + int(stat[12])) / _TICKS))
             time.sleep(0.02)
         if process.returncode:
-            msg = f"the run ended with exit code {process.returncode}"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"the run ended with exit code {process.returncode}")
         journal = endpoint.journal()
     if journal["requests"] != prompts * turns:
-        msg = f"{journal['requests']} requests for {prompts * turns} calls"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"{journal['requests']} requests for {prompts * turns} calls")
     began, ended = journal["first_request_at"], journal["last_reply_at"]
     in_time = [cpu_s for at, cpu_s in samples if began <= at <= ended]
     working_s = in_time[-1] - in_time[0]

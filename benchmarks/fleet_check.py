@@ -64,8 +64,9 @@ def measure(work: Work) -> Measured:
         ended = time.monotonic()
         stats = endpoint.stats()
         if process.returncode or stats["requests"] != work.calls:
-            msg = f"{work}: exit code {process.returncode} after {stats['requests']} requests"
-            raise RuntimeError(msg)
+            raise RuntimeError(
+                f"{work}: exit code {process.returncode} after {stats['requests']} requests"
+            )
         size = (Path(place) / "r" / "records.jsonl").stat().st_size / work.prompts
     driver = cpu.pop(process.pid)
     first, last = stats["first_request_at"], stats["last_reply_at"]

@@ -90,8 +90,7 @@ async def looped(turns: list[ScriptedTurn], home: Home, options: AgentOptions) -
     )
     end = await conversation.run()
     if end.status != "completed" or trajectory.turns != len(turns):
-        msg = f"the conversation ended as {end} after {trajectory.turns} turns"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"the conversation ended as {end} after {trajectory.turns} turns")
 
 
 def cpu_per_turn(play: Callable[[], Awaitable[None]], conversations: int, turns: int) -> float:

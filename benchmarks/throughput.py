@@ -179,8 +179,9 @@ def measure(
         output.seek(0)
         words = output.read().decode(errors="replace")[-2000:]
     if process.returncode or not 0 <= stats["requests"] - work.calls <= may_repeat:
-        msg = f"{work}: exit code {process.returncode} after {stats['requests']} requests:\n{words}"
-        raise RuntimeError(msg)
+        raise RuntimeError(
+            f"{work}: exit code {process.returncode} after {stats['requests']} requests:\n{words}"
+        )
     own = peaks.pop(process.pid)
     return Figures(
         start_s=stats["first_request_at"] - started_at,

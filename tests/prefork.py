@@ -86,8 +86,9 @@ class Forked:
                 server.sendall(data)
             except BrokenPipeError as error:
                 assert _process is not None
-                msg = f"the server that forks commands has died: {_process.wait()}"
-                raise RuntimeError(msg) from error
+                raise RuntimeError(
+                    f"the server that forks commands has died: {_process.wait()}"
+                ) from error
         self.pid = self._received()
 
     def wait(self, timeout: float | None = None) -> int:
@@ -122,8 +123,7 @@ class Forked:
 
     def _received(self) -> int:
         if not (received := self._status.recv(4)):
-            msg = "the server that forks commands has died"
-            raise RuntimeError(msg)
+            raise RuntimeError("the server that forks commands has died")
         return int.from_bytes(received, "big", signed=True)
 
 

@@ -46,15 +46,13 @@ def find_program(name: str, more: Sequence[Path] = ()) -> Installed:
     """
     found = shutil.which(name)
     if found is None:
-        msg = f"the program {name!r} was not found; install it, or give its path"
-        raise NotInstalled(msg)
+        raise NotInstalled(f"the program {name!r} was not found; install it, or give its path")
     binds: list[Path] = []
     directories: list[str] = []
     program = _add(Path(found).absolute(), binds, directories)
     for path in more:
         if not path.exists():
-            msg = f"{path} does not exist"
-            raise NotInstalled(msg)
+            raise NotInstalled(f"{path} does not exist")
         binds.append(path.absolute())
     shown = {str(path): str(path) for path in dict.fromkeys(binds) if not _is_system(path)}
     return Installed(str(program), shown, tuple(dict.fromkeys(directories)))
@@ -106,8 +104,7 @@ def _interpreter(path: Path) -> Path | None:
         name = next((word for word in words[1:] if not word.startswith("-")), None)
         found = shutil.which(name) if name else None
         if found is None:
-            msg = f"{path}: its interpreter {name!r} was not found"
-            raise NotInstalled(msg)
+            raise NotInstalled(f"{path}: its interpreter {name!r} was not found")
         return Path(found).absolute()
     return Path(words[0]) if words else None
 

@@ -21,8 +21,7 @@ def _check_pattern(value: str) -> str:
     try:
         re.compile(value)
     except re.error as error:
-        msg = f"not a regular expression: {error}"
-        raise ValueError(msg) from error
+        raise ValueError(f"not a regular expression: {error}") from error
     return value
 
 

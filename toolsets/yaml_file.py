@@ -134,8 +134,10 @@ def _compose(content: bytes) -> yaml.Node | None:
     try:
         loader = _Composer(text)
     except yaml.reader.ReaderError as error:
-        problem = f"the character U+{ord(text[error.position]):04X} is not allowed"
-        raise _at(problem, text[: error.position]) from error
+        raise _at(
+            f"the character U+{ord(text[error.position]):04X} is not allowed",
+            text[: error.position],
+        ) from error
     try:
         return loader.get_single_node()
     finally:

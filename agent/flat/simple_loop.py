@@ -120,8 +120,7 @@ class _Invoked:
 def _as_tool(schema: Mapping[str, Any], handlers: Mapping[str, Callable[..., Any]]) -> Tool:
     name = schema["name"]
     if name not in handlers:
-        msg = f"tool {name!r} has no handler"
-        raise ValueError(msg)
+        raise ValueError(f"tool {name!r} has no handler")
     handler = handlers[name]
     return Tool(
         name=name,

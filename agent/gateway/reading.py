@@ -253,8 +253,9 @@ def _read_parts(
             try:
                 part = _read_part(layout, pieces[n], calls, volatile)
             except WireError as error:
-                words = f"{layout.messages}[{n - first}]: {error}" if n >= first else str(error)
-                raise WireError(words) from error
+                raise WireError(
+                    f"{layout.messages}[{n - first}]: {error}" if n >= first else str(error)
+                ) from error
             is_alike = old is not None and _ids(old) == _ids(part)
         parts.append(part)
     return parts

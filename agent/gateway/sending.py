@@ -46,11 +46,10 @@ def request_of(
         if most is None and settings.needs_bound:
             most = bound = settings.reply_bound
             if bound is None:
-                msg = (
+                raise WireError(
                     "the request does not limit the reply's tokens, so the budget of the run "
                     "cannot be kept: set its limit, or --max_tokens"
                 )
-                raise WireError(msg)
     if name is not None or bound is not None or tools:
         path, body = wire.rewritten(
             path, body, model=name, max_tokens=bound, without_server_tools=tools

@@ -134,11 +134,9 @@ def check_names(names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in RESERVED:
-            msg = f"the tool name {name!r} is reserved"
-            raise ValueError(msg)
+            raise ValueError(f"the tool name {name!r} is reserved")
         if name in seen:
-            msg = f"two tools have the name {name!r}"
-            raise ValueError(msg)
+            raise ValueError(f"two tools have the name {name!r}")
         seen.add(name)
 
 

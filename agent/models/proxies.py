@@ -63,15 +63,13 @@ def _usable(given: str, source: str, instead: str, base_url: str) -> EndpointPro
     place = f"{proxy.scheme}://{proxy.netloc.rpartition('@')[2]}"
     words = f"the proxy {place} ({source})"
     if not _is_address(proxy):
-        msg = (
+        raise UnusableProxy(
             f"{words} cannot be used for {base_url}: {proxy.netloc.rpartition('@')[2]!r} is not "
             f"the name of a host with a port. Correct it, {instead}"
         )
-        raise UnusableProxy(msg)
     if proxy.scheme not in ("http", "https") or not proxy.hostname:
-        msg = (
+        raise UnusableProxy(
             f"{words} cannot be used for {base_url}: it must be an HTTP proxy (http:// or "
             f"https://), and SOCKS is not supported. Name another one, {instead}"
         )
-        raise UnusableProxy(msg)
     return EndpointProxy(proxy.geturl(), words, instead)

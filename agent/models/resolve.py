@@ -272,11 +272,10 @@ def read_key(settings: ModelSettings) -> str:
     if not key and settings.key_env is None:
         return PLACEHOLDER
     if not key:
-        msg = (
+        raise MissingKey(
             f"no API key for {settings.base_url}: set the environment variable {settings.key_env}"
             f" (or name another with --key_env, or --key_env none for an endpoint without keys)"
         )
-        raise MissingKey(msg)
     check_secret(key, "key_env", settings.key_variable, settings)
     return key
 
@@ -284,11 +283,11 @@ def read_key(settings: ModelSettings) -> str:
 def check_secret(value: str, what: str, variable: str, settings: ModelSettings) -> None:
     """Raise `MissingKey` where a variable holds nothing that can be sent."""
     if not value.strip():
-        msg = f"{what}: the environment variable {variable} for {settings.base_url} is not set"
-        raise MissingKey(msg)
+        raise MissingKey(
+            f"{what}: the environment variable {variable} for {settings.base_url} is not set"
+        )
     if not (value.isascii() and value.isprintable()):
-        msg = (
+        raise MissingKey(
             f"the environment variable {variable} holds characters that no key for"
             f" {settings.base_url} can have; set it again"
         )
-        raise MissingKey(msg)

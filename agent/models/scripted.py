@@ -59,8 +59,7 @@ def parse_script(turns: Any) -> list[ScriptedTurn]:
         exact_json.dumps(turns)
         return _SCRIPT.validate_python(turns)
     except TypeError as error:
-        msg = f"script: it cannot be written as JSON: {error}"
-        raise ValueError(msg) from error
+        raise ValueError(f"script: it cannot be written as JSON: {error}") from error
     except ValidationError as error:
         raise ValueError(mistakes_in(error)[0].describe("script")) from error
 

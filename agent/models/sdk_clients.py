@@ -35,8 +35,9 @@ def open_client(connection: Connection, model: str, key_env: str | None) -> Any:
     if key_env is None or key_env == NO_KEY:
         return _open(connection, model, None)
     if not (key := os.environ.get(key_env, "").strip()):
-        msg = f"client {connection.client!r}: set the environment variable {key_env} to its key"
-        raise UnusableClient(msg)
+        raise UnusableClient(
+            f"client {connection.client!r}: set the environment variable {key_env} to its key"
+        )
     return _open(connection, model, key)
 
 
@@ -56,11 +57,10 @@ def _open(connection: Connection, model: str, api_key: str | None) -> Any:
             words += ". Arguments of the client go into client_options, or into its variables"
         raise UnusableClient(words) from error
     if sdk_of(client) == "anthropic" and _streams_in_aws_events(client):
-        msg = (
+        raise UnusableClient(
             f"client {name!r}: {type(client).__name__} streams replies as AWS events, which are "
             "not supported; use AsyncAnthropicBedrockMantle (client: bedrock)"
         )
-        raise UnusableClient(msg)
     return client
 
 
@@ -71,19 +71,17 @@ def sdk_of(client: Any) -> Sdk:
         return "openai"
     if "anthropic" in packages:
         return "anthropic"
-    msg = (
+    raise UnusableClient(
         f"client: {type(client).__name__} is not a client of the openai or anthropic package; the "
         "function must return one, such as AsyncOpenAI(...)"
     )
-    raise UnusableClient(msg)
 
 
 def api_of(client: Any, api: Api | None) -> Api:
     """The API that a client speaks, given what the user says. Raises `UnusableClient`."""
     found = api or ("openai_chat" if sdk_of(client) == "openai" else "anthropic_messages")
     if (found == "anthropic_messages") != (sdk_of(client) == "anthropic"):
-        msg = f"api: {type(client).__name__} does not speak {found}; leave api out"
-        raise UnusableClient(msg)
+        raise UnusableClient(f"api: {type(client).__name__} does not speak {found}; leave api out")
     return found
 
 
@@ -149,13 +147,12 @@ def _bedrock(options: dict[str, Any], model: str) -> Any:
 
 def _vertex(options: dict[str, Any], model: str) -> Any:
     if not model.startswith("claude"):
-        msg = (
+        raise UnusableClient(
             f"client 'vertex': {model!r}: only Claude models are asked through it. For others give "
             "an endpoint with base_url https://LOCATION-aiplatform.googleapis.com/v1/projects/"
             "PROJECT/locations/LOCATION/endpoints/openapi and key_command [gcloud, auth, "
             "print-access-token]"
         )
-        raise UnusableClient(msg)
     import anthropic
 
     return anthropic.AsyncAnthropicVertex(**options)
@@ -186,8 +183,9 @@ def _entra(key_variable: str, scope: str) -> Callable[[], Awaitable[str]]:
     try:
         from azure.identity import DefaultAzureCredential, get_bearer_token_provider
     except ImportError as error:
-        msg = f"set {key_variable}, or install azure-identity to sign in with Microsoft Entra"
-        raise UnusableClient(msg) from error
+        raise UnusableClient(
+            f"set {key_variable}, or install azure-identity to sign in with Microsoft Entra"
+        ) from error
     ask = get_bearer_token_provider(DefaultAzureCredential(), scope)
 
     async def token() -> str:

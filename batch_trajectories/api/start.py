@@ -165,6 +165,7 @@ def _keys_of(scan: Scan, ids: Collection[str]) -> set[bytes]:
     found = {task.id: task.key for task in tasks(scan) if task.id in wanted}
     if missing := sorted(wanted - found.keys()):
         named = ", ".join(map(repr, missing[:_IDS_SHOWN]))
-        msg = f"only: {scan.path} has no task {named}; `open_run(...).tasks()` gives the ids"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"only: {scan.path} has no task {named}; `open_run(...).tasks()` gives the ids"
+        )
     return set(found.values())

@@ -49,8 +49,9 @@ def open_run(run: Path | str, output_dir: Path | str = "trajectories") -> Stored
         runs = runs_in(output_dir)
         known = f"; runs there: {', '.join(runs[:_RUNS_SHOWN])}" if runs else ""
         more = ", ..." if len(runs) > _RUNS_SHOWN else ""
-        msg = f"{output_dir / run}: no such run{known}{more}; give their directory by --output_dir"
-        raise RunDirError(msg)
+        raise RunDirError(
+            f"{output_dir / run}: no such run{known}{more}; give their directory by --output_dir"
+        )
     return StoredRun(path)
 
 
@@ -73,10 +74,9 @@ class StoredRun:
             return RunConfig.model_validate(self.identity["config"])
         except ValidationError as error:
             detail = mistakes_in(error)[0].describe()
-            msg = (
+            raise RunDirError(
                 f"{self.path}/run.json: this version of the program cannot use its config: {detail}"
-            )
-            raise RunDirError(msg) from error
+            ) from error
 
     @cached_property
     def scan(self) -> Scan:

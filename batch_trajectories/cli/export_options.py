@@ -130,23 +130,20 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
     filters = {"require_passed": True} if flags["require_passed"] else {}
     if flags["check"]:
         if given or filters or flags["recipe"]:
-            msg = "--check uses the recipe of the dataset; leave out other options for datasets"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "--check uses the recipe of the dataset; leave out other options for datasets"
+            )
         if flags["render"] or flags["push_to_hub"]:
-            msg = "--check only reads a dataset; leave out --render and --push_to_hub"
-            raise ConfigError(msg)
+            raise ConfigError("--check only reads a dataset; leave out --render and --push_to_hub")
         return _check(source, directory)
     if flags["push_for_real"] and not flags["push_to_hub"]:
-        msg = "--push_for_real needs --push_to_hub REPO"
-        raise ConfigError(msg)
+        raise ConfigError("--push_for_real needs --push_to_hub REPO")
     if flags["render_rows"] is not None and not flags["render"]:
-        msg = "--render_rows needs --render FILE"
-        raise ConfigError(msg)
+        raise ConfigError("--render_rows needs --render FILE")
     recipe = load_recipe(Path(flags["recipe"]) if flags["recipe"] else None, given, filters)
     render = load_template(Path(flags["render"])) if flags["render"] else None
     if render is not None and "openai" not in recipe.formats:
-        msg = "--render shows rows of the format openai; add it to --format"
-        raise ConfigError(msg)
+        raise ConfigError("--render shows rows of the format openai; add it to --format")
     manifest = export_dataset(source, recipe, directory)
     if manifest["pending"]:
         say(f"warning: {plural(manifest['pending'], 'pending task')} not in this export")

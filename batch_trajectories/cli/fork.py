@@ -146,5 +146,4 @@ def _wanted(ids: Path | None) -> set[str] | None:
     try:
         return {line.strip() for line in ids.read_text(encoding="utf-8").splitlines()} - {""}
     except (OSError, UnicodeDecodeError) as error:
-        msg = f"--ids: {ids}: cannot read it: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"--ids: {ids}: cannot read it: {error}") from error

@@ -64,8 +64,7 @@ def record(
 
     with errors_as_exit_codes():
         if wrong := [name for name in _NOT_GIVEN if flags.get(name) is not None]:
-            msg = f"{wrong[0]}: means nothing for `record`: {_NOT_GIVEN[wrong[0]]}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{wrong[0]}: means nothing for `record`: {_NOT_GIVEN[wrong[0]]}")
         flags |= {"dataset_file": Path("sessions.jsonl"), "model": f"{upstream}:{ANY}"}
         config = load_config(starting.config_file, flags)
         config = config.model_copy(update={"dataset_file": sessions_of(config.run_dir)})

@@ -154,6 +154,5 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, orjson.JSONDecodeError) as error:
-        msg = f"{path}: cannot read it: {error}; export again"
-        raise RunDirError(msg) from error
+        raise RunDirError(f"{path}: cannot read it: {error}; export again") from error
     return manifest

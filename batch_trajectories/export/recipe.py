@@ -75,13 +75,11 @@ def parse_splits(value: object) -> object:
         return value
     pairs = [part.partition("=") for part in value.split(",") if part.strip()]
     if not pairs or not all(sign for _, sign, _ in pairs):
-        msg = "must be NAME=SHARE,... such as train=0.9,test=0.1"
-        raise ValueError(msg)
+        raise ValueError("must be NAME=SHARE,... such as train=0.9,test=0.1")
     shares: dict[str, str] = {}
     for name, _, share in pairs:
         if name.strip() in shares:
-            msg = f"{name.strip()!r} is given twice"
-            raise ValueError(msg)
+            raise ValueError(f"{name.strip()!r} is given twice")
         shares[name.strip()] = share.strip()
     return shares
 
@@ -105,8 +103,7 @@ class AnswerCheck(_Part):
     @model_validator(mode="after")
     def _names_a_function(self) -> AnswerCheck:
         if (self.match == "python") != (self.function is not None):
-            msg = "`function` belongs to match: python, and that needs one"
-            raise ValueError(msg)
+            raise ValueError("`function` belongs to match: python, and that needs one")
         return self
 
 
@@ -284,31 +281,25 @@ class Recipe(_Part):
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         if not math.isclose(sum(self.splits.values()), 1.0, abs_tol=1e-9):
-            msg = f"splits: shares must sum to 1 (got {sum(self.splits.values()):g})"
-            raise ValueError(msg)
+            raise ValueError(f"splits: shares must sum to 1 (got {sum(self.splits.values()):g})")
         if bad := [name for name in self.splits if not name.isidentifier()]:
-            msg = f"splits: {bad[0]!r}: a name is letters, digits and '_'"
-            raise ValueError(msg)
+            raise ValueError(f"splits: {bad[0]!r}: a name is letters, digits and '_'")
         for name in self.formats:
             held = ROW_FORMATS.get(name)
             if self.reasoning == "field" and held and not held.has_reasoning_field:
-                msg = f"reasoning: {name} has no field for it, only inline"
-                raise ValueError(msg)
+                raise ValueError(f"reasoning: {name} has no field for it, only inline")
             if self.reasoning == "inline" and held and not held.has_inline_reasoning:
-                msg = f"reasoning: {name} has a field for it, so it is never inline"
-                raise ValueError(msg)
+                raise ValueError(f"reasoning: {name} has a field for it, so it is never inline")
         if self.per_turn and (whole := set(self.formats) - {*TURN_FORMATS, *COPIES}):
-            msg = (
+            raise ValueError(
                 f"per_turn: {min(whole)} has no rows for single turns; "
                 f"choose formats among {', '.join((*TURN_FORMATS, *sorted(COPIES)))}"
             )
-            raise ValueError(msg)
         for option in ("subagents", "discarded"):
             if getattr(self, option) and "rl" not in self.formats:
                 raise ValueError(f"{option}: only rl has rows for them; add it to formats")
         if self.filters.first_n and self.filters.best_n:
-            msg = "filters: first_n and best_n both choose samples; give one"
-            raise ValueError(msg)
+            raise ValueError("filters: first_n and best_n both choose samples; give one")
         return self
 
     @property

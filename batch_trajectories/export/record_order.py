@@ -35,8 +35,7 @@ class RecordOrder:
         Raises `UnreadableRecord`.
         """
         if num_samples != scan.num_samples:
-            msg = f"the scan is for {scan.num_samples} samples, not {num_samples}"
-            raise ValueError(msg)
+            raise ValueError(f"the scan is for {scan.num_samples} samples, not {num_samples}")
         index = load_index(run_dir, lenient=False)
         rows, self.gone = index.match(scan.keys)
         """Number of records whose task is no longer in the dataset."""

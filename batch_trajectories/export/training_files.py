@@ -143,11 +143,10 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
                     if by_others and place == "training":
                         others.update(by_others)
     except OSError as error:
-        msg = (
+        raise StorageError(
             f"{exports}: cannot write the training files: {error.strerror or error}. The records "
             "are safe; make room and run the same command again."
-        )
-        raise StorageError(msg) from error
+        ) from error
     failed_attempts = load_failed_attempts(run_dir)
     to_retry = sum(scan.key(number) in failed_attempts for number in order.without_record())
     written = sum(output.rows for output in outputs.values())

@@ -132,8 +132,7 @@ class ConversationText(_Blocks):
         numbers = [each.turn for each in self._turns]
         if turn is not None and turn not in numbers:
             has = f"turns 1 to {numbers[-1]}" if numbers else "no turns"
-            msg = f"--turn {turn}: {self._record.id} has {has}"
-            raise ConfigError(msg)
+            raise ConfigError(f"--turn {turn}: {self._record.id} has {has}")
         yield from self._head()
         yield from self.blocks(turn)
 

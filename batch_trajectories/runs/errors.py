@@ -79,5 +79,6 @@ def machine_failures_as_stops() -> Iterator[None]:
         failure = machine_failure(error)
         if failure is None and not isinstance(error, OSError):
             raise
-        msg = f"{failure or error}. Finished work is safe; fix that and run the same command again"
-        raise EnvironmentStop(msg) from error
+        raise EnvironmentStop(
+            f"{failure or error}. Finished work is safe; fix that and run the same command again"
+        ) from error

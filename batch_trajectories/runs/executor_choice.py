@@ -20,17 +20,15 @@ from toolsets.extras import install
 def check_executor(config: RunConfig) -> None:
     """Raise `ConfigError` if packages of the executor are missing or Ray would delete the run."""
     if config.executor == "ray" and find_spec("ray") is None:
-        msg = (
+        raise ConfigError(
             f"executor: ray is not installed: {install('ray')}, here and on every node, or leave "
             "--executor=ray out"
         )
-        raise ConfigError(msg)
     if any(part.startswith("_ray_pkg_") for part in config.output_dir.resolve().parts):
-        msg = (
+        raise ConfigError(
             f"output_dir: {config.output_dir} is in the copy of a directory that Ray makes for a "
             "job and deletes later: give an absolute path on this node by --output_dir"
         )
-        raise ConfigError(msg)
 
 
 def fork_ahead(config: RunConfig) -> None:

@@ -92,8 +92,9 @@ def run_batch(
     on another run: both would change log, limits and environment of the process.
     """
     if not _one_at_a_time.acquire(blocking=False):
-        msg = f"{run_dir.path}: this process is working on another run; start this one after it"
-        raise RunLocked(msg)
+        raise RunLocked(
+            f"{run_dir.path}: this process is working on another run; start this one after it"
+        )
     try:
         # With `tell`, the terminal belongs to the caller.
         with settings_restored(), nullcontext() if tell is None else silenced():

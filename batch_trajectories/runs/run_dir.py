@@ -127,13 +127,12 @@ class RunDir:
         Writes to open files would succeed, but the data would be lost.
         """
         if not is_same_file(self.lock_fd, self.path / "lock"):
-            msg = (
+            raise EnvironmentStop(
                 f"{self.path}: the run directory has vanished: it was moved or removed during the "
                 "run. Finished work is in it. If it was moved, put it back (remove any new one in "
                 "its place) and run the same command again to continue; if it was removed, the "
                 "same command starts over."
             )
-            raise EnvironmentStop(msg)
 
     def what_vanished(self) -> str | None:
         """A message if the journals or workspaces were moved or removed, else None."""
@@ -219,11 +218,10 @@ def open_run_dir(
         if isinstance(error, OSError):
             if error.errno in _DISK_FAILURES:
                 raise storage_error(path, error) from error
-            msg = (
+            raise RunDirError(
                 f"{path}: cannot use this run directory: {error.strerror or error}; choose another "
                 "place by --output_dir"
-            )
-            raise RunDirError(msg) from error
+            ) from error
         raise
     same_endpoints = before is not None and all(
         before["config"].get(key) == run["config"][key] for key in _ENDPOINT_KEYS
@@ -285,34 +283,30 @@ def read_run_json(path: Path) -> dict[str, Any]:
     try:
         run = exact_json.loads((path / "run.json").read_bytes())
     except FileNotFoundError:
-        msg = f"{path}: no run here (it has no run.json)"
-        raise RunDirError(msg) from None
+        raise RunDirError(f"{path}: no run here (it has no run.json)") from None
     except NotADirectoryError:
-        msg = f"{path}: not a run directory"
-        raise RunDirError(msg) from None
+        raise RunDirError(f"{path}: not a run directory") from None
     except (OSError, orjson.JSONDecodeError) as error:
-        msg = f"{path}/run.json: cannot read it: {error}"
-        raise RunDirError(msg) from error
+        raise RunDirError(f"{path}/run.json: cannot read it: {error}") from error
     if isinstance(run, dict) and run.get("schema_version") == SCHEMA_VERSION:
         if _CHECKSUM in run and run.pop(_CHECKSUM) != _checksum_of(run):
-            msg = (
+            raise RunDirError(
                 f"{path}/run.json: changed since it was written: its checksum does not match. "
                 "Restore it from a copy. If it was edited on purpose, or there is no copy, check "
                 f'it, remove "{_CHECKSUM}" from it, and run the same command again, which compares '
                 "it with the config"
             )
-            raise RunDirError(msg)
         if missing := [key for key in _RUN_KEYS if not isinstance(run.get(key), _RUN_KEYS[key])]:
-            msg = f"{path}/run.json: damaged ({', '.join(missing)}); start over with --fresh"
-            raise RunDirError(msg)
+            raise RunDirError(
+                f"{path}/run.json: damaged ({', '.join(missing)}); start over with --fresh"
+            )
         run["config"] = with_provider(run["config"], run["config"].get("base_url"))
         return run
-    msg = (
+    raise RunDirError(
         f"{path}/run.json: written by another version of this program (schema "
         f"{run.get('schema_version') if isinstance(run, dict) else None}, this one has "
         f"{SCHEMA_VERSION}); use that version, or start over with --fresh"
     )
-    raise RunDirError(msg)
 
 
 def runs_in(output_dir: Path) -> list[str]:
@@ -345,30 +339,27 @@ def _run_json(
     meaning = meaning_of(config)
     known = (*meaning, *NARROWING, IMAGES)
     if unknown := [key for key in accept_changes if key not in known]:
-        msg = (
+        raise ConfigError(
             f"--accept_config_change: {', '.join(unknown)}: unknown key; the possible keys are "
             f"{', '.join(known)}"
         )
-        raise ConfigError(msg)
     history: list[dict[str, Any]] = []
     images: dict[str, str] = {}
     created = time.time()
     if before is None:
         if _holds_work(path):
-            msg = (
+            raise RunDirError(
                 f"{path}: it has records but no run.json, so their config is unknown; put run.json "
                 "back, or start over with --fresh"
             )
-            raise RunDirError(msg)
     else:
         created, history = before["created"], before["history"]
         if (shard := before["config"].get("shard")) != config.shard and _holds_work(path):
-            msg = (
+            raise ConfigError(
                 f"{path}: this run is for {f'shard {shard}' if shard else 'the whole dataset'}, "
                 f"now {f'shard {config.shard}' if config.shard else 'the whole dataset'} is "
                 "requested; each shard needs its own --run_name (`merge` joins all shards)"
             )
-            raise ConfigError(msg)
         then, now = stored_meaning(before), with_defaults(meaning)
         changes = {
             key: {"from": then.get(key), "to": now[key]}

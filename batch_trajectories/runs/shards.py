@@ -39,18 +39,15 @@ def parse_shard(text: str) -> Shard:
     """Read "i/n". Raises `ValueError`."""
     found = _SHARD.fullmatch(text)
     if found is None:
-        msg = f"{text!r}: write i/n, such as 0/8"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: write i/n, such as 0/8")
     shard = Shard(int(found[1]), int(found[2]))
     if not 1 <= shard.count <= MAX_SHARDS:
-        msg = f"{text!r}: the number of shards must be 1 to {MAX_SHARDS:,}"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r}: the number of shards must be 1 to {MAX_SHARDS:,}")
     if shard.index >= shard.count:
-        msg = (
+        raise ValueError(
             f"{text!r}: shards are numbered from 0 to n-1, here to {shard.count - 1} "
             f"(Slurm: --array=0-{shard.count - 1})"
         )
-        raise ValueError(msg)
     return shard
 
 
@@ -72,34 +69,34 @@ def check_shards(
     if not any(shards.values()):
         return
     if whole := [path for path, shard in shards.items() if shard is None]:
-        msg = f"{whole[0]} is not a shard but others are; merge only shards with shards"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{whole[0]} is not a shard but others are; merge only shards with shards"
+        )
     first_path, first = runs[0]
     holders: dict[Shard, Path] = {}
     count = parse_shard(shards[first_path]).count
     for path, identity in runs:
         shard = parse_shard(shards[path])
         if shard.count != count:
-            msg = f"{path} is shard {shard} but {first_path} one of {count}; they do not match"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{path} is shard {shard} but {first_path} one of {count}; they do not match"
+            )
         if shard in holders:
-            msg = f"{holders[shard]} and {path} are both shard {shard}; merge one of them"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{holders[shard]} and {path} are both shard {shard}; merge one of them"
+            )
         holders[shard] = path
         if identity["config"]["num_samples"] != first["config"]["num_samples"]:
-            msg = f"{path}: its num_samples differs from that of {first_path}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{path}: its num_samples differs from that of {first_path}")
         if identity["dataset"]["sha256"] != first["dataset"]["sha256"] and not has_dataset:
-            msg = (
+            raise ConfigError(
                 f"{path}: its dataset has other rows than that of {first_path}; give a dataset "
                 "with all rows by --dataset_file"
             )
-            raise ConfigError(msg)
     missing = [str(shard) for i in range(count) if (shard := Shard(i, count)) not in holders]
     if missing and not allow_gaps:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        msg = (
+        raise ConfigError(
             f"{len(missing)} of {count} shards are missing: {', '.join(missing[:_SHOWN])}{more}; "
             "name their runs too, or leave their tasks pending with --allow_gaps"
         )
-        raise ConfigError(msg)

@@ -17,8 +17,7 @@ class _Inner(BaseModel):
 
 def _check_even(value: int) -> int:
     if value % 2:
-        msg = f"{value} is odd"
-        raise ValueError(msg)
+        raise ValueError(f"{value} is odd")
     return value
 
 

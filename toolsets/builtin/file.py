@@ -163,8 +163,9 @@ def _finder(text: str, *, ignore_case: bool, is_regex: bool) -> Callable[[str], 
             left_s = give_up - time.monotonic()
             return pattern.search(line, timeout=max(left_s, 0.001), concurrent=True) is not None
         except TimeoutError as error:
-            msg = f"the regular expression {text!r} takes too long; make it simpler"
-            raise ToolError(msg) from error
+            raise ToolError(
+                f"the regular expression {text!r} takes too long; make it simpler"
+            ) from error
 
     return finds
 

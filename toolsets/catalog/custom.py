@@ -44,11 +44,10 @@ def load_own(places: tuple[str, ...]) -> tuple[Toolset, ...]:
             named.append((place, import_place(entry_points[place], f"tools: {place}")))
         else:
             known = ", ".join(sorted(entry_points)) or "none"
-            msg = (
+            raise OwnToolError(
                 f"tools: {place!r} is neither MODULE:ATTRIBUTE, nor FILE.py:ATTRIBUTE, nor an "
                 f"entry point of an installed package (group {ENTRY_POINTS}: {known})"
             )
-            raise OwnToolError(msg)
     return as_toolsets(named)
 
 
@@ -84,11 +83,10 @@ def _tool(found: Any, name: str) -> Tool:
     if isinstance(found, Tool):
         return found
     if not (inspect.isfunction(found) or inspect.ismethod(found)):
-        msg = (
+        raise OwnToolError(
             f"tools: {name}: {found!r} is not a tool; give a function, a Tool, a list of them, or "
             "a Toolset"
         )
-        raise OwnToolError(msg)
     try:
         return tool()(found)
     except TypeError as error:
@@ -100,11 +98,10 @@ def _check_names(toolset: Toolset) -> None:
     for own in toolset.tools:
         other = by_name.setdefault(own.name, own)
         if other is not own:
-            msg = (
+            raise OwnToolError(
                 f"{_place(own.function)}: toolset {toolset.name!r} has two tools called "
                 f"{own.name!r}; the other is at {_place(other.function)}"
             )
-            raise OwnToolError(msg)
 
 
 def _place(function: Any) -> str:

@@ -51,8 +51,9 @@ def load_distribution(name: str, *, known: Mapping[str, Toolset] = TOOLSETS) -> 
         return DISTRIBUTIONS[name]
     if not name.endswith((".yaml", ".yml")):
         names = ", ".join(sorted(DISTRIBUTIONS))
-        msg = f"Unknown distribution {name!r}; known: {names}, or the path of a YAML file"
-        raise UnknownDistribution(msg)
+        raise UnknownDistribution(
+            f"Unknown distribution {name!r}; known: {names}, or the path of a YAML file"
+        )
     from toolsets.yaml_file import YamlFileError, read_yaml  # only for a file
 
     try:
@@ -77,8 +78,7 @@ def _check(loaded: Any, name: str, known: Mapping[str, Toolset]) -> Distribution
             raise UnknownToolset(f"{name}: unknown toolset {toolset!r}; known: {names}")
         is_number = isinstance(percent, int | float) and not isinstance(percent, bool)
         if not is_number or not 0 < percent <= 100:
-            msg = f"{name}: {toolset}: {percent!r} is not a percentage in (0, 100]"
-            raise ValueError(msg)
+            raise ValueError(f"{name}: {toolset}: {percent!r} is not a percentage in (0, 100]")
     return loaded
 
 

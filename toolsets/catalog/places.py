@@ -27,8 +27,9 @@ def import_place(place: str, option: str) -> Any:
             sys.path.append(here)
         return pkgutil.resolve_name(place)
     except (Exception, SystemExit) as error:  # a user's module may do anything when imported
-        msg = f"{option}: cannot import {place!r}: {type(error).__name__}: {error}"
-        raise OwnToolError(msg) from error
+        raise OwnToolError(
+            f"{option}: cannot import {place!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _import_file(path: Path) -> ModuleType:

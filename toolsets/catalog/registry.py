@@ -151,14 +151,12 @@ def catalog(added: Iterable[Toolset]) -> Mapping[str, Toolset]:
     for toolset in added:
         if toolset.name in known:
             kind = "a built-in toolset" if toolset.name in TOOLSETS else "two toolsets"
-            msg = f"the toolset name {toolset.name!r} is that of {kind}; choose another"
-            raise ValueError(msg)
+            raise ValueError(f"the toolset name {toolset.name!r} is that of {kind}; choose another")
         if not toolset.name or toolset.name in (*ALL, NONE) or set(toolset.name) & set(", \n"):
-            msg = (
+            raise ValueError(
                 f"{toolset.name!r} cannot be the name of a toolset: 'all', '*' and 'none' are "
                 "reserved, and names have no commas or blanks"
             )
-            raise ValueError(msg)
         known[toolset.name] = toolset
     return known
 

@@ -110,8 +110,7 @@ class Link:
             cursor = page.next_cursor
             if cursor is None:
                 return tuple(tools)
-        msg = f"the server {self._name!r} lists tools without end"
-        raise StartError(msg)
+        raise StartError(f"the server {self._name!r} lists tools without end")
 
     async def close(self) -> None:
         """Stop the server."""
@@ -136,11 +135,10 @@ class Link:
                 self._deaths += 1
                 self._let_go()
             if self._deaths > self._server.max_restarts:
-                msg = (
+                raise ServerError(
                     f"the server {self._name!r} is gone: it died {self._deaths} times; "
                     "its tools cannot be used any more"
                 )
-                raise ServerError(msg)
             if self._deaths:
                 pause_s = self._server.restart_pause_s * 2 ** (self._deaths - 1)
                 await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))

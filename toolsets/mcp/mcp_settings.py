@@ -64,25 +64,21 @@ class McpServer(BaseModel):
     @model_validator(mode="after")
     def _is_one_of_two(self) -> McpServer:
         if bool(self.command) == bool(self.url):
-            msg = "give either `command` or `url`"
-            raise ValueError(msg)
+            raise ValueError("give either `command` or `url`")
         if any("\0" in part for part in self.argv):
-            msg = "a command cannot contain a NUL character"
-            raise ValueError(msg)
+            raise ValueError("a command cannot contain a NUL character")
         if self.url is not None:
             parts = urlsplit(self.url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                msg = "`url` must start with http:// or https://"
-                raise ValueError(msg)
+                raise ValueError("`url` must start with http:// or https://")
             if parts.password is not None:
-                msg = "`url` must not contain a password: it would be written into files"
-                raise ValueError(msg)
+                raise ValueError(
+                    "`url` must not contain a password: it would be written into files"
+                )
         elif self.headers_env:
-            msg = "`headers_env` needs `url`"
-            raise ValueError(msg)
+            raise ValueError("`headers_env` needs `url`")
         if self.per_task is False and self.mentions_workspace():
-            msg = f"{WORKSPACE} needs a server per task; leave `per_task` out"
-            raise ValueError(msg)
+            raise ValueError(f"{WORKSPACE} needs a server per task; leave `per_task` out")
         return self
 
     @property

@@ -62,18 +62,16 @@ class McpServers(PerLoop["_Links"]):
         names = [tool.name for tool in tools]
         for tool in tools:
             if names.count(tool.name) > 1:
-                msg = f"mcp: server {name!r} has two tools called {tool.name!r}"
-                raise McpError(msg)
+                raise McpError(f"mcp: server {name!r} has two tools called {tool.name!r}")
         return Toolset(name, f"Tools of the MCP server {name}.", tools)
 
     def _tool(self, name: str, server: McpServer, listed: ListedTool) -> Tool:
         tool_name = listed.name_in(name)
         if not TOOL_NAME.fullmatch(tool_name):
-            msg = (
+            raise McpError(
                 f"mcp: server {name!r}: the tool name {clip(tool_name, max_chars=100)!r} is too "
                 "long for endpoints, which allow 64 characters; give the server a shorter name"
             )
-            raise McpError(msg)
 
         async def call(context: ToolContext, /, **arguments: Any) -> ToolResult:
             link = self._link(name, server, context)

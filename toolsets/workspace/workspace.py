@@ -85,8 +85,9 @@ class Workspace:
         try:
             self.root.mkdir(mode=0o700, exist_ok=True)
         except (FileNotFoundError, NotADirectoryError) as error:
-            msg = f"{self.root.parent}: the directory of the workspaces has vanished"
-            raise HostError(msg) from error
+            raise HostError(
+                f"{self.root.parent}: the directory of the workspaces has vanished"
+            ) from error
 
     def baseline(self) -> int | None:
         """The size of what an image had at the start, in bytes; None before that is known."""

@@ -88,8 +88,10 @@ class SdkConnection:
             async for part in response.aiter_bytes():
                 *lines, rest = (rest + part).split(b"\n")
                 if len(rest) > MAX_REPLY_BYTES:
-                    words = f"a line of more than {MAX_REPLY_BYTES // 2**20} MiB in the results"
-                    raise ModelError("malformed", words)
+                    raise ModelError(
+                        "malformed",
+                        f"a line of more than {MAX_REPLY_BYTES // 2**20} MiB in the results",
+                    )
                 for line in filter(bytes.strip, lines):
                     yield self._transport.clean(line, key)
             if rest.strip():

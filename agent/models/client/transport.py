@@ -200,8 +200,9 @@ class Transport:
                 return self.clean(assembly.finish(), key)
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
-                words = f"no complete reply within {settings.attempt_timeout_s:g} s"
-                raise ModelError("timeout", words) from error
+                raise ModelError(
+                    "timeout", f"no complete reply within {settings.attempt_timeout_s:g} s"
+                ) from error
             raise await self._of_the_connection(error, key) from error
         finally:
             self._timeouts.end(timeout)
@@ -361,13 +362,15 @@ class Transport:
                     if is_end:
                         break
         except (ValueError, RecursionError) as error:
-            words = f"in the stream: {type(error).__name__}: {error}"
-            raise ModelError("malformed", words) from error
+            raise ModelError(
+                "malformed", f"in the stream: {type(error).__name__}: {error}"
+            ) from error
         except TimeoutError as error:
             if not silence.expired():
                 raise
-            words = f"the stream was silent for {idle_timeout_s:g} s"
-            raise ModelError("timeout", words) from error
+            raise ModelError(
+                "timeout", f"the stream was silent for {idle_timeout_s:g} s"
+            ) from error
         with contextlib.suppress(TimeoutError, aiohttp.ClientError):
             async with asyncio.timeout(_TAIL_S):
                 await response.content.readany()
@@ -380,8 +383,9 @@ async def _ready_within(timeout_s: float) -> AsyncIterator[None]:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError as error:
-        words = f"no credentials within {timeout_s:g} s"
-        raise ModelError("timeout", words, was_sent=False) from error
+        raise ModelError(
+            "timeout", f"no credentials within {timeout_s:g} s", was_sent=False
+        ) from error
 
 
 def is_expired(error: ModelError) -> bool:
@@ -437,6 +441,7 @@ async def _events(
             for event in splitter.feed(part):
                 yield event
     except EventTooLarge as error:
-        words = f"an event of more than {_MAX_EVENT_BYTES // 2**20} MiB in the stream"
-        raise ModelError("malformed", words) from error
+        raise ModelError(
+            "malformed", f"an event of more than {_MAX_EVENT_BYTES // 2**20} MiB in the stream"
+        ) from error
     splitter.check_text()

@@ -39,8 +39,9 @@ def headers_of(settings: ModelSettings, api_key: str) -> dict[str, str]:
 def request_body(settings: ModelSettings, request: Request) -> NoReturn:
     """Refuse the call."""
     del request
-    words = f"the API {API} only relays the calls of agents; use gemini:{settings.name}"
-    raise ModelError("bad_request", words)
+    raise ModelError(
+        "bad_request", f"the API {API} only relays the calls of agents; use gemini:{settings.name}"
+    )
 
 
 def read_reply(body: bytes) -> Completion:

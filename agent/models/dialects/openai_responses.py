@@ -233,8 +233,9 @@ def _raise_if_failed(body: bytes) -> None:
     error = error if isinstance(error, dict) else {}
     code, message = str(error.get("code") or ""), str(error.get("message") or "no reason given")
     status = int(code) if code.isdecimal() else _STATUS_OF_FAILURE.get(code)
-    kind = kind_of(status, (code,), message)
-    raise ModelError(kind, f"the reply failed ({code or 'no code'}): {message:.500}")
+    raise ModelError(
+        kind_of(status, (code,), message), f"the reply failed ({code or 'no code'}): {message:.500}"
+    )
 
 
 def _why_ended(reply: Mapping[str, Any]) -> FinishReason:

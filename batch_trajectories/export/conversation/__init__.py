@@ -6,7 +6,7 @@ usual      the same in one pass, for conversations of the usual shape
 authors    who wrote each message
 validity   rules that every row keeps
 tolerance  rules that a user can relax
-views      counts what the model saw shortened
+metadata   the metadata of a row
 ending     final answers given by a call, as text
 order      messages of agents in an order that rows can have
 own_work   what the model itself did

@@ -8,10 +8,8 @@ that breaks a rule raises Rejected; no turn is repaired, shortened or invented.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,9 +17,9 @@ from agent.parts import EARLIER, kind_of_part, parts_of
 from agent.reasoning import opens_reasoning, split_inline_reasoning
 from batch_trajectories.export.conversation.authors import with_authors
 from batch_trajectories.export.conversation.ending import is_answered, plain_ending
+from batch_trajectories.export.conversation.metadata import metadata_for
 from batch_trajectories.export.conversation.order import ends_with_a_call, in_order, is_agents
 from batch_trajectories.export.conversation.own_work import Own, is_reasoning_hidden, tool_stats
-from batch_trajectories.export.conversation.rewards import reward_facts
 from batch_trajectories.export.conversation.row_json import (
     Token,
     control_token,
@@ -29,7 +27,6 @@ from batch_trajectories.export.conversation.row_json import (
     read_arguments,
     write_json,
 )
-from batch_trajectories.export.conversation.texts import patch_of
 from batch_trajectories.export.conversation.tolerance import Flaw, Tolerance
 from batch_trajectories.export.conversation.tools import names_of
 from batch_trajectories.export.conversation.turns import (
@@ -47,16 +44,10 @@ from batch_trajectories.export.conversation.validity import (
     check_conversation,
     check_finished,
 )
-from batch_trajectories.export.conversation.views import views_of
 from batch_trajectories.runs.store.record_types import Record, StoredCall, StoredMessage, Tools
 
 _MARKER_IN_TEXT = re.compile(r"</?(?:tool_call|tool_response|think|(?i:reasoning_scratchpad))>")
 """A tag that, in a model's own text, would be read as structure or reasoning."""
-
-_MAX_COLUMN_CHARS = 1000
-_PLAIN = (bool, int, float)
-_OF_PROMPTS = frozenset(("prompt", "script"))
-_OF_CHECKS = _OF_PROMPTS | {"setup", "check"}
 
 
 def read_conversation(record: Record, own: Own | None = None) -> Conversation:
@@ -204,8 +195,10 @@ def flaws_of_parts(messages: Iterable[StoredMessage]) -> list[Flaw]:
         for part in parts_of(message.role, message.provider_blocks.blocks):
             kind = kind_of_part(part)
             if kind == EARLIER:
-                words = f"message {place}: what precedes response {part.get('id')} is unknown"
-                raise Rejected(Reason.EARLIER_RESPONSE_UNKNOWN, words)
+                raise Rejected(
+                    Reason.EARLIER_RESPONSE_UNKNOWN,
+                    f"message {place}: what precedes response {part.get('id')} is unknown",
+                )
             reason = Reason.HAS_IMAGES if kind == "image" else Reason.HAS_FILES
             what = part.get("type") or part.get("kind") or next(iter(part), "part")
             flaws.append(Flaw(reason, f"message {place}: a part of the type {what!r}"))
@@ -293,8 +286,10 @@ def _read_turn(
     if not text or text.isspace():
         text = ""
         if not asked:
-            reason = Reason.REASONING_ONLY if reasoning else Reason.EMPTY_VALUE
-            raise Rejected(reason, f"turn {number}: neither text nor calls")
+            raise Rejected(
+                Reason.REASONING_ONLY if reasoning else Reason.EMPTY_VALUE,
+                f"turn {number}: neither text nor calls",
+            )
     try:
         calls = [
             Call(call.id, call.function.name, *parse_arguments(call.function.arguments))
@@ -347,106 +342,3 @@ def _joined(parts: Sequence[str]) -> str:
     """The parts that are not blank, joined by blank lines."""
     *earlier, last = [part for part in parts if part.strip()] or [""]
     return "\n\n".join([*(part.rstrip() for part in earlier), last])
-
-
-def metadata_for(
-    record: Record,
-    completion: str | None,
-    stats: Sequence[Mapping[str, Any]],
-    noted: Iterable[StoredMessage],
-    finish_reason: str | None,
-) -> dict[str, Any]:
-    """The metadata of a row, except for counts of reasoning, which depend on the style.
-
-    Keys that most rows do not need are present only with a value.
-    """
-    metadata: dict[str, Any] = {
-        "model": record.model,
-        "model_returned": record.model_returned,
-        "api": record.api,
-        "status": record.status,
-    }
-    if record.status_reason:
-        metadata["status_reason"] = record.status_reason
-    if record.fork is not None:
-        metadata["fork"] = lineage_of(record)
-    if completion:
-        metadata["completion"] = completion
-    if (agent := record.agent) is not None:
-        metadata["agent"] = {"name": agent.name, "version": agent.version}
-    metadata["finish_reason"] = finish_reason
-    metadata["prompt_id"] = record.prompt_id
-    metadata["sample"] = record.sample
-    metadata["toolsets"] = record.toolsets
-    metadata["tool_stats"] = stats
-    metadata["reasoning"] = None  # see `metadata_of`
-    metadata["usage"] = record.usage
-    resumes = record.resumes
-    metadata["interrupted_calls"] = sum([len(resume.interrupted) for resume in resumes])
-    is_seen_otherwise = record.view_compacted or record.view_trimmed or record.rewritten
-    if resumes or is_seen_otherwise or record.options:
-        metadata.update(views_of(record))
-    if noted:
-        notes, repairs = _notes_and_repairs(noted)
-        if notes:
-            metadata["notes"] = notes
-        if repairs:
-            metadata["repairs"] = repairs
-    if record.check is not None or record.scores or record.options:
-        metadata |= reward_facts(record)
-    if record.diff is not None:
-        with suppress(Rejected):
-            metadata["patch"] = patch_of(record)
-    metadata["columns"] = _small_columns(record)
-    metadata["sandbox"] = record.sandbox
-    metadata["seed"] = record.seed
-    metadata["config_digest"] = record.config_digest
-    return metadata
-
-
-def metadata_of(conversation: Conversation) -> dict[str, Any]:
-    """The metadata of a row, with counts of the reasoning that is left after styling."""
-    said = conversation.own_turns
-    with_reasoning = len([None for turn in said if turn.reasoning])
-    reasoning = {"assistant_turns": len(said), "with_reasoning": with_reasoning}
-    if with_reasoning < len(said) and (hidden := sum(turn.hides_reasoning for turn in said)):
-        reasoning["hidden"] = hidden
-    return {**conversation.metadata, "reasoning": reasoning}
-
-
-def lineage_of(record: Record) -> dict[str, Any]:
-    """For a branch: the run and record it continues, after which turn, its number; else empty."""
-    if (fork := record.fork) is None:
-        return {}
-    known = {"run": fork.run, "record": fork.record, "turn": fork.turn, "branch": fork.branch}
-    return {key: value for key, value in known.items() if value is not None}
-
-
-def _notes_and_repairs(messages: Iterable[StoredMessage]) -> tuple[dict[str, int], int]:
-    """Counts of the runtime's notes to the model by rule, and of repaired tool names."""
-    notes: list[str] = []
-    repairs = 0
-    for message in messages:
-        if message.notes and message.role in ("user", "tool"):
-            notes += message.notes
-        if message.repairs:
-            repairs += len(message.repairs)
-    return dict(sorted(Counter(notes).items())) if notes else {}, repairs
-
-
-def _small_columns(record: Record) -> dict[str, Any]:
-    """Short columns of the dataset, to filter by; long values stay only in the record.
-
-    So do `setup` and `check`: a model must not learn what the check looks for.
-    """
-    hidden = _OF_PROMPTS if record.check is None else _OF_CHECKS
-    return {
-        name: value
-        for name, value in record.row.items()
-        if name not in hidden
-        and (
-            len(value) <= _MAX_COLUMN_CHARS
-            if isinstance(value, str)
-            else value is None or isinstance(value, _PLAIN)
-        )
-    }

@@ -177,8 +177,10 @@ def read_arguments(call: StoredCall, *, where: str) -> tuple[str, Mapping[str, A
         return parse_arguments(call.function.arguments)
     except ValueError as e:
         is_json = isinstance(e, _NotAnObject)
-        reason = Reason.ARGUMENTS_NOT_OBJECT if is_json else Reason.ARGUMENTS_NOT_JSON
-        raise Rejected(reason, f"{where} ({call.function.name}): {e}") from e
+        raise Rejected(
+            Reason.ARGUMENTS_NOT_OBJECT if is_json else Reason.ARGUMENTS_NOT_JSON,
+            f"{where} ({call.function.name}): {e}",
+        ) from e
 
 
 class _NotAnObject(ValueError):

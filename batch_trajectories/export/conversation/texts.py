@@ -95,8 +95,10 @@ def patch_of(record: Record) -> str:
     """
     diff = record.diff
     if diff is None or not isinstance(diff.get("patch"), str):
-        detail = "it has no diff, which only conversations in an image with a repository have"
-        raise Rejected(Reason.NO_PATCH, detail)
+        raise Rejected(
+            Reason.NO_PATCH,
+            "it has no diff, which only conversations in an image with a repository have",
+        )
     if error := diff.get("error"):
         raise Rejected(Reason.NO_PATCH, str(error))
     if diff.get("truncated"):

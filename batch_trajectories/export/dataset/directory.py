@@ -113,11 +113,10 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
                 _remove(directory, gone)
             _write_manifest(directory, manifest)
     except OSError as error:
-        msg = (
+        raise StorageError(
             f"{directory}: cannot write the dataset: {error.strerror or error}. The records are "
             "safe; make room and run the same command again."
-        )
-        raise StorageError(msg) from error
+        ) from error
     if gone:
         names = ", ".join(sorted(gone)[:_NAMED])
         more = f" and {len(gone) - _NAMED:,} more" if len(gone) > _NAMED else ""
@@ -132,8 +131,7 @@ def _make_directory(directory: Path) -> None:
     try:
         make_directory(directory, is_inside=False, parents=True)
     except (FileExistsError, NotADirectoryError) as error:
-        msg = f"{directory}: not a directory; name another --output"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{directory}: not a directory; name another --output") from error
 
 
 def derive(source: Source, recipe: Recipe) -> dict[str, Any]:
@@ -146,22 +144,22 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     try:
         manifest = orjson.loads((directory / MANIFEST).read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
-        msg = f"{directory / MANIFEST}: cannot read it: {error}; export the dataset first"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"{directory / MANIFEST}: cannot read it: {error}; export the dataset first"
+        ) from error
     if not isinstance(manifest, dict) or manifest.get("kind") != "dataset":
-        msg = f"{directory / MANIFEST}: not the manifest of a dataset"
-        raise ConfigError(msg)
+        raise ConfigError(f"{directory / MANIFEST}: not the manifest of a dataset")
     if manifest.get("schema_version") != SCHEMA_VERSION:
-        msg = f"{directory / MANIFEST}: of another version of this program; export again"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{directory / MANIFEST}: of another version of this program; export again"
+        )
     try:
         (_UnderWay if manifest.get("unfinished") else _Finished).model_validate(manifest)
     except ValidationError as error:
-        msg = (
+        raise ConfigError(
             f"{directory / MANIFEST}: {mistakes_in(error)[0].describe()}; it was changed since it "
             "was written. Put it back, or remove the directory and export again"
-        )
-        raise ConfigError(msg) from error
+        ) from error
     return manifest
 
 
@@ -222,8 +220,7 @@ def _old_paths(directory: Path) -> set[str]:
     """The files of an earlier export. Raises `ConfigError` for a directory with other things."""
     if not (directory / MANIFEST).exists():
         if any(not path.name.startswith(".export.") for path in directory.iterdir()):
-            msg = f"{directory}: holds files but no dataset; name another --output"
-            raise ConfigError(msg)
+            raise ConfigError(f"{directory}: holds files but no dataset; name another --output")
         return set()
     manifest = read_manifest(directory)
     if manifest.get("unfinished"):
@@ -234,8 +231,9 @@ def _old_paths(directory: Path) -> set[str]:
     # `Path.resolve` raises a RuntimeError at a link that leads to itself.
     real = {path: Path(os.path.realpath(root / path)) for path in paths}
     if out := [path for path in paths if not real[path].is_relative_to(root)]:
-        msg = f"{directory / MANIFEST}: lists {out[0]!r}, which is outside; name another --output"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{directory / MANIFEST}: lists {out[0]!r}, which is outside; name another --output"
+        )
     return paths
 
 

@@ -273,8 +273,10 @@ class _PredictionFiles(FormatFiles):
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
         line = prediction_of(candidate.record)
         if (name := line["instance_id"]) in self._instances:
-            detail = f"the file has a sample of {name}; `best_n: 1` in a recipe takes the best"
-            raise Rejected(Reason.OTHER_SAMPLE, detail)
+            raise Rejected(
+                Reason.OTHER_SAMPLE,
+                f"the file has a sample of {name}; `best_n: 1` in a recipe takes the best",
+            )
         self.write(split, orjson.dumps(line) + b"\n")
         self._instances.add(name)
         return None

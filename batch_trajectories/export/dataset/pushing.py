@@ -50,11 +50,11 @@ def push(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
     except (HfHubHTTPError, httpx2.HTTPError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         failed = "the hub refused" if isinstance(error, HfHubHTTPError) else "cannot reach the hub"
-        msg = f"{repo}: {failed}: {reason}. The dataset is whole in {directory}."
-        raise EnvironmentStop(msg) from error
+        raise EnvironmentStop(
+            f"{repo}: {failed}: {reason}. The dataset is whole in {directory}."
+        ) from error
     except ValueError as error:
-        msg = f"--push_to_hub={repo}: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"--push_to_hub={repo}: {error}") from error
     return str(done)
 
 

@@ -73,8 +73,7 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
     try:
         template = environment.from_string(_source(path))
     except (OSError, ValueError, KeyError, TypeError, TemplateError) as error:
-        msg = f"{path}: cannot read this chat template: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path}: cannot read this chat template: {error}") from error
 
     def apply(messages: Any, tools: Any) -> str:
         text: str = template.render(
@@ -114,8 +113,7 @@ def _source(path: Path) -> str:
         return source
     tokenizer = json.loads(source)
     if not isinstance(tokenizer, dict):
-        msg = "not a tokenizer file: it must hold a JSON object"
-        raise ValueError(msg)
+        raise ValueError("not a tokenizer file: it must hold a JSON object")
     held = tokenizer.get("chat_template")
     if isinstance(held, list):
         named = {one["name"]: one["template"] for one in held}
@@ -124,8 +122,7 @@ def _source(path: Path) -> str:
     if held is None and beside.exists():
         held = beside.read_text(encoding="utf-8")
     if not isinstance(held, str):
-        msg = f"it holds no chat_template, and there is no {beside.name} beside it"
-        raise ValueError(msg)
+        raise ValueError(f"it holds no chat_template, and there is no {beside.name} beside it")
     return held
 
 
@@ -215,8 +212,7 @@ def rows_of(directory: Path, manifest: Mapping[str, Any]) -> Iterator[dict[str, 
         if file["path"].endswith(".jsonl")
     ]
     if not files:
-        msg = "--render reads rows of the format openai, and none were written"
-        raise ConfigError(msg)
+        raise ConfigError("--render reads rows of the format openai, and none were written")
     for path in files:
         with (directory / path).open(encoding="utf-8") as lines:
             yield from map(json.loads, lines)

@@ -64,11 +64,13 @@ def _read(path: Path) -> Iterator[tuple[str, str]]:
                     found += len(_words(text)) >= _FEWEST_WORDS
                     yield place, text
     except OSError as error:
-        msg = f"{path}: cannot read these evaluation questions: {error.strerror or error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"{path}: cannot read these evaluation questions: {error.strerror or error}"
+        ) from error
     if not found:
-        msg = f"{path}: no question of {_FEWEST_WORDS} words or more; nothing could overlap with it"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{path}: no question of {_FEWEST_WORDS} words or more; nothing could overlap with it"
+        )
 
 
 def _texts(path: Path, number: int, line: bytes) -> Iterable[str]:
@@ -78,8 +80,9 @@ def _texts(path: Path, number: int, line: bytes) -> Iterable[str]:
         return strings_in(orjson.loads(line)) if line.strip() else ()
     except ValueError as error:
         kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-        msg = f"{path}:{number}: not {kind}, so it is not a question; fix or remove that line"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"{path}:{number}: not {kind}, so it is not a question; fix or remove that line"
+        ) from error
 
 
 def _words(text: str) -> list[str]:

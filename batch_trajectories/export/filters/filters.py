@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batch_trajectories.export.conversation.ending import answer_of
+from batch_trajectories.export.conversation.metadata import views_of
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.rewards import judged, reward_of
 from batch_trajectories.export.conversation.texts import texts_of
 from batch_trajectories.export.conversation.tools import names_of
-from batch_trajectories.export.conversation.views import views_of
 from batch_trajectories.export.filters.contamination import Questions, load_questions
 from batch_trajectories.export.filters.secrets import Scanner, make_scanner
 from batch_trajectories.export.filters.verdicts import Verdicts
@@ -240,11 +240,10 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
         try:
             right = is_right(answer, str(expected))
         except re.error as error:
-            msg = (
+            raise ConfigError(
                 f"filters.answer: {record.id}: {check.column!r} is {expected!r}, no regular "
                 f"expression: {error}; fix that row"
-            )
-            raise ConfigError(msg) from error
+            ) from error
         return None if right else f"not the {check.column!r} of the row"
 
     return wrong
@@ -260,11 +259,10 @@ def _own_check(place: str) -> Callable[[Record], str | None]:
         try:
             right = bool(hook(answer, record.as_dict()))
         except (Exception, SystemExit) as error:  # a user's code may raise anything
-            msg = (
+            raise ConfigError(
                 f"filters.answer.function: {place} failed for {record.id}: "
                 f"{type(error).__name__}: {error}; it is called with the answer and the record"
-            )
-            raise ConfigError(msg) from error
+            ) from error
         return None if right else f"{place} says no"
 
     return wrong

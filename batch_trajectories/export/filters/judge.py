@@ -61,8 +61,7 @@ def ask_judge(run_dir: Path, judge: Judge, records: Callable[[], Iterable[Record
         try:
             api_key = read_key(questions.settings)
         except ValueError as error:
-            msg = f"filters.judge: {error}"
-            raise ConfigError(msg) from error
+            raise ConfigError(f"filters.judge: {error}") from error
         with (
             closing(AppendFile(path)) as file,
             closing(JudgeCalls(judge.model, total=total)) as calls,

@@ -118,11 +118,10 @@ def read_verdicts(path: Path) -> Iterator[Kept]:
             if not (isinstance(key, str) and isinstance(said, str)):
                 raise TypeError(key)
         except (ValueError, KeyError, TypeError) as error:
-            msg = (
+            raise ConfigError(
                 f"{path}:{number}: not a verdict; `verify --repair` sets it aside, and its "
                 "question is asked again"
-            )
-            raise ConfigError(msg) from error
+            ) from error
         yield Kept(key, offset, line["reply"] is not None)
 
 
@@ -138,9 +137,9 @@ def _settings(judge: Judge) -> ModelSettings:
             call_attempts=judge.call_attempts,
         )
     except ValueError as error:
-        msg = f"filters.judge.model: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"filters.judge.model: {error}") from error
     if settings.base_url is None:
-        msg = f"filters.judge.model: {judge.model!r} plays scripts of rows and judges nothing"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"filters.judge.model: {judge.model!r} plays scripts of rows and judges nothing"
+        )
     return settings

@@ -18,9 +18,10 @@ from typing import Any
 
 from agent.messages import SIMULATED_USER
 from agent.models.parsing import count_or_none
+from batch_trajectories.export.conversation.metadata import metadata_of
 from batch_trajectories.export.conversation.order import in_order
 from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.conversation.reading import metadata_of, read_entries, system_of
+from batch_trajectories.export.conversation.reading import read_entries, system_of
 from batch_trajectories.export.conversation.style import Style, styled
 from batch_trajectories.export.conversation.tolerance import STRICT, Flaw, Tolerance
 from batch_trajectories.export.conversation.turns import Conversation, Said, Turn

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from batch_trajectories.export.conversation.metadata import metadata_of
 from batch_trajectories.export.conversation.reading import (
-    metadata_of,
     read_conversation,
     read_entries,
     refuse_control_tokens,

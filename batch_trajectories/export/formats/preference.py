@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batch_trajectories.export.conversation.reading import lineage_of, metadata_of
+from batch_trajectories.export.conversation.metadata import COUNTS, lineage_of, metadata_of
 from batch_trajectories.export.conversation.row_json import compact_json
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.turns import Conversation, Said, Turn
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.conversation.views import COUNTS
 from batch_trajectories.export.formats.openai_chat import messages_of, tools_column
 from batch_trajectories.runs.store.checks import judgement_of
 from batch_trajectories.runs.store.record_types import Tools

@@ -73,23 +73,23 @@ def _settings(config: RunConfig) -> ModelSettings:
     try:
         settings = settings_of(config, config.model)
     except ValueError as error:
-        msg = f"--judge: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"--judge: {error}") from error
     if settings.api in (SCRIPTED, "gemini"):
-        msg = f"--judge: {config.model!r} cannot judge: it is called by the API {settings.api}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--judge: {config.model!r} cannot judge: it is called by the API {settings.api}"
+        )
     if config.max_run_cost_usd is None:
         return settings
     if not is_known(settings):
-        msg = (
+        raise ConfigError(
             f"--max_judge_cost_usd: the price of {config.model!r} is unknown; give --prices "
             f'\'{{"{settings.name}": {{"input": ..., "output": ...}}}}\', in dollars per million '
             "tokens"
         )
-        raise ConfigError(msg)
     if settings.reply_bound is None:
-        msg = "--max_judge_cost_usd needs --max_tokens: without it the cost of a call has no limit"
-        raise ConfigError(msg)
+        raise ConfigError(
+            "--max_judge_cost_usd needs --max_tokens: without it the cost of a call has no limit"
+        )
     return settings
 
 

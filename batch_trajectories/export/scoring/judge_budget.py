@@ -49,12 +49,11 @@ class JudgeBudget:
         assert worst_usd is not None, "the price and the reply limit were checked at the start"
         while worst_usd > self._left_usd:
             if not self._in_flight:
-                msg = (
+                raise OutOfBudget(
                     f"--max_judge_cost_usd={self._budget_usd:g}: ${max(self._left_usd, 0.0):.4f} "
                     f"is left, and the next call may cost ${worst_usd:.4f}. Finished scores are "
                     "saved; raise the budget and run the same command again to continue."
                 )
-                raise OutOfBudget(msg)
             self._settled.clear()
             await self._settled.wait()
         self._left_usd -= worst_usd

@@ -62,14 +62,12 @@ def load_prompt(path: Path) -> JudgePrompt:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        msg = f"--judge_prompt: {path}: cannot read it: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"--judge_prompt: {path}: cannot read it: {error}") from error
     if not {"answer", "conversation"} & set(_PLACES.findall(text)):
-        msg = (
+        raise ConfigError(
             f"--judge_prompt: {path}: has neither {{answer}} nor {{conversation}}, so the judge "
             "would see nothing to judge"
         )
-        raise ConfigError(msg)
     return JudgePrompt(text)
 
 

@@ -61,11 +61,13 @@ def write_report(
     run = stored.identity
     path = output or stored.path / "report.html"
     if path.is_dir() or not path.parent.is_dir():
-        msg = f"{path}: cannot write the report there; --output names a file in a directory"
-        raise RunDirError(msg)
+        raise RunDirError(
+            f"{path}: cannot write the report there; --output names a file in a directory"
+        )
     if path.exists() and not _is_page(path):
-        msg = f"{path}: exists and is not a report; give a new file or an older report by --output"
-        raise RunDirError(msg)
+        raise RunDirError(
+            f"{path}: exists and is not a report; give a new file or an older report by --output"
+        )
     report_id = secrets.token_hex(8)
     directory = path.with_name(f"{path.stem}_files")
     style = style_of_run(run["config"])
@@ -85,8 +87,9 @@ def write_report(
         whole, *others = parts = over_records(stored.path, collect, doing="report")
         put_in_place(directory, [part.collected for part in parts])
     except OSError as error:
-        msg = f"{path}: cannot write the report: {error.strerror or error}; make room, or --output"
-        raise StorageError(msg) from error
+        raise StorageError(
+            f"{path}: cannot write the report: {error.strerror or error}; make room, or --output"
+        ) from error
     finally:
         shutil.rmtree(temporary_of(directory), ignore_errors=True)
     for part in others:

@@ -167,8 +167,9 @@ class BatchLog:
                 file.seek(place[0])
                 line = exact_json.loads(file.read(place[1]))
         except OSError as error:
-            msg = f"{self._results_file(job)}: cannot read: {error.strerror or error}"
-            raise StorageError(msg) from error
+            raise StorageError(
+                f"{self._results_file(job)}: cannot read: {error.strerror or error}"
+            ) from error
         if "reply" in line:
             return ItemResult(id, exact_json.dumps(line["reply"]))
         return ItemResult(id, None, line["why"])
@@ -287,14 +288,12 @@ def index_of(results: Path, job: BatchJob) -> dict[str, tuple[int, int]]:
         for line in file:
             result = exact_json.loads(line)
             if not isinstance(result, dict) or "id" not in result:
-                msg = "a line is not a result"
-                raise ValueError(msg)
+                raise ValueError("a line is not a result")
             index[result["id"]] = (offset, len(line))
             offset += len(line)
             replies += "reply" in result
     if replies != job.replies:
-        msg = f"{replies:,} replies instead of {job.replies:,}"
-        raise ValueError(msg)
+        raise ValueError(f"{replies:,} replies instead of {job.replies:,}")
     return index
 
 

@@ -41,19 +41,17 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
     try:
         installed = program_of(agent, config)
         if installed.shims is not None and config.sandbox == "bwrap":
-            words = (
+            raise NotInstalled(
                 f"{agent.command[0]!r} or its interpreter is a script of a version manager in "
                 f"{installed.shims}, which does not work in the sandbox; install the agent in a "
                 "virtual environment, or give the path of the real program (as `pyenv which NAME` "
                 "prints it)"
             )
-            raise NotInstalled(words)
         # Each image may have another one: its worker asks.
         asks = agent.version_command and not config.is_inside
         found = version_of(agent, config) if asks else None
     except (NotInstalled, SandboxError) as error:
-        msg = f"agent {agent.name!r}: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"agent {agent.name!r}: {error}") from error
     changes: dict[str, Any] = {"agent": agent.with_found(found)}
     if config.concurrency is None and (free_mb := free_memory_mb()) is not None:
         most = max(1, int(_SHARE * free_mb / agent.memory_mb))
@@ -98,8 +96,9 @@ def printed_version(agent: CommandAgent, result: ExecResult) -> str:
     if version is None:
         how = "timed out" if result.timed_out else f"exit code {result.exit_code}"
         words = clip(f"{result.stdout}\n{result.stderr}".strip(), max_chars=_SHOWN)
-        msg = f"`{' '.join(agent.version_command)}` printed no version ({how}): {words}"
-        raise SandboxError(msg)
+        raise SandboxError(
+            f"`{' '.join(agent.version_command)}` printed no version ({how}): {words}"
+        )
     return version[0].rstrip(".")
 
 
@@ -112,8 +111,7 @@ def program_of(agent: CommandAgent, config: RunConfig) -> Installed:
         return find_program(agent.command[0], agent.programs)
     for path in agent.programs:
         if not path.exists():
-            msg = f"{path} does not exist"
-            raise NotInstalled(msg)
+            raise NotInstalled(f"{path} does not exist")
     shown = [str(path.absolute()) for path in agent.programs]
     return Installed(agent.command[0], dict(zip(shown, shown, strict=True)), ())
 

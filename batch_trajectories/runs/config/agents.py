@@ -48,8 +48,7 @@ def read_agent(value: Any) -> Any:
         path = Path(value)
     if path is None:
         hint = did_you_mean(value, known) or f"known: {', '.join(known)}"
-        msg = f"{value!r} is neither a preset nor a YAML file; {hint}"
-        raise ValueError(msg)
+        raise ValueError(f"{value!r} is neither a preset nor a YAML file; {hint}")
     # Only where an agent is named: --help does without YAML.
     from toolsets.yaml_file import read_yaml
 
@@ -57,8 +56,7 @@ def read_agent(value: Any) -> Any:
     if isinstance(loaded, dict) and loaded.keys() == {"agent"}:
         loaded = loaded["agent"]  # as in a config file
     if not isinstance(loaded, dict):
-        msg = f"{path}: must have `key: value` lines, such as command and speaks"
-        raise ValueError(msg)
+        raise ValueError(f"{path}: must have `key: value` lines, such as command and speaks")
     return {"name": path.stem, **loaded}
 
 
@@ -72,28 +70,24 @@ def check_options(config: RunConfig) -> None:
             continue
         field = type(config).model_fields[name]
         if getattr(config, name) != field.get_default(call_default_factory=True):
-            msg = (
+            raise ValueError(
                 f"{name}: means nothing with agent {agent.name!r}, which writes its own requests "
                 f"and has its own tools; leave {name} out, or set it in the agent's own "
                 "configuration (`command`, `env`, `files`)"
             )
-            raise ValueError(msg)
     if config.sandbox == "docker":
-        msg = (
+        raise ValueError(
             "sandbox: agents that are commands cannot run in containers of an engine; use bwrap "
             "(with --workspace=image and --images=DIR for container images)"
         )
-        raise ValueError(msg)
     if config.executor == "ray":
-        msg = "executor: agents run on this machine only; leave --executor=ray out"
-        raise ValueError(msg)
+        raise ValueError("executor: agents run on this machine only; leave --executor=ray out")
     for name, text in agent.env.items():
         if is_secret(text or ""):
-            msg = (
+            raise ValueError(
                 f"agent.env.{name}: seems to hold a secret, which would be in the sandbox and in "
                 "files; models are called with the run's own key (--key_env), outside of it"
             )
-            raise ValueError(msg)
 
 
 def model_asked(

@@ -46,11 +46,11 @@ def _check_proxy(value: str) -> str:
     if value == DIRECT:
         return value
     if urlsplit(value).username is not None:
-        msg = (
+        raise PydanticCustomError(
+            HOLDS_SECRET,
             "must hold no password, which would be written into files; give such a proxy as "
-            "HTTPS_PROXY in the environment"
+            "HTTPS_PROXY in the environment",
         )
-        raise PydanticCustomError(HOLDS_SECRET, msg)
     proxy_for("http://localhost", value)  # raises where that is no HTTP proxy
     return value
 
@@ -78,16 +78,13 @@ _OF_THE_BODY = {"connection", "content-encoding", "content-length", "transfer-en
 
 def _check_header_names(headers: dict[str, str]) -> dict[str, str]:
     if bad := [name for name in headers if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name)]:
-        msg = f"{bad[0]!r} cannot be the name of a header"
-        raise ValueError(msg)
+        raise ValueError(f"{bad[0]!r} cannot be the name of a header")
     if bad := [name for name in headers if name.lower() in _OF_THE_BODY]:
-        msg = f"{bad[0]!r} describes the body of a request; this program sets it"
-        raise ValueError(msg)
+        raise ValueError(f"{bad[0]!r} describes the body of a request; this program sets it")
     if bad := [
         value for value in headers.values() if not (value.isascii() and value.isprintable())
     ]:
-        msg = f"{bad[0]!r} cannot be the value of a header"
-        raise ValueError(msg)
+        raise ValueError(f"{bad[0]!r} cannot be the value of a header")
     return headers
 
 
@@ -97,16 +94,19 @@ def _split_command(value: Any) -> Any:
 
 def _check_command(command: tuple[str, ...]) -> tuple[str, ...]:
     if any(map(is_secret, command)):
-        msg = "seems to hold a secret, and a config is written into files; read it from a variable"
-        raise PydanticCustomError(HOLDS_SECRET, msg)
+        raise PydanticCustomError(
+            HOLDS_SECRET,
+            "seems to hold a secret, and a config is written into files; read it from a variable",
+        )
     return command
 
 
 def _check_client(value: str) -> str:
     if value not in CLIENTS and not re.fullmatch(r".+:\w+", value):
         hint = did_you_mean(value, CLIENTS)
-        msg = f"must be {', '.join(CLIENTS)} or MODULE:FUNCTION{f'; {hint}' if hint else ''}"
-        raise ValueError(msg)
+        raise ValueError(
+            f"must be {', '.join(CLIENTS)} or MODULE:FUNCTION{f'; {hint}' if hint else ''}"
+        )
     return value
 
 
@@ -174,17 +174,13 @@ class EndpointConfig(BaseModel):
     @model_validator(mode="after")
     def _is_reachable(self) -> EndpointConfig:
         if self.client is None and self.base_url is None:
-            msg = "base_url: missing; only with `client` can it be left out"
-            raise ValueError(msg)
+            raise ValueError("base_url: missing; only with `client` can it be left out")
         if self.client is None and self.client_options:
-            msg = "client_options: only with `client`"
-            raise ValueError(msg)
+            raise ValueError("client_options: only with `client`")
         if self.client is not None and self.key_command:
-            msg = "key_command: not with `client`, which has its own credentials"
-            raise ValueError(msg)
+            raise ValueError("key_command: not with `client`, which has its own credentials")
         if self.key_command and self.key_env not in (None, NO_KEY):
-            msg = "key_command and key_env both say where the key is; give one"
-            raise ValueError(msg)
+            raise ValueError("key_command and key_env both say where the key is; give one")
         return self
 
     def to_endpoint(self) -> Endpoint:

@@ -23,18 +23,16 @@ HOLDS_SECRET: Final = "holds_secret"
 def check_url(value: str) -> str:
     """Normalize a base URL. Raises `ValueError` if it is invalid or may contain a secret."""
     if not value.startswith(("http://", "https://")):
-        msg = "must start with http:// or https://"
-        raise ValueError(msg)
+        raise ValueError("must start with http:// or https://")
     url = urlsplit(value)
     if not url.hostname or any(c.isspace() for c in value):
-        msg = "must name a host and contain no blanks"
-        raise ValueError(msg)
+        raise ValueError("must name a host and contain no blanks")
     if url.username is not None or url.query or is_secret(url.path):
-        msg = (
+        raise PydanticCustomError(
+            HOLDS_SECRET,
             "must not have a password, key or query, which would be written to files: name the "
-            "variable of a key as key_env, and give other parameters as the `query` of an endpoint"
+            "variable of a key as key_env, and give other parameters as the `query` of an endpoint",
         )
-        raise PydanticCustomError(HOLDS_SECRET, msg)
     _ = url.port  # raises ValueError if it is not a port number
     return value.rstrip("/")
 
@@ -45,11 +43,11 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 def _check_extra_body(value: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
     if taken := _RESERVED.intersection(value or {}):
-        msg = f"{', '.join(sorted(taken))}: not allowed in extra_body; this program sets it"
-        raise ValueError(msg)
+        raise ValueError(
+            f"{', '.join(sorted(taken))}: not allowed in extra_body; this program sets it"
+        )
     if not _is_finite(value):
-        msg = "holds a number that JSON cannot represent (.nan or .inf)"
-        raise ValueError(msg)
+        raise ValueError("holds a number that JSON cannot represent (.nan or .inf)")
     return value
 
 

@@ -32,8 +32,7 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
     for key, value in flags.items():
         # Python decodes arguments that are not UTF-8 to lone surrogates.
         if not is_text(value):
-            msg = f"--{key}: not UTF-8 (got {clip(repr(value), max_chars=200)})"
-            raise ConfigError(msg)
+            raise ConfigError(f"--{key}: not UTF-8 (got {clip(repr(value), max_chars=200)})")
     values = _read_config(config_file) if config_file is not None else {}
     values.update(flags)
     path = values.get("prefill_messages_file")
@@ -50,8 +49,7 @@ def _read_json(path: Path) -> Any:
     try:
         return exact_json.loads(path.read_bytes())
     except (OSError, exact_json.JSONDecodeError) as error:
-        msg = f"{path}: cannot read it as JSON: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path}: cannot read it as JSON: {error}") from error
 
 
 def read_mapping(path: Path, kind: str) -> dict[str, Any]:
@@ -63,8 +61,7 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
     except YamlFileError as error:
         raise ConfigError(str(error)) from error
     if not isinstance(loaded, dict):
-        msg = f"{path}: a {kind} must have `key: value` lines"
-        raise ConfigError(msg)
+        raise ConfigError(f"{path}: a {kind} must have `key: value` lines")
     return {str(key): value for key, value in loaded.items()}
 
 

@@ -157,11 +157,10 @@ def _check_dialects(setup: Setup) -> None:
     """Raise `ValueError` for a model that only agents can call."""
     for model in setup.models():
         if model.api == "gemini":
-            msg = (
+            raise ValueError(
                 f"api: {model.reference!r}: the API gemini is only for agents that run as commands "
                 "(--agent=gemini-cli); without --api, Gemini's models are called by openai_chat"
             )
-            raise ValueError(msg)
 
 
 def _aliases(
@@ -177,12 +176,11 @@ def _aliases(
     for model in (settings, *aliases.values()):
         if model.api not in agent.speaks:
             known = ", ".join(agent.speaks)
-            msg = (
+            raise ValueError(
                 f"agent {agent.name!r} speaks {known}, but {model.reference!r} is called by "
                 f"{model.api}; choose a model or endpoint with that API (--model, --base_url, "
                 "--api)"
             )
-            raise ValueError(msg)
         read_key(model)
     return aliases
 
@@ -190,19 +188,17 @@ def _aliases(
 def _check_budget(config: RunConfig, setups: Setups) -> None:
     """A budget reserves the worst case of each call, so that must be known."""
     if config.max_run_cost_usd is not None and (name := unpriced(setups)):
-        msg = (
+        raise ValueError(
             f"max_run_cost_usd: the price of model {name!r} is unknown, so a budget in dollars "
             f"cannot be enforced; set prices: {{{name}: {{input: ..., output: ...}}}} (dollars "
             "per million tokens), or max_run_tokens instead"
         )
-        raise ValueError(msg)
     unlimited = [model.name for model in called_models(setups) if model.reply_bound is None]
     if budget_of(config) is not None and unlimited:
-        msg = (
+        raise ValueError(
             f"max_tokens is missing: without a reply limit for {unlimited[0]!r} the cost of a call "
             "has no limit, so the run budget cannot be enforced"
         )
-        raise ValueError(msg)
 
 
 def _check_batches(config: RunConfig, setups: Setups) -> None:
@@ -210,30 +206,28 @@ def _check_batches(config: RunConfig, setups: Setups) -> None:
         return
     models = called_models(setups)
     if without := [model.reference for model in models if not has_batches(model)]:
-        msg = (
+        raise ValueError(
             f"batch_api: the endpoint of {without[0]!r} has no Batch API that can be used; leave "
             "--batch_api out (a client must be MODULE:FUNCTION, and return AsyncOpenAI or "
             "AsyncAnthropic)"
         )
-        raise ValueError(msg)
     if not models:
-        msg = "batch_api: no model is called at an endpoint; leave --batch_api out"
-        raise ValueError(msg)
+        raise ValueError("batch_api: no model is called at an endpoint; leave --batch_api out")
     streamed = [model.name for model in models if (model.extra_body or {}).get("stream")]
     if streamed:
-        msg = f"extra_body: the replies of {streamed[0]!r} cannot be streamed with --batch_api"
-        raise ValueError(msg)
+        raise ValueError(
+            f"extra_body: the replies of {streamed[0]!r} cannot be streamed with --batch_api"
+        )
 
 
 def check_token_ids(config: RunConfig, setups: Setups) -> None:
     """Raise `ValueError` for `--token_ids` where no model is called by an API that has them."""
     apis = {setup.settings.api for setup in setups.values()}
     if config.token_ids and "openai_chat" not in apis:
-        msg = (
+        raise ValueError(
             f"token_ids: no reply of the API {', '.join(sorted(apis))} has token ids; use an "
             "endpoint of the API openai_chat, such as vLLM or SGLang, or leave --token_ids out"
         )
-        raise ValueError(msg)
 
 
 def _tightest(own: Iterable[float | None], of_run: float | None) -> float | None:

@@ -50,8 +50,7 @@ LocalPath = Annotated[Path, BeforeValidator(local_path)]
 def named(value: Any) -> Any:
     """Before-validator: an empty path, as of an unset shell variable, is not the directory `.`."""
     if value == "":
-        msg = "must not be empty"
-        raise ValueError(msg)
+        raise ValueError("must not be empty")
     return local_path(value)
 
 
@@ -92,8 +91,9 @@ def parse_columns(value: Any) -> Any:
 def plain_name(value: str) -> str:
     """Return `value` if it is a valid name of a run. Raises `ValueError`."""
     if not value or not all(c.isalnum() or c in "._-" for c in value) or value[0] in ".-":
-        msg = "must be letters, digits, '.', '_' and '-' only, starting with a letter, digit or '_'"
-        raise ValueError(msg)
+        raise ValueError(
+            "must be letters, digits, '.', '_' and '-' only, starting with a letter, digit or '_'"
+        )
     return value
 
 
@@ -111,10 +111,8 @@ def _assignments(value: Any, form: str) -> Any:
     for part in filter(None, map(str.strip, value.split(","))):
         name, sign, given = map(str.strip, part.partition("="))
         if not sign or not name or not given:
-            msg = f"{part!r}: give {form}"
-            raise ValueError(msg)
+            raise ValueError(f"{part!r}: give {form}")
         if name in found:
-            msg = f"{name!r} is given twice"
-            raise ValueError(msg)
+            raise ValueError(f"{name!r} is given twice")
         found[name] = given
     return found

@@ -307,30 +307,29 @@ class RunConfig(SandboxOptions):
     def _holds_text(cls, values: Any) -> Any:
         for key, value in values.items() if isinstance(values, dict) else ():
             if not is_text(value):
-                msg = f"{key}: half of a surrogate pair (\\ud800 to \\udfff) is not text"
-                raise ValueError(msg)
+                raise ValueError(
+                    f"{key}: half of a surrogate pair (\\ud800 to \\udfff) is not text"
+                )
         return values
 
     @model_validator(mode="after")
     def _selects_once(self) -> RunConfig:
         if self.models is not None and self.model:
-            msg = "model and models both name the model; give one of them"
-            raise ValueError(msg)
+            raise ValueError("model and models both name the model; give one of them")
         if self.models is not None and not any(self.models.values()):
-            msg = "models: at least one weight must be above 0"
-            raise ValueError(msg)
+            raise ValueError("models: at least one weight must be above 0")
         if self.models is not None and SCRIPTED in self.models and len(self.models) > 1:
-            msg = "models: scripted cannot be combined with other models"
-            raise ValueError(msg)
+            raise ValueError("models: scripted cannot be combined with other models")
         if bad := [name for name in self.endpoints if not name.isidentifier()]:
-            msg = f"endpoints: {bad[0]!r}: a name may only have letters, digits and '_'"
-            raise ValueError(msg)
+            raise ValueError(f"endpoints: {bad[0]!r}: a name may only have letters, digits and '_'")
         if taken := [name for name in self.endpoints if name in (*FIRST, SCRIPTED)]:
-            msg = f"endpoints: {taken[0]!r} is the name of a built-in endpoint; choose another"
-            raise ValueError(msg)
+            raise ValueError(
+                f"endpoints: {taken[0]!r} is the name of a built-in endpoint; choose another"
+            )
         if self.distribution is not None and self.enabled_toolsets is not None:
-            msg = "distribution and enabled_toolsets both select toolsets; give one of them"
-            raise ValueError(msg)
+            raise ValueError(
+                "distribution and enabled_toolsets both select toolsets; give one of them"
+            )
         return self
 
     @property

@@ -73,15 +73,12 @@ class SandboxOptions(AgentOptions):
         if not self.is_inside:
             if self.images is not None or self.workdir is not None:
                 name = "workdir" if self.images is None else "images"
-                msg = f"{name}: needs --workspace=image"
-                raise ValueError(msg)
+                raise ValueError(f"{name}: needs --workspace=image")
             return self
         if self.sandbox == "local":
-            msg = "workspace: an image needs --sandbox=bwrap or docker"
-            raise ValueError(msg)
+            raise ValueError("workspace: an image needs --sandbox=bwrap or docker")
         if self.workdir is not None and not self.workdir.startswith("/"):
-            msg = "workdir: must be an absolute path"
-            raise ValueError(msg)
+            raise ValueError("workdir: must be an absolute path")
         return self
 
     @property

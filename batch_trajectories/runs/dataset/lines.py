@@ -89,8 +89,7 @@ def refuse_other_kinds(path: Path, start: bytes) -> None:
     """Raise `DatasetError` where a file that should be text begins as one of another kind does."""
     for beginning, reason in _OTHER_KINDS.items():
         if start.startswith(beginning):
-            msg = f"{path} is {reason}"
-            raise DatasetError(msg)
+            raise DatasetError(f"{path} is {reason}")
 
 
 def is_unchanged(path: Path, size: int, digest: str, *, may_continue: bool) -> bool:
@@ -113,11 +112,11 @@ def _lines(path: Path, content: ContentDigest) -> Iterator[tuple[int, int, bytes
     """Number, offset and text of each line."""
     try:
         if path.is_dir():
-            msg = f"{path} is a directory; give the JSONL file itself"
-            raise DatasetError(msg)
+            raise DatasetError(f"{path} is a directory; give the JSONL file itself")
         if path.exists() and not path.is_file():
-            msg = f"{path} is a pipe or device; rows are read more than once, so give a plain file"
-            raise DatasetError(msg)
+            raise DatasetError(
+                f"{path} is a pipe or device; rows are read more than once, so give a plain file"
+            )
         with path.open("rb", buffering=_BLOCK) as file:
             start = file.read(8)
             file.seek(0)
@@ -134,11 +133,9 @@ def _lines(path: Path, content: ContentDigest) -> Iterator[tuple[int, int, bytes
                     text = file.readline(MAX_LINE_BYTES)
                     content.update(text)
     except FileNotFoundError:
-        msg = f"{path}: no such dataset file"
-        raise DatasetError(msg) from None
+        raise DatasetError(f"{path}: no such dataset file") from None
     except OSError as error:
-        msg = f"{path}: cannot read the dataset: {error.strerror or error}"
-        raise DatasetError(msg) from error
+        raise DatasetError(f"{path}: cannot read the dataset: {error.strerror or error}") from error
 
 
 def _read_row(line: int, offset: int, text: bytes, rules: RowRules) -> Row | BadRow:

@@ -76,6 +76,12 @@ class RowTask(NamedTuple):
     agent: CommandAgent | None = None
     """The command that holds the conversation; None for the loop of this program."""
 
+    @property
+    def is_judged_afresh(self) -> bool:
+        """Its check runs in a fresh copy of the workspace."""
+        check = None if self.setup is None else self.setup.check
+        return check is not None and check.where == "fresh"
+
     def trajectory(self, events: Sequence[Event]) -> Trajectory:
         """The conversation after `events`, which follow those of the fork."""
         before = () if self.fork is None else self.fork.events
@@ -119,22 +125,21 @@ class RowRules:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
         options = with_user(of_row(self.options, columns), columns)
         if options.max_cost_usd is not None and not self.is_priced:
-            msg = "`max_cost_usd` needs a model whose price is known"
-            raise ValueError(msg)
+            raise ValueError("`max_cost_usd` needs a model whose price is known")
         if self.toolsets is not None and (words := options.not_on_offer(self.toolsets)):
             raise ValueError(f"`preparation_toolsets`: {words}")
         own = columns.get(MODEL_COLUMN)
         if self.models is not None and own is not None and str(own) not in self.models:
             names = ", ".join(sorted(self.models))
             shown = clip(repr(own), max_chars=200)
-            msg = f"`{MODEL_COLUMN}`: {shown} is not a model of this run ({names})"
-            raise ValueError(msg)
+            raise ValueError(f"`{MODEL_COLUMN}`: {shown} is not a model of this run ({names})")
         opening = opening_messages(columns, self.system_prompt)
         if self.script != "ignored" and "script" in columns:
             parse_script(columns["script"])
         elif self.script == "needed":
-            msg = "no `script` field; the scripted model plays it (or give --script_file)"
-            raise ValueError(msg)
+            raise ValueError(
+                "no `script` field; the scripted model plays it (or give --script_file)"
+            )
         spec = ConversationSpec(
             options,
             expected=_expected(columns) if options.check_expected else None,
@@ -202,8 +207,7 @@ class RowRules:
         )
         if image is None and self.image == "needed":
             *names, last = (f"`{name}`" for name in IMAGE_COLUMNS)
-            msg = f"no {', '.join(names)} or {last} field (or give --docker_image)"
-            raise ValueError(msg)
+            raise ValueError(f"no {', '.join(names)} or {last} field (or give --docker_image)")
         return image
 
 
@@ -305,8 +309,7 @@ def _prompt_messages(prompt: Any) -> list[Message]:
     if isinstance(prompt, list):
         plain = _plain(prompt, to_first_user=False)
         return [_chat_message(n, item) for n, item in enumerate(plain)]
-    msg = f"`prompt` is {kind_of(prompt)}; it must be text or a list of chat messages"
-    raise ValueError(msg)
+    raise ValueError(f"`prompt` is {kind_of(prompt)}; it must be text or a list of chat messages")
 
 
 def _first_messages(column: str, columns: Mapping[str, Any]) -> list[Message]:
@@ -316,13 +319,13 @@ def _first_messages(column: str, columns: Mapping[str, Any]) -> list[Message]:
         item = item if isinstance(item, dict) else {}
         content = item.get("content", item.get("value"))
         if role is None or not isinstance(content, str):
-            msg = f"{column}[{n}] must be text of the system or the user: no user message precedes"
-            raise ValueError(msg)
+            raise ValueError(
+                f"{column}[{n}] must be text of the system or the user: no user message precedes"
+            )
         messages.append(Message(role="user" if role == "user" else "system", content=content))
         if role == "user":
             return messages
-    msg = f"`{column}` has no user message"
-    raise ValueError(msg)
+    raise ValueError(f"`{column}` has no user message")
 
 
 def _chat_message(n: int, item: Any) -> Message:
@@ -336,26 +339,26 @@ def _chat_message(n: int, item: Any) -> Message:
             other = next((kind for kind in kinds if kind != "text"), None)
             found = f"a part of type {clip(repr(other), max_chars=50)}" if content else "no parts"
             raise ValueError(f"prompt[{n}].content must be text, or a list of text parts ({found})")
-    msg = (
+    raise ValueError(
         f"prompt[{n}] must be an object with `role` (system, developer, user or assistant) "
         "and `content` (text)"
     )
-    raise ValueError(msg)
 
 
 def _check_chat(messages: list[Message]) -> None:
     if any(not message["content"].strip() for message in messages):
-        msg = "`prompt` is empty" if len(messages) == 1 else "`prompt` has an empty message"
-        raise ValueError(msg)
+        raise ValueError(
+            "`prompt` is empty" if len(messages) == 1 else "`prompt` has an empty message"
+        )
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if not turns or turns[-1] != "user":
-        msg = "`prompt` must end in a user message"
-        raise ValueError(msg)
+        raise ValueError("`prompt` must end in a user message")
     expected = ["user", "assistant"] * (len(turns) // 2) + ["user"]
     if turns != expected:
-        msg = f"the roles of `prompt` must alternate user, assistant, …, user (got {roles})"
-        raise ValueError(msg)
+        raise ValueError(
+            f"the roles of `prompt` must alternate user, assistant, …, user (got {roles})"
+        )
 
 
 def _agent_of(
@@ -364,15 +367,16 @@ def _agent_of(
     """The agent of a row, with what its column sets. Raises `ValueError`."""
     given = columns.get(ROW_COLUMN) or {}
     if other := sorted(given.keys() - set(LIMITS)):
-        msg = f"`{ROW_COLUMN}.{other[0]}`: means nothing with an agent that runs as a command"
-        raise ValueError(msg)
+        raise ValueError(
+            f"`{ROW_COLUMN}.{other[0]}`: means nothing with an agent that runs as a command"
+        )
     if other := [name for name in (TURNS_COLUMN, USER_COLUMN) if columns.get(name)]:
-        msg = f"`{other[0]}`: means nothing with an agent that runs as a command"
-        raise ValueError(msg)
+        raise ValueError(f"`{other[0]}`: means nothing with an agent that runs as a command")
     if len(opening) > 1:
         roles = [message["role"] for message in opening]
-        msg = f"an agent that runs as a command takes the text of one user message (got {roles})"
-        raise ValueError(msg)
+        raise ValueError(
+            f"an agent that runs as a command takes the text of one user message (got {roles})"
+        )
     try:
         return agent.of_row(columns.get(AGENT_COLUMN))
     except ValidationError as error:
@@ -382,6 +386,7 @@ def _agent_of(
 def _expected(columns: Mapping[str, Any]) -> str:
     expected = columns.get(EXPECTED)
     if isinstance(expected, bool) or not isinstance(expected, str | int | float):
-        msg = f"`expected` must be text or a number, for check_expected (got {kind_of(expected)})"
-        raise ValueError(msg)
+        raise ValueError(
+            f"`expected` must be text or a number, for check_expected (got {kind_of(expected)})"
+        )
     return str(expected)

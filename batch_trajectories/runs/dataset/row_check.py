@@ -116,8 +116,7 @@ def _reward_files(raw: Any, *, inside: bool) -> tuple[str, ...]:
         return ()
     paths = raw if isinstance(raw, list) else [raw]
     if not paths:
-        msg = "`check.reward_file` is an empty list; leave it out, or name a file"
-        raise ValueError(msg)
+        raise ValueError("`check.reward_file` is an empty list; leave it out, or name a file")
     return tuple(read_path(path, "check.reward_file", inside=inside) for path in paths)
 
 
@@ -127,8 +126,7 @@ def _timeout(raw: Any) -> float | None:
     is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
     if not is_number or not math.isfinite(raw) or raw <= 0:
         shown = clip(repr(raw), max_chars=50)
-        msg = f"`check.timeout_s`: {shown} is not a number of seconds above 0"
-        raise ValueError(msg)
+        raise ValueError(f"`check.timeout_s`: {shown} is not a number of seconds above 0")
     return float(raw)
 
 
@@ -136,18 +134,17 @@ def _tests(raw: Any, *, inside: bool) -> Outcomes | None:
     if raw is None:
         return None
     if not isinstance(raw, dict) or not raw.keys() <= _TESTS_KEYS:
-        msg = f"`check.tests` must be an object with {', '.join(sorted(_TESTS_KEYS))}"
-        raise ValueError(msg)
+        raise ValueError(f"`check.tests` must be an object with {', '.join(sorted(_TESTS_KEYS))}")
     must_pass = tuple(_texts(raw.get("pass"), "check.tests.pass"))
     expected = raw.get("expected")
     if expected is not None and not (
         isinstance(expected, dict) and all(isinstance(v, str) for v in expected.values())
     ):
-        msg = "`check.tests.expected` must be an object that maps tests to their status"
-        raise ValueError(msg)
+        raise ValueError("`check.tests.expected` must be an object that maps tests to their status")
     if bool(must_pass) == bool(expected):
-        msg = "`check.tests` needs the tests in `pass` or in `expected`, and not in both"
-        raise ValueError(msg)
+        raise ValueError(
+            "`check.tests` needs the tests in `pass` or in `expected`, and not in both"
+        )
     log = raw.get("log")
     return Outcomes(
         tuple(map(_pattern, _texts(raw.get("patterns"), "check.tests.patterns"))) or _no_pattern(),
@@ -164,8 +161,7 @@ def _texts(raw: Any, name: str) -> list[str]:
     for item in raw if isinstance(raw, list) else [] if raw is None else [raw]:
         found += item if isinstance(item, list) else [item]
     if not all(isinstance(item, str) for item in found):
-        msg = f"`{name}` must be a list of texts"
-        raise ValueError(msg)
+        raise ValueError(f"`{name}` must be a list of texts")
     return found
 
 
@@ -176,15 +172,18 @@ def _pattern(text: str) -> str:
         groups = regex.compile(text).groupindex.keys()
     except regex.error as error:
         shown = clip(repr(text), max_chars=200)
-        msg = f"`check.tests.patterns`: {shown} is not a regular expression: {error}"
-        raise ValueError(msg) from error
+        raise ValueError(
+            f"`check.tests.patterns`: {shown} is not a regular expression: {error}"
+        ) from error
     if not {"name", "status"} <= groups:
         shown = clip(repr(text), max_chars=200)
-        msg = f"`check.tests.patterns`: {shown} lacks the group (?P<name>…) or (?P<status>…)"
-        raise ValueError(msg)
+        raise ValueError(
+            f"`check.tests.patterns`: {shown} lacks the group (?P<name>…) or (?P<status>…)"
+        )
     return text
 
 
 def _no_pattern() -> tuple[str, ...]:
-    msg = "`check.tests.patterns` is missing: how a line of output names a test and its status"
-    raise ValueError(msg)
+    raise ValueError(
+        "`check.tests.patterns` is missing: how a line of output names a test and its status"
+    )

@@ -24,15 +24,13 @@ def read_files(raw: Any, name: str, *, inside: bool) -> dict[str, bytes]:
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        msg = f"`{name}` must be an object that maps paths to contents"
-        raise ValueError(msg)
+        raise ValueError(f"`{name}` must be an object that maps paths to contents")
     files = {}
     for path, content in raw.items():
         files[read_path(path, name, inside=inside)] = _content(content, f"{name}.{path}")
     for path in files:
         if beneath := files.keys() & set(map(str, PurePosixPath(path).parents)):
-            msg = f"`{name}`: {min(beneath)!r} is a file, so {path!r} cannot be in it"
-            raise ValueError(msg)
+            raise ValueError(f"`{name}`: {min(beneath)!r} is a file, so {path!r} cannot be in it")
     return files
 
 
@@ -41,13 +39,11 @@ def read_path(raw: Any, name: str, *, inside: bool) -> str:
     if inside and isinstance(raw, str) and raw.startswith("/"):
         path = absolute_path(raw)
         if path is None or path == "/":
-            msg = f"`{name}`: {raw!r} is not the path of a file, without `..`"
-            raise ValueError(msg)
+            raise ValueError(f"`{name}`: {raw!r} is not the path of a file, without `..`")
         return path
     relative = _in_workspace(raw)
     if relative is None or relative == _ROOT:
-        msg = f"`{name}`: {raw!r} is not a path in the workspace"
-        raise ValueError(msg)
+        raise ValueError(f"`{name}`: {raw!r} is not a path in the workspace")
     return str(relative)
 
 
@@ -55,10 +51,9 @@ def read_directory(raw: Any, name: str) -> str:
     """A directory of the workspace; None is its root. Raises `ValueError` with the reason."""
     path = _in_workspace("." if raw is None else raw)
     if path is None:
-        msg = (
+        raise ValueError(
             f"`{name}` must be a directory in the workspace: a relative path, or one in /workspace"
         )
-        raise ValueError(msg)
     return str(path)
 
 

@@ -53,8 +53,9 @@ def read_fork(columns: Mapping[str, Any], opening: Sequence[Message]) -> Fork:
             return Fork(fork["run"], fork["record"], fork["turn"], dict(fork["inherited"]), events)
     except (AssertionError, KeyError, TypeError, ValueError, IndexError, AttributeError):
         pass
-    msg = f"`{FORK_COLUMN}` is not the beginning of a conversation (make it by the command fork)"
-    raise ValueError(msg)
+    raise ValueError(
+        f"`{FORK_COLUMN}` is not the beginning of a conversation (make it by the command fork)"
+    )
 
 
 def without_events(columns: dict[str, Any]) -> dict[str, Any]:

@@ -59,8 +59,7 @@ def read_image(
     workdir = columns.get("workdir")
     if workdir is not None and (path := absolute_path(workdir)) is None:
         shown = clip(repr(workdir), max_chars=200)
-        msg = f"`workdir`: {shown} is not an absolute path without `..`"
-        raise ValueError(msg)
+        raise ValueError(f"`workdir`: {shown} is not an absolute path without `..`")
     user = read_user(columns.get("user"), "user")
     env = read_env(columns.get("env"), "env", variables)
     wants_network = read_flag(columns.get("network"), "network")
@@ -87,16 +86,14 @@ def read_limits(raw: Any) -> RowLimits:
         return RowLimits()
     if not isinstance(raw, dict) or (unknown := raw.keys() - {*RowLimits._fields}):
         names = f" (got {', '.join(sorted(map(str, unknown)))})" if isinstance(raw, dict) else ""
-        msg = f"`limits` must be an object with memory_mb, disk_mb and cpus{names}"
-        raise ValueError(msg)
+        raise ValueError(f"`limits` must be an object with memory_mb, disk_mb and cpus{names}")
     found = {}
     for name, value in raw.items():
         least, unit = (_LEAST_CPUS, "CPUs") if name == "cpus" else (1, "megabytes")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and least <= value < 2**31):
             shown = clip(repr(value), max_chars=50)
-            msg = f"`limits.{name}`: {shown} is not a number of {unit}, {least} or more"
-            raise ValueError(msg)
+            raise ValueError(f"`limits.{name}`: {shown} is not a number of {unit}, {least} or more")
         found[name] = int(value) if value is not None and name != "cpus" else value
     return RowLimits(**found)
 
@@ -108,8 +105,7 @@ def read_user(raw: Any, name: str) -> str | None:
     if raw is None or (isinstance(raw, str) and _USER.fullmatch(raw)):
         return raw
     shown = clip(repr(raw), max_chars=200)
-    msg = f"`{name}`: {shown} is not a user: give NAME, UID, NAME:GROUP or UID:GID"
-    raise ValueError(msg)
+    raise ValueError(f"`{name}`: {shown} is not a user: give NAME, UID, NAME:GROUP or UID:GID")
 
 
 def read_env(raw: Any, name: str, variables: Collection[str]) -> dict[str, str]:
@@ -117,17 +113,14 @@ def read_env(raw: Any, name: str, variables: Collection[str]) -> dict[str, str]:
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        msg = f"`{name}` must be an object that maps names of variables to texts"
-        raise ValueError(msg)
+        raise ValueError(f"`{name}` must be an object that maps names of variables to texts")
     found = {}
     for key, value in raw.items():
         place = f"{name}.{key}"
         if not _NAME.fullmatch(key):
-            msg = f"`{name}`: {key!r} is not the name of a variable"
-            raise ValueError(msg)
+            raise ValueError(f"`{name}`: {key!r} is not the name of a variable")
         if not isinstance(value, str) or "\0" in value:
-            msg = f"`{place}` must be text without NUL"
-            raise ValueError(msg)
+            raise ValueError(f"`{place}` must be text without NUL")
         found[key] = _filled_in(value, place, variables)
     return found
 
@@ -136,8 +129,7 @@ def read_flag(raw: Any, name: str) -> bool | None:
     """True, false or absent. Raises `ValueError` with the reason."""
     if raw is None or isinstance(raw, bool):
         return raw
-    msg = f"`{name}` must be true or false"
-    raise ValueError(msg)
+    raise ValueError(f"`{name}` must be true or false")
 
 
 def add_asked(asked: dict[str, int], columns: Mapping[str, Any]) -> None:
@@ -162,8 +154,9 @@ def _reference(columns: Mapping[str, Any]) -> str | None:
     for name in IMAGE_COLUMNS:
         image = columns.get(name)
         if image is not None and (not isinstance(image, str) or not _IMAGE.fullmatch(image)):
-            msg = f"`{name}`: {clip(repr(image), max_chars=200)} is not a valid image name"
-            raise ValueError(msg)
+            raise ValueError(
+                f"`{name}`: {clip(repr(image), max_chars=200)} is not a valid image name"
+            )
         if image is not None:
             return str(image)
     return None
@@ -177,9 +170,9 @@ def _filled_in(text: str, place: str, variables: Collection[str]) -> str:
         if default is not None:
             return default
         if name in variables:
-            msg = f"`{place}`: the variable {name} is not set on this machine"
-            raise ValueError(msg)
-        msg = f"`{place}` names the variable {name} of this machine; allow it: --env_from={name}"
-        raise ValueError(msg)
+            raise ValueError(f"`{place}`: the variable {name} is not set on this machine")
+        raise ValueError(
+            f"`{place}` names the variable {name} of this machine; allow it: --env_from={name}"
+        )
 
     return _VARIABLE.sub(value_of, text)

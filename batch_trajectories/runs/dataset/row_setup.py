@@ -59,8 +59,7 @@ def read_row_setup(
     if isinstance(commands, str):
         commands = (commands,)
     if not isinstance(commands, list | tuple) or not all(isinstance(c, str) for c in commands):
-        msg = "`setup` must be a command or a list of commands"
-        raise ValueError(msg)
+        raise ValueError("`setup` must be a command or a list of commands")
     check = read_check(
         columns.get("check"), inside=inside, network=check_network, variables=variables
     )
@@ -68,8 +67,9 @@ def read_row_setup(
     if inside and check is not None:
         check = check._replace(where=check.where or check_in)
         if hidden and check.where == "same":
-            msg = "`hide`: what is hidden is there again only in a fresh check: --check_in=fresh"
-            raise ValueError(msg)
+            raise ValueError(
+                "`hide`: what is hidden is there again only in a fresh check: --check_in=fresh"
+            )
     return RowSetup(
         read_files(columns.get("files"), "files", inside=inside),
         tuple(commands),
@@ -93,6 +93,5 @@ def _hidden(raw: Any) -> tuple[str, ...]:
         return ()
     paths = [absolute_path(path) for path in raw] if isinstance(raw, list) else [None]
     if None in paths or "/" in paths:
-        msg = "`hide` must be a list of absolute paths of the image, without `..`"
-        raise ValueError(msg)
+        raise ValueError("`hide` must be a list of absolute paths of the image, without `..`")
     return tuple(map(str, paths))

@@ -28,8 +28,9 @@ def with_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions
     user = options.simulated_user
     if user is None:
         if own is not None:
-            msg = f"`{USER_COLUMN}` needs a model for it: give --simulated_user, for example '{{}}'"
-            raise ValueError(msg)
+            raise ValueError(
+                f"`{USER_COLUMN}` needs a model for it: give --simulated_user, for example '{{}}'"
+            )
         return options
     if columns.get(TURNS_COLUMN) is not None:
         if own is not None:
@@ -38,15 +39,15 @@ def with_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions
     if own is not None:
         if not isinstance(own, dict) or "model" in own:
             what = "sets its model, which only the config can" if isinstance(own, dict) else ""
-            msg = f"`{USER_COLUMN}` {what or 'must be an object'}"
-            raise ValueError(msg)
+            raise ValueError(f"`{USER_COLUMN}` {what or 'must be an object'}")
         try:
             user = SimulatedUser.model_validate({**user.model_dump(), **own})
         except ValidationError as error:
             raise ValueError(mistakes_in(error)[0].describe(USER_COLUMN)) from error
     if not user.system_prompt.strip():
-        msg = f"`{USER_COLUMN}.system_prompt`: missing; it says who the user is and what they want"
-        raise ValueError(msg)
+        raise ValueError(
+            f"`{USER_COLUMN}.system_prompt`: missing; it says who the user is and what they want"
+        )
     if user.script is not None or user.model == SCRIPTED:
         try:
             parse_script(user.script)
@@ -61,8 +62,9 @@ def read_user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[
         return ()
     turns = read_texts(columns, TURNS_COLUMN)
     if not all(turn.strip() for turn in turns):
-        msg = f"`{TURNS_COLUMN}[{[bool(turn.strip()) for turn in turns].index(False)}]` is empty"
-        raise ValueError(msg)
+        raise ValueError(
+            f"`{TURNS_COLUMN}[{[bool(turn.strip()) for turn in turns].index(False)}]` is empty"
+        )
     if turns and options.completion_tools:
         raise ValueError(f"`{TURNS_COLUMN}` does not go together with completion_tools")
     return turns
@@ -72,6 +74,5 @@ def read_texts(columns: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """A column that is a list of texts; () where it is missing. Raises `ValueError`."""
     texts = columns.get(name, [])
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        msg = f"`{name}` must be a list of texts"
-        raise ValueError(msg)
+        raise ValueError(f"`{name}` must be a list of texts")
     return tuple(texts)

@@ -223,8 +223,7 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        msg = f"{path}: cannot read the dataset: {error.strerror or error}"
-        raise DatasetError(msg) from error
+        raise DatasetError(f"{path}: cannot read the dataset: {error.strerror or error}") from error
 
 
 def _no_usable_row(path: Path, bad_rows: Sequence[BadRow]) -> DatasetError:

@@ -64,17 +64,14 @@ def forked_config(
     Raises `ConfigError`.
     """
     if given := [f"--{name}" for name in _FIXED_KEYS if name in flags]:
-        msg = f"{', '.join(given)}: `fork` sets this itself; leave it out"
-        raise ConfigError(msg)
+        raise ConfigError(f"{', '.join(given)}: `fork` sets this itself; leave it out")
     if (agent := parent["config"].get("agent")) is not None:
-        msg = (
+        raise ConfigError(
             f"RUN is one of agent {agent['name']!r}, which cannot start in the middle of a "
             "conversation; run it on the prompts again, with --num_samples for several each"
         )
-        raise ConfigError(msg)
     if "run_name" not in flags:
-        msg = "--run_name: the name of the new run is missing"
-        raise ConfigError(msg)
+        raise ConfigError("--run_name: the name of the new run is missing")
     needed = {"dataset_file": "-", "run_name": flags["run_name"]}
     own = load_config(config_file, {**needed, **flags})
     changed = own.model_dump(mode="json", include=own.model_fields_set - set(_FIXED_KEYS))
@@ -82,11 +79,10 @@ def forked_config(
     servers = (values["mcp"] or {}).values()
     hidden = [values["ephemeral_system_prompt"], *(v for s in servers for v in s["env"].values())]
     if any(isinstance(text, str) and text.startswith("sha256:") for text in hidden):
-        msg = (
+        raise ConfigError(
             "the ephemeral_system_prompt of RUN and the env of its MCP servers are not stored: "
             "give them again, by flags or --config"
         )
-        raise ConfigError(msg)
     run_dir = Path(values["output_dir"], values["run_name"])
     return load_config(
         None,
@@ -116,11 +112,10 @@ def _dataset_of(run_dir: Path, *, fresh: bool) -> Path:
     if re.fullmatch(rf"{re.escape(run_dir.name)}\.fork(\.\d+)?\.jsonl", own):
         return first.with_name(own)
     if not fresh:
-        msg = (
+        raise ConfigError(
             f"--run_name: {run_dir} is a run of {own}, not of branches; use another --run_name, "
             "or --fresh to move it aside"
         )
-        raise ConfigError(msg)
     return first
 
 
@@ -158,8 +153,9 @@ def write_forks(
             file.flush()
             os.fsync(file.fileno())
         if not forked.rows:
-            msg = f"no conversation of {run} to branch from after turn {turn}\n{forked.describe()}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"no conversation of {run} to branch from after turn {turn}\n{forked.describe()}"
+            )
         for candidate in _candidates(path) if fresh else [path]:
             if not candidate.exists():
                 temporary.replace(candidate)
@@ -168,8 +164,7 @@ def write_forks(
                 continue
             forked.path = candidate
             return forked
-        msg = f"{path}: it has other branches; use another --run_name, or --fresh"
-        raise ConfigError(msg)
+        raise ConfigError(f"{path}: it has other branches; use another --run_name, or --fresh")
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -187,8 +182,7 @@ def _row(record: dict[str, Any], run: str, turn: int, rules: RowRules) -> dict[s
     try:
         opening = rules.read(row).opening
     except ValueError as error:
-        msg = f"its row cannot be used: {error}"
-        raise NotForkable(msg) from error
+        raise NotForkable(f"its row cannot be used: {error}") from error
     events = events_until(record, turn, opening=opening)
     own = row.get(FORK_COLUMN) if "fork" in record else None
     return {

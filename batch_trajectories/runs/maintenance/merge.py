@@ -85,17 +85,17 @@ def common_config(
     for path, identity in runs[1:]:
         one, other = stored_meaning(first), stored_meaning(identity)
         if keys := [key for key in one | other if one.get(key) != other.get(key)]:
-            msg = (
+            raise ConfigError(
                 f"{path}: its config differs from that of {first_path} in {', '.join(keys)}; "
                 "merging them would mix different data"
             )
-            raise ConfigError(msg)
     check_shards(runs, has_dataset=dataset_file is not None, allow_gaps=allow_gaps)
     if dataset_file is None:
         are_shards = first["config"].get("shard") is not None
         if not are_shards and len({_rows_of(identity["dataset"]) for _, identity in runs}) > 1:
-            msg = "the runs have different datasets: give a dataset with all rows by --dataset_file"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "the runs have different datasets: give a dataset with all rows by --dataset_file"
+            )
         if first["dataset"].get("source") is None:
             dataset_file = Path(first["dataset"]["path"])
         else:
@@ -121,12 +121,10 @@ def merge(
     """
     paths = [path.resolve() for path, _ in runs]
     if twice := [path for path in paths if paths.count(path) > 1]:
-        msg = f"{twice[0]}: named twice; name each run once"
-        raise RunDirError(msg)
+        raise RunDirError(f"{twice[0]}: named twice; name each run once")
     into = config.run_dir
     if into.exists() or training_file_of(into).exists():
-        msg = f"{into}: it exists already; give the name of a new run by --into"
-        raise RunDirError(msg)
+        raise RunDirError(f"{into}: it exists already; give the name of a new run by --into")
     making = into.with_name(f".{into.name}.merging-{os.getpid()}")
     with ExitStack() as stack:
         for path, _ in runs:
@@ -194,8 +192,9 @@ def _refuse_unfinished(path: Path, *, drop: bool) -> None:
     what = f"{plural(len(unfinished), 'conversation')} with {plural(turns, 'turn')} under way"
     if not unfinished:
         what = f"{plural(calls, 'call')} in batches, already paid for"
-    msg = f"{path}: {what}: finish this run first, or give them up by --drop_unfinished"
-    raise RunDirError(msg)
+    raise RunDirError(
+        f"{path}: {what}: finish this run first, or give them up by --drop_unfinished"
+    )
 
 
 def _copy(
@@ -219,12 +218,11 @@ def _copy(
                 differing.append(f"{record.id} in {seen[key][0]} and {path}")
     if differing:
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-        msg = (
+        raise RunDirError(
             f"{len(differing)} tasks have different records in two runs: "
             f"{'; '.join(differing[:_SHOWN])}{more}. It is unknown which is right; merge only runs "
             "with different rows"
         )
-        raise RunDirError(msg)
     return taken, equal
 
 
@@ -235,12 +233,12 @@ def _counting(path: Path) -> Iterator[tuple[bytes, Record]]:
     for number, (offset, line) in enumerate(lines_from(path / "records.jsonl", 0), start=1):
         record = parse_record(line)
         if record is None:
-            msg = f"{path / 'records.jsonl'}:{number}: unreadable; run `verify --repair` first"
-            raise RunDirError(msg)
+            raise RunDirError(
+                f"{path / 'records.jsonl'}:{number}: unreadable; run `verify --repair` first"
+            )
         if offset == upcoming and task_key(record.id, record.input_digest) == key:
             yield key, record
             upcoming, key = next(counting, _NONE)
     if key:
         index = path / "records.idx"
-        msg = f"{index}: does not match records.jsonl; run `verify --repair` first"
-        raise RunDirError(msg)
+        raise RunDirError(f"{index}: does not match records.jsonl; run `verify --repair` first")

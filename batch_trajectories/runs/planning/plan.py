@@ -126,8 +126,9 @@ def make_plan(
     except DatasetError as error:
         # The user knows the source, not the copy.
         reason = str(error).removeprefix(f"{dataset.path}: ")
-        msg = str(error) if dataset.source is None else f"{config.dataset_file}: {reason}"
-        raise DatasetError(msg) from error
+        raise DatasetError(
+            str(error) if dataset.source is None else f"{config.dataset_file}: {reason}"
+        ) from error
     return Plan(
         config=config,
         setups=setups,
@@ -152,8 +153,9 @@ def _sandbox_problem(config: RunConfig) -> str | None:
 def _check_variables(config: RunConfig) -> None:
     for name in config.env_from:
         if name not in os.environ:
-            msg = f"--env_from={name}: this variable is not set; set it, or leave the option out"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"--env_from={name}: this variable is not set; set it, or leave the option out"
+            )
 
 
 def _check_training_file(config: RunConfig) -> None:
@@ -165,20 +167,19 @@ def _check_training_file(config: RunConfig) -> None:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        msg = f"{training}: {error.strerror}; choose a shorter --run_name or --output_dir"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"{training}: {error.strerror}; choose a shorter --run_name or --output_dir"
+        ) from error
     if taken and config.dataset_file.exists() and training.samefile(config.dataset_file):
-        msg = (
+        raise ConfigError(
             f"{config.dataset_file}: the training file of this run would overwrite this dataset; "
             "choose another --run_name or --output_dir"
         )
-        raise ConfigError(msg)
     if training.is_dir():
-        msg = (
+        raise ConfigError(
             f"{training}: the training file of this run has this name, but it is a directory; "
             "choose another --run_name or --output_dir"
         )
-        raise ConfigError(msg)
 
 
 def _without_sandbox(problem: str, toolsets: Sequence[str], config: RunConfig) -> str:
@@ -371,11 +372,10 @@ def refuse_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
     name_bad_rows(plan, say)
     if plan.config.on_bad_row == "fail" and plan.scan.all_bad:
         where = " in all shards (--dry_run without --shard names them)" if plan.scan.shard else ""
-        msg = (
+        raise DatasetError(
             f"{plan.config.dataset_file}: {plan.scan.all_bad} bad rows{where}, refused by "
             "--on_bad_row=fail; no model call was made"
         )
-        raise DatasetError(msg)
 
 
 def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
@@ -404,5 +404,4 @@ def _read_script(path: Path | None) -> list[ScriptedTurn] | None:
     try:
         return parse_script(turns)
     except ValueError as error:
-        msg = f"{path}: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path}: {error}") from error

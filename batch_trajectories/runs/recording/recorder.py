@@ -124,8 +124,9 @@ class Recorder:
         except OSError as error:
             number = error.errno or 0  # negative where a name has no address
             why = os.strerror(number) if number > 0 else error
-            msg = f"cannot listen at {host}:{port}: {why}; give another --port (0: any) or --host"
-            raise EnvironmentStop(msg) from error
+            raise EnvironmentStop(
+                f"cannot listen at {host}:{port}: {why}; give another --port (0: any) or --host"
+            ) from error
         place, number = listener.sockets[0].getsockname()[:2]
         self._say(f"recording at http://{place}:{number}; Ctrl-C ends the recording")
         try:

@@ -38,8 +38,9 @@ def session_of(request: web.BaseRequest) -> tuple[str, str]:
     if found := _OF_PATH.fullmatch(path):
         name, rest, query = found.groups()
         if not _NAME.fullmatch(name):
-            msg = f"{name!r} is no name of a session: letters, digits and ._:- only, up to 128"
-            raise BadName(msg)
+            raise BadName(
+                f"{name!r} is no name of a session: letters, digits and ._:- only, up to 128"
+            )
         return name, (rest or "/") + (query or "")
     key = key_of(request)
     if not key:

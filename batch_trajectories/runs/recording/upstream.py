@@ -83,11 +83,10 @@ class Models:
             raise RefusedModel(str(error)) from error
         settings = self._at(api, settings)
         if self._config.max_run_cost_usd is not None and not is_known(settings):
-            msg = (
+            raise RefusedModel(
                 f"the price of model {name!r} is unknown, so the budget of the recording cannot be "
                 f"kept; give it under prices, by the name {settings.reference!r}"
             )
-            raise RefusedModel(msg)
         self._known[api, name] = settings
         return settings
 
@@ -101,8 +100,9 @@ class Models:
             root = base_url.rstrip("/").removesuffix("/v1")
             base_url = root if api == "anthropic_messages" else f"{root}/v1"
         elif not {api, settings.api} <= _OPENAI:
-            msg = f"{self._upstream!r} is asked by {settings.api}, and this request is of {api}"
-            raise RefusedModel(msg)
+            raise RefusedModel(
+                f"{self._upstream!r} is asked by {settings.api}, and this request is of {api}"
+            )
         return replace(settings, api=api, base_url=base_url)
 
 

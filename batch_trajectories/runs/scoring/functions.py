@@ -62,12 +62,14 @@ def _checked(place: str) -> str:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            msg = f"--reward: {place}: its import took more than {_START_TIMEOUT_S:g} s"
-            raise ConfigError(msg) from error
+            raise ConfigError(
+                f"--reward: {place}: its import took more than {_START_TIMEOUT_S:g} s"
+            ) from error
         said = _end_of(errors.fileno())
     if not done.stdout:
-        msg = f"--reward: {place}: its import ended the process ({_how(done.returncode)}){said}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--reward: {place}: its import ended the process ({_how(done.returncode)}){said}"
+        )
     reply = orjson.loads(done.stdout)
     if "error" in reply:
         raise ConfigError(reply["error"])
@@ -175,8 +177,9 @@ class _Process:
             raise HostError(f"--reward={place}: {await found.how_it_ended()}") from error
         except TimeoutError as error:
             await found.kill()
-            msg = f"--reward={place}: its import took more than {_START_TIMEOUT_S:g} s"
-            raise HostError(msg) from error
+            raise HostError(
+                f"--reward={place}: its import took more than {_START_TIMEOUT_S:g} s"
+            ) from error
         except BaseException:
             await found.kill()
             raise

@@ -56,8 +56,9 @@ class ImagePath(PurePosixPath):
 
     def __fspath__(self) -> str:
         """Refused: `open` would look for the path on this machine."""
-        msg = f"{self} is inside an image: use its read_text, read_bytes, iterdir or rglob"
-        raise TypeError(msg)
+        raise TypeError(
+            f"{self} is inside an image: use its read_text, read_bytes, iterdir or rglob"
+        )
 
     def _asked(self, op: str) -> dict[str, Any]:
         reply = ImagePath.ask({"op": op, "path": str(self)})

@@ -39,8 +39,7 @@ def parquet_rows(path: Path, left_out: set[str]) -> Iterator[dict[str, Any]]:
         with pq.ParquetFile(path, buffer_size=_READ_BYTES) as file:
             yield from rows_of(_batches_of(file), str(path), left_out)
     except (OSError, pa.ArrowException) as error:
-        msg = f"{path}: cannot read it as Parquet: {error}"
-        raise DatasetError(msg) from error
+        raise DatasetError(f"{path}: cannot read it as Parquet: {error}") from error
 
 
 def _batches_of(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
@@ -72,8 +71,7 @@ def rows_of(
             schema = table.schema
             for name in schema.names:
                 if schema.names.count(name) > 1:
-                    msg = f"{place}: two columns have the name {name!r}"
-                    raise DatasetError(msg)
+                    raise DatasetError(f"{place}: two columns have the name {name!r}")
             left_out.update(name for field in schema for name in _bytes_in(field.type, field.name))
             names = {n: field.name for n, field in enumerate(schema) if not _is_bytes(field.type)}
         columns = [
@@ -124,8 +122,7 @@ def _values(column: pa.Array | pa.ChunkedArray, place: str) -> list[Any]:
     except MemoryError:
         raise
     except Exception as error:  # also of the libraries of time zones
-        msg = f"{place}: cannot read it: {error}"
-        raise DatasetError(msg) from error
+        raise DatasetError(f"{place}: cannot read it: {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -55,5 +55,4 @@ class Renaming:
         for new, old in self._names.items():
             if old not in self._seen and self._columns:
                 hint = did_you_mean(old, self._columns) or "they are " + ", ".join(self._columns)
-                msg = f"--columns {new}={old}: {source} has no column {old!r}; {hint}"
-                raise DatasetError(msg)
+                raise DatasetError(f"--columns {new}={old}: {source} has no column {old!r}; {hint}")

@@ -56,12 +56,12 @@ def rows_of_file(file: SourceFile, left_out: set[str]) -> Iterator[Row]:
                     yield from _table(file.path, stream, "\t")
     except UnicodeDecodeError as error:
         line = _line_that_is_not_utf8(file)
-        msg = f"{file.path}:{line}: not UTF-8: {error.reason}; convert it first (iconv -t UTF-8)"
-        raise DatasetError(msg) from error
+        raise DatasetError(
+            f"{file.path}:{line}: not UTF-8: {error.reason}; convert it first (iconv -t UTF-8)"
+        ) from error
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        msg = f"{file.path}: cannot read the dataset: {reason}"
-        raise DatasetError(msg) from error
+        raise DatasetError(f"{file.path}: cannot read the dataset: {reason}") from error
 
 
 @contextmanager
@@ -122,19 +122,19 @@ def _table(path: Path, stream: BufferedReader[Any], delimiter: str) -> Iterator[
                     names = cells
                     _check_header(f"{path}:{first}", names, delimiter)
                 elif len(cells) > len(names):
-                    msg = (
+                    raise DatasetError(
                         f"{path}:{first}: {len(cells)} cells, but the header names "
                         f"{len(names)} columns; is a quote or a delimiter wrong?"
                     )
-                    raise DatasetError(msg)
                 else:
                     row = {name: cell for name, cell in zip(names, cells, strict=False) if cell}
                     if row:
                         yield row
                 first = reader.line_num + 1
         except csv.Error as error:
-            msg = f"{path}:{first}: not CSV: {error}; the row begins in this line"
-            raise DatasetError(msg) from error
+            raise DatasetError(
+                f"{path}:{first}: not CSV: {error}; the row begins in this line"
+            ) from error
 
 
 def _short_lines(path: Path, text: TextIO) -> Iterator[str]:
@@ -142,8 +142,9 @@ def _short_lines(path: Path, text: TextIO) -> Iterator[str]:
     while line := text.readline(_MAX_CSV_CHARS):
         number += 1
         if len(line) == _MAX_CSV_CHARS:
-            msg = f"{path}:{number}: longer than {_MAX_CSV_CHARS >> 20} million characters"
-            raise DatasetError(msg)
+            raise DatasetError(
+                f"{path}:{number}: longer than {_MAX_CSV_CHARS >> 20} million characters"
+            )
         yield line
 
 
@@ -152,8 +153,7 @@ def _check_header(place: str, names: list[str], delimiter: str) -> None:
         raise DatasetError(f"{place}: two columns have the name {repeated[0]!r}")
     other = next((sign for sign in _DELIMITERS if len(names) == 1 and sign in names[0]), None)
     if other is not None:
-        msg = (
+        raise DatasetError(
             f"{place}: the header is one column, {names[0]!r}: its cells seem to be separated by "
             f"{other!r}, not {delimiter!r}; save it with commas as .csv, or with tabs as .tsv"
         )
-        raise DatasetError(msg)

@@ -185,8 +185,7 @@ class HarborTask(NamedTuple):
         if image := environment.get("docker_image"):
             return str(image)
         if not self.dockerfile.is_file():
-            msg = "no image: neither environment.docker_image nor environment/Dockerfile"
-            raise _Refused(msg)
+            raise _Refused("no image: neither environment.docker_image nor environment/Dockerfile")
         return self.built_image
 
     def _instruction(self) -> tuple[str, str]:

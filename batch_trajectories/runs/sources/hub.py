@@ -66,8 +66,9 @@ def saved_rows(path: Path, left_out: set[str]) -> Iterator[dict[str, Any]]:
     except (RunError, MemoryError):
         raise
     except Exception as error:
-        msg = f"{path}: cannot read it as a dataset that was saved with `save_to_disk`: {error}"
-        raise DatasetError(msg) from error
+        raise DatasetError(
+            f"{path}: cannot read it as a dataset that was saved with `save_to_disk`: {error}"
+        ) from error
 
 
 def _only_split(place: str, splits: list[str]) -> str:
@@ -77,8 +78,7 @@ def _only_split(place: str, splits: list[str]) -> str:
     if len(splits) == 1:
         return splits[0]
     how = f"give one of them as {place}SPLIT" if place.endswith("/") else "add :SPLIT to its name"
-    msg = f"{place}: it has the splits {', '.join(splits)}; {how}"
-    raise DatasetError(msg)
+    raise DatasetError(f"{place}: it has the splits {', '.join(splits)}; {how}")
 
 
 def _refusal(repository: str, error: Exception) -> RunError:

@@ -87,8 +87,11 @@ def _end_of_element(buffer: str, position: int) -> int:
     except RecursionError:
         raise _Unreadable("an element is nested too deeply") from None
     except json.JSONDecodeError as error:
-        is_final = error.pos < near and not error.msg.startswith("Unterminated")
-        raise _Unreadable(error.msg, error.pos - position, is_final=is_final) from None
+        raise _Unreadable(
+            error.msg,
+            error.pos - position,
+            is_final=error.pos < near and not error.msg.startswith("Unterminated"),
+        ) from None
     after = _after_blanks(buffer, end)
     if buffer[after : after + 1] in (",", "]"):
         return end

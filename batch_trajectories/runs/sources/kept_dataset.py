@@ -119,8 +119,9 @@ def keep_dataset(
         path, written = writer.write(found, directory, stem)
         if _sizes_and_times(source) != before:
             path.unlink()
-            msg = f"{source.name}: changed while it was read; run the same command again"
-            raise DatasetError(msg)
+            raise DatasetError(
+                f"{source.name}: changed while it was read; run the same command again"
+            )
         content = orjson.dumps(told | written, option=orjson.OPT_INDENT_2) + b"\n"
         replace_file(path.with_suffix(".json"), content)
         if left_out:
@@ -311,11 +312,11 @@ def _digests_of(source: DataSource) -> list[dict[str, Any]]:
                 if source.tasks and os.fstat(file.fileno()).st_mode & 0o111:
                     found[-1]["executable"] = True  # it decides what an image is built of
         except FileNotFoundError:
-            msg = f"{path}: no such dataset file"
-            raise DatasetError(msg) from None
+            raise DatasetError(f"{path}: no such dataset file") from None
         except OSError as error:
-            msg = f"{path}: cannot read the dataset: {error.strerror or error}"
-            raise DatasetError(msg) from error
+            raise DatasetError(
+                f"{path}: cannot read the dataset: {error.strerror or error}"
+            ) from error
     return found
 
 

@@ -80,8 +80,7 @@ def load_rows_file(name: str) -> RowsFile:
         if not path.is_file():
             known = sorted(file.stem for file in DIRECTORY.glob("*.yaml"))
             hint = did_you_mean(name, known) or f"known: {', '.join(known)}, or the path of a file"
-            msg = f"--rows={name}: no such kind of rows; {hint}"
-            raise ConfigError(msg)
+            raise ConfigError(f"--rows={name}: no such kind of rows; {hint}")
     try:
         content, node = read_yaml_nodes(path, "rows file", shown=shown)
     except YamlFileError as error:

@@ -109,22 +109,21 @@ def source_of(name: Path) -> DataSource:
         _refuse_odd_names(paths)
         files = tuple(map(_source_file, paths))
     except OSError as error:
-        msg = f"{error.filename or name}: cannot read the dataset: {error.strerror or error}"
-        raise DatasetError(msg) from error
+        raise DatasetError(
+            f"{error.filename or name}: cannot read the dataset: {error.strerror or error}"
+        ) from error
     if not files:
-        msg = (
+        raise DatasetError(
             f"{name}: no dataset in this directory: no file ends in "
             f"{', '.join(_KINDS)} (or one of these and {' or '.join(_COMPRESSIONS)})"
         )
-        raise DatasetError(msg)
     return DataSource(text, files=files)
 
 
 def _refuse_odd_names(paths: Iterable[Path]) -> None:
     for path in paths:
         if (shown := valid_utf8(str(path))) != str(path):
-            msg = f"{shown}: its name is not UTF-8; rename it"
-            raise DatasetError(msg)
+            raise DatasetError(f"{shown}: its name is not UTF-8; rename it")
 
 
 def _files_in(directory: Path) -> Iterator[Path]:
@@ -147,26 +146,26 @@ def _files_in(directory: Path) -> Iterator[Path]:
 def _hub_name(text: str) -> HubName:
     found = _HUB.fullmatch(text.removeprefix(HUB_PREFIX))
     if found is None:
-        msg = f"{text}: not a dataset of the hub; write hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION]"
-        raise DatasetError(msg)
+        raise DatasetError(
+            f"{text}: not a dataset of the hub; write hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION]"
+        )
     name = HubName(**found.groupdict())
     if name.split is not None and not re.fullmatch(r"[\w.-]+", name.split):
-        msg = (
+        raise DatasetError(
             f"{text}: {name.split!r} is not the name of a split; --max_samples takes the first rows"
         )
-        raise DatasetError(msg)
     return name
 
 
 def _source_file(path: Path) -> SourceFile:
     if path.exists() and not path.is_file():
-        msg = f"{path} is a pipe or device; rows are read more than once, so give a plain file"
-        raise DatasetError(msg)
+        raise DatasetError(
+            f"{path} is a pipe or device; rows are read more than once, so give a plain file"
+        )
     compression, rest = _compression_of(path)
     kind = _KINDS.get(rest.suffix.lower(), "lines")
     if kind == "parquet" and compression is not None:
-        msg = f"{path}: Parquet compresses its columns itself; unpack this file first"
-        raise DatasetError(msg)
+        raise DatasetError(f"{path}: Parquet compresses its columns itself; unpack this file first")
     if kind == "list" and compression is None and not _begins_a_list(path):
         kind = "lines"  # JSONL is often named .json
     return SourceFile(path, kind, compression)

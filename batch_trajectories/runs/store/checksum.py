@@ -66,11 +66,9 @@ def read_object(line: bytes) -> dict[str, Any]:
     try:
         found = exact_json.loads(line)
     except exact_json.JSONDecodeError as error:
-        msg = f"not JSON: {error}"
-        raise DamagedLine(msg) from error
+        raise DamagedLine(f"not JSON: {error}") from error
     if not isinstance(found, dict):
-        msg = "not a JSON object"
-        raise DamagedLine(msg)
+        raise DamagedLine("not a JSON object")
     if found.pop(KEY, None) is not None and not has_checksum:
         raise DamagedLine(_CHANGED)
     content: dict[str, Any] = found

@@ -137,11 +137,10 @@ class AppendFile:
             what = f"cut or changed (it has {found.st_size:,} bytes instead of {self.size:,})"
         else:
             return
-        msg = (
+        raise StorageError(
             f"{self.path}: it was {what} while the run wrote to it. Its content is lost unless "
             "you put it back; then run the same command again to continue."
         )
-        raise StorageError(msg)
 
     def was_removed(self) -> bool:
         """Whether the file was removed or replaced, so it no longer has a name."""
@@ -280,8 +279,9 @@ def refuse_strange_files(run_dir: Path) -> None:
         file = run_dir / name
         if os.path.lexists(file) and not file.is_file():
             what = "a dangling link" if file.is_symlink() else "not a plain file"
-            msg = f"{file}: {what}; put the file of this run back, or remove it if there was none"
-            raise RunDirError(msg)
+            raise RunDirError(
+                f"{file}: {what}; put the file of this run back, or remove it if there was none"
+            )
 
 
 def refuse_links(run_dir: Path) -> None:

@@ -170,11 +170,10 @@ def _read(place: JournalPosition) -> dict[str, Any]:
             file.seek(place.offset)
             return read_object(file.read(place.length))
     except (FileNotFoundError, DamagedLine) as error:
-        msg = (
+        raise StorageError(
             f"{place.segment}: it was removed or changed while the run needed it. Put it back if "
             "you can; then run the same command again to continue."
-        )
-        raise StorageError(msg) from error
+        ) from error
 
 
 def next_worker_number(inflight: Path) -> int:

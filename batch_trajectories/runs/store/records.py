@@ -189,12 +189,11 @@ def refuse_lost_records(run_dir: Path) -> None:
     records, index = run_dir / "records.jsonl", run_dir / "records.idx"
     # In this order: a run in progress writes the record first, then its row.
     if _size(index) > ROW_BYTES and _size(records) == 0:
-        msg = (
+        raise RunDirError(
             f"{records}: {'empty' if records.exists() else 'missing'}, but {index.name} names "
             "records that it held; put the file of this run back, or remove "
             f"{index.name} to continue without them"
         )
-        raise RunDirError(msg)
 
 
 def load_index(run_dir: Path, *, lenient: bool = True) -> Index:

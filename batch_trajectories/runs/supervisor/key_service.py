@@ -74,8 +74,7 @@ class _Command:
         try:
             self._key, self._number = self._source.read(), 1
         except KeyCommandError as error:
-            msg = f"{error}; no model call was made"
-            raise EnvironmentStop(msg) from error
+            raise EnvironmentStop(f"{error}; no model call was made") from error
         threading.Thread(target=self._keep, name="key command", daemon=True).start()
 
     def message(self) -> bytes:

@@ -40,8 +40,7 @@ class WorkerBudget:
         usd = claim.usd if self._budget.usd else 0.0
         tokens = claim.tokens if self._budget.tokens else 0
         if usd is None or tokens is None:
-            msg = "a budget needs models with a known price and a reply limit"
-            raise ValueError(msg)
+            raise ValueError("a budget needs models with a known price and a reply limit")
         return Cost(usd, tokens)
 
     def try_to_reserve(self, worst_case: Cost) -> bool:

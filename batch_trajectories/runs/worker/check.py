@@ -232,8 +232,7 @@ async def _of_files(
         reward = rewards.named.get(MAIN, next(iter(rewards.named.values())))
         return {"passed": reward >= 1, "reward": reward, **_by_name(rewards)}
     names = " or ".join(check.reward_files)
-    msg = f"`check.reward_file`: the command did not write {names}; {_said(result)}"
-    raise CheckFailed(msg)
+    raise CheckFailed(f"`check.reward_file`: the command did not write {names}; {_said(result)}")
 
 
 async def _exists(context: ToolContext, path: str) -> bool:

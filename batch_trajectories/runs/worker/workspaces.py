@@ -96,7 +96,9 @@ class Workspaces:
             context.workspace.start_dir = row.setup.start_dir
         if self._in_images is not None:
             return await self._prepare_image(context, row)
-        if (image := _image_of(row)) and (problem := await self._image_problem(image)):
+        if (image := row.image and row.image.reference) and (
+            problem := await self._image_problem(image)
+        ):
             raise SetupFailed(problem)
         if half_set_up(root).exists():
             await asyncio.to_thread(remove_tree, root)
@@ -128,7 +130,7 @@ class Workspaces:
                     await self._made(sandbox)
                     if row.setup is not None:
                         await self._set_up_in_image(context, row.setup, spec)
-                    await begin_diff(context, is_needed=_is_judged_afresh(row))
+                    await begin_diff(context, is_needed=row.is_judged_afresh)
                     await asyncio.to_thread((root / _IMAGE).write_text, sandbox.image_digest)
         except BaseException:
             await context.close(remove=False)
@@ -205,7 +207,7 @@ class Workspaces:
         await sandbox_of(context).stop()
         if not has_repository(context.workspace.root):
             return None
-        afresh = _is_judged_afresh(row)
+        afresh = row.is_judged_afresh
         unchanged = await asyncio.to_thread(is_unchanged, context)
         if unchanged and not afresh:
             return empty_diff()
@@ -261,7 +263,7 @@ class Workspaces:
             own = cast("ImageSandbox", sandbox_of(context))
             prepare_as = "root" if check.user or not own.can_change_all else None
         try:
-            if _is_judged_afresh(row):
+            if row.is_judged_afresh:
                 if why := "there is no repository" if diff is None else diff.get("error"):
                     return unjudged(f"`check`: {why}") | place
                 judged = _fresh_root(root)
@@ -414,7 +416,7 @@ class Workspaces:
         kind = self._setup.provenance.sandbox
         if kind is None:
             return None
-        image = _image_of(row) or self._setup.config.docker_image
+        image = row.image.reference if row.image else self._setup.config.docker_image
         engine = self._setup.config.container_engine
         limits = limits or self._limits(row)
         return make_sandbox(kind, workspace, limits, image=image, engine=engine)
@@ -439,15 +441,6 @@ def _image_was_replaced(root: Path, digest: str) -> bool:
         return False
 
 
-def _is_judged_afresh(row: RowTask) -> bool:
-    check = None if row.setup is None else row.setup.check
-    return check is not None and check.where == "fresh"
-
-
 def _fresh_root(root: Path) -> Path:
     """Where the fresh workspace of a conversation is, for its diff and its check."""
     return root.with_name(f"{root.name}.fresh")
-
-
-def _image_of(row: RowTask) -> str | None:
-    return None if row.image is None else row.image.reference

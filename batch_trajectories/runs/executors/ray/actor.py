@@ -125,11 +125,10 @@ def _check_shares(run_dir: Path, lock: bytes) -> None:
     except OSError:
         found = b""
     if found != lock:
-        msg = (
+        raise ValueError(
             f"the run directory {run_dir} is not here: mount its storage at the same path on "
             "every node, or leave --ray_storage=shared out"
         )
-        raise ValueError(msg)
 
 
 def _scratch(setup: WorkerSetup, run_token: str) -> Path:
@@ -139,8 +138,9 @@ def _scratch(setup: WorkerSetup, run_token: str) -> Path:
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = own.lstat()
     if state.st_uid != os.getuid() or state.st_mode & 0o077 or own.is_symlink():
-        msg = f"{own}: not a private directory of this user; choose another --ray_scratch_dir"
-        raise ValueError(msg)
+        raise ValueError(
+            f"{own}: not a private directory of this user; choose another --ray_scratch_dir"
+        )
     scratch = own / run_token
     scratch.mkdir(mode=0o700, exist_ok=True)
     return scratch

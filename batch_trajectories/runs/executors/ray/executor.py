@@ -204,11 +204,10 @@ def _start_cluster(config: RunConfig) -> Mapping[str, str]:
 
 def _join(address: str) -> Mapping[str, str]:
     if "://" in address:
-        msg = (
+        raise ConfigError(
             f"ray_address: {address}: Ray Client is not supported; run this on a node of the "
             "cluster (for example with `ray job submit`), with --ray_address=auto"
         )
-        raise ConfigError(msg)
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         try:

@@ -142,8 +142,9 @@ def _files(directory: Path) -> list[Path]:
     merged = directory / "trajectories.jsonl"
     files = [*found, merged] if merged.exists() else found
     if not files:
-        msg = f"{directory}: not a run of hermes-agent (no batch_N.jsonl and no trajectories.jsonl)"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{directory}: not a run of hermes-agent (no batch_N.jsonl and no trajectories.jsonl)"
+        )
     return files
 
 

@@ -122,11 +122,10 @@ class AgentRunner:
         def route(dialect: str, asked: str) -> Route:
             settings = model_asked(task.agent, setup.settings, setup.aliases, asked)
             if settings is None:
-                msg = (
+                raise RefusedModel(
                     f"the agent asks for model {asked!r}, which this run does not have; add it to "
                     "`aliases` of the agent, or set the name that it asks for"
                 )
-                raise RefusedModel(msg)
             return Route(
                 model=self._calls.pool.get(settings),
                 name=None if asked == settings.name else settings.name,

@@ -1,0 +1,173 @@
+"""The metadata of a row: facts of its record, and what the model saw that the row does not show."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from agent.messages import SUMMARY
+from agent.tokens import trimmed_replies
+from agent.views.views import compacted_from
+from batch_trajectories.export.conversation.rewards import reward_facts
+from batch_trajectories.export.conversation.texts import patch_of
+from batch_trajectories.export.conversation.turns import Conversation
+from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.runs.store.record_types import Record, StoredMessage
+
+COUNTS = (
+    *("interrupted_calls", "workspace_lost", "rewritten_calls"),
+    *("view_compacted", "summaries", "cut_results", "cut_by_export", "trimmed_replies"),
+)
+"""Keys of counts of what the model saw differently from what the row shows."""
+
+_MAX_COLUMN_CHARS = 1000
+_PLAIN = (bool, int, float)
+_OF_PROMPTS = frozenset(("prompt", "script"))
+_OF_CHECKS = _OF_PROMPTS | {"setup", "check"}
+
+
+def views_of(record: Record) -> dict[str, int]:
+    """The counts that are not zero, by key.
+
+    `view_compacted` counts replies for which the model saw older messages shortened or as one of
+    the `summaries`; `cut_results` counts results that it saw cut, which rows hold cut too;
+    `workspace_lost` counts resumes without the files of the conversation, and `rewritten_calls`
+    those of an agent that saw earlier messages in another form than the last call;
+    `trimmed_replies` counts replies that the model later saw without the newlines around them.
+    """
+    counts = {"workspace_lost": sum(r.workspace_kept is False for r in record.resumes)}
+    if changed := record.rewritten:
+        main = record.threads[0].key
+        calls = [one.exchanges for one in changed if one.thread == main]
+        counts["rewritten_calls"] = len({number for numbers in calls for number in numbers})
+    if record.view_compacted:
+        counts |= _compacted(record)
+    if (record.options or {}).get("observation_chars"):
+        counts["cut_results"] = sum("whole_content" in m.details for m in record.messages)
+    if record.view_trimmed:
+        replies = [m.content for m in record.messages if m.role == "assistant"]
+        counts["trimmed_replies"] = trimmed_replies(replies)
+    return {key: count for key, count in counts.items() if count}
+
+
+def _compacted(record: Record) -> dict[str, int]:
+    turns, messages = record.turns, record.messages
+    after = (record.options or {}).get("compact_after") or 0
+    later = messages[compacted_from(msgspec.to_builtins(messages), after) :]
+    replies = sum(message.role == "assistant" for message in later)
+    # An empty or cut summary was not used and has no turn.
+    begun = [
+        inner.turns[0].started_at for inner in record.inner if inner.name == SUMMARY and inner.turns
+    ]
+    summarized = [turn for turn in turns if begun and turn.started_at > min(begun)]
+    return {
+        "view_compacted": max(min(replies, len(turns)), len(summarized)),
+        "summaries": len(begun),
+    }
+
+
+def metadata_for(
+    record: Record,
+    completion: str | None,
+    stats: Sequence[Mapping[str, Any]],
+    noted: Iterable[StoredMessage],
+    finish_reason: str | None,
+) -> dict[str, Any]:
+    """The metadata of a row, except for counts of reasoning, which depend on the style.
+
+    Keys that most rows do not need are present only with a value.
+    """
+    metadata: dict[str, Any] = {
+        "model": record.model,
+        "model_returned": record.model_returned,
+        "api": record.api,
+        "status": record.status,
+    }
+    if record.status_reason:
+        metadata["status_reason"] = record.status_reason
+    if record.fork is not None:
+        metadata["fork"] = lineage_of(record)
+    if completion:
+        metadata["completion"] = completion
+    if (agent := record.agent) is not None:
+        metadata["agent"] = {"name": agent.name, "version": agent.version}
+    metadata["finish_reason"] = finish_reason
+    metadata["prompt_id"] = record.prompt_id
+    metadata["sample"] = record.sample
+    metadata["toolsets"] = record.toolsets
+    metadata["tool_stats"] = stats
+    metadata["reasoning"] = None  # see `metadata_of`
+    metadata["usage"] = record.usage
+    resumes = record.resumes
+    metadata["interrupted_calls"] = sum([len(resume.interrupted) for resume in resumes])
+    is_seen_otherwise = record.view_compacted or record.view_trimmed or record.rewritten
+    if resumes or is_seen_otherwise or record.options:
+        metadata.update(views_of(record))
+    if noted:
+        notes, repairs = _notes_and_repairs(noted)
+        if notes:
+            metadata["notes"] = notes
+        if repairs:
+            metadata["repairs"] = repairs
+    if record.check is not None or record.scores or record.options:
+        metadata |= reward_facts(record)
+    if record.diff is not None:
+        with suppress(Rejected):
+            metadata["patch"] = patch_of(record)
+    metadata["columns"] = _small_columns(record)
+    metadata["sandbox"] = record.sandbox
+    metadata["seed"] = record.seed
+    metadata["config_digest"] = record.config_digest
+    return metadata
+
+
+def metadata_of(conversation: Conversation) -> dict[str, Any]:
+    """The metadata of a row, with counts of the reasoning that is left after styling."""
+    said = conversation.own_turns
+    with_reasoning = len([None for turn in said if turn.reasoning])
+    reasoning = {"assistant_turns": len(said), "with_reasoning": with_reasoning}
+    if with_reasoning < len(said) and (hidden := sum(turn.hides_reasoning for turn in said)):
+        reasoning["hidden"] = hidden
+    return {**conversation.metadata, "reasoning": reasoning}
+
+
+def lineage_of(record: Record) -> dict[str, Any]:
+    """For a branch: the run and record it continues, after which turn, its number; else empty."""
+    if (fork := record.fork) is None:
+        return {}
+    known = {"run": fork.run, "record": fork.record, "turn": fork.turn, "branch": fork.branch}
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def _notes_and_repairs(messages: Iterable[StoredMessage]) -> tuple[dict[str, int], int]:
+    """Counts of the runtime's notes to the model by rule, and of repaired tool names."""
+    notes: list[str] = []
+    repairs = 0
+    for message in messages:
+        if message.notes and message.role in ("user", "tool"):
+            notes += message.notes
+        if message.repairs:
+            repairs += len(message.repairs)
+    return dict(sorted(Counter(notes).items())) if notes else {}, repairs
+
+
+def _small_columns(record: Record) -> dict[str, Any]:
+    """Short columns of the dataset, to filter by; long values stay only in the record.
+
+    So do `setup` and `check`: a model must not learn what the check looks for.
+    """
+    hidden = _OF_PROMPTS if record.check is None else _OF_CHECKS
+    return {
+        name: value
+        for name, value in record.row.items()
+        if name not in hidden
+        and (
+            len(value) <= _MAX_COLUMN_CHARS
+            if isinstance(value, str)
+            else value is None or isinstance(value, _PLAIN)
+        )
+    }
