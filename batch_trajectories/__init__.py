@@ -18,14 +18,26 @@ if TYPE_CHECKING:
     from batch_trajectories.api.start import RunEnd, run
     from batch_trajectories.api.stored_run import StoredRun, open_run
     from batch_trajectories.runs.config.run_config import RunConfig
+    from batch_trajectories.runs.errors import RunError, RunLocked
     from run_agent import AIAgent
 
-__all__ = ["AIAgent", "RunConfig", "RunEnd", "StoredRun", "open_run", "run"]
+__all__ = [
+    "AIAgent",
+    "RunConfig",
+    "RunEnd",
+    "RunError",
+    "RunLocked",
+    "StoredRun",
+    "open_run",
+    "run",
+]
 
 _PLACES = {
     "AIAgent": "run_agent",
     "RunConfig": "batch_trajectories.runs.config.run_config",
     "RunEnd": "batch_trajectories.api.start",
+    "RunError": "batch_trajectories.runs.errors",
+    "RunLocked": "batch_trajectories.runs.errors",
     "StoredRun": "batch_trajectories.api.stored_run",
     "open_run": "batch_trajectories.api.stored_run",
     "run": "batch_trajectories.api.start",
