@@ -79,6 +79,7 @@ def test_sums_are_of_all_machines() -> None:
     assert found == predict(fleet, Constants(record_bytes=1000, turn_bytes=200))
 
 
+@pytest.mark.slow
 def test_a_real_run_is_measured() -> None:
     found = measure(Work(prompts=20, turns=3, latency_s=0.0, agents=8, workers=1))
     assert found.record_bytes > 1000

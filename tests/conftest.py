@@ -23,7 +23,7 @@ settings.register_profile(
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    max_examples=25,
+    max_examples=15,
 )
 # `-m hypothesis --hypothesis-profile=full`
 settings.register_profile("full", settings.get_profile("quick"), max_examples=100)

@@ -13,6 +13,7 @@ from tests.prefork import Forked, can_fork
 from tests.running import PATIENCE_S, SCRIPTED, command, run, started, write_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args", [("errors",), ("status", "nothing"), ("--no_such_option",), ("tools", "--json")]
 )

@@ -137,6 +137,7 @@ def test_wrong_model_options_are_named(options: dict[str, Any], words: str) -> N
         AIAgent("scripted", model_options=options)
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_the_answer_and_its_errors(tmp_path: Path) -> None:
     with FakeEndpoint(turns=1, latency_s=0.0, text_chars=30) as endpoint:
         command = [sys.executable, str(ROOT / "run_agent.py"), "hello", "--model=m"]

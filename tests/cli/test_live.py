@@ -122,6 +122,7 @@ def test_an_interrupt_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     assert "stopping: running turns get 0 s to finish" in after
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     with live(tmp_path) as terminal:
         terminal.read_until("runs hold, ")

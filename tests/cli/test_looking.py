@@ -257,6 +257,7 @@ def records(cwd: Path) -> list[dict[str, Any]]:
     return lines(cwd / "trajectories" / "r" / "records.jsonl")
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_colours_through_its_pager(cwd: Path, tmp_path: Path) -> None:
     """Only the escapes are there that we wrote, and NO_COLOR leaves those out too."""
     pager = tmp_path / "less"

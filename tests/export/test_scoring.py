@@ -287,6 +287,7 @@ class TestAJudge:
         assert line["reply"] == reply
         assert (words or "None") in str(line["error"])
 
+    @pytest.mark.slow
     def test_has_the_progress_line_of_runs(self, tmp_path: Path) -> None:
         make(tmp_path, 3)
         with judging(lambda word: (400, said("")) if word == "1" else good(word)) as judge:

@@ -123,6 +123,7 @@ def test_damage_by_a_power_loss_or_an_editor_costs_only_the_damaged_tasks(
     assert any(run_dir.glob("quarantine/records.jsonl*")), "what was unreadable is kept"
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_of_a_journal_is_named_and_costs_only_its_conversation(
     tmp_path: Path,
 ) -> None:

@@ -255,6 +255,7 @@ def test_a_run_through_every_fault(tmp_path: Path) -> None:
             assert figures.statuses["completed"] >= 10
 
 
+@pytest.mark.slow
 def test_no_credit_stops_the_run_although_it_comes_as_a_429(tmp_path: Path) -> None:
     """Waiting would not help; nothing counts as failed, and the rest is not asked for."""
     rows = [{"id": f"p{n}", "prompt": "fault:quota" if n == 3 else f"{n}?"} for n in range(40)]

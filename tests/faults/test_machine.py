@@ -115,6 +115,7 @@ batch_runner.cli()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "number"), [("thread", 1), ("thread", 2), ("thread", 3), ("process", 2)]
 )

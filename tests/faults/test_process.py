@@ -77,6 +77,7 @@ def test_a_sigterm_of_a_scheduler_stops_the_run_in_time(tmp_path: Path, asked: s
         assert endpoint.journal()["requests"] == 8
 
 
+@pytest.mark.slow
 def test_a_closed_output_pipe_does_not_stop_the_run(tmp_path: Path) -> None:
     """F6: `| head -1` closes the pipe after the first line."""
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": "x", "script": [{"content": "y"}]}, {})
@@ -144,6 +145,7 @@ def test_a_low_limit_of_open_files_stops_the_run_and_is_nobodys_result(
     assert "Bad file descriptor" not in (tmp_path / "trajectories" / "r.jsonl").read_text()
 
 
+@pytest.mark.slow
 @needs_bwrap
 def test_a_run_whose_starter_ignores_the_ends_of_its_children_completes(tmp_path: Path) -> None:
     """What a program starts inherits ignored signals; bwrap waits for SIGCHLD."""

@@ -94,6 +94,7 @@ def all_tools(files: Files) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_the_tools_say_the_same(images: Path, tmp_path: Path) -> None:
     expected = in_directory(tmp_path, all_tools)
     assert in_image(images, tmp_path, all_tools) == expected

@@ -200,6 +200,7 @@ def killed(cwd: Path, images: Path) -> Path:
     return workspace
 
 
+@pytest.mark.slow
 def test_a_killed_conversation_continues_with_its_files(images: Path, tmp_path: Path) -> None:
     interrupted(tmp_path, images)
     done = run(tmp_path, *FLAGS, images=images, **OPTIONS)
@@ -353,6 +354,7 @@ def test_a_history_that_is_not_removed_without_row_setup_is_named(
         assert ("without --row_setup: base_commit (1 row)" in warned) == names_it
 
 
+@pytest.mark.slow
 def test_rows_need_an_image(images: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [{"content": "Done."}]})
     done = run(tmp_path, images=images, on_bad_row="fail", **OPTIONS)

@@ -335,6 +335,7 @@ def unpack_there(images: Path, done: str) -> None:
     Path(done).touch()
 
 
+@pytest.mark.slow
 def test_an_image_is_unpacked_once_and_a_killed_start_leaves_nothing(tmp_path: Path) -> None:
     """Four processes want it at once; the one before was killed in the middle."""
     images = tmp_path / "images"

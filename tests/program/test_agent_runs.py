@@ -481,6 +481,7 @@ def test_all_commands_read_a_run_of_agents(tmp_path: Path, endpoint: AgentEndpoi
         assert done.returncode == 0, (words, done.stderr)
 
 
+@pytest.mark.slow
 @needs_bwrap
 @pytest.mark.parametrize("stream", [(), ("--stream",)], ids=["whole", "stream"])
 def test_calls_that_continue_a_response_by_its_id_are_one_conversation(

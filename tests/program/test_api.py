@@ -67,6 +67,7 @@ config = RunConfig(dataset_file="p.jsonl", run_name="r", model="scripted",
 
 
 class TestRun:
+    @pytest.mark.slow
     def test_it_ends_as_the_command_does(self, tmp_path: Path) -> None:
         """The training file of both is the same, and so are the exit codes."""
         config = scripted(tmp_path)
@@ -88,6 +89,7 @@ class TestRun:
             rb"20\d\d-[^\"]*Z", b"", (other / "trajectories" / "r.jsonl").read_bytes()
         )
 
+    @pytest.mark.slow
     def test_the_same_call_resumes(self, tmp_path: Path) -> None:
         config = scripted(tmp_path)
         assert run(config, only=["p1"], progress=False).totals.done == 1
@@ -150,6 +152,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 class TestAsLibrary:
+    @pytest.mark.slow
     def test_a_script_needs_no_guard(self, tmp_path: Path) -> None:
         """Workers do not import it, so it runs once."""
         scripted(tmp_path)
@@ -175,6 +178,7 @@ class TestAsLibrary:
         done = script(tmp_path, code)
         assert (done.stdout, done.stderr) == ("3\n", "")
 
+    @pytest.mark.slow
     def test_a_thread_can_run_it(self, tmp_path: Path) -> None:
         """Signals stay with the main thread."""
         config, ends = scripted(tmp_path), []

@@ -64,6 +64,7 @@ def summary_of(cwd: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["messages", *map(only_long, ["chat", "responses"])])
 def test_a_run_by_batches_makes_the_same_data_for_half_the_price(
     tmp_path: Path, dialect: str

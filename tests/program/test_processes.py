@@ -237,6 +237,7 @@ def test_each_worker_loads_the_users_tools_itself(tmp_path: Path) -> None:
     assert record["messages"][-2]["content"] == "true"
 
 
+@pytest.mark.slow
 def test_a_plan_that_fails_leaves_no_worker(tmp_path: Path) -> None:
     """Workers are forked before the plan is made; a tool that cannot be loaded refuses it."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "yes"}]}, {})

@@ -76,6 +76,7 @@ def test_turns_of_the_user_survive_kills(tmp_path: Path) -> None:
         assert said[1:] == turns
 
 
+@pytest.mark.slow
 def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
     """Each reply of the user's model has a number: none that was stored is paid for again."""
     numbers = itertools.count()

@@ -122,6 +122,7 @@ def test_a_state_that_cannot_be_written_stops_nothing_and_leaves_nothing(tmp_pat
     assert [path.name for path in (tmp_path / "taken").iterdir()] == [PROGRESS_FILE]
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_one_line_that_fits(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [{"content": "Yes."}]})
     shown = on_terminal(tmp_path, dict(os.environ), **SCRIPTED)

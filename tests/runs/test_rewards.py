@@ -180,6 +180,7 @@ def test_too_many_rewards_are_refused() -> None:
 
 
 class TestARun:
+    @pytest.mark.slow
     def test_keeps_the_scores_of_its_functions_and_continues_after_failures(
         self, tmp_path: Path
     ) -> None:

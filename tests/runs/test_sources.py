@@ -550,6 +550,7 @@ class TestTheHub:
             assert revisions(aside) == [REVISION]
         assert start(environment) == [newer], "without the hub"
 
+    @pytest.mark.slow
     def test_what_is_not_there_is_said(self, tmp_path: Path, files: dict[str, bytes]) -> None:
         with fake_hub(files) as (environment, _):
             env = {**environment, "HF_HOME": str(tmp_path / "home")}

@@ -497,6 +497,7 @@ def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     assert "records.jsonl:2: not a complete record" in words
 
 
+@pytest.mark.slow
 def test_the_exit_code_says_what_verify_found(path: Path) -> None:
     """0 whole, 6 not, 5 worked on, 2 no run; and what --json holds."""
     cwd = path.parent.parent

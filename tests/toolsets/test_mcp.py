@@ -452,6 +452,7 @@ def configured(cwd: Path, servers: Mapping[str, Any], **more: Any) -> dict[str, 
     return {"config": "run.yaml"}
 
 
+@pytest.mark.slow
 def test_a_run_with_servers(tmp_path: Path) -> None:
     """They are offered, called and recorded, and no key of theirs is written."""
     script = [calls(call("raw__echo", text="hi"), call("raw__env")), say("done")]
