@@ -22,18 +22,8 @@ if __name__ == "__main__":
 import click
 
 import batch_trajectories
-from batch_trajectories.cli.build_images import build_images
 from batch_trajectories.cli.command_line import EXAMPLES, Commands
 from batch_trajectories.cli.exit_codes import fail
-from batch_trajectories.cli.fork import fork
-from batch_trajectories.cli.inspect_runs import export, merge, status, verify
-from batch_trajectories.cli.lists import distributions, endpoints, errors, tools
-from batch_trajectories.cli.look import compare, report, show_one, stats
-from batch_trajectories.cli.look_at_source import look
-from batch_trajectories.cli.record import record
-from batch_trajectories.cli.run import estimate, import_hermes
-from batch_trajectories.cli.run import run as run_command
-from batch_trajectories.cli.score import score
 from batch_trajectories.runs.errors import SIGNALLED
 from batch_trajectories.runs.process.console import open_missing_streams
 from batch_trajectories.runs.process.first_process import leave_first_place
@@ -68,14 +58,6 @@ def main() -> None:
     Reads JSONL prompts, survives being killed, and writes ShareGPT trajectories to
     trajectories/RUN_NAME.jsonl and everything else to trajectories/RUN_NAME/.
     """
-
-
-for command in (
-    *(run_command, look, estimate, status, stats, report, show_one, compare),
-    *(export, score, verify, merge, import_hermes, fork, record, build_images),
-    *(distributions, tools, endpoints, errors),
-):
-    main.add_command(command)
 
 
 def cli() -> NoReturn:

@@ -10,8 +10,8 @@ import click
 
 from agent.options import AgentOptions
 from batch_runner import main
+from batch_trajectories.cli.command_line import COMMAND_GROUPS
 from batch_trajectories.cli.option_groups import (
-    COMMAND_GROUPS,
     OF_CONVERSATIONS,
     OF_STARTS,
     OPTION_GROUPS,
@@ -52,7 +52,7 @@ def page() -> str:
 
 
 def _run() -> Iterator[str]:
-    run = main.commands["run"]
+    run = main.command_of("run")
     params = {param.name: param for param in run.get_params(click.Context(run))}
     conversation = list(AgentOptions.model_fields)
     grouped = {name for names in OPTION_GROUPS.values() for name in names} | set(conversation)
@@ -63,13 +63,13 @@ def _run() -> Iterator[str]:
 
 
 def _commands() -> Iterator[str]:
-    known = {param.name for param in main.commands["run"].params}
+    known = {param.name for param in main.command_of("run").params}
     yield from ("## The other commands", "", OF_COMMANDS)
     for names in COMMAND_GROUPS.values():
         for name in names:
             if name == "run":
                 continue
-            command = main.commands[name]
+            command = main.command_of(name)
             context = click.Context(command, info_name=name)
             own = [
                 param for param in command.get_params(context) if isinstance(param, click.Option)

@@ -25,6 +25,7 @@ import yaml
 
 from agent.options import AgentOptions
 from batch_runner import main
+from batch_trajectories.cli.command_line import COMMANDS
 from batch_trajectories.export.recipe import load_recipe
 from batch_trajectories.runs.config.fingerprint import meaning_of
 from batch_trajectories.runs.config.loading import load_config
@@ -169,10 +170,10 @@ def test_commands_are_those_of_this_program(
             continue
         if "[" in line:  # a summary of usage, such as `status [RUN]`
             continue
-        name = words[0] if words[0] in main.commands else "run"
-        rest = words[1:] if words[0] in main.commands else words
+        name = words[0] if words[0] in COMMANDS else "run"
+        rest = words[1:] if words[0] in COMMANDS else words
         try:
-            main.commands[name].make_context(name, rest).close()
+            main.command_of(name).make_context(name, rest).close()
         except click.UsageError as error:
             pytest.fail(f"{line}: {error.format_message()}")
 
@@ -189,11 +190,11 @@ def runs() -> tuple[tuple[str, dict[str, Any]], ...]:
             words = ours(line)
             if words is None or "[" in line:
                 continue
-            name = words[0] if words[0] in main.commands else "run"
+            name = words[0] if words[0] in COMMANDS else "run"
             if name not in STARTING:
                 continue
-            command = main.commands[name]
-            rest = words[1:] if words[0] in main.commands else words
+            command = main.command_of(name)
+            rest = words[1:] if words[0] in COMMANDS else words
             with command.make_context(name, rest) as context:
                 given = {
                     key: value

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from batch_runner import main
+from batch_trajectories.cli.command_line import COMMANDS
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.sources.rows_file import load_rows_file
@@ -34,13 +35,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 def options_of(name: str) -> set[str]:
     """What a command takes, without dashes."""
-    command = main.commands[name]
+    command = main.command_of(name)
     found = [*command.get_params(click.Context(command)), *main.params]
     long = [opt for param in found for opt in (*param.opts, *param.secondary_opts)]
     return {opt.removeprefix("--") for opt in long if opt.startswith("--")}
 
 
-KNOWN = {option for name in main.commands for option in options_of(name)} | set(
+KNOWN = {option for name in COMMANDS for option in options_of(name)} | set(
     inspect.signature(AIAgent).parameters
 )
 
@@ -78,7 +79,7 @@ def test_every_option_is_on_its_page() -> None:
     """docs/options.md is what `python -m tests.option_docs` writes."""
     text = (ROOT / "docs" / "options.md").read_text()
     assert text == option_page()
-    for name in main.commands:
+    for name in COMMANDS:
         for option in options_of(name) - {"help", "version"}:
             assert re.search(rf"--{option}\b", text), f"{name} --{option}"
 
@@ -88,7 +89,7 @@ def test_every_command_that_a_page_shows_can_be_typed() -> None:
     assert len(shown) > 30
     for page, line in shown:
         words = shlex.split(line.split("batch_runner.py", 1)[1], comments=True)
-        name = words[0] if words[0] in main.commands else "run"
+        name = words[0] if words[0] in COMMANDS else "run"
         given = {word.removeprefix("--").partition("=")[0] for word in words if word[:2] == "--"}
         assert given <= options_of(name) | {"help"}, f"{page}: {line}"
 

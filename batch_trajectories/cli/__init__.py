@@ -1,6 +1,6 @@
 """The commands of batch_runner.py: from options to an exit code.
 
-command_line    click classes: options from RunConfig, help, completion
+command_line    the commands by name; click classes: options from RunConfig, help, completion
 option_groups   the options of --help, the groups of --help_all
 exit_codes      error messages and exit codes
 shared          options and functions that commands share
@@ -20,16 +20,4 @@ live            --live
 Other rooms import only the modules in `SEAM`.
 """
 
-SEAM = (
-    "build_images",
-    "command_line",
-    "exit_codes",
-    "fork",
-    "inspect_runs",
-    "lists",
-    "look",
-    "look_at_source",
-    "record",
-    "run",
-    "score",
-)
+SEAM = ("command_line", "exit_codes")

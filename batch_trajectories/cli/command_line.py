@@ -3,23 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
-from batch_trajectories.cli.option_groups import (
-    COMMAND_GROUPS,
-    COMMON_OPTIONS,
-    OF_CONVERSATIONS,
-    OF_STARTS,
-    OPTION_GROUPS,
-    RARE_OPTIONS,
-)
 from toolsets.text import join_commas
 
 _SHOWS_ALL = f"{__name__}.shows_all"
 """The key in a context's `meta` that makes the help show all options."""
+
+COMMAND_GROUPS: dict[str, dict[str, str]] = {
+    "Commands to run": {
+        "run": "run.run",
+        "record": "record.record",
+        "look": "look_at_source.look",
+        "build_images": "build_images.build_images",
+        "estimate": "run.estimate",
+        "fork": "fork.fork",
+        "import_hermes": "run.import_hermes",
+        "merge": "inspect_runs.merge",
+    },
+    "Commands to inspect": {
+        "status": "inspect_runs.status",
+        "stats": "look.stats",
+        "report": "look.report",
+        "show": "look.show_one",
+        "compare": "look.compare",
+    },
+    "Commands to export and check": {
+        "export": "inspect_runs.export",
+        "score": "score.score",
+        "verify": "inspect_runs.verify",
+    },
+    "Commands to list what is available": {
+        "tools": "lists.tools",
+        "distributions": "lists.distributions",
+        "endpoints": "lists.endpoints",
+        "errors": "lists.errors",
+    },
+}
+"""The groups of commands in the help; of each command its module and function in this folder."""
+
+COMMANDS = {name: place for group in COMMAND_GROUPS.values() for name, place in group.items()}
 
 
 def _help_all_option() -> click.Option:
@@ -61,6 +88,18 @@ class Commands(click.Group):
         super().__init__(*args, **attributes)
         self.params.append(_help_all_option())
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return self.command_of(cmd_name) if cmd_name in COMMANDS else None
+
+    def command_of(self, name: str) -> click.Command:
+        """Import a command; a start uses one, and the others import much that it does not need."""
+        module, _, function = COMMANDS[name].partition(".")
+        command: click.Command = getattr(import_module(f"{__package__}.{module}"), function)
+        return command
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {option for param in self.get_params(ctx) for option in param.opts}
         if ctx.resilient_parsing and not args:
@@ -73,23 +112,19 @@ class Commands(click.Group):
         formatter.write_usage(ctx.command_path, "[run] [OPTIONS]  |  COMMAND [ARGS]...")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        width = max(map(len, self.commands))
+        width = max(map(len, COMMANDS))
         for title, names in COMMAND_GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl(
-                    [
-                        (f"{name:<{width}}", self.commands[name].get_short_help_str(100))
-                        for name in names
-                    ]
-                )
-        run = self.commands["run"]
+                rows = ((name, self.command_of(name).get_short_help_str(100)) for name in names)
+                formatter.write_dl([(f"{name:<{width}}", text) for name, text in rows])
+        run = self.command_of("run")
         run.format_options(click.Context(run, parent=ctx), formatter)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Commands, and the options of the default one."""
         items = super().shell_complete(ctx, incomplete)
         if incomplete.startswith("-"):
-            run = self.commands["run"]
+            run = self.command_of("run")
             items += run.shell_complete(click.Context(run, parent=ctx), incomplete)
         return items
 
@@ -128,6 +163,7 @@ class RunCommand(click.Command):
 
     def _format_common_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The command's own options, then the common options of a run."""
+        from batch_trajectories.cli.option_groups import COMMON_OPTIONS, RARE_OPTIONS
         from batch_trajectories.runs.config.run_config import RunConfig
 
         params = {
@@ -151,6 +187,7 @@ class RunCommand(click.Command):
 
     def _format_all_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from agent.options import AgentOptions
+        from batch_trajectories.cli.option_groups import OF_CONVERSATIONS, OF_STARTS, OPTION_GROUPS
 
         own = dict.fromkeys(AgentOptions.model_fields, OF_CONVERSATIONS)
         group_of = {name: title for title, names in OPTION_GROUPS.items() for name in names} | own

@@ -1,4 +1,4 @@
-"""The groups of options and commands in the help and in docs/options.md."""
+"""The groups of options in the help and in docs/options.md."""
 
 from __future__ import annotations
 
@@ -55,12 +55,3 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
 
 OF_CONVERSATIONS = "Conversations (a row can set most of these in its column agent_options)"
 OF_STARTS = "This start"
-
-COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
-    "Commands to run": (
-        *("run", "record", "look", "build_images", "estimate", "fork", "import_hermes", "merge"),
-    ),
-    "Commands to inspect": ("status", "stats", "report", "show", "compare"),
-    "Commands to export and check": ("export", "score", "verify"),
-    "Commands to list what is available": ("tools", "distributions", "endpoints", "errors"),
-}

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from batch_trajectories.cli.command_line import LocalPath
-from batch_trajectories.cli.live import check_live, live_view
 from batch_trajectories.runs.process.console import show
 from toolsets.text import plural
 
 if TYPE_CHECKING:
-    from batch_trajectories.api.start import RunEnd
+    from batch_trajectories.api.start import LiveView, RunEnd
     from batch_trajectories.export.conversation.style import Style
     from batch_trajectories.runs.planning.plan import Plan
     from batch_trajectories.runs.totals.run_totals import RunTotals
@@ -123,14 +122,18 @@ def start(plan: Plan, starting: Starting, *, only: Collection[bytes] | None = No
     """Run the tasks of a plan (`only` those with these keys); print the totals."""
     from batch_trajectories.api.start import start
 
+    live: LiveView | None = None
     if starting.live:
+        from batch_trajectories.cli.live import check_live, live_view
+
         check_live()
+        live = live_view
     ended = start(
         plan,
         fresh=starting.fresh,
         accept_config_change=starting.accept_config_change,
         only=only,
-        live_view=live_view if starting.live else None,
+        live_view=live,
     )
     show_run(ended.path, ended.totals)
     return ended

@@ -13,8 +13,8 @@ import pytest
 
 from agent.options import AgentOptions
 from batch_runner import main
+from batch_trajectories.cli.command_line import COMMAND_GROUPS, COMMANDS
 from batch_trajectories.cli.option_groups import (
-    COMMAND_GROUPS,
     COMMON_OPTIONS,
     OF_CONVERSATIONS,
     OF_STARTS,
@@ -31,10 +31,11 @@ def test_every_option_of_a_run_has_one_group() -> None:
     assert set(grouped) == set(RunConfig.model_fields) - set(AgentOptions.model_fields)
 
 
-def test_every_command_has_one_group() -> None:
-    grouped = [name for names in COMMAND_GROUPS.values() for name in names]
-    assert len(grouped) == len(set(grouped))
-    assert set(grouped) == set(main.commands)
+def test_every_command_has_one_group_and_is_where_it_says() -> None:
+    assert len(COMMANDS) == sum(map(len, COMMAND_GROUPS.values()))
+    assert {name: main.command_of(name).name for name in COMMANDS} == {
+        name: name for name in COMMANDS
+    }
 
 
 def options_in(text: str) -> list[str]:
@@ -49,7 +50,7 @@ def test_help_shows_the_common_options_and_how_to_see_the_rest(
     tmp_path: Path, words: list[str], own: list[str]
 ) -> None:
     text = run(tmp_path, *words, "--help").stdout
-    command = main.commands[words[0] if words else "run"]
+    command = main.command_of(words[0] if words else "run")
     known = {param.name for param in command.get_params(click.Context(command))}
     common = ["config" if n == "config_file" else n for n in COMMON_OPTIONS if n in known]
     shown = options_in(text)
@@ -63,7 +64,7 @@ def test_help_shows_the_common_options_and_how_to_see_the_rest(
 def test_help_all_shows_every_option(tmp_path: Path, words: list[str], option: str) -> None:
     done = run(tmp_path, *words, option)
     assert done.returncode == 0, done.stderr
-    command = main.commands[words[0] if words else "run"]
+    command = main.command_of(words[0] if words else "run")
     params = command.get_params(click.Context(command))
     every = {name.removeprefix("--") for param in params for name in param.opts}
     assert set(options_in(done.stdout)) == every
@@ -154,15 +155,15 @@ LIST_OPTIONS = ("enabled_toolsets", "disabled_toolsets", "tools", "web_allow", "
 
 @pytest.mark.parametrize("name", [*LIST_OPTIONS, "preparation_toolsets", "accept_config_change"])
 def test_a_list_that_is_given_in_parts_is_the_whole_list(name: str) -> None:
-    read = main.commands["run"].make_context("run", [f"--{name}=a=1", f"--{name}=b=2,c=3"])
+    read = main.command_of("run").make_context("run", [f"--{name}=a=1", f"--{name}=b=2,c=3"])
     given = read.params[name]
     assert (given if isinstance(given, str) else ",".join(given)) == "a=1,b=2,c=3"
-    assert main.commands["run"].make_context("run", []).params[name] in (None, ())
+    assert main.command_of("run").make_context("run", []).params[name] in (None, ())
 
 
 def test_formats_and_splits_of_an_export_can_be_given_in_parts() -> None:
     words = ["r", "--format=dpo", "--format=kto", "--splits=train=0.9", "--splits=test=0.1"]
-    read = main.commands["export"].make_context("export", words)
+    read = main.command_of("export").make_context("export", words)
     assert read.params["format"] == "dpo,kto"
     assert read.params["splits"] == "train=0.9,test=0.1"
 

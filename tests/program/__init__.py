@@ -5,6 +5,7 @@ test_agent_runs     agents that run as commands: recorded, killed, resumed, limi
 test_record         the calls of programs that run elsewhere
 test_run            runs from start to end, killed and resumed
 test_user_turns     conversations with several messages of the user: kills, checks
+test_plain_run      what a run loads that uses no feature
 test_run_options    options of conversations in whole runs
 test_token_runs     runs that record token ids, killed and resumed
 test_token_agents   token ids of agents and recorded sessions
