@@ -40,7 +40,13 @@ if TYPE_CHECKING:
     "--judge_prompt",
     metavar="FILE",
     type=LocalPath(path_type=Path),
-    help="Its prompt, with {conversation}, {question}, {answer} or {expected}.",
+    help="Its prompt; see docs/rewards.md.  [default: is the answer right? 1 or 0]",
+)
+@click.option(
+    "--recipe",
+    metavar="FILE",
+    type=LocalPath(path_type=Path),
+    help="Score only what this recipe of `export` can keep.",
 )
 @click.option("--base_url", metavar="URL", help="Root URL of the judge's endpoint.")
 @click.option("--key_env", metavar="NAME", help="Environment variable with its API key.")
@@ -67,7 +73,7 @@ def score(
     reward: str | None,
     reward_timeout_s: float,
     judge: str | None,
-    judge_prompt: Path | None,
+    recipe: Path | None,
     max_in_flight: int,
     **judged: Any,
 ) -> None:
@@ -79,8 +85,6 @@ def score(
     given = {name: value for name, value in judged.items() if value is not None}
     if bool(places) == (judge is not None):
         raise click.UsageError("give --reward MODULE:FUNCTION, or --judge MODEL")
-    if (judge is None) != (judge_prompt is None):
-        raise click.UsageError("--judge and --judge_prompt need each other")
     if given and judge is None:
         raise click.UsageError(f"--{next(iter(given))} means nothing without --judge")
     from batch_trajectories.api.stored_run import open_run
@@ -88,19 +92,27 @@ def score(
 
     with errors_as_exit_codes():
         stored = open_run(run, output_dir)
-        if judge is not None and judge_prompt is not None:
+        wanted = None
+        if recipe is not None:
+            from batch_trajectories.export.dataset.build import worth_scoring
+            from batch_trajectories.export.recipe import load_recipe
+
+            wanted = worth_scoring(load_recipe(recipe, {}))
+        if judge is not None:
             from batch_trajectories.export.scoring.by_judge import score_by_judge
             from batch_trajectories.export.scoring.judge_prompt import load_prompt
 
+            prompt = load_prompt(given.pop("judge_prompt", None))
             config = _judge_config(stored, judge, given)
-            prompt = load_prompt(judge_prompt)
             scores, failed = score_by_judge(
-                stored.path, config, prompt, max_in_flight=max_in_flight
+                stored.path, config, prompt, max_in_flight=max_in_flight, wanted=wanted
             )
         else:
             from batch_trajectories.export.scoring.by_functions import score_by_functions
 
-            scores, failed = score_by_functions(stored.path, places, timeout_s=reward_timeout_s)
+            scores, failed = score_by_functions(
+                stored.path, places, timeout_s=reward_timeout_s, wanted=wanted
+            )
     of_them = f"{plural(scores, 'score')}, {sum(failed.values()):,} of them failed"
     show("\n".join([f"{stored.path / 'scores.jsonl'}: {of_them}", *lines_of(failed)]))
     sys.exit(1 if failed else 0)

@@ -18,7 +18,6 @@ test_export_funnel        from rows to training rows
 test_export_rendering     rows through chat templates
 test_export_dataset       datasets by recipe
 test_export_hf            directories of `datasets`
-test_export_judge         the judge of answers
 test_export_rewards       rewards by name in rows, filters and pairs
 test_reward_statistics    rewards in `stats`
 test_scoring              the command `score`

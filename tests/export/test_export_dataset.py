@@ -818,6 +818,11 @@ class TestRecipe:
         assert recipe.filters.max_turns == 3
         assert load_recipe(None, {}).formats == ("hermes",)
 
+    def test_of_an_earlier_manifest_is_read(self) -> None:
+        """It holds all keys of that version, with their defaults."""
+        written = {"formats": ["openai"], "filters": {"max_turns": 3, "judge": None}}
+        assert Recipe.model_validate(written).filters == Filters(max_turns=3)
+
     def test_questions_are_relative_to_the_file_that_names_them(self, tmp_path: Path) -> None:
         path = tmp_path / "recipe.yaml"
         path.write_text("filters: {evaluation_files: [q.txt]}\n")
@@ -832,6 +837,10 @@ class TestRecipe:
             ("filters: {min_turn: 2}", "did you mean 'min_turns'? known are status, min_reasoning"),
             ("filters: {answer: {how: x}}", "known are column, match, tolerance, function"),
             ("filters: {answer: {match: python}}", "needs one"),
+            (
+                "filters: {judge: {model: j}}",
+                "filters.judge: this key is gone; write `min_rew",
+            ),
             ("filters: {status: [complete]}", "'completed', 'max_turns'"),
             ("filters: {status: []}", "filters.status"),
             ("split_seed: 100000000000000000000", "split_seed"),

@@ -12,7 +12,6 @@ from batch_trajectories.export.recipe import (
     AnswerCheck,
     Card,
     Filters,
-    Judge,
     Preference,
     Recipe,
     load_recipe,
@@ -32,8 +31,7 @@ def test_the_recipe_is_one_and_names_every_key(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
     recipe = load_recipe(tmp_path / "recipe.yaml", {})
     assert recipe.filters.answer is not None
-    assert recipe.filters.judge is not None
-    for model in (Recipe, Filters, Preference, Card, AnswerCheck, Judge):
+    for model in (Recipe, Filters, Preference, Card, AnswerCheck):
         for key in model.model_fields.keys() - {"first_n", "function"}:
             assert re.search(rf"^ *{key}:", text, re.MULTILINE), key
 

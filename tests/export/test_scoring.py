@@ -16,14 +16,17 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import orjson
 import pytest
+import yaml
 
 from batch_trajectories.export.dataset.build import Source
-from batch_trajectories.export.filters.asking import ask_all
+from batch_trajectories.export.scoring.asking import ask_all
+from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.reader import stored_records
 from tests.answering import JSON, answering
 from tests.cli.test_looking import on_terminal
-from tests.exporting import make_run, worked
+from tests.exporting import make_run, rejects, worked
 from tests.running import PATIENCE_S, command, lines, run, wait_until
 
 GRADERS = """
@@ -152,7 +155,7 @@ class TestFunctions:
                 if count == 17:
                     refused = run(tmp_path, *arguments, **options)
                     assert refused.returncode == 5
-                    assert "another `score` or export works on it" in refused.stderr
+                    assert "another `score` works on it" in refused.stderr
             finally:
                 os.kill(process.pid, signal.SIGKILL)
                 process.wait()
@@ -250,14 +253,14 @@ class TestAJudge:
 
     def test_sees_what_its_prompt_asks_for(self, tmp_path: Path) -> None:
         """A text that looks like a place of the prompt stays as it is."""
-        prompt = "Q {question} E {expected} C {conversation} {other} A {answer}"
-        make_run(tmp_path, worked("{question}"), prompts=[{"expected": 4}])
+        prompt = "Q {question} E {expected} {row.by-us} C {conversation} {other} A {answer}"
+        make_run(tmp_path, worked("{question}"), prompts=[{"expected": 4, "by-us": [5]}])
         with answering(lambda *_: (200, said("1"))) as (url, bodies):
             done = run(tmp_path, "score", "r", **Judge(url, bodies).options(tmp_path, prompt))
         assert done.returncode == 0, done.stderr
         (text,) = (body["messages"][-1]["content"] for body in bodies)
         assert text.startswith("Q ")
-        assert " E 4 C [system]\nBe brief." in text
+        assert " E 4 [5] C [system]\nBe brief." in text
         assert '-> temp({"city"' in text
         assert text.endswith(" {other} A {question}")
 
@@ -266,8 +269,11 @@ class TestAJudge:
         [
             ('{"a": 1, "b": 0.5}', {"a": 1, "b": 0.5}, None, None),
             ('Fine.\n```json\n{"turn_rewards": [0, 1]}\n```', {}, {"reward": [0, 1]}, None),
-            ("good", None, None, "neither a number nor a JSON object: 'good'"),
-            ("", None, None, "neither a number nor a JSON object: ''"),
+            ("As known.\n**RIGHT**", {"judge": 1}, None, None),
+            ("WRONG", {"judge": 0}, None, None),
+            ("RIGHT or WRONG", None, None, "JSON object, RIGHT or WRONG: 'RIGHT or WRONG'"),
+            ("good", None, None, "is no number, JSON object, RIGHT or WRONG: 'good'"),
+            ("", None, None, "is no number, JSON object, RIGHT or WRONG: ''"),
             ('{"a": "x"}', None, None, "the last line of the reply holds 'x'"),
             ('{"turn_rewards": [0]}', None, None, "has 1 reward, and the conversation 2 turns"),
         ],
@@ -286,6 +292,92 @@ class TestAJudge:
         assert (line["rewards"], line.get("turn_rewards")) == (rewards, by_turn)
         assert line["reply"] == reply
         assert (words or "None") in str(line["error"])
+
+    def test_is_asked_only_about_what_a_recipe_can_keep(self, tmp_path: Path) -> None:
+        """Rewards that a record lacks leave it in: they are what is asked for."""
+        length = {"source": "m:length", "version": "1", "rewards": {"length": 900}, "error": None}
+        source = make_run(
+            tmp_path,
+            worked("early 0", status="length"),
+            worked("<tool_call> 1"),
+            worked("long 2", scores=[length]),
+            worked("secret sk-ant-api03-abcdefghijklmnopqrstuvwxyz0123456789 3"),
+            worked("good 4", scores=[{**length, "rewards": {"length": 9}}]),
+            worked("good 5"),
+        )
+        rewards = "{min_rewards: {judge: 1}, max_rewards: {length: 99}, passed: true"
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(f"filters: {rewards}, secrets: patterns}}\nformats: openai\n")
+        with judging(lambda word: (200, said(f"{int(word) % 2}"))) as judge:
+            options = judge.options(tmp_path, recipe=recipe)
+            done = run(tmp_path, "score", "r", **options)
+            assert (done.returncode, counts(done)) == (0, (2, 0)), done.stderr
+            assert sorted(judge.asked) == ["4", "5"]
+        assert set(rejects(source, **yaml.safe_load(recipe.read_text()))) == {
+            *("t0", "t1", "t2", "t3", "t4", "t5")
+        }
+
+    def test_says_by_itself_whether_an_answer_is_right(self, tmp_path: Path) -> None:
+        """Without a prompt of the user's, at the endpoint of the run."""
+        source = make_run(tmp_path, worked("Oslo"), worked("Rome"), prompts=[{"expected": "Oslo"}])
+
+        def answer(_: str, body: JSON) -> tuple[int, JSON]:
+            text = body["messages"][-1]["content"]
+            is_right = "<expected>\nOslo\n" in text and "<answer>\nOslo\n" in text
+            return 200, said("I know.\nRIGHT" if is_right else "WRONG")
+
+        with answering(answer) as (url, bodies):
+            identity = json.loads((source.run_dir / "run.json").read_text())
+            identity["config"] |= {"model": "m", "base_url": f"{url}/v1", "key_env": "none"}
+            (source.run_dir / "run.json").write_text(json.dumps(identity))
+            done = run(tmp_path, "score", "r", judge="j", output_dir=".")
+            assert done.returncode == 0, done.stderr
+            assert [body["model"] for body in bodies] == ["j", "j"]
+        kept = rejects(source, formats="openai", filters={"min_rewards": {"judge": 1}})
+        assert kept == {"t1": "min_rewards"}
+
+    def test_is_not_asked_again_what_an_export_has_asked(self, tmp_path: Path) -> None:
+        """`verdicts.jsonl` was written by exports until version 0.1; its replies are paid for.
+
+        The keys are those that it wrote for these questions.
+        """
+        source = make_run(tmp_path, *(worked(f"Answer {n}") for n in range(4)))
+        verdicts: list[JSON] = [
+            {"key": key, "reply": reply, "cost_usd": 1.0, "at": 1.5}
+            for key, reply in (
+                ("06efb03ec8b18c771536f4adfada65f4", "Yes.\nRIGHT"),
+                ("c7f591791206ddb33f67bf6f93c8e8e2", "RIGHT"),
+                ("c7f591791206ddb33f67bf6f93c8e8e2", "WRONG"),
+                ("0075723d4c04b891a57da9ba085fd207", "neither"),
+                ("15c1b00ee726a66ba685b195dc8b18ed", None),
+            )
+        ]
+        content = b"".join(with_checksum(orjson.dumps(line)) for line in verdicts)
+        (source.run_dir / "verdicts.jsonl").write_bytes(content)
+        options: dict[str, Any] = {
+            "judge": "j", "base_url": "http://127.0.0.1:9/v1", "key_env": "none",
+            "call_attempts": 1, "temperature": 0, "max_tokens": 50, "output_dir": ".",
+        }  # fmt: skip
+        done = run(tmp_path, "score", "r", **options)
+        assert done.returncode == 4, "the endpoint of the other two is not there"
+        found = {line["id"]: line["rewards"] for line in scores(source) if not line["error"]}
+        assert found == {"t0": {"judge": 1.0}, "t1": {"judge": 0.0}}
+        assert "judges $5.0000" in said_by(tmp_path, "stats", "r"), "once"
+        (source.run_dir / "verdicts.jsonl").write_text("{}\n")
+        done = run(tmp_path, "score", "r", **options)
+        assert done.returncode == 2
+        assert "verdicts.jsonl:1: not a verdict; `verify --repair`" in done.stderr
+
+    @pytest.mark.slow
+    def test_of_an_endpoint_that_waits_is_told_once(self, tmp_path: Path) -> None:
+        make(tmp_path, 8)
+        with judging(lambda _: (500, said(""))) as judge:
+            options = judge.options(tmp_path, max_in_flight=8, call_attempts=2)
+            done = run(tmp_path, "score", "r", **options)
+        assert done.returncode == 4
+        retries = [line for line in done.stderr.splitlines() if "attempt 1" in line]
+        assert len(retries) == 1
+        assert retries[0].startswith(f"--judge at {judge.url}/v1: overloaded: ")
 
     @pytest.mark.slow
     def test_has_the_progress_line_of_runs(self, tmp_path: Path) -> None:

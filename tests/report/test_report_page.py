@@ -383,7 +383,7 @@ def test_groups_rewards_by_name_and_judges_are_shown(
     (run_dir / "verdicts.jsonl").write_bytes(content)
     with opened(context, write_report(StoredRun(run_dir), run_dir / "report.html").path) as page:
         tiles = page.locator("#tiles div").all_text_contents()
-        assert "Judges$2.50for scores and verdicts, unknown for 1" in tiles, tiles
+        assert "Judges$2.50for scores, unknown for 1" in tiles, tiles
         assert "Mean style0.252 in all, std 0; within 1 prompt 0, 1 all equal" in tiles
         assert "pass@2100%pass@1 100%" in tiles
         page.locator("#rows tr:not(.gap) a").first.click()

@@ -7,7 +7,7 @@ selected record is used or rejected. The same records and recipe give the same b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -28,7 +28,6 @@ from batch_trajectories.export.dataset.format_files import Why, open_formats
 from batch_trajectories.export.dataset.splits import Splits
 from batch_trajectories.export.filters.duplicates import NearDuplicates, said_in
 from batch_trajectories.export.filters.filters import RecordFilters
-from batch_trajectories.export.filters.verdicts import Verdicts
 from batch_trajectories.export.formats.registry import COPIES
 from batch_trajectories.export.recipe import Recipe
 from batch_trajectories.export.record_order import Loaded, RecordOrder, RecordReader, Seen
@@ -65,10 +64,7 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
     scan = source.scan
     order = RecordOrder(source.run_dir, scan, num_samples=source.num_samples)
     with order.reading(Scores(source.run_dir)) as read:
-        judge = recipe.filters.judge
-        verdicts = None if judge is None else Verdicts(source.run_dir, judge)
-        name = source.run_dir.name
-        making = _Making(recipe, place, Seen(len(order)), read, verdicts, name)
+        making = _Making(recipe, place, Seen(len(order)), read, source.run_dir.name)
         with LongWork("export", total=order.with_record) as work:
             for groups in order.groups(by_prompt=recipe.compares):
                 making.add(groups)
@@ -99,32 +95,25 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
     }
 
 
-def judge_answers(source: Source, recipe: Recipe) -> None:
-    """Ask the judge of a recipe about all records that no other filter leaves out.
+def worth_scoring(recipe: Recipe) -> Callable[[Record], bool]:
+    """Whether an export can keep a record, once it has the rewards that its filters compare.
 
-    Raises `ConfigError`, `EnvironmentStop`, and `RunLocked` while another export asks.
+    Filters that compare samples or conversations with each other are not applied. Raises
+    `ConfigError`.
     """
-    if (judge := recipe.filters.judge) is not None:
-        from batch_trajectories.export.filters.judge import ask_judge
+    filters = _filters_of(recipe, with_unscored=True)
 
-        ask_judge(source.run_dir, judge, partial(_to_be_judged, source, recipe))
+    def is_worth(record: Record) -> bool:
+        if filters.rejection(record) is not None:
+            return False
+        try:
+            return not recipe.needs_conversations or bool(
+                _with_conversation(record, recipe.tolerances)
+            )
+        except Rejected:
+            return False
 
-
-def _to_be_judged(source: Source, recipe: Recipe) -> Iterator[Record]:
-    filters = _filters_of(recipe)
-    order = RecordOrder(source.run_dir, source.scan, num_samples=source.num_samples)
-    with order.reading(Scores(source.run_dir)) as read:
-        for number in order.numbers():
-            record = read(number)
-            if filters.rejection(record) is None and _has_rows(record, recipe):
-                yield record
-
-
-def _has_rows(record: Record, recipe: Recipe) -> bool:
-    try:
-        return not recipe.needs_conversations or bool(_with_conversation(record, recipe.tolerances))
-    except Rejected:
-        return False
+    return is_worth
 
 
 def _with_conversation(record: Record, tolerances: Sequence[Tolerance]) -> Loaded:
@@ -135,13 +124,13 @@ def _with_conversation(record: Record, tolerances: Sequence[Tolerance]) -> Loade
     return Loaded(record, conversation)
 
 
-def _filters_of(recipe: Recipe, verdicts: Verdicts | None = None) -> RecordFilters:
+def _filters_of(recipe: Recipe, *, with_unscored: bool = False) -> RecordFilters:
     return RecordFilters(
         recipe.filters,
         threshold=recipe.preference.threshold,
         reward_name=recipe.reward_name,
-        verdicts=verdicts,
         with_comparisons=recipe.makes_comparisons,
+        with_unscored=with_unscored,
     )
 
 
@@ -154,7 +143,6 @@ class _Making:
         place: FileTarget,
         seen: Seen,
         read: RecordReader,
-        verdicts: Verdicts | None,
         run: str,
     ) -> None:
         self._recipe = recipe
@@ -162,7 +150,7 @@ class _Making:
         self._read = read
         filters = recipe.filters
         self._chooses = recipe.compares or filters.max_per_toolsets is not None
-        self._filters = _filters_of(recipe, verdicts)
+        self._filters = _filters_of(recipe)
         self._near = (
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
         )

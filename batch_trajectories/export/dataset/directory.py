@@ -22,12 +22,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from batch_trajectories.export.dataset.build import (
-    SCHEMA_VERSION,
-    Source,
-    judge_answers,
-    write_rows,
-)
+from batch_trajectories.export.dataset.build import SCHEMA_VERSION, Source, write_rows
 from batch_trajectories.export.dataset.card import card
 from batch_trajectories.export.formats.arrow import datasets_frame
 from batch_trajectories.export.formats.llamafactory import dataset_info
@@ -98,7 +93,6 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
         refusal = f"{directory}: another export writes here; wait for it or name another --output"
         with alone_in(directory, refusal):
             old = _old_paths(directory)
-            judge_answers(source, recipe)
             with Staging(directory) as staging:
                 manifest = _make(source, recipe, staging)
                 under_way = {

@@ -18,7 +18,6 @@ from batch_trajectories.export.conversation.texts import texts_of
 from batch_trajectories.export.conversation.tools import names_of
 from batch_trajectories.export.filters.contamination import Questions, load_questions
 from batch_trajectories.export.filters.secrets import Scanner, make_scanner
-from batch_trajectories.export.filters.verdicts import Verdicts
 from batch_trajectories.export.recipe import AnswerCheck, Filters
 from batch_trajectories.runs.errors import ConfigError
 from batch_trajectories.runs.store.checks import CHECK_FAILED, ended_by_wrong_answer
@@ -63,20 +62,21 @@ class RecordFilters:
         *,
         threshold: float,
         reward_name: str | None = None,
-        verdicts: Verdicts | None = None,
         with_comparisons: bool = False,
+        with_unscored: bool = False,
     ) -> None:
         """Load what they need. Raises `ConfigError`.
 
-        `reward_name` is the reward that counts. `verdicts` of the judge are applied last. An export
-        `with_comparisons` keeps records that only preferences use; see `only_compared`.
+        `reward_name` is the reward that counts. An export `with_comparisons` keeps records that
+        only preferences use; see `only_compared`. `with_unscored` keeps records that lack a reward
+        which a filter compares.
         """
-        self._verdicts = verdicts
         self._with_comparisons = with_comparisons
+        self._with_unscored = with_unscored
         self._filters = filters
         self._threshold = threshold
         self._reward_name = reward_name
-        self.are_idle = verdicts is None and filters.model_fields_set <= _OF_SEVERAL
+        self.are_idle = filters.model_fields_set <= _OF_SEVERAL
         """Whether only the status of a record matters."""
         self._counts = any(getattr(filters, name) not in (None, "keep") for name in _COUNTED)
         self._wrong = None if filters.answer is None else _answer_check(filters.answer)
@@ -137,27 +137,26 @@ class RecordFilters:
             for place, text in texts_of(record):
                 if kind := self._scanner(text):
                     yield Rejection("secrets", f"{place}: {kind}")
-        if self._verdicts is not None and (objection := self._verdicts.objection(record)):
-            yield Rejection(*objection)
 
     def _judged(self, record: Record) -> Iterator[Rejection]:
         filters = self._filters
         judgement = judged(record, self._reward_name)
         reward = judgement.reward
         detail = "no reward" if reward is None else f"reward {reward:g}"
-        if filters.min_reward is not None and (reward is None or reward < filters.min_reward):
+        if self._is_outside(reward, least=filters.min_reward):
             yield Rejection("min_reward", detail)
-        if filters.max_reward is not None and (reward is None or reward > filters.max_reward):
+        if self._is_outside(reward, most=filters.max_reward):
             yield Rejection("max_reward", detail)
         for name, least in filters.min_rewards.items():
-            if (found := reward_of(record, name)) is None or found < least:
+            if self._is_outside(found := reward_of(record, name), least=least):
                 yield Rejection("min_rewards", _named(name, found))
         for name, most in filters.max_rewards.items():
-            if (found := reward_of(record, name)) is None or found > most:
+            if self._is_outside(found := reward_of(record, name), most=most):
                 yield Rejection("max_rewards", _named(name, found))
         if filters.passed is not None:
             is_good = judgement.is_good(self._threshold)
-            if is_good is not filters.passed:
+            is_unscored = is_good is None and judgement.error is None
+            if is_good is not filters.passed and not (is_unscored and self._with_unscored):
                 outcome = {
                     None: "neither checked nor scored",
                     True: "passed",
@@ -168,6 +167,15 @@ class RecordFilters:
                 yield Rejection("passed", outcome)
         if self._wrong is not None and (wrong := self._wrong(record)):
             yield Rejection("answer", wrong)
+
+    def _is_outside(
+        self, reward: float | None, *, least: float | None = None, most: float | None = None
+    ) -> bool:
+        if least is None and most is None:
+            return False
+        if reward is None:
+            return not self._with_unscored
+        return (least is not None and reward < least) or (most is not None and reward > most)
 
 
 def _named(name: str, reward: float | None) -> str:

@@ -3,6 +3,8 @@
 score_file    scores.jsonl: what has a score, and appending
 by_functions  scores of reward functions
 by_judge      scores of a judge model
+asking        keeps calls in flight
 judge_prompt  the questions to the judge, and its replies
 judge_budget  the budget of the judge's calls
+verdicts      replies to the judge that exports once had
 """

@@ -8,23 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from agent.session import run_here
-from batch_trajectories.export.filters.asking import ask_all
 from batch_trajectories.export.reasons import Reasons
-from batch_trajectories.export.scoring.score_file import Scored, open_scores, unscored
+from batch_trajectories.export.scoring.asking import ask_all
+from batch_trajectories.export.scoring.score_file import Scored, Wanted, open_scores
 from batch_trajectories.runs.scoring.functions import RewardFunctions, check_functions
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.scores import score_key
 from batch_trajectories.runs.tasks import task_key
 
 
-def score_by_functions(run_dir: Path, places: Sequence[str], *, timeout_s: float) -> Scored:
-    """Call each function with each record that it has not scored in its present version.
+def score_by_functions(
+    run_dir: Path, places: Sequence[str], *, timeout_s: float, wanted: Wanted | None = None
+) -> Scored:
+    """Call each function with each `wanted` record that it has not scored in its present version.
 
     Raises `ConfigError` for a function that cannot be imported, `RunLocked`, `RunDirError` and
     `HostError`.
     """
     versions = check_functions(places)
-    with open_scores(run_dir) as file:
+    with open_scores(run_dir, wanted) as file:
         done = {place: file.done(place, version) for place, version in versions.items()}
         scores = 0
         failed = Reasons()
@@ -58,7 +60,7 @@ def score_by_functions(run_dir: Path, places: Sequence[str], *, timeout_s: float
 
             try:
                 await ask_all(
-                    unscored(run_dir, done, versions, doing="score"),
+                    file.unscored(done, versions, doing="score"),
                     score,
                     max_in_flight=2 * (os.cpu_count() or 1),
                     keep=keep,

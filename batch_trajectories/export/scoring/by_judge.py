@@ -18,16 +18,17 @@ from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.prices import is_known
 from agent.models.resolve import SCRIPTED, read_key
 from agent.session import run_here
-from batch_trajectories.export.filters.asking import (
+from batch_trajectories.export.reasons import Reasons
+from batch_trajectories.export.scoring.asking import (
     JudgeCalls,
     RetryMessages,
     ask_all,
     stop_where_useless,
 )
-from batch_trajectories.export.reasons import Reasons
 from batch_trajectories.export.scoring.judge_budget import JudgeBudget
 from batch_trajectories.export.scoring.judge_prompt import JudgePrompt, rewards_in_reply
-from batch_trajectories.export.scoring.score_file import Scored, ScoreFile, open_scores, unscored
+from batch_trajectories.export.scoring.score_file import Scored, ScoreFile, Wanted, open_scores
+from batch_trajectories.export.scoring.verdicts import read_verdicts
 from batch_trajectories.runs.config.models import settings_of
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.errors import ConfigError
@@ -45,15 +46,20 @@ class _Asked(NamedTuple):
 
 
 def score_by_judge(
-    run_dir: Path, config: RunConfig, prompt: JudgePrompt, *, max_in_flight: int
+    run_dir: Path,
+    config: RunConfig,
+    prompt: JudgePrompt,
+    *,
+    max_in_flight: int,
+    wanted: Wanted | None = None,
 ) -> Scored:
-    """Ask the model of `config` about each record that it has not scored with this prompt.
+    """Ask the model of `config` about each `wanted` record that it has not scored with this prompt.
 
     `max_run_cost_usd` of `config` limits the dollars of all judge calls for this run. Raises
     `ConfigError`, `EnvironmentStop`, `OutOfBudget`, `RunLocked` and `RunDirError`.
     """
     settings = _settings(config)
-    with open_scores(run_dir) as file:
+    with open_scores(run_dir, wanted) as file:
         budget = None
         if config.max_run_cost_usd is not None:
             known_usd = file.judge_cost_usd()
@@ -106,6 +112,7 @@ class _Asking:
         }
         self._done = file.done(*self._source.values())
         self._has_answered = bool(self._done)
+        self._keep_verdicts()
         self.failed = Reasons()
         self.calls = JudgeCalls(
             settings.reference, total=sum(1 for _ in self._unscored("counting"))
@@ -113,14 +120,28 @@ class _Asking:
 
     def _unscored(self, doing: str | None = None) -> Iterator[tuple[Record, Sequence[str]]]:
         source, version = self._source.values()
-        return unscored(self._file.run_dir, {source: self._done}, {source: version}, doing=doing)
+        return self._file.unscored({source: self._done}, {source: version}, doing=doing)
+
+    def _keep_verdicts(self) -> None:
+        """Give records the scores in verdicts on the same question, which are paid for."""
+        if not (replies := read_verdicts(self._file.run_dir)):
+            return
+        found = []
+        for record, _ in self._unscored():
+            reply = replies.get(self._prompt.verdict_key(self._settings, record), "")
+            rewards = rewards_in_reply(reply, turns=len(record.own_turns))
+            if rewards["error"] is None:
+                score = {**self._source, **rewards, "reply": reply}
+                found.append((score_key(record), record.id, score))
+        self._file.append(found)
+        self._done.update(key for key, _, _ in found)
 
     async def ask_all(self, budget: JudgeBudget | None, *, max_in_flight: int) -> None:
         """Ask about all records that lack a score."""
         model = open_model(
             self._settings,
             api_key=read_key(self._settings),
-            on_retry=RetryMessages("--judge", self._settings.base_url, self.calls.say),
+            on_retry=RetryMessages(self._settings.base_url, self.calls.say),
             gate=budget,
         )
 
@@ -170,15 +191,7 @@ class _Asking:
             self.calls.ended(None if score["error"] is None else kind)
         failures = [asked.failure for asked in found if asked.failure is not None]
         self._has_answered = self._has_answered or len(failures) < len(found)
-        stop_where_useless(
-            failures,
-            has_answered=self._has_answered,
-            asked_by="--judge",
-            advice=(
-                "Finished scores are saved; fix the problem and run the same command again to "
-                "continue."
-            ),
-        )
+        stop_where_useless(failures, has_answered=self._has_answered)
 
 
 def _paid(completion: Completion) -> dict[str, Any]:

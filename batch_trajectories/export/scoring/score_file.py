@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,9 @@ from batch_trajectories.runs.store.reader import stored_records
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.scores import NAME, read_scores, score_key
 from toolsets import exact_json
+
+Wanted = Callable[[Record], bool]
+"""Whether a record is to be scored."""
 
 
 class Scored(NamedTuple):
@@ -27,8 +30,9 @@ class Scored(NamedTuple):
 class ScoreFile:
     """The scores of a run, open for more."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, wanted: Wanted | None) -> None:
         self.run_dir = run_dir
+        self._wanted = wanted
         self._path = run_dir / NAME
         self._file: AppendFile | None = None
 
@@ -63,6 +67,31 @@ class ScoreFile:
         self._file.append(lines)
         self._file.sync()
 
+    def unscored(
+        self, done: Mapping[str, set[str]], versions: Mapping[str, str], *, doing: str | None = None
+    ) -> Iterator[tuple[Record, Sequence[str]]]:
+        """The wanted records that did not fail, with the sources that they still lack.
+
+        `done` are keys of records by source, `versions` those of the sources. `doing` names the
+        work for its progress.
+        """
+        for record in stored_records(self.run_dir, doing=doing):
+            if record.status == "failed":
+                continue
+            key = score_key(record)
+            during_run = {
+                (score.source, score.version)
+                for score in record.scores or ()
+                if score.error is None
+            }
+            missing = [
+                source
+                for source, version in versions.items()
+                if key not in done[source] and (source, version) not in during_run
+            ]
+            if missing and (self._wanted is None or self._wanted(record)):
+                yield record, missing
+
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
@@ -70,41 +99,16 @@ class ScoreFile:
 
 
 @contextmanager
-def open_scores(run_dir: Path) -> Iterator[ScoreFile]:
-    """Open the scores of a run. Raises `RunLocked` while another process asks a judge or scores."""
-    refusal = f"{run_dir / NAME}: another `score` or export works on it; wait until it has ended"
+def open_scores(run_dir: Path, wanted: Wanted | None = None) -> Iterator[ScoreFile]:
+    """Open the scores of a run, to score `wanted` records (None: all).
+
+    Raises `RunLocked` while another process scores.
+    """
+    refusal = f"{run_dir / NAME}: another `score` works on it; wait until it has ended"
     with alone_in(run_dir, refusal):
         repair_tail(run_dir / NAME, run_dir / "quarantine")
-        file = ScoreFile(run_dir)
+        file = ScoreFile(run_dir, wanted)
         try:
             yield file
         finally:
             file.close()
-
-
-def unscored(
-    run_dir: Path,
-    done: Mapping[str, set[str]],
-    versions: Mapping[str, str],
-    *,
-    doing: str | None = None,
-) -> Iterator[tuple[Record, Sequence[str]]]:
-    """The records of conversations that did not fail, with the sources that they still lack.
-
-    `done` are keys of records by source, `versions` those of the sources. `doing` names the work
-    for its progress.
-    """
-    for record in stored_records(run_dir, doing=doing):
-        if record.status == "failed":
-            continue
-        key = score_key(record)
-        during_run = {
-            (score.source, score.version) for score in record.scores or () if score.error is None
-        }
-        missing = [
-            source
-            for source, version in versions.items()
-            if key not in done[source] and (source, version) not in during_run
-        ]
-        if missing:
-            yield record, missing

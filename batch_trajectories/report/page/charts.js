@@ -234,6 +234,6 @@ function drawTiles(list) {
     tile("Tokens out", short(sum(list, "output_tokens")), unknown("output_tokens").slice(2)),
     tile("Cost", known("cost_usd") || !list.length ? dollars(sum(list, "cost_usd")) : "?", unknown("cost_usd").slice(2)),
     spentTile(tile, "Spent", meta.spent, "by the run in all"),
-    ...(meta.judges.usd || meta.judges.unknown ? [spentTile(tile, "Judges", meta.judges, "for scores and verdicts")] : []),
+    ...(meta.judges.usd || meta.judges.unknown ? [spentTile(tile, "Judges", meta.judges, "for scores")] : []),
   );
 }

@@ -4,7 +4,7 @@ Computed from the run directory, never accumulated: from all records of the inde
 that later attempts replaced and those of rows that are gone; from the journals of conversations
 that have not ended; and from unreadable lines that were set aside, if their cost can still be
 read. Charges for calls without a reply are unknown. What judges were paid for after the run, by
-`score` and by the filter `judge` of an export, is computed from their replies in the same way.
+`score` and by exports of earlier versions, is computed from their replies in the same way.
 """
 
 from __future__ import annotations

@@ -62,18 +62,18 @@ async def _keep_ended(in_flight: set[asyncio.Task[R]], keep: Callable[[list[R]],
         task.result()
 
 
-def stop_where_useless(
-    failures: Iterable[ModelError], *, has_answered: bool, asked_by: str, advice: str
-) -> None:
-    """Raise `EnvironmentStop` if a failed call is a reason to make no more calls.
+def stop_where_useless(failures: Iterable[ModelError], *, has_answered: bool) -> None:
+    """Raise `EnvironmentStop` if a failed call of a judge is a reason to make no more calls.
 
-    Before its first answer an endpoint is not known to work at all. The message begins with what
-    asked and ends with what to do.
+    Before its first answer an endpoint is not known to work at all.
     """
     for failure in failures:
         is_silent = not has_answered and failure.kind in SAYS_MORE_OF_THE_ENDPOINT
         if failure.action == "stop_run" or is_silent:
-            raise EnvironmentStop(f"{asked_by}: {failure.kind}: {failure}. {advice}")
+            raise EnvironmentStop(
+                f"--judge: {failure.kind}: {failure}. Finished scores are saved; fix the problem "
+                "and run the same command again to continue."
+            )
 
 
 class JudgeCalls:
@@ -121,8 +121,8 @@ class JudgeCalls:
 class RetryMessages:
     """Prints failures that are waited out: one for all calls that wait at the same time."""
 
-    def __init__(self, asked_by: str, base_url: str | None, say: Callable[[str], object]) -> None:
-        self._beginning = f"{asked_by} at {base_url}" if base_url else asked_by
+    def __init__(self, base_url: str | None, say: Callable[[str], object]) -> None:
+        self._beginning = f"--judge at {base_url}" if base_url else "--judge"
         self._say = say
         self._quiet_until = 0.0
 
