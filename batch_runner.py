@@ -4,8 +4,8 @@ From Python: `from batch_runner import RunConfig, run, open_run`; see docs/api.m
 
 Exit codes: 0 complete · 1 complete, some tasks failed · 2 bad usage, config or dataset · 3 stopped
 by the run's budget, resumable · 4 stopped by the environment (credentials, credit, endpoint, disk),
-resumable · 5 another process works on the run · 6 `verify` found problems · 70 a bug in this
-program · 129/130/143 interrupted, resumable.
+resumable · 5 another process works on the run · 6 `verify` or `stats --fail_on` found problems ·
+70 a bug in this program · 129/130/143 interrupted, resumable.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ runs/executors runs/executors/ray runs/batch_api runs/supervisor runs/executor_c
 runs/run runs/recording runs/maintenance runs/maintenance/hermes
 
 export/row_files export/conversation export/formats export/recipe export/filters
-export/reasons export/statistics export/reward_statistics export/record_order export/run_statistics
+export/reasons export/statistics export/reward_statistics export/record_order export/health
+export/run_statistics
 export/scoring export/training_files export/dataset
 export/funnel
 

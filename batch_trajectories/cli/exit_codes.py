@@ -21,6 +21,9 @@ from batch_trajectories.runs.process.console import say
 if TYPE_CHECKING:
     from batch_trajectories.api.start import RunEnd
 
+PROBLEMS = 6
+"""`verify`, or a health check that `stats --fail_on` names, found problems."""
+
 BUG = 70
 """A bug in this program (EX_SOFTWARE of sysexits.h)."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from batch_trajectories.cli.command_line import LocalPath
-from batch_trajectories.cli.exit_codes import errors_as_exit_codes
+from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
 from batch_trajectories.cli.export_options import asks_for_dataset, dataset_options, make_dataset
 from batch_trajectories.cli.shared import (
     output_dir_option,
@@ -19,9 +19,6 @@ from batch_trajectories.cli.shared import (
 )
 from batch_trajectories.runs.process.console import say, show
 from toolsets.text import plural
-
-PROBLEMS = 6
-"""The exit code of `verify` if it found problems."""
 
 
 @click.command()

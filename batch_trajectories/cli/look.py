@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from batch_trajectories.cli.command_line import LocalPath
-from batch_trajectories.cli.exit_codes import errors_as_exit_codes
+from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
 from batch_trajectories.cli.shared import output_dir_option, run_argument, run_dir_argument
 from batch_trajectories.runs.process.console import show
 
@@ -78,12 +79,18 @@ def compare(first: str, second: str, output_dir: Path, as_json: bool) -> None:
 @click.command()
 @run_dir_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def stats(run: str, output_dir: Path, as_json: bool) -> None:
-    """Show statistics of RUN: from rows to training rows, turns, tokens, tools."""
+@click.option(
+    "--fail_on",
+    metavar="NAMES",
+    help="Exit 6 if a health check with one of these names (comma-separated; all) found a problem.",
+)
+def stats(run: str, output_dir: Path, as_json: bool, fail_on: str | None) -> None:
+    """Show statistics of RUN: from rows to training rows, problems, turns, tokens, tools."""
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.export.funnel import funnel_as_text
     from batch_trajectories.export.run_statistics import as_text
 
+    names = _health_checks(fail_on)
     with errors_as_exit_codes():
         stored = open_run(run, output_dir)
         found = stored.statistics()
@@ -91,10 +98,26 @@ def stats(run: str, output_dir: Path, as_json: bool) -> None:
         funnel, trouble = stored.funnel_if_known()
         if as_json:
             show(_json({**found, "funnel": funnel}))
-            return
-        lines = [f"from rows to training rows: {trouble}"] if trouble else []
-        lines += funnel_as_text(funnel) if funnel else []
-        show("\n".join([*lines, "", *as_text(found, distribution)]))
+        else:
+            lines = [f"from rows to training rows: {trouble}"] if trouble else []
+            lines += funnel_as_text(funnel) if funnel else []
+            show("\n".join([*lines, "", *as_text(found, distribution)]))
+    if any(result["is_problem"] and result["name"] in names for result in found["health"]):
+        sys.exit(PROBLEMS)
+
+
+def _health_checks(fail_on: str | None) -> Collection[str]:
+    from batch_trajectories.export.health import HEALTH_CHECKS
+    from toolsets.validation import did_you_mean
+
+    if fail_on == "all":
+        return HEALTH_CHECKS
+    names = [name.strip() for name in fail_on.split(",")] if fail_on else []
+    for name in names:
+        if name not in HEALTH_CHECKS:
+            hint = did_you_mean(name, HEALTH_CHECKS) or f"known: all, {', '.join(HEALTH_CHECKS)}"
+            raise click.UsageError(f"--fail_on: no health check is called {name!r}; {hint}")
+    return names
 
 
 def _report(stored: StoredRun, output: Path | None) -> None:

@@ -9,6 +9,7 @@ reward_statistics  rewards by name and by prompt, pass@k
 reasons         why something failed, by kind
 statistics      counts over records
 record_order    records in the order of the dataset
+health          named checks of what a run produced
 run_statistics  the command `stats`
 funnel          from rows to training rows: what is lost at each step
 training_files  the files that every start writes
@@ -33,6 +34,7 @@ SEAM = (
     "filters.filters",
     "formats.hermes",
     "funnel",
+    "health",
     "reasons",
     "recipe",
     "reward_statistics",

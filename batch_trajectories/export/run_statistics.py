@@ -19,10 +19,12 @@ from batch_trajectories.export.conversation.rewards import not_passed
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tools import names_of
 from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.health import Health, health_as_text
 from batch_trajectories.export.reasons import lines_of
 from batch_trajectories.export.reward_statistics import RewardStatistics
 from batch_trajectories.export.statistics import Statistics
 from batch_trajectories.runs.store.checks import Checks, describe, judgement_of
+from batch_trajectories.runs.store.failures import stored_failures
 from batch_trajectories.runs.store.reader import SomeRecords, over_records
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.settled import NO_LIMIT
@@ -53,6 +55,7 @@ class RunStatistics:
         """
         self._left_out = left_out
         self._rewards = RewardStatistics(samples)
+        self.health = Health(samples)
         self._style = style
         self._statistics = Statistics()
         self._spreads: dict[str, array[float]] = defaultdict(_doubles)
@@ -69,6 +72,7 @@ class RunStatistics:
         own = Own(record)
         self._statistics.add(record, own)
         self._rewards.add(record)
+        self.health.add(record, own)
         self._records += 1
         usage = record.usage or {}
         turns, calls = own.turns, record.own_tool_calls
@@ -101,6 +105,7 @@ class RunStatistics:
         """Add the records of `other`, which come after those of this one."""
         self._statistics.merge(other._statistics)
         self._rewards.merge(other._rewards)
+        self.health.merge(other.health)
         for ours, theirs in (
             (self._spreads, other._spreads),
             (self._tool_seconds, other._tool_seconds),
@@ -140,6 +145,7 @@ class RunStatistics:
             "records": self._records,
             "kept": self._kept,
             "rewards": self._rewards.to_json(),
+            "health": self.health.to_json(),
             "cost_usd": {
                 "known_total": self._cost,
                 "records_of_unknown_cost": self._unknown_costs,
@@ -176,6 +182,7 @@ def statistics_of(
     statistics, *others = over_records(run_dir, count, doing="statistics")
     for other in others:
         statistics.merge(other)
+    statistics.health.add_failures(stored_failures(run_dir))
     spent, judges = spent_by(run_dir, max_attempts), spent_by_judges(run_dir)
     found = statistics.to_json()
     found["cost_usd"] |= {
@@ -191,6 +198,7 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
     yield f"{found['records']:,} records: {statuses or 'none'}; kept for training {found['kept']:,}"
     if text := describe(Checks(**found["checks"])):
         yield text
+    yield from health_as_text(found["health"])
     reasoning = found["reasoning"]
     if turns := reasoning["assistant_turns"]:
         share = 100 * reasoning["with_reasoning"] / turns

@@ -153,6 +153,12 @@ function describeRun() {
     `${visible(meta.dataset)}${bad} · begun ${moment(meta.created)} · written ${moment(meta.written_at)}${state}`;
   $("funnel-words").textContent = meta.funnel ? "and why the others were left out" : "unknown: the dataset or a manifest cannot be read; `stats` names it";
   $("funnel-table").tBodies[0].replaceChildren(...(meta.funnel ? funnelRows(meta.funnel) : []));
+  $("health").hidden = !meta.health.length;
+  $("health-count").textContent = "of the whole run, by named checks";
+  $("health-table").tBodies[0].replaceChildren(...meta.health.map((found) => h("tr", {},
+    h("th", { scope: "row" }, found.name), h("td", { class: "number" }, `${count(found.found)} of ${count(found.of)}`),
+    h("td", {}, found.problem, ": ", ...found.examples.flatMap((id, n) => [n ? ", " : "",
+      byId.has(id) ? h("a", { href: link({ id }) }, visible(id)) : visible(id)])))));
   $("errors").hidden = !meta.errors.length;
   $("errors-count").textContent = count(meta.errors.reduce((total, error) => total + error.count, 0));
   $("errors-table").tBodies[0].replaceChildren(...meta.errors.map((error) => h("tr", {},

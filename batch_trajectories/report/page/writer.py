@@ -16,6 +16,7 @@ from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style, style_of_run
 from batch_trajectories.export.conversation.tools import once
+from batch_trajectories.export.health import Health, problems_in
 from batch_trajectories.export.reward_statistics import RewardStatistics
 from batch_trajectories.report.facts import row_of
 from batch_trajectories.report.page.page import render_page
@@ -29,7 +30,7 @@ from batch_trajectories.report.page.pieces import (
 from batch_trajectories.report.page.training_form import training_form
 from batch_trajectories.runs.errors import RunDirError
 from batch_trajectories.runs.sources.source import HUB_PREFIX
-from batch_trajectories.runs.store.failures import failures_by_class
+from batch_trajectories.runs.store.failures import failures_by_class, stored_failures
 from batch_trajectories.runs.store.files import StorageError, replace_file
 from batch_trajectories.runs.store.reader import SomeRecords, over_records
 from batch_trajectories.runs.store.record_types import Record, Tools
@@ -76,7 +77,7 @@ def write_report(
     def collect(some: SomeRecords) -> _Part:
         most = inline_bytes if some.are_all else 0
         pieces = Pieces(directory, report_id, inline_bytes=most, first=some.first)
-        part = _Part(RewardStatistics(samples), _Distinct(some.first), _Distinct(some.first))
+        part = _Part(samples, _Distinct(some.first), _Distinct(some.first))
         for record in some.records:
             part.add(record, style, pieces)
         part.collected = pieces.finish()
@@ -94,10 +95,12 @@ def write_report(
         shutil.rmtree(temporary_of(directory), ignore_errors=True)
     for part in others:
         whole.merge(part)
+    whole.health.add_failures(stored_failures(stored.path))
     row_pieces = sum(part.collected.row_pieces for part in parts)
     meta = {
         **_about(stored),
         "rewards": whole.rewards.to_json(),
+        "health": problems_in(whole.health.to_json()),
         "report_id": report_id,
         "columns": whole.columns,
         "tools": whole.tools.values,
@@ -115,14 +118,16 @@ class _Part:
 
     collected: Collected
 
-    def __init__(self, rewards: RewardStatistics, tools: _Distinct, systems: _Distinct) -> None:
-        self.rewards, self.tools, self.systems = rewards, tools, systems
+    def __init__(self, samples: int, tools: _Distinct, systems: _Distinct) -> None:
+        self.rewards, self.health = RewardStatistics(samples), Health(samples)
+        self.tools, self.systems = tools, systems
         self.columns: list[str] = []
         self.count = 0
 
     def add(self, record: Record, style: Style, pieces: Pieces) -> None:
         own = Own(record)
         self.rewards.add(record)
+        self.health.add(record, own)
         form = training_form(record, own, style=style, key_of=self.systems.key)
         row = row_of(record, own) | {"exported": form["file"]}
         self.columns = [*row, "chunk", "place"]
@@ -136,6 +141,7 @@ class _Part:
     def merge(self, other: _Part) -> None:
         """Add the records of `other`, which come after those of this one."""
         self.rewards.merge(other.rewards)
+        self.health.merge(other.health)
         self.tools.values |= other.tools.values
         self.systems.values |= other.systems.values
         self.count += other.count

@@ -176,6 +176,7 @@ class CheckResult(StoredPart):
     stdout: Any = None
     stderr: Any = None
     tests: Any = None
+    duration_s: Number | None = None
     error: str | None = None
 
 

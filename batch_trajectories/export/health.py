@@ -1,0 +1,297 @@
+"""Named checks of what a run produced: is it worth training on?
+
+Each check counts what it looks for among what it looks at (turns, calls, conversations, prompts,
+...); a share above its limit is a problem. `HEALTH_CHECKS` is the table of names and limits. Memory
+grows with prompts (if they have several samples) and with small columns, not with records.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from agent.models.scripted import API as SCRIPTED
+from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
+from batch_trajectories.export.conversation.tools import names_of
+from batch_trajectories.runs.store.checks import judgement_of
+from batch_trajectories.runs.store.record_types import Record, StoredMessage
+
+
+class HealthCheck(NamedTuple):
+    """What a check looks for, and from when on it is a problem."""
+
+    limit: float
+    """The largest share that is no problem."""
+    least: int
+    """With fewer things to look at than this, nothing is a problem."""
+    problem: str
+    """What was found, after the count."""
+
+
+HEALTH_CHECKS: Mapping[str, HealthCheck] = {
+    "unfinished": HealthCheck(0.5, 10, "conversations did not end as completed"),
+    "no_tokens": HealthCheck(
+        0.01, 1, "conversations have replies but no output tokens: their cost is unknown"
+    ),
+    "hollow_turns": HealthCheck(0.01, 1, "turns have neither text nor reasoning nor a call"),
+    "cut_turns": HealthCheck(0.02, 10, "turns were cut at the limit of tokens per reply"),
+    "repeated_calls": HealthCheck(
+        0.05, 10, "conversations made the same call 5 times or more in a row"
+    ),
+    "invalid_calls": HealthCheck(0.05, 20, "calls had arguments that their tool cannot take"),
+    "interrupted_calls": HealthCheck(0.01, 20, "calls were interrupted by a stop of the run"),
+    "failing_tools": HealthCheck(0, 1, "tools failed in every one of 10 calls or more"),
+    "failing_prompts": HealthCheck(
+        0, 1, "prompts failed 3 times or more, always for the same reason"
+    ),
+    "failed_checks": HealthCheck(0.02, 10, "checks gave no result"),
+    "instant_passes": HealthCheck(
+        0.02, 10, "checks passed in a tenth of the usual time or less: did any test run?"
+    ),
+    "constant_rewards": HealthCheck(
+        0, 1, "values of a column have one reward in 20 conversations or more, against the odds"
+    ),
+}
+"""By name. Their order is that of the output."""
+
+_SHOWN = 3
+_REPEATS = 5
+_TOOL_CALLS = 10
+_PROMPT_FAILURES = 3
+_RECORDS_OF_A_VALUE = 20
+_CHANCE = 0.001
+"""Rewards are constant against the odds if chance alone would give that less often."""
+_MAX_VALUES = 1000
+"""Columns with more values than this describe single rows."""
+_MAX_CHARS = 100
+_ALL = "all rows"
+_USUAL_CHECK_S = 1.0
+"""Where checks take less than this, a fast one says nothing."""
+_VARIED = ""
+"""Stands for prompts that do not always fail in the same way."""
+
+
+class _Rewards:
+    """How many rewards there are, and which if they are all the same."""
+
+    __slots__ = ("count", "first", "is_constant", "total")
+
+    def __init__(self) -> None:
+        self.count, self.total, self.first, self.is_constant = 0, 0.0, 0.0, True
+
+    def add(self, reward: float, count: int = 1) -> None:
+        if self.count == 0:
+            self.first = reward
+        self.is_constant &= reward == self.first
+        self.total += reward * count
+        self.count += count
+
+    def merge(self, other: _Rewards) -> None:
+        if other.count:
+            is_constant = self.is_constant and other.is_constant
+            self.add(other.first, other.count)
+            self.total += other.total - other.first * other.count
+            self.is_constant &= is_constant
+
+
+class Health:
+    """The checks of the records given to `add` so far."""
+
+    def __init__(self, samples: int) -> None:
+        """`samples` is how many conversations a prompt has."""
+        self._has_samples = samples >= _PROMPT_FAILURES
+        self._found: Counter[str] = Counter()
+        self._of: Counter[str] = Counter()
+        self._examples: dict[str, list[str]] = defaultdict(list)
+        self._tool_calls: Counter[str] = Counter()
+        self._tool_failures: Counter[str] = Counter()
+        self._endings: dict[str, tuple[str, int]] = {}
+        self._rewards: dict[str, dict[Any, _Rewards]] = defaultdict(dict)
+        self._check_s = array("d")
+        self._pass_s = array("d")
+        self._passed_ids: list[str] = []
+
+    def add(self, record: Record, own: Own) -> None:
+        """Look at one record."""
+        is_completed = record.status == "completed"
+        self._count("unfinished", not is_completed, record.id)
+        if self._has_samples:
+            ending = _VARIED if is_completed else f"{record.status}: {record.status_reason}"
+            self._add_ending(record.prompt_id, ending, 1)
+        if own.turns and record.api != SCRIPTED:
+            tokens = (record.usage or {}).get("output_tokens")
+            self._count("no_tokens", not tokens, record.id)
+        self._add_messages(record, own)
+        judgement = judgement_of(record)
+        if judgement.reward is not None:
+            self._add_reward(record, judgement.reward)
+        if (check := record.check) is not None:
+            self._count("failed_checks", judgement.error is not None, record.id)
+            if check.duration_s is not None and check.error is None:
+                self._check_s.append(check.duration_s)
+                if judgement.verdict:
+                    self._pass_s.append(check.duration_s)
+                    self._passed_ids.append(record.id)
+
+    def add_failures(self, failures: Iterable[Mapping[str, Any]]) -> None:
+        """Look at failed attempts, lines of failures.jsonl."""
+        for line in failures:
+            if line.get("kind") == "attempt":
+                self._add_ending(line["id"], f"failed: {line['class']}", 1)
+
+    def merge(self, other: Health) -> None:
+        """Add the records of `other`, which come after those of this one."""
+        self._found += other._found
+        self._of += other._of
+        for name, ids in other._examples.items():
+            self._examples[name] = [*self._examples[name], *ids][:_SHOWN]
+        self._tool_calls += other._tool_calls
+        self._tool_failures += other._tool_failures
+        for prompt, (ending, count) in other._endings.items():
+            self._add_ending(prompt, ending, count)
+        for column, values in other._rewards.items():
+            for value, rewards in values.items():
+                self._rewards[column].setdefault(value, _Rewards()).merge(rewards)
+        self._check_s.extend(other._check_s)
+        self._pass_s.extend(other._pass_s)
+        self._passed_ids += other._passed_ids
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """One object per check: `name`, `found`, `of`, `share` (null of nothing), `limit`,
+        `is_problem`, `problem` (what was found, in words) and up to three `examples`: ids of
+        records or prompts, names of tools, or `column=value`.
+        """
+        self._conclude()
+        return [self._result(name, check) for name, check in HEALTH_CHECKS.items()]
+
+    def _result(self, name: str, check: HealthCheck) -> dict[str, Any]:
+        found, of = self._found[name], self._of[name]
+        share = found / of if of else None
+        return {
+            "name": name,
+            "found": found,
+            "of": of,
+            "share": share,
+            "limit": check.limit,
+            "is_problem": share is not None and of >= check.least and share > check.limit,
+            "problem": check.problem,
+            "examples": self._examples[name][:_SHOWN],
+        }
+
+    def _count(self, name: str, is_found: bool, example: str) -> None:
+        self._of[name] += 1
+        if is_found:
+            self._found[name] += 1
+            if len(self._examples[name]) < _SHOWN:
+                self._examples[name].append(example)
+
+    def _add_messages(self, record: Record, own: Own) -> None:
+        for turn in own.turns:
+            self._count("cut_turns", turn.finish_reason == "length", record.id)
+        calls = []
+        for message in own.messages:
+            if message.role == "assistant":
+                self._count("hollow_turns", _is_hollow(message), record.id)
+                calls += [
+                    (call.function.name, call.function.arguments) for call in message.tool_calls
+                ]
+            elif message.role == "tool":
+                kind = kind_of_failure(message.details) if message.is_error else None
+                self._count("invalid_calls", kind == "invalid_arguments", record.id)
+                self._count("interrupted_calls", kind == "interrupted", record.id)
+        if calls:
+            self._count("repeated_calls", _longest_run(calls) >= _REPEATS, record.id)
+        offered = names_of(record.tools)
+        for counts in own.counts.tools:
+            if counts["tool"] in offered:  # there can be any number of invented names
+                self._tool_calls[counts["tool"]] += counts["success"] + counts["failure"]
+                self._tool_failures[counts["tool"]] += counts["failure"]
+
+    def _add_ending(self, prompt: str, ending: str, count: int) -> None:
+        before, times = self._endings.get(prompt, (ending, 0))
+        self._endings[prompt] = (ending if ending == before else _VARIED, times + count)
+
+    def _add_reward(self, record: Record, reward: float) -> None:
+        self._rewards[_ALL].setdefault(None, _Rewards()).add(reward)
+        for column, value in record.row.items():
+            is_small = isinstance(value, int) or (
+                isinstance(value, str) and len(value) <= _MAX_CHARS
+            )
+            if is_small and len(self._rewards[column]) <= _MAX_VALUES:
+                self._rewards[column].setdefault(value, _Rewards()).add(reward)
+
+    def _conclude(self) -> None:
+        """Count what can only be known at the end."""
+        for name in ("failing_tools", "failing_prompts", "instant_passes", "constant_rewards"):
+            for counts in (self._found, self._of, self._examples):
+                counts.pop(name, None)
+        for tool, calls in self._tool_calls.items():
+            if calls >= _TOOL_CALLS:
+                self._count("failing_tools", self._tool_failures[tool] == calls, tool)
+        for prompt, (ending, times) in self._endings.items():
+            if times >= _PROMPT_FAILURES:
+                self._count("failing_prompts", ending != _VARIED, prompt)
+        usual = _median(self._check_s)
+        if usual >= _USUAL_CHECK_S:
+            for seconds, id in sorted(zip(self._pass_s, self._passed_ids, strict=True)):
+                self._count("instant_passes", seconds <= usual / 10, id)
+        whole = self._rewards[_ALL].get(None, _Rewards())
+        for column, values in self._rewards.items():
+            if len(values) <= _MAX_VALUES:
+                for value, rewards in values.items():
+                    if rewards.count >= _RECORDS_OF_A_VALUE:
+                        name = column if value is None else f"{column}={value}"
+                        shown = f"{name}: {rewards.first:g} in {rewards.count:,}"
+                        self._count("constant_rewards", _is_suspect(rewards, whole), shown)
+
+
+def problems_in(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of the results of `Health.to_json` that are problems."""
+    return [result for result in found if result["is_problem"]]
+
+
+def health_as_text(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The problems as lines, or one line that there are none."""
+    problems = problems_in(found)
+    if not problems:
+        looked_at = sum(result["of"] >= HEALTH_CHECKS[result["name"]].least for result in found)
+        yield f"health: no problem found by {looked_at} checks"
+    for result in problems:
+        examples = "; ".join(result["examples"])
+        yield (
+            f"health: {result['name']}: {result['found']:,} of {result['of']:,} "
+            f"{result['problem']} ({examples})"
+        )
+
+
+def _is_hollow(message: StoredMessage) -> bool:
+    texts = (message.content, message.reasoning or "")
+    return not message.tool_calls and not any(text.strip() for text in texts)
+
+
+def _longest_run(calls: Sequence[tuple[str, str]]) -> int:
+    longest = run = 1
+    for before, call in pairwise(calls):
+        run = run + 1 if call == before else 1
+        longest = max(longest, run)
+    return longest
+
+
+def _is_suspect(rewards: _Rewards, whole: _Rewards) -> bool:
+    """Whether all rewards are the same although chance would rarely make them so."""
+    if not rewards.is_constant:
+        return False
+    if rewards.count == whole.count:
+        return True
+    rest = whole.count - rewards.count
+    mean = (whole.total - rewards.total) / rest
+    # Of rewards from 0 to 1: how often others have this one, if they were 0 and 1 alone.
+    chance = mean if rewards.first >= 1 else 1 - mean
+    return min(max(chance, 0.0), 1.0) ** rewards.count < _CHANCE
+
+
+def _median(numbers: Sequence[float]) -> float:
+    return sorted(numbers)[len(numbers) // 2] if numbers else 0.0

@@ -1,0 +1,222 @@
+"""Health checks: each finds what it is for, alone, and nothing in sound records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.health import HEALTH_CHECKS, Health, health_as_text, problems_in
+from tests.running import run, write_rows
+from tests.stored import stored
+
+TOOLS = [{"type": "function", "function": {"name": "terminal", "parameters": {}}}]
+
+
+def record(number: int, **changes: Any) -> dict[str, Any]:
+    """A sound conversation of two turns with a call; its rewards alternate."""
+    call = {"id": f"c{number}", "function": {"name": "terminal", "arguments": f'{{"n": {number}}}'}}
+    return {
+        **{"id": f"r{number}", "prompt_id": f"p{number}", "tools": TOOLS},
+        "messages": [
+            {"role": "user", "content": "work"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "done", "tool_call_id": f"c{number}"},
+            {"role": "assistant", "content": "ready"},
+        ],
+        "turns": [{"finish_reason": "tool_calls"}, {"finish_reason": "stop"}],
+        "usage": {"output_tokens": 10},
+        "check": {"passed": number % 2 == 0, "reward": float(number % 2 == 0), "duration_s": 20.0},
+        "row": {"repo": f"repo{number % 2 + number % 3}", "id": f"p{number}"},
+        **changes,
+    }
+
+
+def results(
+    records: Iterable[Mapping[str, Any]], *, samples: int = 1, failures: Any = ()
+) -> list[dict[str, Any]]:
+    """The results of the checks, which must not depend on how the records are divided."""
+    read = [stored(one) for one in records]
+    whole = Health(samples)
+    first, second = Health(samples), Health(samples)
+    for place, one in enumerate(read):
+        whole.add(one, Own(one))
+        (first if place < len(read) // 3 else second).add(one, Own(one))
+    first.merge(second)
+    for health in (whole, first):
+        health.add_failures(failures)
+    found = whole.to_json()
+    assert first.to_json() == found == whole.to_json()
+    return found
+
+
+def problems(records: Iterable[Mapping[str, Any]], **given: Any) -> dict[str, Mapping[str, Any]]:
+    """The problems by the name of their check."""
+    return {one["name"]: one for one in problems_in(results(records, **given))}
+
+
+def said(content: str, *calls: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls), **more}
+
+
+def result(number: int, failure: str) -> dict[str, Any]:
+    return {
+        **{"role": "tool", "content": "failed", "tool_call_id": f"c{number}", "is_error": True},
+        "details": {"failure": failure},
+    }
+
+
+def with_result(number: int, failure: str) -> dict[str, Any]:
+    of = record(number)
+    return {**of, "messages": [*of["messages"][:2], result(number, failure), of["messages"][3]]}
+
+
+def repeating(number: int) -> dict[str, Any]:
+    call = {"id": "c", "function": {"name": "terminal", "arguments": "{}"}}
+    turns = [m for _ in range(5) for m in (said("", call), {**result(0, "x"), "tool_call_id": "c"})]
+    return record(number, messages=[{"role": "user", "content": "work"}, *turns], turns=[{}] * 5)
+
+
+CHECKED = {"passed": True, "reward": 1.0}
+
+FOUND: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
+    "unfinished": (
+        [record(n, status="max_turns" if n % 3 else "completed") for n in range(30)],
+        {},
+        "r1",
+    ),
+    "no_tokens": (
+        [record(n, usage=None if n == 4 else {"output_tokens": 1}) for n in range(30)],
+        {},
+        "r4",
+    ),
+    "hollow_turns": (
+        [record(n) if n != 7 else record(n, messages=[said(" ")], turns=[{}]) for n in range(30)],
+        {},
+        "r7",
+    ),
+    "cut_turns": (
+        [
+            record(n, turns=[{}, {"finish_reason": "length" if n in (2, 3) else "stop"}])
+            for n in range(30)
+        ],
+        {},
+        "r2",
+    ),
+    "repeated_calls": ([repeating(n) if n < 2 else record(n) for n in range(30)], {}, "r0"),
+    "invalid_calls": (
+        [with_result(n, "invalid_arguments") if n < 3 else record(n) for n in range(30)],
+        {},
+        "r0",
+    ),
+    "interrupted_calls": (
+        [with_result(n, "interrupted") if n == 5 else record(n) for n in range(30)],
+        {},
+        "r5",
+    ),
+    "failing_tools": ([with_result(n, "error") for n in range(30)], {}, "terminal"),
+    "failing_prompts": (
+        [
+            record(n, prompt_id=f"p{n // 3}", status="length" if n < 3 else "completed")
+            for n in range(30)
+        ],
+        {"samples": 3},
+        "p0",
+    ),
+    "failed_checks": (
+        [
+            record(n, check={"error": "no file"} if n == 9 else record(n)["check"])
+            for n in range(30)
+        ],
+        {},
+        "r9",
+    ),
+    "instant_passes": (
+        [
+            record(n, check={**record(n)["check"], "duration_s": 0.1 if n == 8 else 20})
+            for n in range(30)
+        ],
+        {},
+        "r8",
+    ),
+    "constant_rewards": (
+        [
+            record(
+                n,
+                row={"repo": "a" if n < 30 else "b"},
+                check=CHECKED if n < 30 else record(n)["check"],
+            )
+            for n in range(90)
+        ],
+        {},
+        "repo=a: 1 in 30",
+    ),
+}
+
+
+def test_sound_records_have_no_problem() -> None:
+    found = results([record(n) for n in range(60)], samples=4)
+    assert [one["name"] for one in found] == list(HEALTH_CHECKS)
+    assert problems_in(found) == []
+    assert list(health_as_text(found)) == ["health: no problem found by 11 checks"]
+
+
+@pytest.mark.parametrize("name", HEALTH_CHECKS)
+def test_each_check_finds_its_problem_and_no_other(name: str) -> None:
+    records, given, example = FOUND[name]
+    found = problems(records, **given)
+    assert list(found) == [name]
+    assert found[name]["examples"][0] == example
+    (line,) = health_as_text([found[name]])
+    assert line.startswith(f"health: {name}: {found[name]['found']} of {found[name]['of']} ")
+
+
+def test_attempts_that_always_fail_for_one_reason_are_a_problem() -> None:
+    def attempts(prompt: str, *classes: str) -> list[dict[str, Any]]:
+        return [{"kind": "attempt", "id": prompt, "class": name} for name in classes]
+
+    failures = [
+        *attempts("alike", "setup_failed", "setup_failed", "setup_failed"),
+        *attempts("varied", "setup_failed", "timeout", "setup_failed"),
+        *attempts("seldom", "setup_failed", "setup_failed"),
+    ]
+    found = problems([record(n) for n in range(30)], failures=failures)
+    assert found["failing_prompts"]["examples"] == ["alike"]
+    assert (found["failing_prompts"]["found"], found["failing_prompts"]["of"]) == (1, 2)
+
+
+def test_a_hard_value_of_a_column_is_no_problem_where_rewards_are_rare() -> None:
+    """One in ten passes: twenty failures of one repository are chance."""
+    rows = [{"repo": "hard" if n < 20 else "other"} for n in range(120)]
+    checks = [
+        {"passed": n in range(20, 30), "reward": float(n in range(20, 30))} for n in range(120)
+    ]
+    records = [
+        record(n, row=row, check=check)
+        for n, (row, check) in enumerate(zip(rows, checks, strict=True))
+    ]
+    assert problems(records) == {}
+
+
+def test_the_command_names_problems_and_fails_on_demand(tmp_path: Path) -> None:
+    missing = {"tool_calls": [{"name": "read_file", "arguments": {"path": "none"}}]}
+    rows = (
+        {"id": f"p{n}", "prompt": "x", "script": [missing, {"content": "y"}]} for n in range(10)
+    )
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(
+        tmp_path, dataset_file="p.jsonl", run_name="r", model="scripted", enabled_toolsets="file"
+    )
+    assert done.returncode == 0, done.stderr
+    shown = run(tmp_path, "stats", "r")
+    assert shown.returncode == 0
+    assert "health: failing_tools: 1 of 1 tools failed in every one of 10 calls" in shown.stdout
+    assert run(tmp_path, "stats", "r", "--fail_on=failing_tools").returncode == 6
+    assert run(tmp_path, "stats", "r", "--fail_on=all", "--json").returncode == 6
+    assert run(tmp_path, "stats", "r", "--fail_on=cut_turns, unfinished").returncode == 0
+    refused = run(tmp_path, "stats", "r", "--fail_on=hollow")
+    assert refused.returncode == 2
+    assert "no health check is called 'hollow'" in refused.stderr
