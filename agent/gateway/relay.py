@@ -28,7 +28,7 @@ from agent.messages import (
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
 from agent.models.dialects.assembly import Assembly
-from agent.models.dialects.registry import RELAYED
+from agent.models.dialects.registry import dialect_of
 from agent.models.dialects.token_ids import without_tokens
 from agent.models.errors import ModelError
 from agent.models.model import Completion
@@ -305,7 +305,7 @@ class Relay:
 
         def begin() -> Assembly:
             held.clear()  # what a stream brought that was cut
-            return RELAYED[wire.api].assembly(ignored)
+            return dialect_of(wire.api).assembly(ignored)
 
         def on_event(raw: bytes, data: str | None) -> bool:
             if self._is_live and not held and not (data is not None and wire.last_event(data)):

@@ -21,7 +21,7 @@ from agent.gateway.wire import (
     WireRequest,
     nothing_earlier,
 )
-from agent.models.dialects.registry import DIALECTS
+from agent.models.dialects.registry import dialect_of
 from toolsets import exact_json
 
 _TYPES: Mapping[int, str] = {
@@ -166,7 +166,7 @@ class Wire(ABC):
     def upstream_path(self, path: str) -> str:
         """Where the request goes, below the root of an endpoint."""
         counts = path_of(path).endswith(self.count_path)
-        return DIALECTS[self.api].path + (self.count_path if counts else "")
+        return dialect_of(self.api).path + (self.count_path if counts else "")
 
     def request_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         """Those of an agent's headers (names in any case) that are passed on, names lower-case.

@@ -11,11 +11,10 @@ import orjson
 
 from batch_trajectories.export.conversation.style import style_of_run
 from batch_trajectories.export.training_files import export_run
-from batch_trajectories.runs.batch_api.totals import compute_batch_totals
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.run_dir import read_run_json
-from batch_trajectories.runs.store.files import replace_file
+from batch_trajectories.runs.store.files import has_batches, replace_file
 from batch_trajectories.runs.totals.run_totals import RunTotals, compute_totals
 
 
@@ -43,8 +42,11 @@ def write_results(
         "toolsets": _toolsets(path, statistics),
         "last_start": last_start,
     }
-    if (batches := compute_batch_totals(path)) is not None:
-        content["batches"] = batches.to_json()
+    if has_batches(path):
+        from batch_trajectories.runs.batch_api.totals import compute_batch_totals
+
+        if (batches := compute_batch_totals(path)) is not None:
+            content["batches"] = batches.to_json()
     replace_file(summary, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
     return totals
 

@@ -145,8 +145,8 @@ def show_run(path: Path, totals: RunTotals) -> None:
 
     from batch_trajectories.export.conversation.style import style_of_run
     from batch_trajectories.export.reasons import lines_of
-    from batch_trajectories.runs.batch_api.totals import compute_batch_totals
     from batch_trajectories.runs.run_dir import read_run_json
+    from batch_trajectories.runs.store.files import has_batches
     from batch_trajectories.runs.totals.run_totals import as_table
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
@@ -158,8 +158,11 @@ def show_run(path: Path, totals: RunTotals) -> None:
             f"`score {path.name} --reward ...` calls the functions again"
         )
         lines += lines_of(statistics["failed_score_reasons"])
-    if (batches := compute_batch_totals(path)) is not None:
-        lines.append(batches.describe())
+    if has_batches(path):
+        from batch_trajectories.runs.batch_api.totals import compute_batch_totals
+
+        if (batches := compute_batch_totals(path)) is not None:
+            lines.append(batches.describe())
     for file in manifest["files"]:
         if file["rows"] or file is manifest["files"][0]:
             place = os.path.normpath(path / file["path"])

@@ -6,8 +6,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from itertools import islice
 
-from agent.models.prices import load_table
 from agent.models.resolve import SCRIPTED
+from batch_trajectories.runs.config.models import settings_of
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.errors import ConfigError
 from batch_trajectories.runs.executors.base import Executor
@@ -42,8 +42,20 @@ def fork_ahead(config: RunConfig) -> None:
             if name in wanted or (toolset.in_all and set(wanted) & set(ALL)):
                 len(toolset.tools)  # which imports them, once for all
         if config.model_weights().keys() != {SCRIPTED}:
+            from agent.models.prices import load_table
+
             load_table()
+            _load_clients(config)
         fork_workers(min(config.num_workers, _most_tasks(config)))
+
+
+def _load_clients(config: RunConfig) -> None:
+    """Import what calls of the run's models need."""
+    from agent.models.client.open_model import load_client
+
+    for name in config.model_weights():
+        with suppress(ValueError):  # the plan will say why
+            load_client(settings_of(config, name))
 
 
 def _most_tasks(config: RunConfig) -> int:

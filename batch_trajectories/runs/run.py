@@ -9,20 +9,14 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple
 
 from agent.models.model import url_of
 from batch_trajectories.runs.amounts import Cost
-from batch_trajectories.runs.batch_api.batch_log import (
-    free_unsent,
-    held_in,
-    set_aside_damaged_steps,
-)
-from batch_trajectories.runs.batch_api.service import BatchService, with_open_batches
-from batch_trajectories.runs.config.models import budget_of, limits_of
+from batch_trajectories.runs.config.models import budget_of, limits_of, uses_key_command
 from batch_trajectories.runs.config.sandboxes import remove_leftover_containers
 from batch_trajectories.runs.dataset.scan import tasks
 from batch_trajectories.runs.dataset.scan_cache import NAME
@@ -40,13 +34,12 @@ from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
 from batch_trajectories.runs.record import Provenance
 from batch_trajectories.runs.run_dir import RunDir
 from batch_trajectories.runs.store.failures import FailureFile
-from batch_trajectories.runs.store.files import listed
+from batch_trajectories.runs.store.files import has_batches, listed
 from batch_trajectories.runs.store.journal import Inflight, segments
 from batch_trajectories.runs.store.records import RecordFile, load_index
 from batch_trajectories.runs.store.settled import Settled, is_settled
 from batch_trajectories.runs.supervisor.budget import BudgetLog, spent_before
 from batch_trajectories.runs.supervisor.damaged import set_aside_damaged, shortened
-from batch_trajectories.runs.supervisor.key_service import KeyService
 from batch_trajectories.runs.supervisor.progress import Progress
 from batch_trajectories.runs.supervisor.refusals import Refusals
 from batch_trajectories.runs.supervisor.supervisor import Start, Supervisor
@@ -130,7 +123,11 @@ def _work(
 ) -> Outcome:
     config = plan.config
     records = RecordFile(run_dir.path, run_dir.quarantine)
-    damaged = set_aside_damaged(run_dir.path) + set_aside_damaged_steps(run_dir.path)
+    damaged = set_aside_damaged(run_dir.path)
+    if has_batches(run_dir.path):
+        from batch_trajectories.runs.batch_api.batch_log import set_aside_damaged_steps
+
+        damaged += set_aside_damaged_steps(run_dir.path)
     failures = FailureFile(run_dir.path, run_dir.quarantine)
     inflight = Inflight(run_dir.inflight)
     budget_log = BudgetLog(run_dir.path, run_dir.quarantine)
@@ -160,14 +157,28 @@ def _work(
             not_passed=state.not_passed,
             cost_usd=state.cost_usd,
         )
-        if (config := with_open_batches(config, run_dir, state.settled)) is not plan.config:
-            plan = replace(plan, config=config)
-            progress.say("waiting for the batches of earlier starts; all other calls are made live")
-        with (
-            closing(open_executor(config, run_dir)) as executor,
-            closing(KeyService(plan.setups, is_local=config.executor == "local")) as keys,
-            closing(BatchService(config, plan.setups, run_dir, state.settled)) as batches,
-        ):
+        if has_batches(run_dir.path):
+            from batch_trajectories.runs.batch_api.service import with_open_batches
+
+            config = with_open_batches(config, run_dir, state.settled)
+            if config is not plan.config:
+                plan = replace(plan, config=config)
+                progress.say(
+                    "waiting for the batches of earlier starts; all other calls are made live"
+                )
+        with ExitStack() as stack:
+            executor = stack.enter_context(closing(open_executor(config, run_dir)))
+            keys: KeyService | None = None
+            if config.executor == "local" and uses_key_command(plan.setups):
+                from batch_trajectories.runs.supervisor.key_service import KeyService
+
+                keys = stack.enter_context(closing(KeyService(plan.setups)))
+            batches: BatchService | None = None
+            if config.batch_api:
+                from batch_trajectories.runs.batch_api.service import BatchService
+
+                batches = BatchService(config, plan.setups, run_dir, state.settled)
+                stack.callback(batches.close)
             start = Start(
                 run_dir=run_dir,
                 config=config,
@@ -252,13 +263,17 @@ def _state_of(
     inflight.read(settled=settled)
     _remove_workspaces(run_dir, settled)
     remove_leftover_containers(plan.config)
-    # Freed first: after a crash between the two the amount stays granted; it is never freed twice.
-    if freed := free_unsent(run_dir.path, run_dir.quarantine):
-        budget_log.append("returned", sum(freed, Cost()))
     spent = Cost()
     held: dict[bytes, dict[str, list[Any]]] = {}
+    if has_batches(run_dir.path):
+        from batch_trajectories.runs.batch_api.batch_log import free_unsent, held_in
+
+        # Freed first: after a crash between the two the amount stays granted, never freed twice.
+        if freed := free_unsent(run_dir.path, run_dir.quarantine):
+            budget_log.append("returned", sum(freed, Cost()))
+        if budget_of(plan.config) is not None:
+            held = held_in(run_dir.path, settled)
     if budget_of(plan.config) is not None:
-        held = held_in(run_dir.path, settled)
         amounts = [Cost(*most) for of_task in held.values() for most in of_task.values()]
         entries = (entry for _, entry in found.records())
         spent = spent_before(entries, inflight, budget_log, held=amounts)

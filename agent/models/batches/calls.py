@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agent.models.batches.base import Batches
-from agent.models.dialects import registry as dialects
+from agent.models.dialects.registry import dialect_of, read_asked
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.providers import NO_KEY, provider_at
 from agent.models.resolve import SCRIPTED
@@ -41,9 +41,9 @@ def open_batches(settings: ModelSettings, *, api_key: str) -> Batches:
 
 def body_of(request: Request, settings: ModelSettings) -> bytes:
     """The body that a live call would send, in one piece."""
-    return exact_json.dumps(dialects.DIALECTS[settings.api].body(settings, request))
+    return exact_json.dumps(dialect_of(settings.api).body(settings, request))
 
 
 def read_reply(body: bytes, settings: ModelSettings) -> Completion:
     """The reply in the body of an item's result, without its price. Raises `ModelError`."""
-    return dialects.read_asked(settings, body)
+    return read_asked(settings, body)

@@ -16,7 +16,7 @@ import orjson
 
 from agent.models.batches.base import BatchState, ItemResult, LostBatch
 from agent.models.batches.sdk_connection import SdkConnection, id_of
-from agent.models.dialects.registry import DIALECTS
+from agent.models.dialects.registry import dialect_of
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.parsing import load_object, object_of
@@ -46,7 +46,7 @@ class OpenAIBatches:
     def __init__(self, settings: ModelSettings, api_key: str) -> None:
         from openai import AsyncOpenAI
 
-        self._path: Any = "/v1" + DIALECTS[settings.api].path
+        self._path: Any = "/v1" + dialect_of(settings.api).path
         self._connection = SdkConnection(settings, api_key, AsyncOpenAI)
         self._client: AsyncOpenAI = self._connection.client
 

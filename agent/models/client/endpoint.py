@@ -9,7 +9,7 @@ from agent.models.client.key_command import RenewableKey
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.transport import Transport
 from agent.models.client.unsupported_options import UnsupportedOptions
-from agent.models.dialects.registry import RELAYED, read_asked
+from agent.models.dialects.registry import dialect_of, read_asked
 from agent.models.model import Completion, ModelSettings, Request
 
 
@@ -17,7 +17,7 @@ class EndpointModel:
     """Asks one model of one endpoint, in the dialect of its settings."""
 
     def __init__(self, settings: ModelSettings, api_key: str | RenewableKey) -> None:
-        self._dialect = RELAYED[settings.api]
+        self._dialect = dialect_of(settings.api)
         self._refusals = UnsupportedOptions(settings)
         self._transport = Transport(settings, api_key)
 

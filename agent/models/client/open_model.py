@@ -8,7 +8,14 @@ from agent.models.admission import CallAdmission
 from agent.models.client.endpoint import EndpointModel
 from agent.models.client.key_command import RenewableKey
 from agent.models.client.retrying import Retry, RetryingModel
+from agent.models.dialects.registry import RELAYED, dialect_of
 from agent.models.model import ModelSettings
+
+
+def load_client(settings: ModelSettings) -> None:
+    """Import what `open_model` and its calls need, so that processes that are forked share it."""
+    if settings.api in RELAYED:
+        dialect_of(settings.api)
 
 
 def open_model(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from agent.models.admission import CallAdmission
-from agent.models.client.key_command import RenewableKey
-from agent.models.client.open_model import open_model
-from agent.models.client.retrying import Retry, RetryingModel
 from agent.models.model import ModelSettings
 
-KeyOf = Callable[[ModelSettings], str | RenewableKey]
-OnRetry = Callable[[ModelSettings, Retry], None]
+if TYPE_CHECKING:
+    from agent.models.client.key_command import RenewableKey
+    from agent.models.client.retrying import Retry, RetryingModel
+
+    KeyOf = Callable[[ModelSettings], str | RenewableKey]
+    OnRetry = Callable[[ModelSettings, Retry], None]
 
 
 class ModelPool:
@@ -36,6 +38,8 @@ class ModelPool:
     def get(self, settings: ModelSettings) -> RetryingModel:
         """The model of some settings, ready to be asked."""
         if (model := self._open.get(settings)) is None:
+            from agent.models.client.open_model import open_model  # the client and a dialect
+
             model = self._open[settings] = open_model(
                 settings,
                 api_key=self._key_of(settings),

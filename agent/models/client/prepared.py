@@ -12,7 +12,7 @@ from yarl import URL
 
 from agent.models.client.key_command import RenewableKey, key_of_command
 from agent.models.connection import Connection
-from agent.models.dialects.registry import RELAYED
+from agent.models.dialects.registry import dialect_of
 from agent.models.errors import ModelError
 from agent.models.keys import Key
 from agent.models.model import ModelSettings
@@ -64,7 +64,7 @@ def fixed_headers(settings: ModelSettings, api_key: str) -> dict[str, str]:
     """The headers of every request of a model that is asked with this key."""
     connection = settings.connection
     headers = {"Accept": "application/json", "Content-Type": "application/json"}
-    headers |= RELAYED[settings.api].headers(settings, api_key)
+    headers |= dialect_of(settings.api).headers(settings, api_key)
     if connection.headers_env and api_key == PLACEHOLDER:
         headers = {name: headers[name] for name in headers if name.lower() not in _CREDENTIALS}
     for name, value in {**connection.headers, **connection.secret_headers()}.items():

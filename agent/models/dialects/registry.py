@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from agent.messages import Message, Usage
-from agent.models.dialects import anthropic_messages, gemini, openai_chat, openai_responses
-from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
 from agent.models.dialects.assembly import Assembly
-from agent.models.dialects.gemini_stream import GeminiAssembly
-from agent.models.dialects.openai_chat_stream import ChatAssembly
-from agent.models.dialects.openai_responses_stream import ResponsesAssembly
-from agent.models.dialects.token_ids import with_tokens
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import load_object, text_or_none
@@ -36,46 +31,66 @@ class Dialect(NamedTuple):
     """Puts a streamed reply together, and passes its parts to the handler."""
 
 
-DIALECTS: Mapping[str, Dialect] = {
-    openai_chat.API: Dialect(
-        "/chat/completions",
-        openai_chat.headers_of,
-        openai_chat.request_body,
-        openai_chat.read_reply,
-        openai_chat.usage_in,
-        ChatAssembly,
-    ),
-    openai_responses.API: Dialect(
-        "/responses",
-        openai_chat.headers_of,
-        openai_responses.request_body,
-        openai_responses.read_reply,
-        openai_responses.usage_in,
-        ResponsesAssembly,
-    ),
-    anthropic_messages.API: Dialect(
-        "/v1/messages",
-        anthropic_messages.headers_of,
-        anthropic_messages.request_body,
-        anthropic_messages.read_reply,
-        anthropic_messages.usage_in,
-        MessagesAssembly,
-    ),
-}
-"""The dialects by `ModelSettings.api`."""
+DIALECTS = ("openai_chat", "openai_responses", "anthropic_messages")
+"""Those that our own requests are sent in, as `ModelSettings.api` names them."""
 
-RELAYED: Mapping[str, Dialect] = {
-    **DIALECTS,
-    gemini.API: Dialect(
-        gemini.PATH,
-        gemini.headers_of,
-        gemini.request_body,
-        gemini.read_reply,
-        gemini.usage_in,
-        GeminiAssembly,
-    ),
-}
+RELAYED = (*DIALECTS, "gemini")
 """Those, and the ones in which only requests of agents can be sent."""
+
+
+@cache
+def dialect_of(api: str) -> Dialect:
+    """The dialect that `ModelSettings.api` names; it is imported by the first call."""
+    match api:
+        case "openai_chat":
+            from agent.models.dialects import openai_chat
+            from agent.models.dialects.openai_chat_stream import ChatAssembly
+
+            return Dialect(
+                "/chat/completions",
+                openai_chat.headers_of,
+                openai_chat.request_body,
+                openai_chat.read_reply,
+                openai_chat.usage_in,
+                ChatAssembly,
+            )
+        case "openai_responses":
+            from agent.models.dialects import openai_chat, openai_responses
+            from agent.models.dialects.openai_responses_stream import ResponsesAssembly
+
+            return Dialect(
+                "/responses",
+                openai_chat.headers_of,
+                openai_responses.request_body,
+                openai_responses.read_reply,
+                openai_responses.usage_in,
+                ResponsesAssembly,
+            )
+        case "anthropic_messages":
+            from agent.models.dialects import anthropic_messages
+            from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
+
+            return Dialect(
+                "/v1/messages",
+                anthropic_messages.headers_of,
+                anthropic_messages.request_body,
+                anthropic_messages.read_reply,
+                anthropic_messages.usage_in,
+                MessagesAssembly,
+            )
+        case "gemini":
+            from agent.models.dialects import gemini
+            from agent.models.dialects.gemini_stream import GeminiAssembly
+
+            return Dialect(
+                gemini.PATH,
+                gemini.headers_of,
+                gemini.request_body,
+                gemini.read_reply,
+                gemini.usage_in,
+                GeminiAssembly,
+            )
+    raise ValueError(f"no such API: {api!r}")
 
 
 def read_asked(
@@ -83,7 +98,11 @@ def read_asked(
 ) -> Completion:
     """The reply to a request of ours; see `read_reply`. `asked` is its body, if that is at hand."""
     completion = read_reply(settings.api, body)
-    return with_tokens(completion, settings, asked) if settings.token_ids else completion
+    if not settings.token_ids:
+        return completion
+    from agent.models.dialects.token_ids import with_tokens
+
+    return with_tokens(completion, settings, asked)
 
 
 def read_reply(api: str, body: bytes) -> Completion:
@@ -91,7 +110,7 @@ def read_reply(api: str, body: bytes) -> Completion:
 
     Raises `ModelError`, which has what was charged for the reply where the body says that.
     """
-    dialect = RELAYED[api]
+    dialect = dialect_of(api)
     try:
         return dialect.read(body)
     except ModelError as error:
@@ -108,11 +127,13 @@ def _paid(dialect: Dialect, body: bytes) -> Completion | None:
     usage = dialect.usage(reply)
     if usage is None or not (usage["input_tokens"] or usage["output_tokens"]):
         return None
+    from agent.models.dialects.openai_chat import reported_cost
+
     return Completion(
         message=Message(role="assistant", content=""),
         finish_reason="stop",
         usage=usage,
         model=text_or_none(reply.get("model") or reply.get("modelVersion")),
         response_id=text_or_none(reply.get("id") or reply.get("responseId")),
-        cost_usd=openai_chat.reported_cost(reply),
+        cost_usd=reported_cost(reply),
     )

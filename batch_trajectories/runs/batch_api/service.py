@@ -1,7 +1,7 @@
 """The supervisor's interface to the Batch API: it passes on calls, and gets messages and problems.
 
 The work is done by a `BatchCollector` in a thread with an event loop of its own, so assigning and
-recording never wait for it. If a run does not use the Batch API, nothing here has an effect.
+recording never wait for it. A run has one only if it uses the Batch API.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Container
-from typing import Concatenate, ParamSpec
+from collections.abc import Callable, Container, Mapping
+from typing import Any, Concatenate, ParamSpec
 
 from agent.models.batches.calls import open_batches
 from agent.models.resolve import read_key
@@ -20,7 +20,9 @@ from batch_trajectories.runs.batch_api.collector import BatchCollector, Collecto
 from batch_trajectories.runs.batch_api.delivery import BatchDelivery
 from batch_trajectories.runs.config.models import Setups, called_models
 from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.executors.base import WorkerHandle
 from batch_trajectories.runs.protocol.batch_calls import name_of
+from batch_trajectories.runs.protocol.messages import pack
 from batch_trajectories.runs.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -40,14 +42,11 @@ class BatchService:
         """`settled` are the tasks that need no more work. Raises `StorageError`."""
         self._config = config
         self._setups = setups
-        self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Messages for the user."""
         self.problem: str | None = None
         """Why the run has to stop."""
         self._collector: BatchCollector | None = None
-        self._thread: threading.Thread | None = None
-        if not config.batch_api:
-            return
         batch_log = BatchLog(run_dir.path, run_dir.quarantine)
         jobs = batch_log.load(settled)
         self._ready = threading.Event()
@@ -57,11 +56,38 @@ class BatchService:
         self._thread.start()
         self._ready.wait()
 
-    def do(
+    def ask(self, worker: WorkerHandle, header: Mapping[str, Any], payload: bytes) -> None:
+        """A worker's call, to be made in a batch; it gets the answer."""
+
+        def answer(id: str, how: str, reply: bytes) -> None:
+            worker.send(pack("answer", reply, id=id, how=how))
+
+        self._do(BatchCollector.ask, header["id"], header["model"], payload, answer, header["most"])
+
+    def leave(self, task: bytes) -> None:
+        """See `BatchCollector`."""
+        self._do(BatchCollector.leave, task)
+
+    def forget(self, task: bytes) -> None:
+        """See `BatchCollector`."""
+        self._do(BatchCollector.forget, task)
+
+    def tick(self, held: int | None, *, ended_share: float, say: Callable[[str], object]) -> None:
+        """See `BatchCollector`; `ended_share` is that of the tasks, `say` gets the messages."""
+        while not self._news.empty():
+            say(self._news.get())
+        is_tail = ended_share >= self._config.batch_live_share
+        self._do(BatchCollector.tick, held, is_tail=is_tail)
+
+    def stop(self) -> None:
+        """See `BatchCollector`."""
+        self._do(BatchCollector.stop)
+
+    def _do(
         self, act: Callable[Concatenate[BatchCollector, P], object], *args: P.args, **more: P.kwargs
     ) -> None:
         """Call a method of `BatchCollector` in the thread; if it raises, the run stops."""
-        if self._thread is None or self._collector is None:
+        if self._collector is None:
             return
 
         def guarded(collector: BatchCollector) -> None:
@@ -80,10 +106,8 @@ class BatchService:
 
     def close(self) -> None:
         """End the thread; batches continue at the provider."""
-        if self._thread is not None:
-            self._loop.call_soon_threadsafe(self._end.set)
-            self._thread.join()
-            self._thread = None
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
 
     async def _serve(self, batch_log: BatchLog, jobs: list[BatchJob]) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
@@ -99,7 +123,7 @@ class BatchService:
                         open_batches(settings, api_key=read_key(settings)),
                         known=[job.batch for job in jobs],
                         patience_s=config.call_timeout_s,
-                        say=self.news.put,
+                        say=self._news.put,
                     )
                     for settings in called_models(self._setups)
                 },

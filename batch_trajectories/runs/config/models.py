@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from agent.command_agent import CommandAgent
-from agent.models.batches.calls import has_batches
 from agent.models.model import ModelSettings
 from agent.models.providers import Api, holds_at, provider_at
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_model, resolve_sibling
@@ -41,6 +40,11 @@ def called_models(setups: Setups) -> list[ModelSettings]:
     """All models that may be called at an endpoint, without duplicates."""
     every = [settings for setup in setups.values() for settings in setup.models()]
     return list(dict.fromkeys(settings for settings in every if settings.api != SCRIPTED))
+
+
+def uses_key_command(setups: Setups) -> bool:
+    """Whether a command prints the key of a model."""
+    return any(settings.connection.key_command for settings in called_models(setups))
 
 
 def unpriced(setups: Setups) -> str | None:
@@ -204,6 +208,8 @@ def _check_budget(config: RunConfig, setups: Setups) -> None:
 def _check_batches(config: RunConfig, setups: Setups) -> None:
     if not config.batch_api:
         return
+    from agent.models.batches.calls import has_batches
+
     models = called_models(setups)
     if without := [model.reference for model in models if not has_batches(model)]:
         raise ValueError(

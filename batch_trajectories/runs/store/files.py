@@ -32,6 +32,11 @@ _OF_WORKERS = ("inflight", "workspaces")
 _DIRECTORIES = (*_OF_WORKERS, "batches", "exports", "exports/dataset", "quarantine")
 
 
+def has_batches(run_dir: Path) -> bool:
+    """Whether a start of this run has used the Batch API; see `runs.batch_api.batch_log`."""
+    return (run_dir / "batches.jsonl").exists()
+
+
 class StorageError(EnvironmentStop):
     """The disk refused a write: it is full, over quota, failing or gone."""
 

@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 class KeyService:
-    """The keys of one start. Without a `key_command` it does nothing."""
+    """The keys of one start."""
 
-    def __init__(self, setups: Setups, *, is_local: bool) -> None:
+    def __init__(self, setups: Setups) -> None:
         """Run each command once. Raises `EnvironmentStop` where one gives no key."""
         connections = {one.connection.command_id: one.connection for one in called_models(setups)}
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class KeyService:
         self._commands = {
             id: _Command(id, key_of_command(connection), self._broadcast)
             for id, connection in connections.items()
-            if id and is_local
+            if id
         }
         for command in self._commands.values():
             command.begin()

@@ -14,14 +14,11 @@ import queue
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent.loop.steps import Finish
 from agent.models.model import url_of
 from batch_trajectories.runs.amounts import Cost
-from batch_trajectories.runs.batch_api.collector import BatchCollector
-from batch_trajectories.runs.batch_api.service import BatchService
 from batch_trajectories.runs.config.models import Setups, limits_of
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sampling import setup_of_task
@@ -39,7 +36,6 @@ from batch_trajectories.runs.store.records import RecordFile
 from batch_trajectories.runs.store.settled import WORKER_DIED
 from batch_trajectories.runs.supervisor.budget import BudgetLog, RunBudget
 from batch_trajectories.runs.supervisor.damaged import shortened
-from batch_trajectories.runs.supervisor.key_service import KeyService
 from batch_trajectories.runs.supervisor.limits import RunLimits
 from batch_trajectories.runs.supervisor.outages import Outages
 from batch_trajectories.runs.supervisor.progress import Progress
@@ -48,6 +44,10 @@ from batch_trajectories.runs.supervisor.task_queue import TaskQueue
 from batch_trajectories.runs.supervisor.worker_pool import KILL_AFTER_GRACE_S, WorkerPool
 from batch_trajectories.runs.tasks import Task
 from toolsets.text import plural
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.batch_api.service import BatchService
+    from batch_trajectories.runs.supervisor.key_service import KeyService
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class Start:
     held: dict[bytes, dict[str, list[Any]]]
     """Amounts of that reserved for calls in batches, by task and call."""
     budget_log: BudgetLog
-    batches: BatchService
-    keys: KeyService
+    batches: BatchService | None
+    keys: KeyService | None
     refusals: Refusals
 
 
@@ -101,6 +101,7 @@ class Supervisor:
         self._pool = WorkerPool(start.executor, start.config, first_number=first_number)
         self._failed_starts = 0
         self._outages = Outages(start.setup.proven, say=start.progress.say)
+        self._batches = start.batches
         self._signals = 0
         self._stop_reason: str | None = None
         self.is_out_of_budget = False
@@ -131,12 +132,11 @@ class Supervisor:
             self._shut_down_workers()
         finally:
             self._pool.kill()
-            self._start.batches.close()
         return self._stop_reason
 
     def _describe(self) -> str:
-        parts = (self._outages, self._start.batches, self.limits, self.budget)
-        return ", ".join(filter(None, (part.describe() for part in parts)))
+        parts = (self._outages, self._batches, self.limits, self.budget)
+        return ", ".join(filter(None, (part.describe() for part in parts if part is not None)))
 
     def _is_over(self) -> bool:
         if self._pool.held or (self._start.refusals.are_open and self._stop_reason is None):
@@ -185,7 +185,8 @@ class Supervisor:
     def _forget(self, key: bytes) -> None:
         """Drop the journal and the batch calls of a task whose record is durable."""
         self._start.inflight.finish(key)
-        self._start.batches.do(BatchCollector.forget, key)
+        if self._batches is not None:
+            self._batches.forget(key)
 
     def _handle(self, worker: WorkerHandle | None, message: bytes | None) -> None:
         now = due = time.monotonic()
@@ -208,7 +209,8 @@ class Supervisor:
         match header["type"]:
             case "ready":
                 worker.ready = True
-                self._start.keys.attach(worker)
+                if self._start.keys is not None:
+                    self._start.keys.attach(worker)
                 self._failed_starts = 0
             case "alive":
                 self._progress.add(header["counters"])
@@ -238,10 +240,8 @@ class Supervisor:
             case "released":
                 self._release(worker, bytes.fromhex(header["key"]))
             case "ask":
-                answer, most = partial(_answer, worker), header["most"]
-                self._start.batches.do(
-                    BatchCollector.ask, header["id"], header["model"], payload, answer, most
-                )
+                assert self._batches is not None
+                self._batches.ask(worker, header, payload)
             case "load":
                 self.limits.on_load(worker, header["endpoint"], header["load"])
                 if header["load"]["replies"]:
@@ -252,6 +252,7 @@ class Supervisor:
                     header["endpoint"], header["retry_after_s"], header["sent_at"]
                 )
             case "key_rejected":
+                assert self._start.keys is not None
                 self._start.keys.on_rejected(header["command"], header["number"])
             case "budget":
                 self.budget.on_worker_budget(worker, header["report"])
@@ -267,7 +268,8 @@ class Supervisor:
     def _release(self, worker: WorkerHandle, key: bytes) -> None:
         worker.held.pop(key, None)
         worker.isolated = False
-        self._start.batches.do(BatchCollector.leave, key)
+        if self._batches is not None:
+            self._batches.leave(key)
 
     def _settle_refusals(self) -> None:
         refusals = self._start.refusals
@@ -285,13 +287,13 @@ class Supervisor:
             self._stop(reason)
 
     def _serve_batches(self) -> None:
-        while not self._start.batches.news.empty():
-            self._progress.say(self._start.batches.news.get())
-        if self._start.batches.problem is not None:
-            self._stop(self._start.batches.problem)
+        if self._batches is None:
+            return
+        if self._batches.problem is not None:
+            self._stop(self._batches.problem)
         held = self._pool.held if self._pool.is_ready else None
-        is_tail = self._progress.ended_share >= self._start.config.batch_live_share
-        self._start.batches.do(BatchCollector.tick, held, is_tail=is_tail)
+        ended_share = self._progress.ended_share
+        self._batches.tick(held, ended_share=ended_share, say=self._progress.say)
 
     # Workers: starting, watching, replacing.
 
@@ -300,8 +302,9 @@ class Supervisor:
             return
         why = f": {worker.last_words}" if worker.last_words else ""
         log.warning("%s died holding %d tasks%s", worker.name, len(worker.held), why)
-        for key in worker.held:
-            self._start.batches.do(BatchCollector.leave, key)
+        if self._batches is not None:
+            for key in worker.held:
+                self._batches.leave(key)
         if self._stop_reason is not None:
             return
         if not worker.ready:
@@ -434,7 +437,8 @@ class Supervisor:
             return
         self._stop_reason = reason
         self._kill_at = time.monotonic() + grace_s + KILL_AFTER_GRACE_S
-        self._start.batches.do(BatchCollector.stop)
+        if self._batches is not None:
+            self._batches.stop()
         self._pool.broadcast(pack("stop", grace_s=grace_s))
 
     def _shut_down_workers(self) -> None:
@@ -444,7 +448,3 @@ class Supervisor:
             header, payload = unpack(message)
             if header["type"] in ("load", "budget"):
                 self._on_message(worker, header, payload)
-
-
-def _answer(worker: WorkerHandle, id: str, how: str, reply: bytes) -> None:
-    worker.send(pack("answer", reply, id=id, how=how))

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agent.models.client.key_command import RenewableKey
-from agent.models.client.pool import ModelPool, OnRetry
-from agent.models.client.retrying import RetryingModel
+from agent.models.client.pool import ModelPool
 from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Model, ModelSettings, url_of
 from agent.models.resolve import read_key
 from batch_trajectories.runs.amounts import Cost, EndpointLimits
 from batch_trajectories.runs.protocol.messages import Assignment
-from batch_trajectories.runs.worker.batch_api_model import BatchApiClient, BatchApiModel, items_in
 from batch_trajectories.runs.worker.budget_share import WorkerBudget
 from batch_trajectories.runs.worker.call_limiter import CallLimiter, Load
-from batch_trajectories.runs.worker.parent_keys import ParentKeys
+
+if TYPE_CHECKING:
+    from agent.models.client.key_command import RenewableKey
+    from agent.models.client.pool import OnRetry
+    from batch_trajectories.runs.worker.batch_api_model import BatchApiClient
+    from batch_trajectories.runs.worker.parent_keys import ParentKeys
 
 _LOAD_EVERY_S = 0.1
 
@@ -60,7 +62,11 @@ class Calls:
             endpoint: self._limiter(endpoint, of_endpoint)
             for endpoint, of_endpoint in limits.items()
         }
-        self._batch_client = BatchApiClient(send) if by_batch else None
+        self._batch_client: BatchApiClient | None = None
+        if by_batch:
+            from batch_trajectories.runs.worker.batch_api_model import BatchApiClient
+
+            self._batch_client = BatchApiClient(send)
         self._loads = dict.fromkeys(limits, Load())
         self.pool = ModelPool(
             key_of=self._key_of,
@@ -112,6 +118,9 @@ class Calls:
         """Wraps the models of a task in a `BatchApiModel`, except scripted ones."""
         if (client := self._batch_client) is None:
             return lambda model: model
+        from agent.models.client.retrying import RetryingModel
+        from batch_trajectories.runs.worker.batch_api_model import BatchApiModel, items_in
+
         used = items_in(assignment["events"])
         held = {id: Cost(*most) for id, most in assignment["held"].items()}
 

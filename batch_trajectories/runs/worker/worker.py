@@ -18,11 +18,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agent.models.client.retrying import Retry
 from agent.models.model import ModelSettings
-from batch_trajectories.runs.config.models import set_up_models
+from batch_trajectories.runs.config.models import set_up_models, uses_key_command
 from batch_trajectories.runs.config.toolsets import catalog_of
 from batch_trajectories.runs.process.child_watcher import use_pidfd_watcher
 from batch_trajectories.runs.process.startup import (
@@ -40,14 +39,16 @@ from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.journal_writer import JournalWriter
 from batch_trajectories.runs.tasks import Task
 from batch_trajectories.runs.worker.calls import Calls
-from batch_trajectories.runs.worker.parent_keys import ParentKeys
-from batch_trajectories.runs.worker.remote_journal import RemoteJournal
 from batch_trajectories.runs.worker.task_runner import TaskRunner
 from batch_trajectories.runs.worker.workspaces import Workspaces
 from toolsets.browser.process import Browsers
 from toolsets.errors import machine_failure
 from toolsets.mcp.servers import McpServers
 from toolsets.sandbox.factory import FORK_SERVERS, sandbox_problem
+
+if TYPE_CHECKING:
+    from agent.models.client.retrying import Retry
+    from batch_trajectories.runs.worker.remote_journal import RemoteJournal
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +136,11 @@ class Worker:
         )
         sender.start()
         self._journal = self._open_journal()
+        keys: ParentKeys | None = None
+        if self._config.executor == "local" and uses_key_command(self._setups):
+            from batch_trajectories.runs.worker.parent_keys import ParentKeys
+
+            keys = ParentKeys(self.send)
         self._calls = Calls(
             self._setup.limits,
             self._setup.budget,
@@ -142,7 +148,7 @@ class Worker:
             workers=self._config.num_workers,
             proven=self._setup.proven,
             by_batch=self._config.batch_api,
-            keys=ParentKeys(self.send) if self._config.executor == "local" else None,
+            keys=keys,
             clock_offset_s=self._setup.clock_offset_s,
             send=self.send,
             on_retry=self._on_retry,
@@ -189,6 +195,8 @@ class Worker:
 
     def _open_journal(self) -> RemoteJournal | JournalWriter:
         if self._setup.is_remote:
+            from batch_trajectories.runs.worker.remote_journal import RemoteJournal
+
             return RemoteJournal(self._outbox.put, place=self._setup.place)
         return JournalWriter(
             self._setup.run_dir / "inflight",

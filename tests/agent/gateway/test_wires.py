@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
 from agent.gateway.wire_base import Wire
 from agent.gateway.wires import WIRES
-from agent.models.dialects.registry import RELAYED, read_reply
+from agent.models.dialects.registry import dialect_of, read_reply
 from agent.stream_events import ignored
 from tests.agent.gateway.talking import PATHS, TALKS, Said, Talk, api_of, path_for
 from toolsets import exact_json
@@ -33,7 +33,7 @@ def key_of(talk: Talk, volatile: Volatile = NOTHING_VOLATILE) -> str:
 
 def assembled(wire: Wire, events: list[bytes]) -> JSON:
     """The body that a stream's events make up, parsed as clients parse them."""
-    assembly = RELAYED[wire.api].assembly(ignored)
+    assembly = dialect_of(wire.api).assembly(ignored)
     for event in events:
         assert event.endswith(b"\n\n")
         data = [line for line in event.decode().split("\n") if line.startswith("data: ")]

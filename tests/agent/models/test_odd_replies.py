@@ -10,7 +10,7 @@ import pytest
 
 from agent.gateway.wires import WIRES
 from agent.messages import Message
-from agent.models.dialects.registry import RELAYED, read_asked, read_reply
+from agent.models.dialects.registry import dialect_of, read_asked, read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings
 from agent.models.parsing import error_behind_200, load_object, refusal_of
@@ -191,7 +191,7 @@ def test_any_value_in_a_stream_is_read_or_malformed(api: str) -> None:
     kinds = [(event.get("type"), sorted(event)) for event in events]
     for n, event in enumerate(events):
         for odd in spoilt(event) if kinds.index(kinds[n]) == n else ():
-            assembly = RELAYED[api].assembly(ignored)
+            assembly = dialect_of(api).assembly(ignored)
             assert wire.last_event(json.dumps(odd)) in (True, False)
             for part in (*events[:n], odd, *events[n + 1 :]):
                 if isinstance(part, dict) and not part.get("error"):

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from agent.messages import Message
 from agent.models.batches.calls import open_batches
 from agent.models.client.endpoint import EndpointModel
-from agent.models.dialects.registry import DIALECTS
+from agent.models.dialects.registry import DIALECTS, dialect_of
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from agent.models.parsing import error_behind_200, refusal_of
@@ -186,7 +186,7 @@ def test_a_body_has_the_type_that_the_client_declares(
     on_delta = (lambda event: None) if is_streamed else None
     for tool_choice in ("auto", "none"):
         request = Request(CONVERSATION, TOOLS, tool_choice=tool_choice, on_delta=on_delta)
-        body = DIALECTS[dialect].body(settings, request)
+        body = dialect_of(dialect).body(settings, request)
         check_same(adapter.validate_python(body), body)
         with pytest.raises(ValidationError):
             adapter.validate_python({**body, "model": None})
