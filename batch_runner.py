@@ -15,18 +15,18 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if __name__ == "__main__":
-    from batch_trajectories.runs.process.requirements import check_requirements
+    from batch_trajectories.basics.requirements import check_requirements
 
     check_requirements("batch_runner.py")
 
 import click
 
 import batch_trajectories
+from batch_trajectories.basics.console import open_missing_streams
+from batch_trajectories.basics.errors import SIGNALLED
+from batch_trajectories.basics.first_process import leave_first_place
 from batch_trajectories.cli.command_line import EXAMPLES, Commands
 from batch_trajectories.cli.exit_codes import fail
-from batch_trajectories.runs.errors import SIGNALLED
-from batch_trajectories.runs.process.console import open_missing_streams
-from batch_trajectories.runs.process.first_process import leave_first_place
 
 if TYPE_CHECKING:
     from batch_trajectories import RunConfig, RunEnd, StoredRun, open_run, run

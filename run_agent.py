@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 if __name__ == "__main__":
-    from batch_trajectories.runs.process.requirements import check_requirements
+    from batch_trajectories.basics.requirements import check_requirements
 
     check_requirements("run_agent.py")
 
@@ -26,22 +26,24 @@ import click
 from pydantic import TypeAdapter, ValidationError
 
 from agent.loop.tools import Approve
-from agent.messages import Event, Message
+from agent.messages.message import Event, Message
 from agent.models.model import ModelSettings
 from agent.models.providers import Api
 from agent.models.resolve import read_key, resolve_model
 from agent.models.scripted import parse_script
+from agent.models.stream_events import StreamHandler
 from agent.options import AgentOptions
 from agent.session import AgentSession, AgentSetup, run_here
 from agent.setup import set_up
-from agent.stream_events import StreamHandler
+from batch_trajectories.basics.first_process import leave_first_place
+from batch_trajectories.basics.text import join_commas
+from batch_trajectories.basics.validation import UNKNOWN_KEY, mistakes_in
 from batch_trajectories.export.conversation.ending import plain_ending
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.validity import Reason, Rejected, check_finished
 from batch_trajectories.export.formats.hermes import to_conversations
 from batch_trajectories.runs.config.endpoints import check_url
 from batch_trajectories.runs.config.option_types import local_path
-from batch_trajectories.runs.process.first_process import leave_first_place
 from batch_trajectories.runs.store.files import AppendFile, StorageError
 from batch_trajectories.runs.store.record_types import stored_messages
 from toolsets.browser.process import Browsers
@@ -51,8 +53,6 @@ from toolsets.mcp.mcp_settings import McpError, McpServer, ServerName
 from toolsets.mcp.servers import McpServers, list_servers
 from toolsets.net.web_settings import WebSettings
 from toolsets.sandbox.factory import SandboxError, sandbox_problem
-from toolsets.text import join_commas
-from toolsets.validation import UNKNOWN_KEY, mistakes_in
 
 log = logging.getLogger("run_agent")
 

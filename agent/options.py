@@ -18,10 +18,10 @@ from pydantic import (
     model_validator,
 )
 
-from agent.messages import STAGES
+from agent.messages.message import STAGES
 from agent.state.final_answer import RESERVED
-from toolsets import exact_json
-from toolsets.validation import did_you_mean, mistakes_in
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.validation import did_you_mean, mistakes_in
 
 MAX_COUNT = 10**9
 

@@ -19,7 +19,7 @@ from agent.loop.simulated_user import (
 from agent.loop.steps import Finish
 from agent.loop.subagents import SubagentTool
 from agent.loop.tools import AgentTools
-from agent.messages import (
+from agent.messages.message import (
     PREPARATION,
     SIMULATED_USER,
     USER_TURN,
@@ -30,10 +30,10 @@ from agent.messages import (
     user_key,
 )
 from agent.models.model import Model
+from agent.models.stream_events import StreamHandler, guarded
 from agent.options import AgentOptions, Subagent, inherited_from
 from agent.setup import Home
 from agent.state.trajectory import Journal, Trajectory
-from agent.stream_events import StreamHandler, guarded
 from agent.views import preparation, summary
 from agent.views.react import ReActModel
 from agent.views.views import compacted_from, with_views

@@ -18,12 +18,13 @@ from agent.loop.opening import with_turn_limit
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.loop.tools import check_names
-from agent.messages import Event, Message
+from agent.messages.message import Event, Message
 from agent.models.client.pool import ModelPool
 from agent.models.client.retrying import Retry
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.scripted import ScriptedTurn
+from agent.models.stream_events import StreamHandler
 from agent.options import AgentOptions
 from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, key_for, replies_played, schemas_for
@@ -31,7 +32,6 @@ from agent.state.events import note_event
 from agent.state.history import completed_history
 from agent.state.trajectory import Journal, Trajectory
 from agent.state.transcript import Transcript
-from agent.stream_events import StreamHandler
 from toolsets.browser.process import Browsers
 from toolsets.context import ToolContext
 from toolsets.mcp.servers import McpServers

@@ -10,7 +10,7 @@ from typing import Any
 
 from agent.loop.subagents import schema_of
 from agent.loop.tools import Approve, check_names, offered
-from agent.messages import SIMULATED_USER, USER_TURN, is_cost_only, user_key
+from agent.messages.message import SIMULATED_USER, USER_TURN, is_cost_only, user_key
 from agent.models.client.pool import ModelPool
 from agent.models.model import Model, ModelSettings
 from agent.models.prices import is_known

@@ -7,6 +7,7 @@ cli/     the commands of batch_runner.py
 export/  records -> training files
 report/  records -> pages and words for people
 runs/    one run: dataset, config, stored records, parent and workers
+basics/  what all of them use, and agent and toolsets
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from batch_trajectories.api.start import RunEnd, run
     from batch_trajectories.api.stored_run import StoredRun, open_run
+    from batch_trajectories.basics.errors import RunError, RunLocked
     from batch_trajectories.runs.config.run_config import RunConfig
-    from batch_trajectories.runs.errors import RunError, RunLocked
     from run_agent import AIAgent
 
 __all__ = [
@@ -36,8 +37,8 @@ _PLACES = {
     "AIAgent": "run_agent",
     "RunConfig": "batch_trajectories.runs.config.run_config",
     "RunEnd": "batch_trajectories.api.start",
-    "RunError": "batch_trajectories.runs.errors",
-    "RunLocked": "batch_trajectories.runs.errors",
+    "RunError": "batch_trajectories.basics.errors",
+    "RunLocked": "batch_trajectories.basics.errors",
     "StoredRun": "batch_trajectories.api.stored_run",
     "open_run": "batch_trajectories.api.stored_run",
     "run": "batch_trajectories.api.start",

@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.client.open_model import open_model
 from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
 from agent.models.model import ModelSettings, Request

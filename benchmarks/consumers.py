@@ -33,7 +33,7 @@ from batch_trajectories.export.dataset.rendering import load_template
 from batch_trajectories.export.recipe import FormatName, Recipe
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import scan
-from batch_trajectories.runs.run_dir import read_run_json
+from batch_trajectories.runs.directory.run_dir import read_run_json
 from benchmarks.consuming.rows import rows
 
 ROOT = Path(__file__).resolve().parents[1]

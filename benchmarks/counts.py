@@ -28,7 +28,7 @@ from pathlib import Path
 import orjson
 
 from agent.loop.rules import ConversationSpec
-from agent.messages import Event, Message
+from agent.messages.message import Event, Message
 from agent.models.client.pool import ModelPool
 from agent.models.model import ModelSettings
 from agent.models.resolve import read_key
@@ -37,11 +37,11 @@ from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, set_up
 from agent.state.trajectory import Trajectory
 from batch_trajectories.runs.protocol.messages import pack
-from batch_trajectories.runs.record import Provenance, as_stored, make_record
+from batch_trajectories.runs.protocol.record import Provenance, as_stored, make_record
 from batch_trajectories.runs.store.files import AppendFile
 from batch_trajectories.runs.store.index import index_fields
 from batch_trajectories.runs.store.journal_writer import JournalWriter
-from batch_trajectories.runs.tasks import Task
+from batch_trajectories.runs.store.tasks import Task
 from benchmarks.engines import SYSTEM
 from benchmarks.export_speed import SIZES, make_run
 from benchmarks.throughput import ROOT, Work, runner

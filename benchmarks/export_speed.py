@@ -32,8 +32,8 @@ import orjson
 
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, scan, tasks
-from batch_trajectories.runs.record import as_stored
-from batch_trajectories.runs.run_dir import read_run_json
+from batch_trajectories.runs.directory.run_dir import read_run_json
+from batch_trajectories.runs.protocol.record import as_stored
 from batch_trajectories.runs.store.checksum import read_object
 from batch_trajectories.runs.store.index import MARK, RowMaker, index_fields
 from testing.fake_endpoint import FakeEndpoint

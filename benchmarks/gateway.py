@@ -31,14 +31,14 @@ from aiohttp import web
 
 from agent.gateway.relay import Relay, Route
 from agent.gateway.server import Gateway
-from agent.messages import Event, Message
+from agent.messages.message import Event, Message
 from agent.models.client.open_model import open_model
 from agent.models.client.retrying import RetryingModel
 from agent.models.model import ModelSettings, Request
+from agent.models.stream_events import ignored
 from agent.state.events import Clock, reply_event, result_event
 from agent.state.trajectory import Trajectory
-from agent.stream_events import ignored
-from batch_trajectories.runs.process.startup import collect_garbage_rarely
+from batch_trajectories.basics.startup import collect_garbage_rarely
 from batch_trajectories.runs.store.journal_writer import JournalWriter
 from testing.fake_dialects import CHAT, MESSAGES
 from testing.fake_script import JSON, Reply

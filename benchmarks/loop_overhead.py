@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.loop.rules import ConversationSpec
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.client.pool import ModelPool
 from agent.models.model import ModelSettings, Request
 from agent.models.resolve import read_key

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.runs.dataset.scan import tasks
 from batch_trajectories.runs.dataset.scan_cache import NAME, save_scan
-from batch_trajectories.runs.record import as_stored
+from batch_trajectories.runs.protocol.record import as_stored
 from batch_trajectories.runs.store.checksum import read_object
 from batch_trajectories.runs.store.records import RecordFile
 from testing.fake_endpoint import FakeEndpoint

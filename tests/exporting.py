@@ -12,7 +12,7 @@ from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.recipe import Recipe
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, scan, tasks
-from batch_trajectories.runs.tasks import SCHEMA_VERSION
+from batch_trajectories.runs.store.tasks import SCHEMA_VERSION
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.running import lines, write_rows
 from tests.stored import whole

@@ -15,16 +15,16 @@ from pydantic import Field
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.loop.tools import Approve
-from agent.messages import Event, Message, Usage
+from agent.messages.message import Event, Message, Usage
 from agent.models.client.pool import ModelPool
 from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.resolve import read_key
 from agent.models.scripted import ScriptedModel, parse_script
+from agent.models.stream_events import StreamEvent
 from agent.options import AgentOptions
 from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, replies_played, set_up
 from agent.state.trajectory import Trajectory
-from agent.stream_events import StreamEvent
 from toolsets.context import ToolContext
 from toolsets.sandbox.factory import Limits, make_sandbox
 from toolsets.tool import Tool, ToolResult, tool

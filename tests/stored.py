@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from agent.tokens import TokenTurn, token_turns
-from batch_trajectories.runs.record import as_stored
+from agent.messages.tokens import TokenTurn, token_turns
+from batch_trajectories.runs.protocol.record import as_stored
 from batch_trajectories.runs.store.record_types import Record, StoredTurn
-from batch_trajectories.runs.tasks import SCHEMA_VERSION
+from batch_trajectories.runs.store.tasks import SCHEMA_VERSION
 
 _CONVERSATION: dict[str, Any] = {
     **{"messages": [], "turns": [], "tool_calls": [], "notes": [], "discarded": [], "inner": []},

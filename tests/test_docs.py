@@ -130,7 +130,7 @@ def test_every_option_has_a_sentence_of_help() -> None:
 
 
 def test_the_readme_names_every_exit_code_of_the_errors() -> None:
-    from batch_trajectories.runs import errors
+    from batch_trajectories.basics import errors
 
     codes = {e.exit_code for e in vars(errors).values() if hasattr(e, "exit_code")}
     for code in codes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from toolsets.errors import ToolError
+from batch_trajectories.basics.errors import ToolError
 from toolsets.net.web_settings import WebSettings
 from toolsets.sandbox.base import Sandbox
 from toolsets.workspace.files import Files

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, mistakes_in
 from toolsets.docstring import read_docstring
-from toolsets.errors import ToolError
 from toolsets.signature import PREFIX, arguments_model, schema_of
-from toolsets.validation import UNKNOWN_KEY, Mistake, mistakes_in
 
 MAX_RESULT_CHARS = 100_000
 """Longest content of a tool result; a longer one loses its middle."""

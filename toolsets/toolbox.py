@@ -16,10 +16,10 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import HostError, ToolError, has_memory, machine_failure
+from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.context import ToolContext
-from toolsets.errors import HostError, ToolError, has_memory, machine_failure
-from toolsets.text import clip, valid_utf8
 from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, Tool, ToolResult, as_result
 
 _MAX_MESSAGE_CHARS = 2000

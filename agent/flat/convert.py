@@ -13,11 +13,11 @@ from itertools import groupby
 from typing import Any
 
 from agent.flat.format import FlatMessage, check_messages, is_assistants, is_foreign, with_time
-from agent.messages import Message, ProviderBlocks, ToolCall
+from agent.messages.message import Message, ProviderBlocks, ToolCall
 from agent.models.dialects import anthropic_messages, openai_chat
 from agent.models.model import Completion
 from agent.models.parsing import parse_object
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 JSON_OUTPUT = "json_output"
 """In the details of a tool message: its content is the JSON of an output that is not a text."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from agent.models.dialects.anthropic_messages import API
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 FlatMessage = dict[str, Any]
 """One message in one of the shapes above."""

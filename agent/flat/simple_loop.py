@@ -21,7 +21,7 @@ from agent.flat.format import FlatSession, check_messages
 from agent.loop.loop import run_agent
 from agent.loop.rules import ConversationSpec
 from agent.loop.tools import AgentTools
-from agent.messages import Event
+from agent.messages.message import Event
 from agent.models.dialects.anthropic_messages import to_api_messages
 from agent.models.model import Completion, Request
 from agent.options import MAX_COUNT, AgentOptions

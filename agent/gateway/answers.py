@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from agent.gateway.wire import WireRequest
+from agent.wires.wire import WireRequest
 
 
 class Refusal(NamedTuple):

@@ -9,7 +9,7 @@ from agent.gateway.answers import Answer
 from agent.models.dialects.anthropic_messages import API as MESSAGES
 from agent.models.dialects.gemini import API as GEMINI
 from agent.models.dialects.gemini import PATH as GEMINI_PATH
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 List = Callable[[str, Mapping[str, str]], Coroutine[Any, Any, Answer]]
 """Answers a request for the list, from its path and its headers (names lower-case)."""

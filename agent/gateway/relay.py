@@ -12,14 +12,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from agent.gateway.answers import Answer, Answers, Refusal
-from agent.gateway.conversations.threads import Threads
-from agent.gateway.reading import without_earlier
 from agent.gateway.sending import AgentCall, free, request_of
-from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireRequest
-from agent.gateway.wire_base import Wire
 from agent.loop.rules import unknown_use
 from agent.loop.steps import Finish
-from agent.messages import (
+from agent.messages.message import (
     UNREADABLE,
     AgentRestartedEvent,
     AnsweredEvent,
@@ -33,10 +29,14 @@ from agent.models.dialects.token_ids import without_tokens
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from agent.models.parsing import load_object
+from agent.models.stream_events import ignored
 from agent.options import AgentOptions
 from agent.state.events import Clock, exchange_event, reply_event
 from agent.state.trajectory import Journal, Kept, Trajectory
-from agent.stream_events import ignored
+from agent.wires.reading import without_earlier
+from agent.wires.threads import Threads
+from agent.wires.wire import NOTHING_VOLATILE, Volatile, WireRequest
+from agent.wires.wire_base import Wire
 
 log = logging.getLogger(__name__)
 

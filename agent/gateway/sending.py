@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from agent.gateway.wire import WireError, WireRequest
-from agent.gateway.wire_base import Wire
-from agent.messages import Message, Usage
+from agent.messages.message import Message, Usage
 from agent.models.client.relayed import RelayRequest
 from agent.models.dialects.openai_chat import API as CHAT
 from agent.models.dialects.registry import read_reply
 from agent.models.dialects.token_ids import asking_body, asks_for_ids, with_tokens
 from agent.models.model import Completion, ModelSettings
-from toolsets import exact_json
+from agent.wires.wire import WireError, WireRequest
+from agent.wires.wire_base import Wire
+from batch_trajectories.basics import exact_json
 
 
 class AgentCall(NamedTuple):

@@ -14,13 +14,13 @@ from aiohttp import web
 
 from agent.gateway.answers import Answer, Refusal
 from agent.gateway.listing import List, names_only
-from agent.gateway.reading import path_of
 from agent.gateway.relay import Relay
 from agent.gateway.sending import AgentCall
-from agent.gateway.wire import WireError
-from agent.gateway.wire_base import Wire
-from agent.gateway.wires import WIRES
-from toolsets import exact_json
+from agent.wires.reading import path_of
+from agent.wires.wire import WireError
+from agent.wires.wire_base import Wire
+from agent.wires.wires import WIRES
+from batch_trajectories.basics import exact_json
 
 log = logging.getLogger(__name__)
 

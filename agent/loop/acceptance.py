@@ -9,11 +9,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from agent.messages import Message
+from agent.messages.message import Message
+from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
 from agent.models.model import Completion, Request
 from agent.options import AgentOptions
-from agent.reasoning import opens_reasoning, split_inline_reasoning
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 _CLOSE = 0.8
 """How similar a misspelt name must be to a known one (ratio of difflib)."""

@@ -12,14 +12,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from agent.deadline import Deadline
 from agent.loop.acceptance import RUN_CALLS, repair_names, why_unusable
 from agent.loop.rules import ConversationSpec, next_step, over_time
 from agent.loop.steps import AddNote, AskUser, CallModel, Finish, ResumeTool, RunTools
 from agent.loop.tools import AgentTools
-from agent.messages import UNREADABLE, Event, SubEvent, ToolCall
+from agent.messages.message import UNREADABLE, Event, SubEvent, ToolCall
+from agent.models.deadline import Deadline
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ConversationChanged, Model, Request
+from agent.models.stream_events import StreamEvent, StreamHandler
 from agent.state.call_ids import make_ids_unique
 from agent.state.events import (
     Clock,
@@ -30,7 +31,6 @@ from agent.state.events import (
     result_event,
 )
 from agent.state.trajectory import Journal, Status, Trajectory
-from agent.stream_events import StreamEvent, StreamHandler
 from toolsets.tool import ToolResult
 
 _NOT_RUN = "Error: this call was not run, because the conversation ended before it ({})."

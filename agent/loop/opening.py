@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.options import AgentOptions
 
 _NOTE = "state_max_turns"

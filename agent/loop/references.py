@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from agent.messages import OWN_CHARS, OWN_FROM, ToolCall
+from agent.messages.message import OWN_CHARS, OWN_FROM, ToolCall
 from agent.state.trajectory import Trajectory
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 STORED_AS = "stored_as"
 """Key in the details of a result: its name."""

@@ -6,7 +6,7 @@ from agent.loop.acceptance import RUN_CALLS
 from agent.loop.rules import ConversationSpec, next_step
 from agent.loop.steps import NextStep, ResumeTool, RunTools
 from agent.loop.tools import AgentTools
-from agent.messages import Event, ResumedEvent, ToolCall
+from agent.messages.message import Event, ResumedEvent, ToolCall
 from agent.state.events import Clock, continued_event, result_event
 from agent.state.trajectory import Journal, Trajectory
 from toolsets.tool import ToolResult

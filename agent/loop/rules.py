@@ -13,9 +13,9 @@ from agent.loop.plan import PLAN, plan_note
 from agent.loop.simulated_user import users_message
 from agent.loop.steps import AddNote, AskUser, CallModel, Finish, NextStep, ResumeTool, RunTools
 from agent.loop.user_replies import waiting_call, wants_other_work
-from agent.messages import COST_ONLY, USER_TURN
+from agent.messages.message import COST_ONLY, USER_TURN
+from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
 from agent.options import AgentOptions
-from agent.reasoning import opens_reasoning, split_inline_reasoning
 from agent.state.trajectory import CONTINUE_CUT, Trajectory
 
 _MAX_UNUSABLE_TURNS = 3

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agent.messages import SIMULATED_USER, USER_TURN, Message, Role, user_key
+from agent.messages.message import SIMULATED_USER, USER_TURN, Message, Role, user_key
+from agent.messages.reasoning import split_inline_reasoning
 from agent.models.model import Completion, Model, Request
 from agent.options import SimulatedUser
-from agent.reasoning import split_inline_reasoning
 from agent.state.trajectory import CONTINUE_CUT, Trajectory
 
 _GREETING = "Hello! How can I help you?"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from agent.messages import ResultEvent, ToolCall
+from agent.messages.message import ResultEvent, ToolCall
 from agent.state.trajectory import Status
 
 

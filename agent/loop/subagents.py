@@ -13,11 +13,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from agent.loop.steps import Finish
-from agent.messages import ToolCall
+from agent.messages.message import ToolCall
 from agent.options import Subagent
 from agent.state.trajectory import Trajectory
+from batch_trajectories.basics.text import clip
 from toolsets.context import ToolContext
-from toolsets.text import clip
 from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, Tool, ToolResult, tool
 
 Start = Callable[[Subagent, str, str], Awaitable[tuple[Finish, Trajectory]]]

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import orjson
 
 from agent.loop.references import STORED_AS, UnusableReference, name_for, resolve, tag
-from agent.messages import OWN_CHARS, ToolCall
+from agent.messages.message import OWN_CHARS, ToolCall
 from agent.options import AgentOptions
 from agent.state.final_answer import RESERVED, SCHEMAS, finish_in
 from agent.state.trajectory import Trajectory
-from toolsets import exact_json
-from toolsets.errors import machine_failure
-from toolsets.text import clip, valid_utf8
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import machine_failure
+from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox, cancellations, in_thread
 

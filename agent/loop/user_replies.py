@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from agent.messages import ResultEvent, ToolCall
+from agent.messages.message import ResultEvent, ToolCall
 from agent.state.trajectory import Trajectory
 from toolsets.tool import ASKS
 

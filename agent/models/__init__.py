@@ -10,9 +10,13 @@ proxies      the proxies that the environment names
 keys         API keys, kept out of all that is written
 parsing      reading what endpoints send
 prices       what a call costs
+deadline     the time limit of a conversation
+stream_events  events for a caller while a reply arrives
 resolve      from `--model` to provider, URL and key
 scripted     a model that plays given turns
 dialects/    the APIs: how requests are written and replies read
 client/      HTTP, retries, connections
 batches/     the providers' Batch APIs
+
+Other rooms import all modules.
 """

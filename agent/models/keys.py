@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import quote
 
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 MARK = "[API key]"
 """Replaces a key."""

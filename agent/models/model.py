@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from agent.deadline import Deadline
-from agent.messages import FinishReason, Message, Usage
+from agent.messages.message import FinishReason, Message, Usage
+from agent.messages.tokens import Sampled
 from agent.models.connection import DIRECT_CONNECTION, Connection
+from agent.models.deadline import Deadline
 from agent.models.providers import NO_KEY
-from agent.stream_events import StreamHandler
-from agent.tokens import Sampled
-from toolsets import exact_json
+from agent.models.stream_events import StreamHandler
+from batch_trajectories.basics import exact_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Request:
     """With "none" the tools are listed but must not be called."""
     on_delta: StreamHandler | None = None
     """Gets the reply's parts as they arrive; None requests the reply in one piece. It must not
-    raise: see `agent.stream_events.guarded`."""
+    raise: see `agent.models.stream_events.guarded`."""
     deadline: Deadline | None = None
     """Pauses while the call waits for its turn; None without a time limit."""
     on_unreadable: Callable[[Completion], None] | None = None

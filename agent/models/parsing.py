@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from agent.messages import MOST_TOKENS, FunctionCall, ToolCall, Usage
+from agent.messages.message import MOST_TOKENS, FunctionCall, ToolCall, Usage
 from agent.models.errors import ModelError, kind_of
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 _SHOWN = 500
 """Characters of a foreign text that an error message repeats."""

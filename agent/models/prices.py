@@ -15,7 +15,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from agent.messages import Usage as Counts
+from agent.messages.message import Usage as Counts
 from agent.models.admission import CostEstimate
 from agent.models.model import Completion, ModelSettings, Price, Request
 

@@ -169,7 +169,7 @@ def _at_own(own: Endpoint, name: str, rest: str, options: Mapping[str, Any]) -> 
 
 
 def _unknown_prefix(name: str, prefix: str, known: list[str]) -> str:
-    from toolsets.validation import did_you_mean
+    from batch_trajectories.basics.validation import did_you_mean
 
     nearest = did_you_mean(prefix, known)
     return (

@@ -5,7 +5,7 @@ A script is a list of turns, played in order. A turn is an object with any of
     reasoning    text
     content      text
     tool_calls   list of {"name": …, "arguments": object or raw text}
-    finish_reason  one of agent.messages.FinishReason; by default what the turn implies
+    finish_reason  one of agent.messages.message.FinishReason; by default what the turn implies
 
 Records of such runs carry `"api": "scripted"` and `"model_returned": "scripted"`.
 """
@@ -17,12 +17,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.messages.message import FinishReason, Message, ToolCall, Usage
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Request
-from agent.stream_events import StreamHandler
-from toolsets import exact_json
-from toolsets.validation import mistakes_in
+from agent.models.stream_events import StreamHandler
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.validation import mistakes_in
 
 API = "scripted"
 

@@ -10,4 +10,6 @@ history       checks messages that a conversation starts with
 final_answer  the reserved tools that end a conversation
 forking       the events that branches have from their parent
 transcript    a JSONL file of one conversation
+
+Other rooms import call_ids, events, final_answer, forking, history, trajectory, transcript.
 """

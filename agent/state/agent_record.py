@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent.gateway.conversations.lines import Line, lines_of
-from agent.gateway.conversations.threads import Threads
-from agent.messages import ExchangeEvent, ReplyEvent
-from agent.parts import Parts
+from agent.messages.message import ExchangeEvent, ReplyEvent
+from agent.messages.parts import Parts
+from agent.messages.tokens import has_ids
 from agent.state.sums import cost_of, usage_of
-from agent.tokens import has_ids
+from agent.wires.lines import Line, lines_of
+from agent.wires.threads import Threads
 
 MAIN = "main"
 """What the main conversation is called among the threads."""

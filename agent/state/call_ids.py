@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from agent.messages import Message
+from agent.messages.message import Message
 
 
 def make_ids_unique(message: Message, used: Collection[str], *, turn: int) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from agent.messages import (
+from agent.messages.message import (
     OWN_CHARS,
     OWN_FROM,
     CutEvent,
@@ -17,14 +17,14 @@ from agent.messages import (
     ResultEvent,
     ToolCall,
 )
+from agent.messages.tokens import to_stored
 from agent.models.model import Completion
 from agent.state.call_ids import make_ids_unique
-from agent.tokens import to_stored
 from toolsets.tool import ASKS, ToolResult
 
 if TYPE_CHECKING:
-    from agent.gateway.conversations.threads import Threads
-    from agent.gateway.wire import WireRequest
+    from agent.wires.threads import Threads
+    from agent.wires.wire import WireRequest
 
 
 class Clock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 FINAL_ANSWER = "final_answer"
 CANNOT_COMPLETE = "cannot_complete"

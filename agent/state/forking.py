@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent.messages import (
+from agent.messages.message import (
     SUMMARY,
     Event,
     Message,

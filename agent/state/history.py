@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from agent.messages import Message
+from agent.messages.message import Message
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """The types of content parts that are text, in all APIs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent.messages import MOST_TOKENS, ReplyEvent, Usage
+from agent.messages.message import MOST_TOKENS, ReplyEvent, Usage
 
 
 def usage_of(replies: Sequence[ReplyEvent]) -> Usage | None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import orjson
 
-from agent.messages import OWN_CHARS, Message, ToolCall, failure_of
-from toolsets import exact_json
+from agent.messages.message import OWN_CHARS, Message, ToolCall, failure_of
+from batch_trajectories.basics import exact_json
 
 _NO_FAULT = frozenset({"not_run", "interrupted", "denied"})
 """Failures that are no fault of the model or the tool."""

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from agent.deadline import TimeAtWork
-from agent.messages import (
+from agent.messages.message import (
     COST_ONLY,
     USER_TURN,
     WORKSPACE_LOST,
@@ -27,13 +26,14 @@ from agent.messages import (
     ToolCall,
     Usage,
 )
-from agent.reasoning import split_inline_reasoning
+from agent.messages.reasoning import split_inline_reasoning
+from agent.models.deadline import TimeAtWork
 from agent.state.final_answer import FinalAnswer, finish_in
 from agent.state.sums import cost_of, usage_of
 from agent.state.tally import Tally
 
 if TYPE_CHECKING:
-    from agent.gateway.conversations.threads import Threads
+    from agent.wires.threads import Threads
 
 CONTINUE_CUT = "continue_cut"
 """The note that asks for the rest of a text that was cut by the token limit."""
@@ -145,7 +145,7 @@ class Trajectory:
                     self._pay(event["reply"])
                 if self.agent_calls is None:
                     # Few runs have agents that call.
-                    from agent.gateway.conversations.threads import Threads
+                    from agent.wires.threads import Threads
 
                     self.agent_calls = Threads()
                 self.agent_calls.apply(event)

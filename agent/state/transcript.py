@@ -13,8 +13,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from agent.messages import Event
-from toolsets import exact_json
+from agent.messages.message import Event
+from batch_trajectories.basics import exact_json
 
 _TYPES = {"reply": "response", "result": "tool_result"}
 

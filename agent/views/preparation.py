@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from agent.messages import Message
+from agent.messages.message import Message
 
 _INSTRUCTION = (
     "You prepare context for another agent. Do not do the request itself: only find out what the "

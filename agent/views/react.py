@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from agent.messages import FunctionCall, Message
+from agent.messages.message import FunctionCall, Message
+from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
 from agent.models.model import Completion, Model, Request
-from agent.reasoning import opens_reasoning, split_inline_reasoning
-from agent.stream_events import StreamEvent
-from toolsets import exact_json
+from agent.models.stream_events import StreamEvent
+from batch_trajectories.basics import exact_json
 
 API = "react"
 _RULES = """\

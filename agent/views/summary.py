@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from agent.messages import SUMMARY, UNREADABLE, Event, Message
+from agent.messages.message import SUMMARY, UNREADABLE, Event, Message
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ConversationChanged, Model, Request
 from agent.options import AgentOptions
 from agent.state.events import Clock, note_event, reply_event
 from agent.state.trajectory import Trajectory
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 _log = logging.getLogger(__name__)
 

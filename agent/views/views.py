@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import orjson
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.model import Completion, Model, Request
 from agent.options import AgentOptions
 

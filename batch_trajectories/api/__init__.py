@@ -6,12 +6,5 @@ stored_run  read a run on disk, during the run or afterwards
 in_flight   the state of conversations in flight
 results     write the training files and the summary of a run
 
-Other rooms import only the modules in `SEAM`.
+Other rooms import record, results, start, stored_run.
 """
-
-SEAM = (
-    "record",
-    "results",
-    "start",
-    "stored_run",
-)

@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent.messages import Event, ReplyEvent, reply_in
+from agent.messages.message import Event, ReplyEvent, reply_in
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.journal import Inflight
 

@@ -13,9 +13,9 @@ from batch_trajectories.export.conversation.style import style_of_run
 from batch_trajectories.export.training_files import export_run
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
-from batch_trajectories.runs.run_dir import read_run_json
+from batch_trajectories.runs.directory.run_dir import read_run_json
+from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
 from batch_trajectories.runs.store.files import has_batches, replace_file
-from batch_trajectories.runs.totals.run_totals import RunTotals, compute_totals
 
 
 def write_results(

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batch_trajectories.api.results import write_results
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.dataset.scan import Scan, tasks
-from batch_trajectories.runs.errors import (
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.errors import (
     SIGNALLED,
     ConfigError,
     interrupted,
     machine_failures_as_stops,
 )
+from batch_trajectories.basics.long_work import silenced
+from batch_trajectories.basics.text import plural
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import Scan, tasks
+from batch_trajectories.runs.directory.run_dir import RunDir, open_run_dir
+from batch_trajectories.runs.directory.run_totals import RunTotals
 from batch_trajectories.runs.planning.plan import Plan, make_plan, refuse_bad_rows, warn
-from batch_trajectories.runs.process.console import say
-from batch_trajectories.runs.process.long_work import silenced
-from batch_trajectories.runs.run import Outcome, run_batch
-from batch_trajectories.runs.run_dir import RunDir, open_run_dir
 from batch_trajectories.runs.store.files import training_file_of
-from batch_trajectories.runs.totals.run_totals import RunTotals
-from toolsets.text import plural
+from batch_trajectories.runs.supervisor.run import Outcome, run_batch
 
 LiveView = Callable[[Path], AbstractContextManager[Callable[[str], object] | None]]
 """Shows the run in a directory inside a `with` block; yields a function that takes messages."""

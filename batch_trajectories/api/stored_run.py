@@ -12,15 +12,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from batch_trajectories.api.in_flight import conversations_in_flight
+from batch_trajectories.basics.errors import DatasetError, RunDirError
+from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.conversation.style import style_of_run
 from batch_trajectories.export.run_statistics import statistics_of
 from batch_trajectories.export.training_files import left_out
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, tasks
-from batch_trajectories.runs.errors import DatasetError, RunDirError
+from batch_trajectories.runs.directory.run_dir import read_run_json, runs_in
+from batch_trajectories.runs.directory.run_lock import holder_of
+from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
 from batch_trajectories.runs.maintenance.upkeep import scan_of
-from batch_trajectories.runs.run_dir import read_run_json, runs_in
-from batch_trajectories.runs.run_lock import holder_of
 from batch_trajectories.runs.store.failures import stored_failures
 from batch_trajectories.runs.store.files import refuse_strange_files
 from batch_trajectories.runs.store.index import IndexEntry
@@ -28,9 +30,7 @@ from batch_trajectories.runs.store.reader import open_index, read_id, read_recor
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.records import UnreadableRecord, load_index, refuse_lost_records
 from batch_trajectories.runs.store.scores import Scores
-from batch_trajectories.runs.tasks import Task
-from batch_trajectories.runs.totals.run_totals import RunTotals, compute_totals
-from toolsets.validation import mistakes_in
+from batch_trajectories.runs.store.tasks import Task
 
 _RUNS_SHOWN = 10
 _IDS_SHOWN = 10

@@ -17,7 +17,5 @@ listings/       the lists that `tools` and `endpoints` print
 export_options  options of `export`
 live            --live
 
-Other rooms import only the modules in `SEAM`.
+Other rooms import command_line, exit_codes.
 """
-
-SEAM = ("command_line", "exit_codes")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
+from batch_trajectories.basics.console import say, show
+from batch_trajectories.basics.text import plural
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes, fail
-from batch_trajectories.runs.process.console import say, show
-from toolsets.text import plural
 
 
 @click.command(name="build_images")
@@ -32,8 +32,8 @@ def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
     TASKS holds task directories. The names of images change with their sources, so those that
     are there already are not built again.
     """
+    from batch_trajectories.basics.errors import DatasetError, EnvironmentStop
     from batch_trajectories.runs.dataset.row import ERROR_COLUMN
-    from batch_trajectories.runs.errors import DatasetError, EnvironmentStop
     from batch_trajectories.runs.sources.harbor import tasks_in
     from toolsets.images.image_error import ImageError
     from toolsets.sandbox.docker import build_image, docker_problem, save_image

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import click
 from click.shell_completion import CompletionItem
 
-from toolsets.text import join_commas
+from batch_trajectories.basics.text import join_commas
 
 _SHOWS_ALL = f"{__name__}.shows_all"
 """The key in a context's `meta` that makes the help show all options."""

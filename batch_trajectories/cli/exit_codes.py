@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from batch_trajectories.runs.errors import (
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.errors import (
     SIGNALLED,
     RunError,
     interrupted,
     machine_failures_as_stops,
 )
-from batch_trajectories.runs.process.console import say
 
 if TYPE_CHECKING:
     from batch_trajectories.api.start import RunEnd

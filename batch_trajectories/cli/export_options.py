@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batch_trajectories.basics.console import say, show
+from batch_trajectories.basics.text import join_commas, plural
 from batch_trajectories.cli.command_line import LocalPath
-from batch_trajectories.runs.process.console import say, show
-from toolsets.text import join_commas, plural
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.dataset.scan import Scan
@@ -117,11 +117,11 @@ def asks_for_dataset(flags: Mapping[str, Any]) -> bool:
 
 def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[str, Any]) -> int:
     """Do what the options say; return the exit code. Raises `RunError`."""
+    from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.export.dataset.build import Source
     from batch_trajectories.export.dataset.directory import export_dataset
     from batch_trajectories.export.dataset.rendering import load_template
     from batch_trajectories.export.recipe import load_recipe
-    from batch_trajectories.runs.errors import ConfigError
 
     source = Source(run_dir, scan, num_samples)
     directory = Path(flags["output"] or run_dir / "exports" / "dataset")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batch_trajectories.basics.console import show
 from batch_trajectories.cli.command_line import LocalPath, RunCommand
 from batch_trajectories.cli.exit_codes import end, errors_as_exit_codes
 from batch_trajectories.cli.shared import Starting, live_option, start, starting_options
-from batch_trajectories.runs.process.console import show
 
 if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun
@@ -59,9 +59,9 @@ def fork(
     Options given here override those of RUN; the same command resumes.
     """
     from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.runs.directory.run_lock import refuse_held
     from batch_trajectories.runs.maintenance.fork import forked_config, write_forks
     from batch_trajectories.runs.planning.plan import make_plan
-    from batch_trajectories.runs.run_lock import refuse_held
 
     given = {name: value for name, value in flags.items() if value is not None}
     filters = {name: given.pop(name) for name in _FILTERS if name in given}
@@ -109,11 +109,11 @@ def chosen_records(
 
     from pydantic import ValidationError
 
+    from batch_trajectories.basics.errors import ConfigError
+    from batch_trajectories.basics.validation import mistakes_in
     from batch_trajectories.export.filters.filters import RecordFilters
     from batch_trajectories.export.recipe import Filters, load_recipe
-    from batch_trajectories.runs.errors import ConfigError
     from batch_trajectories.runs.store.reader import stored_records
-    from toolsets.validation import mistakes_in
 
     read = load_recipe(recipe, {})
     base = read.filters if recipe else Filters(status=("any",))
@@ -139,7 +139,7 @@ def chosen_records(
 
 
 def _wanted(ids: Path | None) -> set[str] | None:
-    from batch_trajectories.runs.errors import ConfigError
+    from batch_trajectories.basics.errors import ConfigError
 
     if ids is None:
         return None

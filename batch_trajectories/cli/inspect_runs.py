@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from batch_trajectories.basics.console import say, show
+from batch_trajectories.basics.text import plural
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
 from batch_trajectories.cli.export_options import asks_for_dataset, dataset_options, make_dataset
@@ -17,8 +19,6 @@ from batch_trajectories.cli.shared import (
     run_dir_argument,
     show_run,
 )
-from batch_trajectories.runs.process.console import say, show
-from toolsets.text import plural
 
 
 @click.command()
@@ -61,7 +61,7 @@ def export(run: str, output_dir: Path, **flags: Any) -> None:
     """
     from batch_trajectories.api.results import write_results
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.runs.narrowing import refuse_narrowing
+    from batch_trajectories.runs.directory.narrowing import refuse_narrowing
 
     with errors_as_exit_codes():
         stored = open_run(run, output_dir)
@@ -126,10 +126,10 @@ def merge(
     """Merge RUNs of the same config, such as all shards, into one run."""
     from batch_trajectories.api.results import write_results
     from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.runs.directory.narrowing import refuse_narrowing
     from batch_trajectories.runs.maintenance.merge import common_config
     from batch_trajectories.runs.maintenance.merge import merge as merge_runs
     from batch_trajectories.runs.maintenance.upkeep import keep_given, scan_of
-    from batch_trajectories.runs.narrowing import refuse_narrowing
 
     with errors_as_exit_codes():
         opened = [open_run(run, output_dir) for run in runs]

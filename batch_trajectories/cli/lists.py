@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
+from batch_trajectories.basics.console import show
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes
-from batch_trajectories.runs.process.console import show
 
 
 @click.command()
@@ -32,9 +32,9 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
     """List all toolsets with their tools and whether they work here."""
     import orjson
 
+    from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.cli.listings.tool_list import as_text, tool_list
     from batch_trajectories.runs.config.loading import load_config
-    from batch_trajectories.runs.errors import ConfigError
 
     with errors_as_exit_codes():
         # Required by a config, but not used here.

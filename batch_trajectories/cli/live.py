@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from batch_trajectories.runs.process.console import say
+from batch_trajectories.basics.console import say
 
 _LEAVES_WITHIN_S = 10.0
 _LEAVE_SCREEN = "\x1b[?1049l\x1b[?25h"
@@ -17,7 +17,7 @@ _LEAVE_SCREEN = "\x1b[?1049l\x1b[?25h"
 
 def check_live() -> None:
     """Raise `ConfigError` if the package that draws the view is not installed."""
-    from batch_trajectories.runs.errors import missing
+    from batch_trajectories.basics.errors import missing
 
     if find_spec("rich") is None:
         raise missing("--live", "live")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batch_trajectories.basics.console import show
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
 from batch_trajectories.cli.shared import output_dir_option, run_argument, run_dir_argument
-from batch_trajectories.runs.process.console import show
 
 if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun
@@ -107,8 +107,8 @@ def stats(run: str, output_dir: Path, as_json: bool, fail_on: str | None) -> Non
 
 
 def _health_checks(fail_on: str | None) -> Collection[str]:
+    from batch_trajectories.basics.validation import did_you_mean
     from batch_trajectories.export.health import HEALTH_CHECKS
-    from toolsets.validation import did_you_mean
 
     if fail_on == "all":
         return HEALTH_CHECKS
@@ -121,8 +121,8 @@ def _health_checks(fail_on: str | None) -> Collection[str]:
 
 
 def _report(stored: StoredRun, output: Path | None) -> None:
+    from batch_trajectories.basics.text import plural
     from batch_trajectories.report.page.writer import write_report
-    from toolsets.text import plural
 
     written = write_report(stored, output)
     beside = f", with its data in {written.files}" if written.files else ""
@@ -146,8 +146,8 @@ def _show(stored: StoredRun, record_id: str, *, turn: int | None, as_json: bool)
 
 
 def _list(stored: StoredRun, *, as_json: bool) -> None:
+    from batch_trajectories.basics.text import plural
     from batch_trajectories.report.formatting import count, one_line
-    from toolsets.text import plural
 
     entries, total = stored.last_entries(None if as_json else _LISTED)
     if as_json:

@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
+from batch_trajectories.basics.console import show
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes
-from batch_trajectories.runs.process.console import show
 
 _EXAMINED = 1000
 _ROW_CHARS = 1500
@@ -36,8 +36,8 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
 
     SOURCE is what --dataset_file takes: a file, a directory, or hf:ORG/NAME.
     """
+    from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.runs.config.option_types import parse_columns
-    from batch_trajectories.runs.errors import ConfigError
     from batch_trajectories.runs.sources.columns import Renaming
     from batch_trajectories.runs.sources.kept_dataset import describe_left_out, rows_of_source
     from batch_trajectories.runs.sources.rows_file import load_rows_file
@@ -73,9 +73,9 @@ def _shown_and_kind(given: tuple[str, ...]) -> tuple[int, str | None]:
 def _described(
     source: Path, lines: list[bytes], *, shown: int, columns: str | None, kind: str | None
 ) -> str:
+    from batch_trajectories.basics import exact_json
+    from batch_trajectories.basics.text import clip, plural
     from batch_trajectories.runs.dataset.row import RowRules, kind_of, usual_prompt
-    from toolsets import exact_json
-    from toolsets.text import clip, plural
 
     rules = RowRules()
     if kind is not None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.cli.command_line import RunCommand
 from batch_trajectories.cli.exit_codes import end, errors_as_exit_codes
 from batch_trajectories.cli.shared import Starting, show_run, starting_options
-from batch_trajectories.runs.errors import ConfigError
-from batch_trajectories.runs.process.console import say
 
 _NOT_GIVEN = {
     **dict.fromkeys(

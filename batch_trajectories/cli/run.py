@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from batch_trajectories.basics.console import say, show
 from batch_trajectories.cli.command_line import EXAMPLES, LocalPath, RunCommand
 from batch_trajectories.cli.exit_codes import end, errors_as_exit_codes, fail
 from batch_trajectories.cli.shared import (
@@ -17,7 +18,6 @@ from batch_trajectories.cli.shared import (
     start,
     starting_options,
 )
-from batch_trajectories.runs.process.console import say, show
 
 
 @click.command(cls=RunCommand, epilog=EXAMPLES)
@@ -70,8 +70,8 @@ def estimate(
     import orjson
 
     from batch_trajectories.runs.config.models import limits_of
+    from batch_trajectories.runs.directory.forecast import as_table, forecast, sample_tasks
     from batch_trajectories.runs.store.files import replace_file
-    from batch_trajectories.runs.totals.forecast import as_table, forecast, sample_tasks
 
     with errors_as_exit_codes():
         plan = make_plan_of(starting, flags)

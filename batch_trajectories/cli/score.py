@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batch_trajectories.basics.console import show
+from batch_trajectories.basics.text import plural
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes
 from batch_trajectories.cli.shared import run_dir_argument
-from batch_trajectories.runs.process.console import show
-from toolsets.text import plural
 
 if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun

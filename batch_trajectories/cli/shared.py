@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from batch_trajectories.basics.console import show
+from batch_trajectories.basics.text import plural
 from batch_trajectories.cli.command_line import LocalPath
-from batch_trajectories.runs.process.console import show
-from toolsets.text import plural
 
 if TYPE_CHECKING:
     from batch_trajectories.api.start import LiveView, RunEnd
     from batch_trajectories.export.conversation.style import Style
+    from batch_trajectories.runs.directory.run_totals import RunTotals
     from batch_trajectories.runs.planning.plan import Plan
-    from batch_trajectories.runs.totals.run_totals import RunTotals
 
 
 def _split(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ def run_argument(name: str, *, required: bool = True) -> Callable[[Any], Any]:
 
 
 def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from batch_trajectories.runs.run_dir import runs_in
+    from batch_trajectories.runs.directory.run_dir import runs_in
 
     output_dir = ctx.params.get("output_dir") or Path("trajectories")
     return [name for name in runs_in(output_dir) if name.startswith(incomplete)]
@@ -103,7 +103,7 @@ def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
 
 def make_plan_of(starting: Starting, flags: dict[str, Any], *, will_start: bool = True) -> Plan:
     """The plan of a config file and flags; `will_start` says that `start` comes next."""
-    from batch_trajectories.runs.process.startup import no_garbage_collection
+    from batch_trajectories.basics.startup import no_garbage_collection
 
     with no_garbage_collection():
         from batch_trajectories.runs.config.loading import load_config
@@ -112,7 +112,7 @@ def make_plan_of(starting: Starting, flags: dict[str, Any], *, will_start: bool 
         config = load_config(starting.config_file, flags)
         if will_start:
             import batch_trajectories.api.start  # noqa: F401 - what is imported by now, workers need not import
-            from batch_trajectories.runs.executor_choice import fork_ahead
+            from batch_trajectories.runs.planning.executor_choice import fork_ahead
 
             fork_ahead(config)
     return make_plan(config, writes=will_start, fresh=starting.fresh)
@@ -145,9 +145,9 @@ def show_run(path: Path, totals: RunTotals) -> None:
 
     from batch_trajectories.export.conversation.style import style_of_run
     from batch_trajectories.export.reasons import lines_of
-    from batch_trajectories.runs.run_dir import read_run_json
+    from batch_trajectories.runs.directory.run_dir import read_run_json
+    from batch_trajectories.runs.directory.run_totals import as_table
     from batch_trajectories.runs.store.files import has_batches
-    from batch_trajectories.runs.totals.run_totals import as_table
 
     manifest = orjson.loads((path / "exports" / "manifest.json").read_bytes())
     statistics = orjson.loads((path / "statistics.json").read_bytes())

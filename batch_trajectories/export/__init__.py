@@ -1,6 +1,5 @@
 """From records to training files.
 
-row_files       files of rows: staged, hashed, split and sharded
 conversation/   a record read into a conversation that every format can render
 formats/        the formats of rows
 recipe          formats, style, filters and splits of an export
@@ -16,31 +15,5 @@ training_files  the files that every start writes
 scoring/        scores given after the run
 dataset/        the datasets of `export --format`
 
-Other rooms import only the modules in `SEAM`.
+Other rooms import all modules.
 """
-
-SEAM = (
-    "conversation.ending",
-    "conversation.own_work",
-    "conversation.row_json",
-    "conversation.style",
-    "conversation.tools",
-    "conversation.validity",
-    "dataset.build",
-    "dataset.checking",
-    "dataset.directory",
-    "dataset.pushing",
-    "dataset.rendering",
-    "filters.filters",
-    "formats.hermes",
-    "funnel",
-    "health",
-    "reasons",
-    "recipe",
-    "reward_statistics",
-    "run_statistics",
-    "scoring.by_functions",
-    "scoring.by_judge",
-    "scoring.judge_prompt",
-    "training_files",
-)

@@ -13,11 +13,11 @@ from typing import Any
 
 import orjson
 
+from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.export.reasons import Reasons
 from batch_trajectories.runs.dataset.scan import Scan
-from batch_trajectories.runs.errors import RunDirError
+from batch_trajectories.runs.directory.run_totals import RunTotals
 from batch_trajectories.runs.store.files import training_file_of
-from batch_trajectories.runs.totals.run_totals import RunTotals
 
 _MANIFEST = "manifest.json"
 

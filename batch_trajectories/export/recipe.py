@@ -22,6 +22,8 @@ from pydantic import (
 
 from agent.options import MAX_COUNT, NonNegativeInt, PositiveFloat, PositiveInt, Seed, split_commas
 from agent.state.trajectory import Status
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
 from batch_trajectories.export.conversation.style import (
     CallStyle,
     EmptyThink,
@@ -42,9 +44,7 @@ from batch_trajectories.export.formats.registry import (
 )
 from batch_trajectories.runs.config.loading import read_mapping
 from batch_trajectories.runs.config.option_types import AcceptedRows
-from batch_trajectories.runs.errors import ConfigError
 from batch_trajectories.runs.store.checks import THRESHOLD
-from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
 
 FormatName = Literal[
     "hermes",

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from batch_trajectories.basics.text import plural
 from batch_trajectories.export import reward_statistics
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation
@@ -23,13 +24,12 @@ from batch_trajectories.export.health import Health, health_as_text
 from batch_trajectories.export.reasons import lines_of
 from batch_trajectories.export.reward_statistics import RewardStatistics
 from batch_trajectories.export.statistics import Statistics
+from batch_trajectories.runs.directory.spending import spent_by, spent_by_judges
 from batch_trajectories.runs.store.checks import Checks, describe, judgement_of
 from batch_trajectories.runs.store.failures import stored_failures
 from batch_trajectories.runs.store.reader import SomeRecords, over_records
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.settled import NO_LIMIT
-from batch_trajectories.runs.totals.spending import spent_by, spent_by_judges
-from toolsets.text import plural
 
 _SHARES = (0.5, 0.9, 0.99)
 

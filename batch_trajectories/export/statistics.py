@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from agent.messages import MOST_TOKENS
+from agent.messages.message import MOST_TOKENS
 from batch_trajectories.export.conversation.own_work import Counts, Own
 from batch_trajectories.export.conversation.tools import names_of
 from batch_trajectories.export.reasons import Reasons

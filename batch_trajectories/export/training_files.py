@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from batch_trajectories.basics.long_work import LongWork
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import not_passed
@@ -30,11 +31,10 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import how_to_keep
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.hermes import row_of
+from batch_trajectories.export.formats.row_files import Hashing
 from batch_trajectories.export.record_order import RecordOrder
-from batch_trajectories.export.row_files import Hashing
 from batch_trajectories.export.statistics import Statistics
 from batch_trajectories.runs.dataset.scan import Scan
-from batch_trajectories.runs.process.long_work import LongWork
 from batch_trajectories.runs.store.checks import judgement_of
 from batch_trajectories.runs.store.failures import load_failed_attempts
 from batch_trajectories.runs.store.files import (

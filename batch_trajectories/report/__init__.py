@@ -9,15 +9,6 @@ live               the full-screen view
 comparison         two runs side by side
 page/              the report page
 
-Other rooms import only the modules in `SEAM`.
+Other rooms import comparison, conversation_text, formatting, live, page/writer, run_list,
+status.
 """
-
-SEAM = (
-    "comparison",
-    "conversation_text",
-    "formatting",
-    "live",
-    "page.writer",
-    "run_list",
-    "status",
-)

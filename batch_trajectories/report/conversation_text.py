@@ -8,11 +8,13 @@ from typing import Any
 
 import click
 
-from agent.reasoning import split_inline_reasoning
+from agent.messages.reasoning import split_inline_reasoning
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.text import plural
 from batch_trajectories.export.conversation.own_work import first_reply, kind_of_failure
 from batch_trajectories.report.facts import flags_of, row_of
 from batch_trajectories.report.formatting import count, dollars, moment, one_line, plain, seconds
-from batch_trajectories.runs.errors import ConfigError
 from batch_trajectories.runs.store.checks import judgement_of
 from batch_trajectories.runs.store.record_types import (
     AgentFacts,
@@ -24,8 +26,6 @@ from batch_trajectories.runs.store.record_types import (
     StoredTurn,
     StoredUsage,
 )
-from toolsets import exact_json
-from toolsets.text import plural
 
 _STEP = "    "
 _ID_CHARS = 200

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent.messages import USER_TURN
-from agent.reasoning import split_inline_reasoning
+from agent.messages.message import USER_TURN
+from agent.messages.reasoning import split_inline_reasoning
 from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
 from batch_trajectories.runs.store.checks import judgement_of, rewards_of
 from batch_trajectories.runs.store.record_types import Record, StoredMessage

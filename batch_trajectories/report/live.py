@@ -17,10 +17,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.errors import RunError
+from batch_trajectories.basics.startup import hide_environment
 from batch_trajectories.report.status import Status, look, sections
-from batch_trajectories.runs.errors import RunError
-from batch_trajectories.runs.process.console import say
-from batch_trajectories.runs.process.startup import hide_environment
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -7,11 +7,11 @@ from typing import Any
 
 import orjson
 
+from batch_trajectories.basics.console import show
+from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.report.formatting import count, moment, one_line, plain
-from batch_trajectories.runs.errors import RunDirError
-from batch_trajectories.runs.process.console import show
-from batch_trajectories.runs.run_dir import read_run_json, runs_in
-from batch_trajectories.runs.run_lock import holder_of
+from batch_trajectories.runs.directory.run_dir import read_run_json, runs_in
+from batch_trajectories.runs.directory.run_lock import holder_of
 from batch_trajectories.runs.supervisor.progress import PROGRESS_FILE
 
 _ID_CHARS = 40

@@ -11,14 +11,14 @@ import click
 import orjson
 
 from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.basics.console import show
+from batch_trajectories.basics.text import plural
 from batch_trajectories.report.facts import seconds_at_work
 from batch_trajectories.report.formatting import count, one_line, plain, seconds
 from batch_trajectories.runs.batch_api.totals import BatchTotals, compute_batch_totals
-from batch_trajectories.runs.process.console import show
+from batch_trajectories.runs.directory.run_totals import RunTotals, as_table
 from batch_trajectories.runs.store.failures import failures_by_class
 from batch_trajectories.runs.supervisor.progress import PROGRESS_FILE, describe
-from batch_trajectories.runs.totals.run_totals import RunTotals, as_table
-from toolsets.text import plural
 
 _SLOWEST = 5
 _SHOWN = 10

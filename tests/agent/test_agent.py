@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.resolve import UnknownModel
 from run_agent import COMPLETED_FILE, FAILED_FILE, AIAgent
 from testing.fake_endpoint import FakeEndpoint

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agent.command_agent import CommandAgent, fill
+from agent.gateway.command_agent import CommandAgent, fill
 
 VALUES = {
     "prompt": "Say {gateway} and {x}",

@@ -11,12 +11,12 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.deadline import TimeAtWork
 from agent.loop.loop import run_agent
 from agent.loop.rules import ConversationSpec
 from agent.loop.tools import AgentTools
-from agent.messages import Event, Message
+from agent.messages.message import Event, Message
 from agent.models.client.open_model import open_model
+from agent.models.deadline import TimeAtWork
 from agent.models.resolve import resolve_model
 from agent.options import AgentOptions
 from agent.state.trajectory import Trajectory

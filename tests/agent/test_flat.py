@@ -32,7 +32,7 @@ from agent.flat.format import (
     response,
     send,
 )
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.dialects.anthropic_messages import API as ANTHROPIC
 from agent.models.dialects.openai_chat import API as OPENAI
 from agent.models.errors import ModelError

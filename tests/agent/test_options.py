@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.options import LIMITS, AgentOptions, inherited_from, of_row
 from agent.setup import set_up
 from agent.views.views import compact, compacted_from
+from batch_trajectories.basics.text import clip
 from run_agent import AIAgent
 from tests.answering import JSON, answering
 from tests.playing import SETTINGS, call, calls, play, say
-from toolsets.text import clip
 
 ANSWER = say("done")
 SYSTEM: Message = {"role": "system", "content": "Be brief."}

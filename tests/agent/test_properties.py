@@ -17,29 +17,29 @@ from hypothesis import strategies as st
 from agent.loop.rules import ConversationSpec, next_step
 from agent.loop.steps import Finish
 from agent.loop.tools import Approve
-from agent.messages import SIMULATED_USER, Event, FinishReason, ReplyEvent
+from agent.messages.message import SIMULATED_USER, Event, FinishReason, ReplyEvent
+from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
 from agent.models.dialects import anthropic_messages, openai_chat
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from agent.options import AgentOptions
-from agent.reasoning import opens_reasoning, split_inline_reasoning
 from agent.runner import ConversationRunner
 from agent.session import AgentSession
 from agent.setup import set_up
 from agent.state.history import check_history
 from agent.state.trajectory import Journal, Status, Trajectory
+from batch_trajectories.basics import exact_json
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.hermes import to_row
 from batch_trajectories.runs.dataset.row_user import read_user_turns
-from batch_trajectories.runs.record import Provenance, as_stored, make_record
+from batch_trajectories.runs.protocol.record import Provenance, as_stored, make_record
 from batch_trajectories.runs.store.journal import usable_prefix
 from batch_trajectories.runs.store.record_types import decode_record
-from batch_trajectories.runs.tasks import Task
+from batch_trajectories.runs.store.tasks import Task
 from run_agent import AIAgent
 from tests import playing
 from tests.playing import OPENING, SETTINGS, TOOLS, Played, call, calls, play, say
-from toolsets import exact_json
 from toolsets.tool import Tool
 
 CALM = settings(deadline=None, derandomize=True, database=None)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.messages import FinishReason, Message
+from agent.messages.message import FinishReason, Message
 from agent.models.model import Completion, Request
 from agent.models.scripted import ScriptedModel, parse_script
-from agent.stream_events import StreamEvent
+from agent.models.stream_events import StreamEvent
 from agent.views.react import ReActModel, parse_step, read_completion, to_view
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agent.messages import Event, Message
+from agent.messages.message import Event, Message
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Request
 from agent.options import AgentOptions

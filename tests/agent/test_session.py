@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.model import Request
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions
@@ -20,12 +20,12 @@ from agent.session import AgentSession
 from agent.setup import set_up
 from agent.state.history import check_history, completed_history
 from agent.views.views import with_views
+from batch_trajectories.basics.errors import HostError
 from run_agent import AIAgent
 from testing.fake_endpoint import FakeEndpoint
 from tests.playing import SETTINGS, TOOLS, Price, Watched, call, calls, say
 from tests.running import PATIENCE_S, WRITE_A_NOTE, lines
 from toolsets.context import ToolContext
-from toolsets.errors import HostError
 from toolsets.tool import tool
 
 WRITE = calls(call("write_file", path="a", content="A"))

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from agent.command_agent import CommandAgent
+from agent.gateway.command_agent import CommandAgent
 from agent.loop.simulated_user import UsersModel
-from agent.messages import Event, Message
+from agent.messages.message import Event, Message
+from agent.messages.tokens import Sampled
 from agent.models.model import Completion, Request
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions, SimulatedUser
-from agent.tokens import Sampled
 from batch_trajectories.runs.dataset.row import RowRules
 from tests.playing import OPENING, Played, call, calls, play, say
 

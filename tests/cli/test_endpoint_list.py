@@ -11,7 +11,7 @@ import pytest
 import yaml
 from genai_prices.data_snapshot import get_snapshot
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.batches.calls import has_batches
 from agent.models.dialects import openai_chat
 from agent.models.model import ModelSettings, Request

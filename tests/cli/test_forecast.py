@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from batch_trajectories.runs.dataset.scan import scan, tasks
-from batch_trajectories.runs.totals.forecast import (
+from batch_trajectories.runs.directory.forecast import (
     Estimate,
     Forecast,
     _share,

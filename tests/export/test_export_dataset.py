@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
+from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, RunLocked
 from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.directory import derive, export_dataset, listed_files
 from batch_trajectories.export.recipe import Filters, Recipe, load_recipe
 from batch_trajectories.export.record_order import RecordOrder, Seen
 from batch_trajectories.runs.dataset.scan import scan
-from batch_trajectories.runs.errors import ConfigError, EnvironmentStop, RunLocked
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.records import RecordFile
 from tests.export.test_hermes import assistant, call, record_of, result, user

@@ -18,8 +18,8 @@ from batch_trajectories.export.funnel import funnel_as_text, funnel_of
 from batch_trajectories.export.recipe import Recipe
 from batch_trajectories.export.training_files import export_run
 from batch_trajectories.report.page.writer import write_report
+from batch_trajectories.runs.directory.run_totals import compute_totals
 from batch_trajectories.runs.store.failures import Failure, FailureFile
-from batch_trajectories.runs.totals.run_totals import compute_totals
 from tests.export.test_export_per_turn import asked_twice
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import make_run, worked

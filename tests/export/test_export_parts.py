@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from agent.gateway.wires import WIRES
-from agent.parts import kind_of_part
+from agent.messages.parts import kind_of_part
+from agent.wires.wires import WIRES
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.style import Style, styled
 from batch_trajectories.export.conversation.tolerance import Tolerance, accepted

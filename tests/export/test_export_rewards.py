@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 import pytest
 
+from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.recipe import load_recipe
-from batch_trajectories.runs.errors import ConfigError, RunDirError
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.reader import stored_records
 from batch_trajectories.runs.store.scores import read_scores, score_key

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agent.tokens import Sampled, pack_ids, pack_logprobs, to_stored
+from agent.messages.tokens import Sampled, pack_ids, pack_logprobs, to_stored
 from batch_trajectories.export.formats.rl import rows_of
 from batch_trajectories.runs.config.run_config import RunConfig
 from tests.export.test_hermes import assistant, call, record_of, result, user
@@ -321,8 +321,8 @@ def test_texts_that_break_other_formats_do_not_matter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("api", ["anthropic_messages", "openai_responses"])
 def test_an_api_without_ids_is_refused(api: str, tmp_path: Path) -> None:
+    from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.runs.config.models import set_up_models
-    from batch_trajectories.runs.errors import ConfigError
 
     config = RunConfig.model_validate(
         {

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.options import AgentOptions
 from agent.runner import was_compacted
 from agent.views.views import compact, compacted_from

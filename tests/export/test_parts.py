@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.basics.errors import EnvironmentStop
+from batch_trajectories.basics.parts import in_parts
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.run_statistics import statistics_of
 from batch_trajectories.report.page.writer import write_report
-from batch_trajectories.runs.errors import EnvironmentStop
 from batch_trajectories.runs.maintenance import verify
-from batch_trajectories.runs.process.parts import in_parts
 from batch_trajectories.runs.store import reader
 from batch_trajectories.runs.store.reader import open_index
 from batch_trajectories.runs.store.records import UnreadableRecord

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.basics import exact_json
 from batch_trajectories.export.conversation import reading
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation
@@ -21,7 +22,6 @@ from batch_trajectories.runs.store.records import RecordFile, UnreadableRecord
 from tests.export.test_hermes import TEMP, assistant, call, record_of, result, user
 from tests.exporting import make_run, rejects, rows
 from tests.stored import whole
-from toolsets import exact_json
 
 Record = dict[str, Any]
 

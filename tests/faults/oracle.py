@@ -14,8 +14,8 @@ import orjson
 
 from batch_trajectories.api.results import write_results
 from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.directory.run_dir import read_run_json
 from batch_trajectories.runs.maintenance.upkeep import Checked, check
-from batch_trajectories.runs.run_dir import read_run_json
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import run, session_of, wait_until
 

@@ -9,19 +9,19 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.messages import MOST_TOKENS
+from agent.messages.message import MOST_TOKENS
 from agent.models.parsing import count_or_none
 from batch_trajectories.api.start import exit_of
 from batch_trajectories.export.training_files import export_run
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.run import Outcome
+from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
 from batch_trajectories.runs.store.checksum import (
     DamagedLine,
     read_object,
     with_checksum,
     without_checksum,
 )
-from batch_trajectories.runs.totals.run_totals import RunTotals, compute_totals
+from batch_trajectories.runs.supervisor.run import Outcome
 from testing.bit_flips import FOUND, attack, flips, make_run
 from tests.export.test_hermes import assistant, record_of, user
 from tests.exporting import make_run as make_records

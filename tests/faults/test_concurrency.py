@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from batch_trajectories.runs.run_lock import holder_of
+from batch_trajectories.runs.directory.run_lock import holder_of
 from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import resume_and_judge
 from tests.faults.test_disk import scripted_rows

@@ -11,9 +11,14 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.basics.errors import (
+    HOST_ERRNOS,
+    HostError,
+    machine_failure,
+    machine_failure_in,
+)
 from tests.playing import call, calls, say
 from tests.running import PATIENCE_S, ROOT, SCRIPTED, command, lines, run, write_rows
-from toolsets.errors import HOST_ERRNOS, HostError, machine_failure, machine_failure_in
 
 # A worker takes its own limits away, as a machine that fills up does, while `full` is there.
 TOOLS = '''

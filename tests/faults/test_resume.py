@@ -19,7 +19,7 @@ import pytest
 
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import scan, tasks
-from batch_trajectories.runs.tasks import task_key
+from batch_trajectories.runs.store.tasks import task_key
 from testing.fake_endpoint import FakeEndpoint
 from tests.answering import JSON, answering
 from tests.faults import strace

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.basics.errors import ToolError
 from tests.images.test_image_sandbox import sandbox_in
 from toolsets.builtin import file
 from toolsets.context import ToolContext
-from toolsets.errors import ToolError
 from toolsets.sandbox.channel import Reply
 from toolsets.sandbox.image import ImageSpec
 from toolsets.sandbox.image_files import ImageFiles

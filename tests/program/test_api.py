@@ -19,10 +19,10 @@ import pytest
 
 from batch_runner import RunConfig, open_run, run
 from batch_trajectories.api.start import exit_of
-from batch_trajectories.runs.errors import ConfigError, DatasetError, RunDirError, RunLocked
-from batch_trajectories.runs.process.startup import hide_environment, settings_restored
-from batch_trajectories.runs.run import Outcome
-from batch_trajectories.runs.run_lock import locked
+from batch_trajectories.basics.errors import ConfigError, DatasetError, RunDirError, RunLocked
+from batch_trajectories.basics.startup import hide_environment, settings_restored
+from batch_trajectories.runs.directory.run_lock import locked
+from batch_trajectories.runs.supervisor.run import Outcome
 from tests.answering import JSON, answering
 from tests.program.test_processes import AS_FIRST, needs_first_place
 from tests.running import PATIENCE_S, ROOT, SCRIPTED, started, wait_until, write_rows

@@ -22,13 +22,13 @@ from agent.models.dialects.anthropic_messages import read_reply, to_api_messages
 from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
 from agent.state.tally import Tally
 from agent.state.trajectory import Trajectory
+from batch_trajectories.basics import exact_json
 from batch_trajectories.export.conversation.row_json import read_arguments
 from batch_trajectories.runs.store.record_types import StoredCall
 from tests.answering import JSON, answering
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import make_run, rows, worked
 from tests.running import lines, run, write_rows
-from toolsets import exact_json
 from toolsets.catalog.custom import as_toolsets
 
 LONG = 123456789012345678901234

@@ -129,7 +129,7 @@ needs_first_place = pytest.mark.skipif(
 
 def as_first(code: str) -> list[str]:
     head = "import os, signal, subprocess, sys, time; from pathlib import Path; "
-    module = "batch_trajectories.runs.process.first_process"
+    module = "batch_trajectories.basics.first_process"
     leave = f"from {module} import leave_first_place; leave_first_place()\n"
     return [*AS_FIRST, sys.executable, "-c", head + leave + code]
 

@@ -334,9 +334,9 @@ def test_a_run_in_the_directory_that_ray_made_for_a_job_is_refused(tmp_path: Pat
 
 
 def test_other_code_on_a_node(tmp_path: Path, cluster: TwoNodes) -> None:
-    for room in ("agent", "runs", "toolsets"):
-        shutil.copytree(ROOT / room, tmp_path / "other" / room)
-    with (tmp_path / "other/toolsets/text.py").open("a") as module:
+    for top in ("agent", "batch_trajectories", "toolsets"):
+        shutil.copytree(ROOT / top, tmp_path / "other" / top)
+    with (tmp_path / "other/toolsets/tool.py").open("a") as module:
         module.write("# another version\n")
     cluster.add(PYTHONPATH=str(tmp_path / "other"))
     write_prompts(tmp_path / "p.jsonl", 2)

@@ -596,7 +596,7 @@ def test_a_conversation_that_starts_over_has_an_empty_workspace(tmp_path: Path) 
     given = {**RUN, "model": "scripted"}
     run(tmp_path, **given)
     (record,) = lines(records(tmp_path))
-    from batch_trajectories.runs.tasks import task_key
+    from batch_trajectories.runs.store.tasks import task_key
 
     key = task_key(record["id"], record["input_digest"]).hex()
     left = records(tmp_path).parent / "workspaces" / key
@@ -838,9 +838,9 @@ NOT_FOR_A_PLAIN_RUN = {
     *("tarfile", "gzip", "grp", "pwd", "tomllib", "yaml"),
     *("toolsets.images.store", "toolsets.images.archives", "toolsets.images.layers"),
     *("toolsets.images.names", "toolsets.images.users", "toolsets.sandbox.image_bwrap"),
-    *("toolsets.sandbox.inside.namespaces", "agent.gateway.canonical"),
-    *("agent.gateway.conversations.lines", "agent.gateway.conversations.threads"),
-    *("agent.state.agent_record", "agent.gateway.wire", "toolsets.yaml_file"),
+    *("toolsets.sandbox.inside.namespaces", "agent.wires.canonical"),
+    *("agent.wires.lines", "agent.wires.threads"),
+    *("agent.state.agent_record", "agent.wires.wire", "batch_trajectories.basics.yaml_file"),
     *(
         f"batch_trajectories.{name}"
         for name in (

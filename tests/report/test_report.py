@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.report.facts import row_of, seconds_at_work
 from batch_trajectories.report.page.page import embedded
 from batch_trajectories.report.page.training_form import training_form
 from batch_trajectories.report.page.writer import write_report
-from batch_trajectories.runs.errors import RunDirError
 from tests.running import SCRIPTED, lines, run, write_rows
 from tests.stored import stored
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from agent.gateway.canonical import cut
 from agent.models.model import ModelSettings
-from batch_trajectories.runs.config.agent_program import free_memory_mb, with_checked_agent
+from agent.wires.canonical import cut
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.runs.config.agents import model_asked, presets
 from batch_trajectories.runs.config.fingerprint import digest_of, meaning_of, with_defaults
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.models import set_up_models
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.worker.agents.agent_program import free_memory_mb, with_checked_agent
 from tests.toolsets.test_sandbox import needs_bwrap
 
 AGENT: dict[str, Any] = {"command": ["sh", "-c", "{prompt}"], "speaks": ["openai_chat"]}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.batches.base import LostBatch, Undecided
 from agent.models.batches.calls import body_of, open_batches, read_reply
 from agent.models.client.open_model import open_model
@@ -20,6 +20,7 @@ from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.models.model import ModelSettings, Request
 from agent.models.prices import estimate_cost
 from agent.models.resolve import resolve_model
+from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.runs.batch_api.batch_log import (
     BatchJob,
     BatchLog,
@@ -30,9 +31,8 @@ from batch_trajectories.runs.batch_api.batch_log import (
 from batch_trajectories.runs.batch_api.collector import BatchCollector, CollectorLimits
 from batch_trajectories.runs.batch_api.delivery import BatchDelivery
 from batch_trajectories.runs.batch_api.totals import compute_batch_totals
-from batch_trajectories.runs.errors import Stopped
 from batch_trajectories.runs.protocol.batch_calls import item_id, name_of, task_of
-from batch_trajectories.runs.tasks import task_key
+from batch_trajectories.runs.store.tasks import task_key
 from batch_trajectories.runs.worker.batch_api_model import (
     BatchAnswer,
     BatchApiClient,

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.admission import CostEstimate
 from agent.models.dialects.openai_chat import read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.prices import estimate_cost
-from batch_trajectories.runs.amounts import Cost
-from batch_trajectories.runs.errors import Stopped
+from batch_trajectories.basics.errors import Stopped
+from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.store.journal import Inflight
 from batch_trajectories.runs.store.records import load_index
 from batch_trajectories.runs.supervisor.budget import BudgetLog, RunBudget, spent_before

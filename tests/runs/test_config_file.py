@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.errors import ConfigError
 from tests.running import command, run, write_prompts
 
 FLAGS: dict[str, Any] = {"run_name": "r", "dataset_file": "p.jsonl"}

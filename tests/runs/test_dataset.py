@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from batch_trajectories.basics.errors import DatasetChanged, DatasetError
 from batch_trajectories.runs.dataset.lines import ContentDigest, Row, read_rows
 from batch_trajectories.runs.dataset.row import RowRules, opening_messages
 from batch_trajectories.runs.dataset.scan import scan, tasks
-from batch_trajectories.runs.errors import DatasetChanged, DatasetError
-from batch_trajectories.runs.tasks import BadRow, Task
+from batch_trajectories.runs.store.tasks import BadRow, Task
 
 
 def write(path: Path, *lines: object) -> Path:

@@ -17,11 +17,11 @@ import yaml
 from agent.models.client.key_command import CommandKey, KeyCommandError, run_key_command
 from agent.models.providers import NO_KEY
 from agent.models.resolve import MissingKey, read_key
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.runs.config.endpoint_config import EndpointConfig
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.models import called_models, limits_of, set_up_models
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.errors import ConfigError
 from tests.answering import Handler, listening
 from tests.running import run, write_prompts
 

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 
 from agent.loop.rules import next_step
-from agent.messages import Event
+from agent.messages.message import Event
 from agent.state.forking import NotForkable, events_until, paid_for
 from agent.state.trajectory import Trajectory
 from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.cli.fork import chosen_records
 from batch_trajectories.report.facts import row_of
 from batch_trajectories.runs.config.models import set_up_models
@@ -27,11 +28,10 @@ from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sampling import setup_of_task
 from batch_trajectories.runs.config.toolsets import catalog_of
 from batch_trajectories.runs.dataset.row_fork import read_fork
-from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.directory.run_dir import read_run_json
+from batch_trajectories.runs.directory.run_lock import locked
 from batch_trajectories.runs.maintenance.fork import forked_config
-from batch_trajectories.runs.run_dir import read_run_json
-from batch_trajectories.runs.run_lock import locked
-from batch_trajectories.runs.tasks import Task
+from batch_trajectories.runs.store.tasks import Task
 from tests.agent.test_properties import CALM, Scene, Stage, record_of, scenes, stage, terms_of
 from tests.answering import JSON, answering
 from tests.faults.oracle import judge_run_dir

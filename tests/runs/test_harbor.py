@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.runs.dataset.row import RowRules, RowTask
 from batch_trajectories.runs.dataset.row_check import Check
 from batch_trajectories.runs.dataset.row_files import Executable
 from batch_trajectories.runs.dataset.row_image import RowLimits, add_asked
-from batch_trajectories.runs.errors import DatasetError
 from batch_trajectories.runs.sources import rows_file
 from batch_trajectories.runs.sources.harbor import HarborTask, tasks_in
 from batch_trajectories.runs.sources.kept_dataset import keep_dataset, rows_of_source

@@ -21,7 +21,7 @@ from batch_trajectories.runs.store.index import (
     index_fields,
 )
 from batch_trajectories.runs.store.records import RecordFile, load_index, parse_record
-from batch_trajectories.runs.tasks import task_key
+from batch_trajectories.runs.store.tasks import task_key
 from tests.exporting import bare
 from tests.stored import stored
 

@@ -23,7 +23,7 @@ from batch_trajectories.runs.dataset.scan_cache import (
     load_scan,
     save_scan,
 )
-from batch_trajectories.runs.shards import Shard
+from batch_trajectories.runs.dataset.shards import Shard
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import PATIENCE_S, SCRIPTED, ids, lines, run, started, wait_until, write_rows
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
-from batch_trajectories.runs.amounts import EndpointLimits
-from batch_trajectories.runs.errors import Stopped
+from batch_trajectories.basics.errors import Stopped
+from batch_trajectories.runs.config.amounts import EndpointLimits
 from batch_trajectories.runs.protocol.messages import unpack
 from batch_trajectories.runs.supervisor.limiter import MAX_COOL_DOWN_S, Limiter, share_out
 from batch_trajectories.runs.supervisor.limits import RunLimits

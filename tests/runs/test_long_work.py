@@ -11,8 +11,8 @@ from typing import ClassVar
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.runs.process import long_work
-from batch_trajectories.runs.process.long_work import PLAIN_EVERY_S, LongWork, silenced, watched
+from batch_trajectories.basics import long_work
+from batch_trajectories.basics.long_work import PLAIN_EVERY_S, LongWork, silenced, watched
 from tests.exporting import make_run, worked
 from tests.running import SCRIPTED, run, write_rows
 
@@ -132,8 +132,7 @@ def test_every_long_command_is_watched(tmp_path: Path) -> None:
     )
     (tmp_path / "graders.py").write_text("def one(conversation, workspace, row):\n    return 1\n")
     (tmp_path / "sitecustomize.py").write_text(
-        "import batch_trajectories.runs.process.long_work as it\n"
-        "it._SILENT_S = it.PLAIN_EVERY_S = 0.0\n"
+        "import batch_trajectories.basics.long_work as it\nit._SILENT_S = it.PLAIN_EVERY_S = 0.0\n"
     )
     env = {"PYTHONPATH": str(tmp_path)}
     said = run(tmp_path, **SCRIPTED, env=env).stderr

@@ -9,16 +9,16 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.messages import Message, Usage
+from agent.messages.message import Message, Usage
 from agent.models.model import Completion, ModelSettings, Price, Request
 from agent.models.prices import estimate_cost, is_known, price, priced
 from agent.models.resolve import resolve_sibling
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.runs.config.endpoints import PriceConfig
 from batch_trajectories.runs.config.fingerprint import meaning_of
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.models import called_models, set_up_models
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.errors import ConfigError
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import lines, run, write_prompts
 

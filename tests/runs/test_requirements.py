@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batch_trajectories.runs.process.requirements import OLDEST, PACKAGES, requirements_problem
+from batch_trajectories.basics.requirements import OLDEST, PACKAGES, requirements_problem
 from tests.running import ROOT
 
 PROGRAMS = ("batch_runner.py", "run_agent.py")
@@ -51,8 +51,8 @@ def test_an_old_python_is_named_with_the_one_that_is_needed() -> None:
 
 _PACKAGE = "batch_trajectories"
 READ_FIRST = (
-    *(f"{_PACKAGE}/__init__.py", f"{_PACKAGE}/runs/__init__.py"),
-    *(f"{_PACKAGE}/runs/process/__init__.py", f"{_PACKAGE}/runs/process/requirements.py"),
+    *(f"{_PACKAGE}/__init__.py", f"{_PACKAGE}/basics/__init__.py"),
+    f"{_PACKAGE}/basics/requirements.py",
 )
 
 

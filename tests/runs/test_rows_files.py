@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.dataset.row import RowRules
 from batch_trajectories.runs.dataset.row_setup import RowSetup
-from batch_trajectories.runs.errors import ConfigError
 from batch_trajectories.runs.sources.rows_file import DIRECTORY, load_rows_file
 from tests.playing import say
 from tests.running import SCRIPTED, lines, run, write_rows

@@ -11,13 +11,13 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.messages import Event, Message, is_cost_only
+from agent.messages.message import Event, Message, is_cost_only
 from agent.models.model import Completion
 from agent.state.events import Clock, note_event, reply_event
 from batch_trajectories.runs.protocol.messages import unpack
 from batch_trajectories.runs.store.journal import Inflight
 from batch_trajectories.runs.store.journal_writer import JournalWriter
-from batch_trajectories.runs.tasks import task_key
+from batch_trajectories.runs.store.tasks import task_key
 from batch_trajectories.runs.worker.remote_journal import RemoteJournal
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import SCRIPTED, WRITE_A_NOTE, lines, run, started, wait_until, write_prompts

@@ -10,10 +10,10 @@ from typing import Any
 import orjson
 import pytest
 
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.runs.dataset.scan import Scan, scan, tasks
-from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.dataset.shards import Shard, parse_shard
 from batch_trajectories.runs.maintenance.merge import common_config
-from batch_trajectories.runs.shards import Shard, parse_shard
 from tests.faults.oracle import judge_run_dir, resume_and_judge
 from tests.running import SCRIPTED, run, write_rows
 

@@ -13,11 +13,11 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.messages import OUT_OF_PLACE, Event
+from agent.messages.message import OUT_OF_PLACE, Event
 from agent.state.trajectory import Trajectory
-from batch_trajectories.runs.amounts import Cost
+from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.runs.batch_api.batch_log import BatchLog
-from batch_trajectories.runs.errors import RunDirError
+from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.failures import Failure, FailureFile, load_failed_attempts
 from batch_trajectories.runs.store.files import AppendFile, StorageError, repair_tail, replace_file
@@ -30,9 +30,9 @@ from batch_trajectories.runs.store.journal import (
 )
 from batch_trajectories.runs.store.journal_writer import JournalWriter
 from batch_trajectories.runs.store.records import RecordFile, load_index, refuse_lost_records
+from batch_trajectories.runs.store.tasks import BadRow, task_key
 from batch_trajectories.runs.supervisor.budget import BudgetLog
 from batch_trajectories.runs.supervisor.damaged import set_aside_damaged
-from batch_trajectories.runs.tasks import BadRow, task_key
 from tests.exporting import bare
 from tests.stored import stored
 

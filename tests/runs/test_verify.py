@@ -16,15 +16,15 @@ import orjson
 import pytest
 
 from batch_trajectories.api.results import write_results
+from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.directory.run_dir import read_run_json
+from batch_trajectories.runs.directory.run_lock import locked
 from batch_trajectories.runs.maintenance.upkeep import Checked, check
-from batch_trajectories.runs.run_dir import read_run_json
-from batch_trajectories.runs.run_lock import locked
 from batch_trajectories.runs.store.checksum import read_object, with_checksum
 from batch_trajectories.runs.store.index import ROW_BYTES, mark_for
-from batch_trajectories.runs.tasks import task_key
+from batch_trajectories.runs.store.tasks import task_key
 from tests.running import SCRIPTED, ids, lines, run, write_rows
-from toolsets.text import plural
 
 NOTE = {"tool_calls": [{"name": "write_file", "arguments": {"path": "n", "content": "1"}}]}
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.runs.dataset.row import RowRules
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
-from toolsets.errors import ToolError
 from toolsets.sandbox.base import Limits, SandboxError
 from toolsets.sandbox.docker import image_config
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from batch_trajectories.runs.worker.agents.installed import Installed, NotInstalled, find_program
 from tests.toolsets.test_sandbox import needs_bwrap
-from toolsets.installed import Installed, NotInstalled, find_program
 from toolsets.sandbox.base import ExecResult, Extras, Limits
 from toolsets.sandbox.factory import SandboxError, make_sandbox
 from toolsets.workspace.workspace import Workspace

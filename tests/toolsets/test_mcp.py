@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.cli.listings.tool_list import as_text
 from batch_trajectories.runs.config.fingerprint import meaning_of
 from batch_trajectories.runs.config.loading import load_config
-from batch_trajectories.runs.errors import ConfigError
 from batch_trajectories.runs.planning.plan import make_plan
 from run_agent import AIAgent
 from tests.playing import call, calls, say

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.runs.config.loading import load_config
-from batch_trajectories.runs.errors import ConfigError
 from batch_trajectories.runs.planning.plan import make_plan
 from run_agent import AIAgent
 from tests.playing import call, calls, say

@@ -20,13 +20,13 @@ from typing import TypeVar
 
 import pytest
 
+from batch_trajectories.basics.text import output_text
 from tests.running import PATIENCE_S, ROOT, wait_until
 from toolsets.sandbox.base import ExecResult, Limits
 from toolsets.sandbox.bwrap import end_orphans, launch
 from toolsets.sandbox.factory import SANDBOXES, SandboxError, make_sandbox, sandbox_problem
 from toolsets.sandbox.inside.outputs import HeadTail
 from toolsets.sandbox.inside.processes import descendants
-from toolsets.text import output_text
 from toolsets.workspace.workspace import Workspace
 
 BWRAP_PROBLEM = sandbox_problem("bwrap")

@@ -217,7 +217,7 @@ def test_only_groups_of_dead_processes_of_the_same_namespace_are_removed() -> No
 WORK = """
 import asyncio, os, sys
 from pathlib import Path
-from toolsets.errors import HostError
+from batch_trajectories.basics.errors import HostError
 from toolsets.sandbox.base import Limits, SandboxError
 from toolsets.sandbox.factory import make_sandbox
 from toolsets.workspace.workspace import Workspace

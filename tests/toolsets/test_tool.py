@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel, Field
 
+from batch_trajectories.basics.errors import ToolError
 from toolsets.context import ToolContext
-from toolsets.errors import ToolError
 from toolsets.tool import ArgumentsError, as_result, tool
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.basics.errors import HostError, ToolError
 from tests.running import PATIENCE_S
 from toolsets.catalog.registry import TOOLSETS, tools_of
 from toolsets.context import ToolContext
-from toolsets.errors import HostError, ToolError
 from toolsets.sandbox.base import Limits
 from toolsets.sandbox.factory import make_sandbox
 from toolsets.tool import MAX_RESULT_CHARS, Tool, ToolResult, tool

@@ -7,7 +7,7 @@ from typing import Annotated
 import pytest
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from toolsets.validation import UNKNOWN_KEY, did_you_mean, mistakes_in
+from batch_trajectories.basics.validation import UNKNOWN_KEY, did_you_mean, mistakes_in
 
 
 class _Inner(BaseModel):

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from batch_trajectories.basics.errors import ToolError
 from run_agent import AIAgent
 from tests.playing import call as planned
 from tests.playing import calls, say
 from tests.websites import Answer, Site, Visit, site
 from toolsets.context import ToolContext
-from toolsets.errors import ToolError
 from toolsets.net.guard import Guard
 from toolsets.net.web_settings import WebSettings
 from toolsets.tool import ToolResult

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolsets.errors import HostError
+from batch_trajectories.basics.errors import HostError
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import PathError, Workspace
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.browser.process import Browsers
 from toolsets.browser.session import NOTHING_OPEN, BrowserSession
 from toolsets.context import ToolContext
-from toolsets.errors import ToolError
-from toolsets.text import clip, valid_utf8
 from toolsets.tool import ToolResult, tool
 
 _HELD = "browser"

@@ -18,11 +18,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batch_trajectories.basics.errors import (
+    HostError,
+    ToolError,
+    install,
+    machine_failure,
+    machine_failure_in,
+)
+from batch_trajectories.basics.per_loop import PerLoop
 from toolsets.browser.proxy import Proxy
-from toolsets.errors import HostError, ToolError, machine_failure, machine_failure_in
-from toolsets.extras import install
 from toolsets.net.guard import Guard
-from toolsets.per_loop import PerLoop
 from toolsets.sandbox.bwrap import bwrap_problem, python_options, system_options
 from toolsets.sandbox.programs import python_bin
 

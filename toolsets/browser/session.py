@@ -11,11 +11,11 @@ from typing import Any
 
 from yarl import URL
 
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.browser.process import Chromium
 from toolsets.context import SharedBrowser
-from toolsets.errors import ToolError
 from toolsets.net.guard import checked
-from toolsets.text import clip, valid_utf8
 
 _log = logging.getLogger(__name__)
 

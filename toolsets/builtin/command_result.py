@@ -6,10 +6,10 @@ from typing import Any
 
 import orjson
 
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.text import clip
 from toolsets.context import ToolContext
-from toolsets.errors import ToolError
 from toolsets.sandbox.base import ExecResult, Sandbox, SessionKind
-from toolsets.text import clip
 from toolsets.tool import MAX_RESULT_CHARS, ToolResult
 
 # The sandbox itself looks for bash: it need not have the programs of this machine.

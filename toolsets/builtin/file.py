@@ -10,9 +10,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.text import clip
 from toolsets.context import ToolContext
-from toolsets.errors import ToolError
-from toolsets.text import clip
 from toolsets.tool import ToolResult, tool
 from toolsets.workspace.files import Files
 from toolsets.workspace.workspace import FileEntry

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 from toolsets.catalog.places import OwnToolError, import_place
 from toolsets.catalog.registry import Toolset
 from toolsets.tool import Tool, tool

@@ -54,7 +54,7 @@ def load_distribution(name: str, *, known: Mapping[str, Toolset] = TOOLSETS) -> 
         raise UnknownDistribution(
             f"Unknown distribution {name!r}; known: {names}, or the path of a YAML file"
         )
-    from toolsets.yaml_file import YamlFileError, read_yaml  # only for a file
+    from batch_trajectories.basics.yaml_file import YamlFileError, read_yaml  # only for a file
 
     try:
         loaded = read_yaml(Path(name), "distribution")

@@ -7,4 +7,6 @@ names        references, and which images they mean
 layers       layers as one directory tree that is safe on this machine
 store        the unpacked images of this user
 users        who commands of an image run as
+
+Other rooms import image_error, layers, layouts, names, store, users.
 """

@@ -1,6 +1,6 @@
 """The failure of an image, which is not a failure of the machine."""
 
-from toolsets.errors import ToolError
+from batch_trajectories.basics.errors import ToolError
 
 
 class ImageError(ToolError):

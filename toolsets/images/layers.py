@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import orjson
 
-from toolsets.errors import HOST_ERRNOS, HostError, describe
+from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
 from toolsets.images.image_error import ImageError
 from toolsets.workspace.removal import remove_tree
 

@@ -10,10 +10,10 @@ from typing import IO, Any
 
 import orjson
 
+from batch_trajectories.basics.locked import locked
 from toolsets.images.archives import images_of, opener
 from toolsets.images.image_error import ImageError
 from toolsets.images.layers import MAGIC_GZIP, MAGIC_ZSTD
-from toolsets.locked import locked
 
 _TYPE = "application/vnd.oci.image"
 _NAME = "org.opencontainers.image.ref.name"

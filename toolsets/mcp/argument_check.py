@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from batch_trajectories.basics.text import clip
 from toolsets.mcp.mcp_settings import McpError
-from toolsets.text import clip
 from toolsets.tool import ArgumentsError
 
 _MAX_PROBLEMS = 10

@@ -13,10 +13,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from toolsets.errors import HostError, ToolError, machine_failure, machine_failure_in
+from batch_trajectories.basics.errors import (
+    HostError,
+    ToolError,
+    machine_failure,
+    machine_failure_in,
+)
+from batch_trajectories.basics.text import output_text
 from toolsets.mcp.mcp_settings import WORKSPACE, ListedTool, McpServer
 from toolsets.sandbox.inside.outputs import HeadTail
-from toolsets.text import output_text
 
 _log = logging.getLogger(__name__)
 

@@ -11,15 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from batch_trajectories.basics.errors import HostError, install
+from batch_trajectories.basics.per_loop import PerLoop
+from batch_trajectories.basics.text import clip
 from toolsets.catalog.registry import Toolset
 from toolsets.context import ToolContext
-from toolsets.errors import HostError
-from toolsets.extras import install
 from toolsets.mcp.argument_check import check_by
 from toolsets.mcp.connection import Link, StartError
 from toolsets.mcp.mcp_settings import ListedTool, McpError, McpServer
-from toolsets.per_loop import PerLoop
-from toolsets.text import clip
 from toolsets.tool import TOOL_NAME, Tool, ToolResult
 
 _STARTS_AT_A_TIME = 4

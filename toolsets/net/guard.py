@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from yarl import URL
 
-from toolsets.errors import ToolError
-from toolsets.text import clip
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.text import clip
 
 _MAX_URL_CHARS = 8192
 

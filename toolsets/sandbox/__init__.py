@@ -16,4 +16,7 @@ docker         commands in a container
 local          commands as plain processes, without isolation
 factory        makes the sandbox that was chosen
 inside/        the programs that run inside a sandbox
+
+Other rooms import base, bwrap, cgroup, docker, factory, image, image_files, inside/outputs,
+programs.
 """

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from toolsets.errors import ToolError
+from batch_trajectories.basics.errors import ToolError
 
 SessionKind = Literal["shell", "python"]
 """What a task has one of, with a state that lasts from call to call."""

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from toolsets import exact_json
-from toolsets.errors import HostError, machine_failure, machine_failure_in
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import HostError, machine_failure, machine_failure_in
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import Group
 from toolsets.sandbox.first_process import FirstProcess, ForkedProcess, LaunchedProcess, until_ready

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import orjson
 
+from batch_trajectories.basics.locked import locked
 from toolsets.images.image_error import ImageError
-from toolsets.locked import locked
 from toolsets.sandbox.base import Limits, SandboxError
 from toolsets.sandbox.cgroup import Group
 from toolsets.sandbox.channel import Launch

@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolsets.errors import HOST_ERRNOS, HostError, describe
-from toolsets.per_loop import PerLoop
+from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
+from batch_trajectories.basics.per_loop import PerLoop
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import Group
 from toolsets.sandbox.channel import Channel, Gone, Launch, Reply

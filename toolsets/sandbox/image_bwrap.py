@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Literal
 
-from toolsets.errors import HostError
+from batch_trajectories.basics.errors import HostError
 from toolsets.images.image_error import ImageError
 from toolsets.images.layers import resolve
 from toolsets.images.store import UnpackedImage

@@ -13,7 +13,7 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from toolsets.errors import HOST_ERRNOS, HostError, describe
+from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
 from toolsets.sandbox.base import Sandbox, SandboxError
 from toolsets.sandbox.channel import Reply
 from toolsets.workspace.workspace import FileEntry, PathError, Workspace, check_path

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from toolsets.errors import HOST_ERRNOS, HostError, describe, has_memory
+from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe, has_memory
+from batch_trajectories.basics.text import output_text
 from toolsets.sandbox.base import ExecResult, Extras, Limits, SandboxError, SessionKind
 from toolsets.sandbox.cgroup import Group, make_group, refusals_here
 from toolsets.sandbox.channel import Channel, Gone, Launch, Reply, decoded
@@ -25,7 +26,6 @@ from toolsets.sandbox.fork_servers import FORK_SERVERS, SandboxTemplate
 from toolsets.sandbox.inside.boot import BOOT
 from toolsets.sandbox.programs import program
 from toolsets.sandbox.user_limit import is_user_full
-from toolsets.text import output_text
 from toolsets.workspace.workspace import Workspace
 
 _REPLY_GRACE_S = 10.0

@@ -15,8 +15,8 @@ from typing import Any
 
 import orjson
 
-from toolsets.locked import locked
-from toolsets.text import valid_utf8
+from batch_trajectories.basics.locked import locked
+from batch_trajectories.basics.text import valid_utf8
 
 _SHARDS = 16
 _LOCK = ".lock"

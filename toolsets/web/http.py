@@ -10,10 +10,10 @@ import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
-from toolsets.errors import ToolError, machine_failure
+from batch_trajectories.basics.errors import ToolError, machine_failure
+from batch_trajectories.basics.text import clip
 from toolsets.net.guard import Guard, checked
 from toolsets.net.web_settings import WebSettings
-from toolsets.text import clip
 from toolsets.web.page import refuse_unreadable
 
 MAX_REDIRECTS = 5

@@ -7,8 +7,8 @@ import logging
 import re
 from typing import Any, NamedTuple
 
-from toolsets.errors import ToolError
-from toolsets.text import valid_utf8
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.text import valid_utf8
 
 _HTML = frozenset({"text/html", "application/xhtml+xml"})
 _TEXT = frozenset(

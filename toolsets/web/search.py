@@ -12,9 +12,9 @@ from typing import Any, TypedDict
 import aiohttp
 import orjson
 
-from toolsets.errors import ToolError
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.net.web_settings import KEY_VARIABLES, WebSettings
-from toolsets.text import clip, valid_utf8
 from toolsets.web.http import read_body, request_error
 
 _MAX_SNIPPET_CHARS = 1000

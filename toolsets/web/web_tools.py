@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from batch_trajectories.basics.errors import ToolError, install
 from toolsets.context import ToolContext
-from toolsets.errors import ToolError
-from toolsets.extras import install
 from toolsets.net.web_settings import WebSettings
 from toolsets.tool import ToolResult, tool
 from toolsets.toolbox import in_thread

@@ -3,4 +3,6 @@
 files      what every kind of workspace can do
 workspace  file access that never leaves one directory
 removal    removes a tree that commands may have made hard to remove
+
+Other rooms import files, removal, workspace.
 """

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from toolsets.errors import HOST_ERRNOS, HostError, ToolError, describe
+from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, ToolError, describe
 from toolsets.workspace.removal import remove_tree
 
 _MAX_PATH_CHARS = 4096

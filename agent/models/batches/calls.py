@@ -7,7 +7,7 @@ from agent.models.dialects.registry import dialect_of, read_asked
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.providers import NO_KEY, provider_at
 from agent.models.resolve import SCRIPTED
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 
 def has_batches(settings: ModelSettings) -> bool:

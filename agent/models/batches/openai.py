@@ -20,7 +20,7 @@ from agent.models.dialects.registry import dialect_of
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.parsing import load_object, object_of
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -21,8 +21,8 @@ from agent.models.parsing import load_object
 from agent.models.providers import NO_KEY
 from agent.models.resolve import PLACEHOLDER
 from agent.models.sdk_clients import connect, open_client
-from toolsets.errors import HostError
-from toolsets.text import clip
+from batch_trajectories.basics.errors import HostError
+from batch_trajectories.basics.text import clip
 
 _OF_THE_BODY = frozenset({"accept", "content-type", "content-length"})
 """Headers that the packages decide."""

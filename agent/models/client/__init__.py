@@ -12,4 +12,6 @@ endpoint             a model at an endpoint, without retries
 retrying             retries, and waiting for a turn
 open_model           all of these together
 pool                 the open models of a process
+
+Other rooms import key_command, open_model, pool, prepared, relayed, retrying, transport.
 """

@@ -19,8 +19,8 @@ from agent.models.model import ModelSettings
 from agent.models.providers import NO_KEY
 from agent.models.resolve import PLACEHOLDER
 from agent.models.sdk_clients import UnusableClient, connect, is_async, open_client, sdk_of
-from toolsets import exact_json
-from toolsets.text import clip
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.text import clip
 
 _KEPT_S = 60.0
 """For how long the headers that a client has prepared are used."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.dialects.assembly import Assembly
 from agent.models.model import Completion, ModelSettings, Request
 

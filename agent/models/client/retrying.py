@@ -15,7 +15,7 @@ from agent.models.errors import Kind, ModelError
 from agent.models.keys import Key
 from agent.models.model import Adapter, Completion, ModelSettings, Request
 from agent.models.prices import estimate_cost, priced
-from agent.stream_events import StreamEvent
+from agent.models.stream_events import StreamEvent
 
 MAX_WAIT_S = 60.0
 """Longest pause between two attempts, also where the endpoint asks for more."""

@@ -39,8 +39,8 @@ from agent.models.keys import Key
 from agent.models.model import ModelSettings
 from agent.models.parsing import error_behind_200, refusal_of
 from agent.models.proxies import proxy_for
-from toolsets import exact_json
-from toolsets.errors import HOST_ERRNOS, HostError, describe
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
 
 log = logging.getLogger(__name__)
 

@@ -12,4 +12,7 @@ anthropic_messages         Anthropic messages
 anthropic_messages_stream  the same, streamed
 gemini                     Gemini's generateContent: replies only
 gemini_stream              the same, streamed
+
+Other rooms import anthropic_messages, assembly, gemini, openai_chat, openai_responses,
+registry, token_ids.
 """

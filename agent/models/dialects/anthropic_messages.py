@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.messages.message import FinishReason, Message, ToolCall, Usage
 from agent.models.dialects.unknown_fields import extra_of, uncounted_in, unknown_in
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
@@ -16,7 +16,7 @@ from agent.models.parsing import (
     parse_object,
     text_or_none,
 )
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 API = "anthropic_messages"
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from agent.models.dialects.assembly import Growing, to_body
 from agent.models.dialects.unknown_fields import merge, unknown_in
-from agent.stream_events import StreamHandler
-from toolsets import exact_json
+from agent.models.stream_events import StreamHandler
+from batch_trajectories.basics import exact_json
 
 _INPUT = "partial_json"
 """Where a block holds the text of its input until it is whole."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.messages.message import FinishReason, Message, ToolCall, Usage
 from agent.models.dialects.unknown_fields import extra_of, unknown_in
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request

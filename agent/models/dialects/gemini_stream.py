@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent.models.dialects.assembly import Growing, to_body
-from agent.stream_events import StreamHandler
-from toolsets.exact_json import objects_among
+from agent.models.stream_events import StreamHandler
+from batch_trajectories.basics.exact_json import objects_among
 
 _TEXT_FIELDS = frozenset({"text", "thought", "thoughtSignature"})
 

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.messages.message import FinishReason, Message, ToolCall, Usage
+from agent.messages.reasoning import split_inline_reasoning
 from agent.models.dialects.token_ids import request_fields, without_outer_newlines
 from agent.models.dialects.unknown_fields import extra_of, uncounted_in, unknown_in
 from agent.models.errors import ModelError
@@ -28,7 +29,6 @@ from agent.models.parsing import (
     read_usage,
     text_or_none,
 )
-from agent.reasoning import split_inline_reasoning
 
 API = "openai_chat"
 

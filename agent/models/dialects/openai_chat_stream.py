@@ -12,8 +12,8 @@ from typing import Any
 
 from agent.models.dialects.assembly import Growing, to_body
 from agent.models.dialects.unknown_fields import merge, unknown_in
-from agent.stream_events import StreamHandler
-from toolsets.exact_json import objects_among
+from agent.models.stream_events import StreamHandler
+from batch_trajectories.basics.exact_json import objects_among
 
 _CALL_FIELDS = frozenset({"id", "type", "function", "index"})
 _FUNCTION_FIELDS = frozenset({"name", "arguments"})

@@ -13,7 +13,8 @@ from typing import Any
 
 import orjson
 
-from agent.messages import FinishReason, Message, ToolCall, Usage
+from agent.messages.message import FinishReason, Message, ToolCall, Usage
+from agent.messages.reasoning import split_inline_reasoning
 from agent.models.dialects.openai_chat import cache_key, is_openai
 from agent.models.dialects.unknown_fields import extra_of, uncounted_in, unknown_in
 from agent.models.errors import ModelError, kind_of
@@ -25,8 +26,7 @@ from agent.models.parsing import (
     read_usage,
     text_or_none,
 )
-from agent.reasoning import split_inline_reasoning
-from toolsets.exact_json import objects_among
+from batch_trajectories.basics.exact_json import objects_among
 
 API = "openai_responses"
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from agent.models.dialects.assembly import to_body
-from agent.stream_events import StreamHandler
+from agent.models.stream_events import StreamHandler
 
 
 class ResponsesAssembly:

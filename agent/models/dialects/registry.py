@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from agent.messages import Message, Usage
+from agent.messages.message import Message, Usage
 from agent.models.dialects.assembly import Assembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import load_object, text_or_none
-from agent.stream_events import StreamHandler
+from agent.models.stream_events import StreamHandler
 
 
 class Dialect(NamedTuple):

@@ -13,10 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agent.models.model import Completion, ModelSettings
-from agent.models.parsing import object_of
-from agent.models.providers import provider_at
-from agent.tokens import (
+from agent.messages.tokens import (
     Sampled,
     has_outer_newlines,
     pack_ids,
@@ -24,6 +21,9 @@ from agent.tokens import (
     sampling_in,
     unpack_ids,
 )
+from agent.models.model import Completion, ModelSettings
+from agent.models.parsing import object_of
+from agent.models.providers import provider_at
 
 FIELDS = (
     *("logprobs", "top_logprobs"),

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent.session import run_here
+from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.toolsets import catalog_of
 from toolsets.catalog.registry import Toolset
 from toolsets.mcp.mcp_settings import McpError, McpServer
 from toolsets.mcp.servers import list_servers
 from toolsets.sandbox.factory import sandbox_problem
-from toolsets.text import clip
 
 _LINE_CHARS = 100
 

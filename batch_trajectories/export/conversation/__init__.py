@@ -15,4 +15,7 @@ rewards    rewards by name
 style      options for reasoning, parallel calls, long results and tools
 tools      values computed once per list of tools
 texts      the texts of a conversation, for filters; its diff
+
+Other rooms import ending, metadata, order, own_work, reading, rewards, row_json, style, texts,
+tolerance, tools, turns, validity.
 """

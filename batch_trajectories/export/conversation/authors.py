@@ -8,7 +8,7 @@ from itertools import groupby
 
 import msgspec
 
-from agent.messages import USER_TURN, user_key
+from agent.messages.message import USER_TURN, user_key
 from batch_trajectories.export.conversation.order import is_agents
 from batch_trajectories.export.conversation.own_work import Own, first_reply
 from batch_trajectories.export.conversation.turns import Author, Entry, Said

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from agent.reasoning import split_inline_reasoning
+from agent.messages.reasoning import split_inline_reasoning
 from agent.state.final_answer import RESERVED
 from batch_trajectories.export.conversation.row_json import read_arguments
 from batch_trajectories.export.conversation.tools import names_of, without_reserved

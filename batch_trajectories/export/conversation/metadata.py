@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from agent.messages import SUMMARY
-from agent.tokens import trimmed_replies
+from agent.messages.message import SUMMARY
+from agent.messages.tokens import trimmed_replies
 from agent.views.views import compacted_from
 from batch_trajectories.export.conversation.rewards import reward_facts
 from batch_trajectories.export.conversation.texts import patch_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from agent.reasoning import hides_reasoning, split_inline_reasoning
+from agent.messages.reasoning import hides_reasoning, split_inline_reasoning
 from batch_trajectories.runs.store.record_types import StoredConversation, StoredMessage, StoredTurn
 
 _UNNAMED_FAILURE = "reported"

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from agent.parts import EARLIER, kind_of_part, parts_of
-from agent.reasoning import opens_reasoning, split_inline_reasoning
+from agent.messages.parts import EARLIER, kind_of_part, parts_of
+from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
 from batch_trajectories.export.conversation.authors import with_authors
 from batch_trajectories.export.conversation.ending import is_answered, plain_ending
 from batch_trajectories.export.conversation.metadata import metadata_for

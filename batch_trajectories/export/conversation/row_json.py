@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from batch_trajectories.basics.exact_json import has_long_digits, within_64_bits
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.runs.store.record_types import StoredCall
-from toolsets.exact_json import has_long_digits, within_64_bits
 
 _TEMPLATE_TAILS = r"[|｜][^|｜<>\s]{1,40}[|｜]>|(?:start|end)_of_turn>"
 _CONTROL_TAILS = rf"{_TEMPLATE_TAILS}|/?s>|(?:bos|eos|pad|unk)>"

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from batch_trajectories.basics.text import clip
 from batch_trajectories.export.conversation.tolerance import STRICT, Tolerance, accepted
 from batch_trajectories.export.conversation.turns import (
     Call,
@@ -17,7 +18,6 @@ from batch_trajectories.export.conversation.turns import (
     Said,
     Turn,
 )
-from toolsets.text import clip
 
 ReasoningStyle = Literal["inline", "field", "last", "none"]
 CallStyle = Literal["keep", "split"]

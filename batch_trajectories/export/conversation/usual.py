@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from agent.parts import parts_of
+from agent.messages.parts import parts_of
 from agent.state.final_answer import RESERVED
 from batch_trajectories.export.conversation.own_work import (
     Counts,

@@ -9,4 +9,6 @@ card          the dataset card
 checking      compares a dataset with its records
 rendering     renders rows through a chat template
 pushing       uploads to the Hugging Face hub
+
+Other rooms import build, checking, directory, pushing, rendering.
 """

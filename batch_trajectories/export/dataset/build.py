@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from batch_trajectories.basics.long_work import LongWork
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import reward_of
 from batch_trajectories.export.conversation.tolerance import (
@@ -29,13 +30,12 @@ from batch_trajectories.export.dataset.splits import Splits
 from batch_trajectories.export.filters.duplicates import NearDuplicates, said_in
 from batch_trajectories.export.filters.filters import RecordFilters
 from batch_trajectories.export.formats.registry import COPIES
+from batch_trajectories.export.formats.row_files import FileTarget, Hashing, Written
 from batch_trajectories.export.recipe import Recipe
 from batch_trajectories.export.record_order import Loaded, RecordOrder, RecordReader, Seen
-from batch_trajectories.export.row_files import FileTarget, Hashing, Written
 from batch_trajectories.export.statistics import Statistics
 from batch_trajectories.runs.dataset.scan import Scan
-from batch_trajectories.runs.process.long_work import LongWork
-from batch_trajectories.runs.run_dir import read_run_json, versions_of
+from batch_trajectories.runs.directory.run_dir import read_run_json, versions_of
 from batch_trajectories.runs.store.failures import load_failed_attempts
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.scores import Scores

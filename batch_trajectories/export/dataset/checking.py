@@ -10,6 +10,8 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
+from batch_trajectories.basics.long_work import LongWork
+from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.directory import (
     MANIFEST,
@@ -18,8 +20,6 @@ from batch_trajectories.export.dataset.directory import (
     read_manifest,
 )
 from batch_trajectories.export.recipe import Recipe
-from batch_trajectories.runs.process.long_work import LongWork
-from toolsets.validation import mistakes_in
 
 _SUMS = ("discarded", "failed", "pending", "rejected", "selected")
 

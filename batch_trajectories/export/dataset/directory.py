@@ -22,14 +22,15 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.dataset.build import SCHEMA_VERSION, Source, write_rows
 from batch_trajectories.export.dataset.card import card
 from batch_trajectories.export.formats.arrow import datasets_frame
 from batch_trajectories.export.formats.llamafactory import dataset_info
+from batch_trajectories.export.formats.row_files import FileTarget, Nowhere, Staging, Written
 from batch_trajectories.export.recipe import Recipe
-from batch_trajectories.export.row_files import FileTarget, Nowhere, Staging, Written
-from batch_trajectories.runs.errors import ConfigError
-from batch_trajectories.runs.process.console import say
 from batch_trajectories.runs.store.files import (
     StorageError,
     alone_in,
@@ -37,7 +38,6 @@ from batch_trajectories.runs.store.files import (
     refuse_links,
     replace_file,
 )
-from toolsets.validation import mistakes_in
 
 MANIFEST = "manifest.json"
 

@@ -28,9 +28,9 @@ from batch_trajectories.export.formats.prompts import prompts_writer
 from batch_trajectories.export.formats.prompts import row_of as row_of_prompt
 from batch_trajectories.export.formats.registry import COPIED, GROUP_FORMATS, ROW_FORMATS, Format
 from batch_trajectories.export.formats.rl import discarded_replies, rows_of, threads_of
+from batch_trajectories.export.formats.row_files import FileTarget, MakeWriter, SplitFiles
 from batch_trajectories.export.recipe import Recipe
 from batch_trajectories.export.record_order import Loaded
-from batch_trajectories.export.row_files import FileTarget, MakeWriter, SplitFiles
 from batch_trajectories.runs.store.checksum import without_checksum
 
 _SPLIT_TEXTS = 5

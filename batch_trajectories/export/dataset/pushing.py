@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from batch_trajectories.basics.errors import ConfigError, EnvironmentStop
 from batch_trajectories.export.dataset.directory import MANIFEST, listed_files
-from batch_trajectories.runs.errors import ConfigError, EnvironmentStop
 
 _STAYS = ("rejects.jsonl",)
 """Files that quote rejected conversations."""

@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batch_trajectories.runs.errors import ConfigError, missing
+from batch_trajectories.basics.errors import ConfigError, missing
 
 _THINK = re.compile(r"<think>\n(.*?)\n</think>\n*(.*)", re.DOTALL)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import orjson
 
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.texts import strings_in, texts_of, words_of
-from batch_trajectories.runs.errors import ConfigError
 from batch_trajectories.runs.store.record_types import Record
 
 _ESCAPE = re.compile(r"\\[bfnrt]")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from batch_trajectories.basics.errors import missing
 from batch_trajectories.export.conversation.texts import words_of
-from batch_trajectories.runs.errors import missing
 from batch_trajectories.runs.store.record_types import Record
 
 _PERMUTATIONS = 128

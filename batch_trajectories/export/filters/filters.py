@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.ending import answer_of
 from batch_trajectories.export.conversation.metadata import views_of
 from batch_trajectories.export.conversation.own_work import Own
@@ -19,7 +20,6 @@ from batch_trajectories.export.conversation.tools import names_of
 from batch_trajectories.export.filters.contamination import Questions, load_questions
 from batch_trajectories.export.filters.secrets import Scanner, make_scanner
 from batch_trajectories.export.recipe import AnswerCheck, Filters
-from batch_trajectories.runs.errors import ConfigError
 from batch_trajectories.runs.store.checks import CHECK_FAILED, ended_by_wrong_answer
 from batch_trajectories.runs.store.record_types import Record, StoredError
 from toolsets.catalog.places import OwnToolError, import_place

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from batch_trajectories.runs.errors import missing
+from batch_trajectories.basics.errors import missing
 
 Scanner = Callable[[str], str | None]
 """Returns the kind of secret in a text, never the secret."""

@@ -20,7 +20,7 @@ import orjson
 from batch_trajectories.export.conversation.row_json import write_json
 from batch_trajectories.export.formats.columns import COLUMNS, columns_of
 from batch_trajectories.export.formats.openai_chat import with_arguments_as_text
-from batch_trajectories.export.row_files import Hashing, MakeWriter
+from batch_trajectories.export.formats.row_files import Hashing, MakeWriter
 
 _BATCH_BYTES = 1 << 20
 """Bytes of JSON in a batch; as objects they take several times as much memory."""

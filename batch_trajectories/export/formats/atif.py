@@ -16,8 +16,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from agent.messages import SIMULATED_USER
+from agent.messages.message import SIMULATED_USER
 from agent.models.parsing import count_or_none
+from batch_trajectories.basics.exact_json import within_64_bits
 from batch_trajectories.export.conversation.metadata import metadata_of
 from batch_trajectories.export.conversation.order import in_order
 from batch_trajectories.export.conversation.own_work import Own
@@ -33,7 +34,6 @@ from batch_trajectories.runs.store.record_types import (
     StoredTurn,
     StoredUsage,
 )
-from toolsets.exact_json import within_64_bits
 
 SCHEMA_VERSION = "ATIF-v1.8"
 

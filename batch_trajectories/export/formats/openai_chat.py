@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from batch_trajectories.basics.exact_json import within_64_bits
 from batch_trajectories.export.conversation.reading import refuse_control_tokens
 from batch_trajectories.export.conversation.row_json import (
     TOOL_CALL,
@@ -26,7 +27,6 @@ from batch_trajectories.export.conversation.turns import Conversation, Entry, Sa
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.hermes import common_columns
 from batch_trajectories.runs.store.record_types import Tools
-from toolsets.exact_json import within_64_bits
 
 NO_LOSS: Mapping[str, Any] = {"weight": 0, "loss": False}
 """Marks an assistant message that is not to be learnt: `weight` for OpenAI and Axolotl, `loss` for

@@ -15,7 +15,7 @@ from batch_trajectories.export.conversation.reading import refuse_control_tokens
 from batch_trajectories.export.conversation.rewards import reward_of
 from batch_trajectories.export.conversation.tolerance import STRICT
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.row_files import Hashing, MakeWriter
+from batch_trajectories.export.formats.row_files import Hashing, MakeWriter
 from batch_trajectories.runs.store.record_types import Record
 
 DATA_SOURCE = "data_source"

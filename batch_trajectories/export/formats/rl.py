@@ -16,8 +16,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agent.messages import COST_ONLY, STAGES, WORKSPACE_LOST
-from agent.tokens import TokenTurn, token_turns
+from agent.messages.message import COST_ONLY, STAGES, WORKSPACE_LOST
+from agent.messages.tokens import TokenTurn, token_turns
 from batch_trajectories.export.conversation.reading import flaws_of_parts
 from batch_trajectories.export.conversation.rewards import reward_facts, reward_of
 from batch_trajectories.export.conversation.tolerance import STRICT

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from agent.models.client.retrying import Retry
 from agent.models.errors import SAYS_MORE_OF_THE_ENDPOINT, ModelError
-from batch_trajectories.runs.errors import EnvironmentStop
-from batch_trajectories.runs.process.console import say
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.errors import EnvironmentStop
 from batch_trajectories.runs.supervisor.progress import Progress
 
 _SHOW_EVERY_S = 0.25

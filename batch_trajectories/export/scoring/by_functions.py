@@ -14,7 +14,7 @@ from batch_trajectories.export.scoring.score_file import Scored, Wanted, open_sc
 from batch_trajectories.runs.scoring.functions import RewardFunctions, check_functions
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.scores import score_key
-from batch_trajectories.runs.tasks import task_key
+from batch_trajectories.runs.store.tasks import task_key
 
 
 def score_by_functions(

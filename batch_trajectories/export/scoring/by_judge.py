@@ -11,13 +11,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.client.open_model import open_model
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.prices import is_known
 from agent.models.resolve import SCRIPTED, read_key
 from agent.session import run_here
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.export.reasons import Reasons
 from batch_trajectories.export.scoring.asking import (
     JudgeCalls,
@@ -31,10 +33,8 @@ from batch_trajectories.export.scoring.score_file import Scored, ScoreFile, Want
 from batch_trajectories.export.scoring.verdicts import read_verdicts
 from batch_trajectories.runs.config.models import settings_of
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.errors import ConfigError
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.scores import score_key
-from toolsets.text import valid_utf8
 
 _Scored = tuple[str, str, dict[str, Any]]
 """The key and the id of a record, and its score."""

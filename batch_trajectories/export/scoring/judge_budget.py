@@ -14,8 +14,8 @@ from pathlib import Path
 from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
-from batch_trajectories.runs.amounts import Cost
-from batch_trajectories.runs.errors import RunError
+from batch_trajectories.basics.errors import RunError
+from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.supervisor.budget import BudgetLog
 
 LOG = "judge_budget.jsonl"

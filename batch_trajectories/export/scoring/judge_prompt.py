@@ -11,12 +11,12 @@ from typing import Any
 import orjson
 
 from agent.models.model import ModelSettings
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.text import clip
 from batch_trajectories.export.conversation.ending import answer_of
 from batch_trajectories.export.conversation.texts import user_texts
-from batch_trajectories.runs.errors import ConfigError
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.rewards import parse_rewards
-from toolsets.text import clip
 
 NAME = "judge"
 """The name of a reward that a judge gives as a number alone."""

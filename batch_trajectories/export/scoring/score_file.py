@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batch_trajectories.basics import exact_json
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.files import AppendFile, alone_in, repair_tail
 from batch_trajectories.runs.store.reader import stored_records
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.scores import NAME, read_scores, score_key
-from toolsets import exact_json
 
 Wanted = Callable[[Record], bool]
 """Whether a record is to be scored."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batch_trajectories.runs.errors import RunDirError
+from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.runs.store.checksum import read_object
 from batch_trajectories.runs.store.records import lines_from
 

@@ -12,7 +12,7 @@ import hashlib
 from importlib import resources
 from typing import Any
 
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 _SCRIPTS = ("core.js", "charts.js", "table.js", "conversation.js", "main.js")
 

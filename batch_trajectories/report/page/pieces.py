@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from batch_trajectories.basics import exact_json
 from batch_trajectories.runs.store.files import make_directory, open_temporary
-from toolsets import exact_json
 
 INLINE_BYTES = 4 << 20
 """The maximum of data inside the page itself."""

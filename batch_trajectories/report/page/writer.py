@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style, style_of_run
@@ -28,15 +30,13 @@ from batch_trajectories.report.page.pieces import (
     temporary_of,
 )
 from batch_trajectories.report.page.training_form import training_form
-from batch_trajectories.runs.errors import RunDirError
+from batch_trajectories.runs.directory.spending import spent_by, spent_by_judges
 from batch_trajectories.runs.sources.source import HUB_PREFIX
 from batch_trajectories.runs.store.failures import failures_by_class, stored_failures
 from batch_trajectories.runs.store.files import StorageError, replace_file
 from batch_trajectories.runs.store.reader import SomeRecords, over_records
 from batch_trajectories.runs.store.record_types import Record, Tools
 from batch_trajectories.runs.store.settled import NO_LIMIT
-from batch_trajectories.runs.totals.spending import spent_by, spent_by_judges
-from toolsets import exact_json
 
 _BEGINNING = b"<!doctype html>"
 

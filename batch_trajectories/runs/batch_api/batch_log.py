@@ -29,7 +29,8 @@ from typing import Any, Literal
 import orjson
 
 from agent.models.batches.base import ItemResult
-from batch_trajectories.runs.amounts import Cost
+from batch_trajectories.basics import exact_json
+from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.protocol.batch_calls import task_of
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object, with_checksum
 from batch_trajectories.runs.store.files import (
@@ -41,7 +42,6 @@ from batch_trajectories.runs.store.files import (
     repair_tail,
     sync_directory,
 )
-from toolsets import exact_json
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,11 @@ from typing import Any
 
 from agent.models.batches.base import ItemResult
 from agent.models.errors import RULES, ModelError
+from batch_trajectories.basics.errors import EnvironmentStop, HostError, machine_failure
 from batch_trajectories.runs.batch_api.batch_log import BatchJob, BatchLog
 from batch_trajectories.runs.batch_api.delivery import BatchDelivery
-from batch_trajectories.runs.errors import EnvironmentStop
 from batch_trajectories.runs.protocol.batch_calls import task_of
 from batch_trajectories.runs.store.files import AppendFile
-from toolsets.errors import HostError, machine_failure
 
 log = logging.getLogger(__name__)
 

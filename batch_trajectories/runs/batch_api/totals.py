@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.batch_api.batch_log import read_lines
-from toolsets.text import plural
 
 
 @dataclass(frozen=True, slots=True)

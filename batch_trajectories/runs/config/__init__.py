@@ -7,11 +7,14 @@ sandboxes         the sandboxes that they ask for, on this machine
 loading           a RunConfig from YAML and flags
 endpoint_config   an entry of `endpoints`
 endpoints         types of options about endpoints
+amounts           costs, and the limits of an endpoint
 plain_secrets     secrets that a config states in the clear
 models            models, endpoints, limits and budget of a config
 sampling          draws the model and toolsets of a task
 agents            agents that run as commands: presets, and the options that go with them
-agent_program     how an agent's program is started in its sandbox
 toolsets          the toolsets of a config
 fingerprint       the options that affect the data, and their digest
+
+Other rooms import agents, amounts, endpoint_config, endpoints, fingerprint, loading, models,
+option_types, run_config, sampling, sandboxes, toolsets.
 """

@@ -7,11 +7,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.command_agent import CommandAgent
+from agent.gateway.command_agent import CommandAgent
 from agent.models.model import ModelSettings
 from agent.options import LIMITS, AgentOptions, parse_json
+from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.runs.config.plain_secrets import is_secret
-from toolsets.validation import did_you_mean
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.config.run_config import RunConfig
@@ -50,7 +50,7 @@ def read_agent(value: Any) -> Any:
         hint = did_you_mean(value, known) or f"known: {', '.join(known)}"
         raise ValueError(f"{value!r} is neither a preset nor a YAML file; {hint}")
     # Only where an agent is named: --help does without YAML.
-    from toolsets.yaml_file import read_yaml
+    from batch_trajectories.basics.yaml_file import read_yaml
 
     loaded = read_yaml(path, "agent")
     if isinstance(loaded, dict) and loaded.keys() == {"agent"}:

@@ -27,6 +27,7 @@ from agent.models.providers import CLIENTS, NO_KEY, PROVIDERS, Api, Provider, pr
 from agent.models.proxies import proxy_for
 from agent.models.resolve import Endpoint, habits_of, root_of
 from agent.options import Float, PositiveFloat, PositiveInt
+from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.runs.config.endpoints import (
     HOLDS_SECRET,
     BaseUrl,
@@ -36,7 +37,6 @@ from batch_trajectories.runs.config.endpoints import (
     to_prices,
 )
 from batch_trajectories.runs.config.plain_secrets import is_secret, names_secret
-from toolsets.validation import did_you_mean
 
 _OF_MODELS = ("temperature", "top_p", "max_tokens", "reasoning_effort", "extra_body")
 """Options of an endpoint that override those of the run and affect the data."""

@@ -15,10 +15,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from agent.command_agent import NO_MEANING
+from agent.gateway.command_agent import NO_MEANING
 from agent.models.resolve import SCRIPTED
+from batch_trajectories.basics import exact_json
 from batch_trajectories.runs.config.run_config import RunConfig
-from toolsets import exact_json
 from toolsets.mcp.mcp_settings import McpServer
 
 

@@ -9,14 +9,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from agent.options import split_commas
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.text import clip
+from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
 from batch_trajectories.runs.config.endpoints import HOLDS_SECRET
 from batch_trajectories.runs.config.option_types import holds_nul, is_text
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.errors import ConfigError
 from batch_trajectories.runs.sources.source import HUB_PREFIX
-from toolsets import exact_json
-from toolsets.text import clip
-from toolsets.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
 
 _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
 """Paths that a config file gives relative to itself."""
@@ -54,7 +54,10 @@ def _read_json(path: Path) -> Any:
 
 def read_mapping(path: Path, kind: str) -> dict[str, Any]:
     """Read a YAML file of `key: value` lines; errors call it a `kind`. Raises `ConfigError`."""
-    from toolsets.yaml_file import YamlFileError, read_yaml  # a run without a file needs no YAML
+    from batch_trajectories.basics.yaml_file import (  # a run without a file needs no YAML
+        YamlFileError,
+        read_yaml,
+    )
 
     try:
         loaded = read_yaml(path, kind)

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from agent.command_agent import CommandAgent
+from agent.gateway.command_agent import CommandAgent
 from agent.models.model import ModelSettings
 from agent.models.providers import Api, holds_at, provider_at
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_model, resolve_sibling
 from agent.setup import Setup, set_up
-from batch_trajectories.runs.amounts import Cost, EndpointLimits
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
 from batch_trajectories.runs.config.endpoints import to_prices
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.errors import ConfigError
 from toolsets.catalog.registry import TOOLSETS, Toolset
 
 Setups = Mapping[str, Setup]

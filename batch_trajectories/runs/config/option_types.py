@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from agent.options import Float, parse_json, split_commas
-from toolsets.text import valid_utf8
+from batch_trajectories.basics.text import valid_utf8
 
 Resource = Annotated[Float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Weight = Annotated[Float, Field(ge=0, allow_inf_nan=False)]

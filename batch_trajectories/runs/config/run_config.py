@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from agent.command_agent import CommandAgent
+from agent.gateway.command_agent import CommandAgent
 from agent.models.providers import FIRST, Api
 from agent.models.resolve import SCRIPTED
 from agent.options import (
@@ -45,7 +45,7 @@ from batch_trajectories.runs.config.option_types import (
 )
 from batch_trajectories.runs.config.sandbox_options import SandboxOptions
 from batch_trajectories.runs.dataset.row import ColumnUse, RowRules
-from batch_trajectories.runs.shards import plain_shard
+from batch_trajectories.runs.dataset.shards import plain_shard
 from toolsets.mcp.mcp_settings import McpServer, ServerName
 from toolsets.net.web_settings import WebSettings
 

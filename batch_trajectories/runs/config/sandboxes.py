@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.runs.config.run_config import RunConfig
-from toolsets.errors import ToolError
 from toolsets.sandbox.docker import remove_containers
 from toolsets.sandbox.factory import ImageSandboxes, sandbox_problem
 

@@ -9,6 +9,9 @@ row_setup   the files, commands and check of a row
 row_user    the further messages of the user, and who a simulated user is
 test_outcomes  which tests passed, from the output of a check
 row_fork    the conversation that a row branches from
+shards      parts of a dataset by prompt id
 scan        one pass over the file: row offsets and task keys
 scan_cache  dataset.idx: the scan, for the next start
+
+Other rooms import all modules.
 """

@@ -10,10 +10,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.runs.dataset.row import RowRules, kind_of
-from batch_trajectories.runs.errors import DatasetError
-from batch_trajectories.runs.tasks import BadRow
-from toolsets import exact_json
+from batch_trajectories.runs.store.tasks import BadRow
 
 MAX_LINE_BYTES = 256 << 20
 """A longer line is a bad row. This limits memory."""

@@ -8,14 +8,16 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from agent.command_agent import CommandAgent
+from agent.gateway.command_agent import CommandAgent
 from agent.loop.opening import with_turn_limit
 from agent.loop.rules import ConversationSpec
-from agent.messages import Event, Message
+from agent.messages.message import Event, Message
 from agent.models.scripted import parse_script
 from agent.options import LIMITS, ROW_COLUMN, AgentOptions, of_row
 from agent.state.history import plain_message
 from agent.state.trajectory import Trajectory
+from batch_trajectories.basics.text import clip
+from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.runs.dataset.row_check import CheckPlace
 from batch_trajectories.runs.dataset.row_fork import FORK_COLUMN, Fork, read_fork
 from batch_trajectories.runs.dataset.row_image import (
@@ -36,8 +38,6 @@ from batch_trajectories.runs.dataset.row_user import (
     with_user,
 )
 from toolsets.sandbox.image import ImageSpec
-from toolsets.text import clip
-from toolsets.validation import mistakes_in
 
 ColumnUse = Literal["ignored", "allowed", "needed"]
 """Whether a run reads a column, and whether rows must have it."""

@@ -19,9 +19,9 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
+from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.dataset.row_files import read_files, read_path
 from batch_trajectories.runs.dataset.row_image import read_env, read_flag, read_user
-from toolsets.text import clip
 
 CheckPlace = Literal["same", "fresh"]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent.messages import Event, ForkedEvent, Message
+from agent.messages.message import Event, ForkedEvent, Message
 from agent.state.trajectory import Trajectory
 
 FORK_COLUMN = "fork"

@@ -14,9 +14,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.dataset.row_files import absolute_path
 from toolsets.sandbox.image import ImageSpec
-from toolsets.text import clip
 
 IMAGE_COLUMNS = ("docker_image", "image", "image_name")
 """The first that a row has counts."""

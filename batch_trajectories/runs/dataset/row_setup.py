@@ -14,10 +14,10 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.dataset.row_check import Check, CheckPlace, read_check
 from batch_trajectories.runs.dataset.row_files import absolute_path, read_directory, read_files
 from batch_trajectories.runs.dataset.row_image import read_flag
-from toolsets.text import clip
 
 COLUMNS = ("files", "setup", "cwd", "check")
 HISTORY_COLUMNS = ("base_commit", "keep_history")

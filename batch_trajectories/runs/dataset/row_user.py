@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from agent.models.resolve import SCRIPTED
 from agent.models.scripted import parse_script
 from agent.options import AgentOptions, SimulatedUser
-from toolsets.validation import mistakes_in
+from batch_trajectories.basics.validation import mistakes_in
 
 TURNS_COLUMN = "user_turns"
 """Further messages of the user, each sent after an answer."""

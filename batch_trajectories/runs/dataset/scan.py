@@ -23,15 +23,15 @@ from typing import Any, BinaryIO, TypedDict
 
 import orjson
 
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import DatasetChanged, DatasetError
+from batch_trajectories.basics.long_work import LongWork
 from batch_trajectories.runs.dataset.lines import ContentDigest, Row, read_row_at, read_rows
 from batch_trajectories.runs.dataset.row import EXPECTED, RowRules, with_plain_prompt
 from batch_trajectories.runs.dataset.row_image import add_asked
 from batch_trajectories.runs.dataset.row_setup import TELLTALE_COLUMNS
-from batch_trajectories.runs.errors import DatasetChanged, DatasetError
-from batch_trajectories.runs.process.long_work import LongWork
-from batch_trajectories.runs.shards import Shard
-from batch_trajectories.runs.tasks import BadRow, Task, task_key
-from toolsets import exact_json
+from batch_trajectories.runs.dataset.shards import Shard
+from batch_trajectories.runs.store.tasks import BadRow, Task, task_key
 
 ID_COLUMNS = ("id", "task_id", "instance_id")
 

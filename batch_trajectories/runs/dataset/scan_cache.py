@@ -24,7 +24,7 @@ from batch_trajectories.runs.dataset.lines import is_unchanged
 from batch_trajectories.runs.dataset.row import RowRules
 from batch_trajectories.runs.dataset.scan import Scan, ScanOptions, scan
 from batch_trajectories.runs.store.files import replace_file
-from batch_trajectories.runs.tasks import BadRow
+from batch_trajectories.runs.store.tasks import BadRow
 
 NAME = "dataset.idx"
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from batch_trajectories.runs.protocol.messages import pack
 from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
-from batch_trajectories.runs.tasks import Task
+from batch_trajectories.runs.store.tasks import Task
 
 Inbox = queue.SimpleQueue[tuple["WorkerHandle | None", bytes | None]]
 """Messages of workers, in order: (worker, message), and (worker, None) when it has died."""

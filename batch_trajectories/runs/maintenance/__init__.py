@@ -9,4 +9,6 @@ repair          repair a run directory
 merge           merge several runs into one
 fork            make the dataset and config of a run of branches
 hermes/         import runs of hermes-agent
+
+Other rooms import fork, hermes/importer, merge, upkeep.
 """

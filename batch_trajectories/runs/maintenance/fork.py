@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from agent.state.forking import NotForkable, events_until, paid_for
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.row import RowRules
 from batch_trajectories.runs.dataset.row_fork import FORK_COLUMN
-from batch_trajectories.runs.errors import ConfigError, RunDirError
-from batch_trajectories.runs.run_dir import read_run_json
+from batch_trajectories.runs.directory.run_dir import read_run_json
 from batch_trajectories.runs.store.files import (
     make_directory,
     open_temporary,
     sync_directory,
     temporary_for,
 )
-from toolsets import exact_json
 
 _FIXED_KEYS = ("dataset_file", "num_samples", "max_samples", "shard", "forks")
 """Keys of the config that the fork determines."""

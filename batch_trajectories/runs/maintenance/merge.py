@@ -16,16 +16,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from batch_trajectories.basics.errors import ConfigError, RunDirError
+from batch_trajectories.basics.long_work import watched
+from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.fingerprint import stored_meaning
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
-from batch_trajectories.runs.errors import ConfigError, RunDirError
+from batch_trajectories.runs.dataset.shards import check_shards
+from batch_trajectories.runs.directory.run_dir import IMAGES, dataset_of, write_run_json
+from batch_trajectories.runs.directory.run_lock import locked
 from batch_trajectories.runs.maintenance.verify_batches import open_calls
-from batch_trajectories.runs.process.long_work import watched
-from batch_trajectories.runs.run_dir import IMAGES, dataset_of, write_run_json
-from batch_trajectories.runs.run_lock import locked
-from batch_trajectories.runs.shards import check_shards
 from batch_trajectories.runs.sources.kept_dataset import link_kept
 from batch_trajectories.runs.store.failures import read_failure
 from batch_trajectories.runs.store.files import (
@@ -38,8 +39,7 @@ from batch_trajectories.runs.store.journal import read_journaled_replies
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.records import RecordFile, lines_from, load_index, parse_record
 from batch_trajectories.runs.store.scores import NAME as SCORES
-from batch_trajectories.runs.tasks import task_key
-from toolsets.text import plural
+from batch_trajectories.runs.store.tasks import task_key
 from toolsets.workspace.removal import remove_tree
 
 _SHOWN = 10

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sandboxes import remove_leftover_containers
 from batch_trajectories.runs.dataset.scan import Scan, tasks
 from batch_trajectories.runs.dataset.scan_cache import NAME
+from batch_trajectories.runs.directory.run_dir import stale_files_of
 from batch_trajectories.runs.maintenance.verify import Report
 from batch_trajectories.runs.maintenance.verify_batches import repair_batches
-from batch_trajectories.runs.run_dir import stale_files_of
 from batch_trajectories.runs.store.checksum import is_whole
 from batch_trajectories.runs.store.files import keep_readable
 from batch_trajectories.runs.store.journal import Inflight, read_journaled_replies
 from batch_trajectories.runs.store.records import RecordFile, load_index, take_out
 from batch_trajectories.runs.store.settled import NO_LIMIT, Settled
 from batch_trajectories.runs.supervisor.damaged import set_aside_damaged
-from toolsets.text import plural
 from toolsets.workspace.removal import remove_tree
 
 _SHOWN = 20

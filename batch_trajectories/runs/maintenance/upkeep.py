@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.errors import DatasetError
+from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, cached_scan
-from batch_trajectories.runs.errors import DatasetError
+from batch_trajectories.runs.dataset.shards import parse_shard
+from batch_trajectories.runs.directory.narrowing import refuse_narrowing
+from batch_trajectories.runs.directory.run_lock import locked, refuse_held
 from batch_trajectories.runs.maintenance.problem import Problem
-from batch_trajectories.runs.narrowing import refuse_narrowing
-from batch_trajectories.runs.process.console import say
-from batch_trajectories.runs.run_lock import locked, refuse_held
-from batch_trajectories.runs.shards import parse_shard
 from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset
 from batch_trajectories.runs.store.records import UnreadableRecord
-from toolsets.text import plural
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.maintenance.verify import Report

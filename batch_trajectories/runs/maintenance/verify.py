@@ -19,15 +19,17 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.parts import Advance, in_parts
 from batch_trajectories.runs.config.fingerprint import digest_of
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, load_scan
+from batch_trajectories.runs.directory.run_dir import stale_files_of
+from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
 from batch_trajectories.runs.maintenance.problem import Problem
 from batch_trajectories.runs.maintenance.verify_batches import check_batches
 from batch_trajectories.runs.maintenance.verify_exports import check_exports
-from batch_trajectories.runs.process.parts import Advance, in_parts
-from batch_trajectories.runs.run_dir import stale_files_of
 from batch_trajectories.runs.store.checksum import DamagedLine, is_whole
 from batch_trajectories.runs.store.failures import is_failure
 from batch_trajectories.runs.store.files import listed, tail_of
@@ -46,10 +48,8 @@ from batch_trajectories.runs.store.journal import key_and_order, segments
 from batch_trajectories.runs.store.record_types import decode_record
 from batch_trajectories.runs.store.records import id_in, lines_from
 from batch_trajectories.runs.store.settled import NO_LIMIT, Settled
+from batch_trajectories.runs.store.tasks import SCHEMA_VERSION
 from batch_trajectories.runs.supervisor.budget import is_budget_line
-from batch_trajectories.runs.tasks import SCHEMA_VERSION
-from batch_trajectories.runs.totals.run_totals import RunTotals, compute_totals
-from toolsets import exact_json
 
 _OF_CHECKS = ("checks", "completed_passed", "completed_not_passed", "prompts_passed")
 """Keys of summary.json that versions without `checks.scored` counted otherwise."""

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.batch_api.batch_log import (
     BatchJob,
     BatchLog,
@@ -24,7 +25,6 @@ from batch_trajectories.runs.maintenance.problem import Problem
 from batch_trajectories.runs.protocol.batch_calls import task_of
 from batch_trajectories.runs.store.files import listed
 from batch_trajectories.runs.store.records import lines_from
-from toolsets.text import plural
 
 _NEXT: Mapping[State, Container[str]] = {
     "gathered": ("sending", "void"),

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from batch_trajectories.runs.directory.run_totals import RunTotals
 from batch_trajectories.runs.maintenance.problem import Problem
-from batch_trajectories.runs.totals.run_totals import RunTotals
 
 
 class _Entry(NamedTuple):

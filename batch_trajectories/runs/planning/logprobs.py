@@ -7,9 +7,9 @@ import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
 
+from agent.messages.tokens import GRAMMAR, sampling_in
 from agent.models.model import ModelSettings
 from agent.models.providers import provider_at
-from agent.tokens import GRAMMAR, sampling_in
 from batch_trajectories.runs.config.models import Setups, called_models
 
 _NEUTRAL = {

@@ -15,6 +15,9 @@ from agent.models.prices import table_price
 from agent.models.resolve import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.errors import ConfigError, DatasetError
+from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.models import Setups, called_models, set_up_models, unpriced
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sandboxes import image_sandboxes, problem_of_sandbox
@@ -22,16 +25,13 @@ from batch_trajectories.runs.config.toolsets import catalog_of, with_listed_serv
 from batch_trajectories.runs.dataset.row import EXPECTED
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, cached_scan
-from batch_trajectories.runs.errors import ConfigError, DatasetError
-from batch_trajectories.runs.executor_choice import check_executor
-from batch_trajectories.runs.process.console import say
-from batch_trajectories.runs.run_lock import refuse_held
-from batch_trajectories.runs.shards import parse_shard
+from batch_trajectories.runs.dataset.shards import parse_shard
+from batch_trajectories.runs.directory.run_lock import refuse_held
+from batch_trajectories.runs.planning.executor_choice import check_executor
 from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset
 from batch_trajectories.runs.store.files import temporary_for, training_file_of
 from toolsets.mcp.mcp_settings import WORKSPACE
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
-from toolsets.text import plural
 
 _BAD_ROWS_SHOWN = 20
 
@@ -75,7 +75,7 @@ def make_plan(
     try:
         config = with_listed_servers(config)
         if config.agent is not None:
-            from batch_trajectories.runs.config.agent_program import with_checked_agent
+            from batch_trajectories.runs.worker.agents.agent_program import with_checked_agent
 
             config = with_checked_agent(config)
         known = catalog_of(config)
@@ -395,7 +395,7 @@ def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
 def _read_script(path: Path | None) -> list[ScriptedTurn] | None:
     if path is None:
         return None
-    from toolsets.yaml_file import YamlFileError, read_yaml  # only for a script
+    from batch_trajectories.basics.yaml_file import YamlFileError, read_yaml  # only for a script
 
     try:
         turns = read_yaml(path, "script")

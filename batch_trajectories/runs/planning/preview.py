@@ -7,24 +7,24 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import islice
 
-from agent.command_agent import fill
+from agent.gateway.command_agent import fill
 from agent.models.client.pool import ModelPool
 from agent.models.model import Completion, Request
 from agent.runner import ConversationRunner
 from agent.setup import Home
+from batch_trajectories.basics.text import clip, plural
 from batch_trajectories.runs.config.sampling import setup_of_task
 from batch_trajectories.runs.config.sandboxes import image_sandboxes
 from batch_trajectories.runs.dataset.row import unused_turns
 from batch_trajectories.runs.dataset.scan import tasks
 from batch_trajectories.runs.dataset.scan_cache import NAME, cached_keys
+from batch_trajectories.runs.directory.run_dir import check_reopening
+from batch_trajectories.runs.directory.run_lock import refuse_held
+from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
 from batch_trajectories.runs.planning.plan import Plan
-from batch_trajectories.runs.run_dir import check_reopening
-from batch_trajectories.runs.run_lock import refuse_held
 from batch_trajectories.runs.store.records import load_index
-from batch_trajectories.runs.tasks import Task
-from batch_trajectories.runs.totals.run_totals import RunTotals, compute_totals
+from batch_trajectories.runs.store.tasks import Task
 from toolsets.context import ToolContext
-from toolsets.text import clip, plural
 from toolsets.workspace.workspace import Workspace
 
 _SHOWN_CHARS = 2000

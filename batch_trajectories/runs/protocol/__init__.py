@@ -3,4 +3,7 @@
 messages      the messages
 batch_calls   ids of calls by the Batch API
 worker_setup  what a worker is started with
+record        the record of a finished task
+
+Other rooms import all modules.
 """

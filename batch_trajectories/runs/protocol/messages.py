@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from agent.messages import Event
-from toolsets import exact_json
+from agent.messages.message import Event
+from batch_trajectories.basics import exact_json
 
 
 class Assignment(TypedDict):

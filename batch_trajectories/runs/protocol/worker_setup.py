@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agent.models.scripted import ScriptedTurn
-from batch_trajectories.runs.amounts import Cost, EndpointLimits
+from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.record import Provenance
+from batch_trajectories.runs.protocol.record import Provenance
 
 
 @dataclass(frozen=True, slots=True)

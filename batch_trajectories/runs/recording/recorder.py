@@ -18,18 +18,25 @@ from typing import Any, get_args
 
 from aiohttp import web
 
-from agent.gateway.conversations.lines import lines_of
 from agent.gateway.relay import CallLimits, Relay
 from agent.gateway.server import Gateway, server_of
-from agent.gateway.wire import WireError
-from agent.gateway.wires import WIRES
 from agent.loop.steps import Finish
-from agent.messages import Event, Message, reply_in
+from agent.messages.message import Event, Message, reply_in
 from agent.models.errors import ModelError
 from agent.state.trajectory import Status, Trajectory
+from agent.wires.lines import lines_of
+from agent.wires.wire import WireError
+from agent.wires.wires import WIRES
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import EnvironmentStop, HostError, Stopped
+from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.errors import EnvironmentStop, Stopped
-from batch_trajectories.runs.record import Provenance, as_stored, make_record, tokens_missing
+from batch_trajectories.runs.protocol.record import (
+    Provenance,
+    as_stored,
+    make_record,
+    tokens_missing,
+)
 from batch_trajectories.runs.recording.sessions import BadName, SessionFile, session_of
 from batch_trajectories.runs.recording.upstream import Models, Upstream
 from batch_trajectories.runs.store.failures import Failure, FailureFile
@@ -37,10 +44,7 @@ from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.journal import Inflight
 from batch_trajectories.runs.store.journal_writer import JournalWriter
 from batch_trajectories.runs.store.records import RecordFile
-from batch_trajectories.runs.tasks import Task
-from toolsets import exact_json
-from toolsets.errors import HostError
-from toolsets.text import plural
+from batch_trajectories.runs.store.tasks import Task
 
 log = logging.getLogger(__name__)
 

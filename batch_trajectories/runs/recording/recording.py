@@ -11,23 +11,22 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batch_trajectories.runs.amounts import Cost
-from batch_trajectories.runs.config.models import budget_of
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.dataset.scan import Scan, scan
-from batch_trajectories.runs.process.startup import (
+from batch_trajectories.basics.startup import (
     allow_many_files,
     collect_garbage_rarely,
     hide_environment,
     log_to,
     settings_restored,
 )
-from batch_trajectories.runs.record import Provenance
+from batch_trajectories.runs.config.amounts import Cost
+from batch_trajectories.runs.config.models import budget_of
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import Scan, scan
+from batch_trajectories.runs.directory.run_dir import RunDir, open_run_dir
+from batch_trajectories.runs.protocol.record import Provenance
 from batch_trajectories.runs.recording.recorder import Recorder
 from batch_trajectories.runs.recording.sessions import SessionFile
 from batch_trajectories.runs.recording.upstream import Models, Upstream
-from batch_trajectories.runs.run import Outcome
-from batch_trajectories.runs.run_dir import RunDir, open_run_dir
 from batch_trajectories.runs.store.failures import FailureFile
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.journal import Inflight, next_worker_number
@@ -36,6 +35,7 @@ from batch_trajectories.runs.store.records import RecordFile
 from batch_trajectories.runs.store.settled import Settled
 from batch_trajectories.runs.supervisor.budget import BudgetLog, spent_before
 from batch_trajectories.runs.supervisor.damaged import set_aside_damaged, shortened
+from batch_trajectories.runs.supervisor.run import Outcome
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import orjson
 from aiohttp import web
 
 from agent.gateway.server import key_of
+from batch_trajectories.basics import exact_json
 from batch_trajectories.runs.dataset.row import RowRules
 from batch_trajectories.runs.dataset.scan import Scan, scan, task_of, tasks
 from batch_trajectories.runs.store.files import AppendFile, make_directory, repair_tail
-from batch_trajectories.runs.tasks import Task
-from toolsets import exact_json
+from batch_trajectories.runs.store.tasks import Task
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _OF_PATH = re.compile(r"/sessions/([^/?]+)(/[^?]*)?(\?.*)?")

@@ -15,17 +15,17 @@ from agent.gateway.answers import Answer
 from agent.gateway.listing import api_asked, path_below_root
 from agent.gateway.relay import RefusedModel, Route, ask_freely, free_request
 from agent.gateway.server import NO_NAMES
-from agent.gateway.wires import WIRES
 from agent.models.client.retrying import Retry
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.prices import is_known
 from agent.models.providers import provider_at
 from agent.setup import Setup, set_up
-from batch_trajectories.runs.amounts import Cost
+from agent.wires.wires import WIRES
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.config.models import budget_of, check_token_ids, limits_of, settings_of
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.errors import ConfigError
 from batch_trajectories.runs.executors.base import Inbox, WorkerHandle
 from batch_trajectories.runs.protocol.messages import unpack
 from batch_trajectories.runs.supervisor.budget import BudgetLog, RunBudget

@@ -4,4 +4,6 @@ functions         starts the processes and asks them
 function_process  the program of such a process
 image_path        a path inside an image, for a function
 image_requests    answers what a function asks about the files there
+
+Other rooms import functions, image_requests.
 """

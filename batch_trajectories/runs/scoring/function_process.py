@@ -22,12 +22,12 @@ from typing import IO, Any
 
 import orjson
 
-from batch_trajectories.runs.process.startup import die_with_parent
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import machine_failure
+from batch_trajectories.basics.startup import die_with_parent
+from batch_trajectories.basics.text import clip, valid_utf8
 from batch_trajectories.runs.store.rewards import parse_rewards
-from toolsets import exact_json
 from toolsets.catalog.places import OwnToolError, import_place
-from toolsets.errors import machine_failure
-from toolsets.text import clip, valid_utf8
 
 _SHOWN = 1000
 _VERSION_CHARS = 16

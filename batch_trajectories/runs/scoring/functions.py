@@ -22,11 +22,10 @@ from typing import Any
 
 import orjson
 
-from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import ConfigError, HostError, ToolError
+from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.scoring.image_requests import Inside, answer
-from toolsets import exact_json
-from toolsets.errors import HostError, ToolError
-from toolsets.text import clip
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import base64
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
+from batch_trajectories.basics.errors import ToolError
 from toolsets.context import ToolContext
-from toolsets.errors import ToolError
 from toolsets.workspace.workspace import PathError
 
 _MAX_FILE_BYTES = 32 << 20

@@ -10,4 +10,6 @@ columns       which columns of a source become which columns of a row
 rows_file     rows files: how rows of a known kind of dataset become rows of a run
 templates     the templates in rows files
 kept_dataset  the source as JSONL, written once into the run directory
+
+Other rooms import columns, harbor, kept_dataset, rows_file, source.
 """

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batch_trajectories.runs.errors import DatasetError
+from batch_trajectories.basics.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from batch_trajectories.runs.errors import DatasetError
-from toolsets import exact_json
-from toolsets.validation import did_you_mean
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import DatasetError
+from batch_trajectories.basics.validation import did_you_mean
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.sources.rows_file import RowsFile

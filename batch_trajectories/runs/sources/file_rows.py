@@ -16,8 +16,8 @@ from io import BufferedReader, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.runs.dataset.lines import MAX_LINE_BYTES, refuse_other_kinds
-from batch_trajectories.runs.errors import DatasetError
 from batch_trajectories.runs.sources.json_list import elements
 from batch_trajectories.runs.sources.source import Compression, SourceFile
 

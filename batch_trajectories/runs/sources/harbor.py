@@ -19,8 +19,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.runs.dataset.row import ERROR_COLUMN
-from toolsets.text import valid_utf8
 
 TASK_FILE = "task.toml"
 

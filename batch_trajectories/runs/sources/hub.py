@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from batch_trajectories.runs.errors import DatasetError, EnvironmentStop, RunError
+from batch_trajectories.basics.errors import DatasetError, EnvironmentStop, RunError
 from batch_trajectories.runs.sources.arrow_rows import BATCH_ROWS, rows_of, rows_per_batch
 from batch_trajectories.runs.sources.source import HubName
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.runs.dataset.lines import MAX_LINE_BYTES
-from batch_trajectories.runs.errors import DatasetError
 
 _BLOCK = 1 << 16
 

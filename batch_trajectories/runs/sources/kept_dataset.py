@@ -25,9 +25,11 @@ from weakref import finalize
 
 import orjson
 
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import DatasetError, RunLocked
+from batch_trajectories.basics.long_work import LongWork
+from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.runs.dataset.row import RowRules
-from batch_trajectories.runs.errors import DatasetError, RunLocked
-from batch_trajectories.runs.process.long_work import LongWork
 from batch_trajectories.runs.sources.columns import Renaming
 from batch_trajectories.runs.sources.source import DataSource, source_of
 from batch_trajectories.runs.store.files import (
@@ -39,8 +41,6 @@ from batch_trajectories.runs.store.files import (
     sync_directory,
     temporary_for,
 )
-from toolsets import exact_json
-from toolsets.text import valid_utf8
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.sources.file_rows import Row

@@ -17,8 +17,8 @@ from itertools import filterfalse
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from batch_trajectories.runs.errors import DatasetError
-from toolsets.text import valid_utf8
+from batch_trajectories.basics.errors import DatasetError
+from batch_trajectories.basics.text import valid_utf8
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.sources.harbor import HarborTask

@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from toolsets import exact_json
-from toolsets.text import clip
-from toolsets.validation import did_you_mean
-from toolsets.yaml_file import construct
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.text import clip
+from batch_trajectories.basics.validation import did_you_mean
+from batch_trajectories.basics.yaml_file import construct
 
 _HOLE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 _PATH = re.compile(r"\s*(?P<path>[\w-]+(?:\.[\w-]+)*)\s*(?P<optional>\?)?\s*")

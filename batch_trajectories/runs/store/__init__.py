@@ -1,5 +1,6 @@
 """The files of a run.
 
+tasks           Task, BadRow and task keys
 files           append to, replace and repair files
 checksum        checksums of lines
 journal         read the journals of conversations in flight
@@ -13,4 +14,6 @@ scores          scores.jsonl: scores given after the run
 settled         which tasks need no more work
 rewards         rewards by name, of conversations and of turns
 checks          results of checks, and their sums
+
+Other rooms import all modules.
 """

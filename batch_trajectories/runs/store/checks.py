@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.store.record_types import CheckResult, Record, Score
 from batch_trajectories.runs.store.rewards import MAIN, Rewards
-from toolsets.text import plural
 
 THRESHOLD = 0.5
 """A reward from here on passes, where no check judged the conversation."""

@@ -16,7 +16,7 @@ from operator import eq
 from typing import Any
 from zlib import crc32
 
-from toolsets import exact_json
+from batch_trajectories.basics import exact_json
 
 KEY = "crc32"
 _MEMBER = b',"crc32":"'

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object, with_checksum
 from batch_trajectories.runs.store.files import AppendFile, repair_tail
 from batch_trajectories.runs.store.settled import WORKER_DIED
-from batch_trajectories.runs.tasks import BadRow, task_key
-from toolsets.text import clip
+from batch_trajectories.runs.store.tasks import BadRow, task_key
 
 _VARYING = re.compile(r"'[^']*'|\d+")
 """What differs between messages of one kind: quoted names, and numbers."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from batch_trajectories.runs.errors import EnvironmentStop, RunDirError, RunLocked
+from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLocked
 from batch_trajectories.runs.store.checksum import is_whole
 
 _BLOCK = 1 << 16

@@ -22,10 +22,10 @@ from sys import intern
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
-from agent.messages import MOST_TOKENS
+from agent.messages.message import MOST_TOKENS
 from batch_trajectories.runs.store.checks import CHECK_FAILED, Judgement, has_passed, judgement_of
 from batch_trajectories.runs.store.record_types import Record
-from batch_trajectories.runs.tasks import task_key
+from batch_trajectories.runs.store.tasks import task_key
 
 ROW_BYTES = 64
 _VERSION = 2

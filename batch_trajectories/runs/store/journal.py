@@ -15,10 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from agent.messages import OUT_OF_PLACE, Event, ForkedEvent, ReplyEvent, is_cost_only, reply_in
+from agent.messages.message import (
+    OUT_OF_PLACE,
+    Event,
+    ForkedEvent,
+    ReplyEvent,
+    is_cost_only,
+    reply_in,
+)
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object
 from batch_trajectories.runs.store.files import StorageError, set_aside
-from batch_trajectories.runs.tasks import task_key
+from batch_trajectories.runs.store.tasks import task_key
 
 _REPLY = b'"kind":"reply"'
 _COST = re.compile(rb'"cost_usd":(\d[0-9.eE+-]*)')

@@ -12,7 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from agent.messages import Event
+from agent.messages.message import Event
+from batch_trajectories.basics import exact_json
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.files import (
     AppendFile,
@@ -20,8 +21,7 @@ from batch_trajectories.runs.store.files import (
     make_directory,
     storage_error,
 )
-from batch_trajectories.runs.tasks import task_key
-from toolsets import exact_json
+from batch_trajectories.runs.store.tasks import task_key
 
 _SYNC_EVERY_S = 0.02
 _SEGMENT_BYTES = 16 << 20

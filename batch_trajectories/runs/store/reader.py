@@ -10,15 +10,15 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 import orjson
 
-from batch_trajectories.runs.process.long_work import watched
-from batch_trajectories.runs.process.parts import Advance, in_parts
+from batch_trajectories.basics.long_work import watched
+from batch_trajectories.basics.parts import Advance, in_parts
 from batch_trajectories.runs.store.checksum import DamagedLine
 from batch_trajectories.runs.store.files import refuse_strange_files
 from batch_trajectories.runs.store.index import Index
 from batch_trajectories.runs.store.record_types import Record, decode_record
 from batch_trajectories.runs.store.records import AFTER_ID, HEAD, load_index, unreadable_record
 from batch_trajectories.runs.store.scores import Scores
-from batch_trajectories.runs.tasks import task_key
+from batch_trajectories.runs.store.tasks import task_key
 
 _DIGEST = b',"input_digest":"'
 _HEAD_BYTES = 512

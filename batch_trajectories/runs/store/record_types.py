@@ -1,8 +1,8 @@
 """The record of a finished conversation as a type: decoded and checked in one pass.
 
-`runs/record.py` says what its keys mean. Only keys that the program reads are fields here; a
-stored line keeps all others, and what copies records copies lines. A field without a value in an
-older record has its default.
+`runs/protocol/record.py` says what its keys mean. Only keys that the program reads are fields
+here; a stored line keeps all others, and what copies records copies lines. A field without a value
+in an older record has its default.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from agent.messages import Role
+from agent.messages.message import Role
+from batch_trajectories.basics import exact_json
 from batch_trajectories.runs.store.checksum import KEY, DamagedLine, check_seal, read_object
-from toolsets import exact_json
 
 Number = int | float
 
@@ -50,7 +50,7 @@ class StoredBlocks(StoredPart):
 
 
 class StoredMessage(StoredPart):
-    """One message; see `agent.messages.Message`."""
+    """One message; see `agent.messages.message.Message`."""
 
     role: Role
     content: str
@@ -70,7 +70,7 @@ class StoredMessage(StoredPart):
 
 
 class StoredTokens(StoredPart):
-    """The sampled tokens of a turn; see `agent.tokens`."""
+    """The sampled tokens of a turn; see `agent.messages.tokens`."""
 
     shared: int = 0
     prompt: str | None = None

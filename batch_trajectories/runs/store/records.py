@@ -14,8 +14,8 @@ from zlib import crc32
 
 import orjson
 
-from batch_trajectories.runs.errors import EnvironmentStop, RunDirError
-from batch_trajectories.runs.process.long_work import LongWork
+from batch_trajectories.basics.errors import EnvironmentStop, RunDirError
+from batch_trajectories.basics.long_work import LongWork
 from batch_trajectories.runs.store.checksum import DamagedLine
 from batch_trajectories.runs.store.files import (
     AppendFile,
@@ -43,7 +43,7 @@ _WRITE_BEHIND = 1 << 16
 
 
 HEAD = b'{"id":'
-"""The beginning of a record (see `runs/record.py`): its id can be read without the rest."""
+"""The beginning of a record (`runs/protocol/record.py`): its id can be read without the rest."""
 AFTER_ID = b'","status":'
 
 

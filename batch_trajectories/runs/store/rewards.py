@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from toolsets.text import clip, plural
+from batch_trajectories.basics.text import clip, plural
 
 MAIN = "reward"
 """The name of the reward that counts where no name is given."""

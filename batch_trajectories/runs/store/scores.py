@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import msgspec
 from msgspec.structs import replace
 
-from batch_trajectories.runs.errors import RunDirError
+from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.runs.store.checksum import read_object
 from batch_trajectories.runs.store.record_types import Record, Score
 from batch_trajectories.runs.store.records import lines_from

@@ -1,5 +1,6 @@
 """Code of the parent process.
 
+run          one start of a run
 supervisor   assigns tasks and writes finished records
 worker_pool  starts, watches and shuts down workers
 task_queue   the order of tasks, and suspects
@@ -11,4 +12,6 @@ damaged      sets damaged lines aside
 key_service  runs key commands and sends their keys to workers
 outages      reports endpoints that do not answer
 refusals     holds failures back while an endpoint refuses everything
+
+Other rooms import budget, damaged, limits, progress, run.
 """

@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from agent.messages import Event, reply_in
-from batch_trajectories.runs.amounts import Cost
+from agent.messages.message import Event, reply_in
+from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.executors.base import WorkerHandle
 from batch_trajectories.runs.protocol.messages import pack
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object, with_checksum

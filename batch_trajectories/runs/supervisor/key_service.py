@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 
 from agent.models.client.key_command import CommandKey, KeyCommandError, key_of_command
+from batch_trajectories.basics.errors import EnvironmentStop
 from batch_trajectories.runs.config.models import Setups, called_models
-from batch_trajectories.runs.errors import EnvironmentStop
 from batch_trajectories.runs.executors.base import WorkerHandle
 from batch_trajectories.runs.protocol.messages import pack
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent.models.model import url_of
-from batch_trajectories.runs.amounts import EndpointLimits
+from batch_trajectories.runs.config.amounts import EndpointLimits
 from batch_trajectories.runs.executors.base import WorkerHandle
 from batch_trajectories.runs.protocol.messages import pack
 from batch_trajectories.runs.supervisor.limiter import Limiter, share_out

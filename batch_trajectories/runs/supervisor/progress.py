@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import orjson
 from tqdm import tqdm
 
-from batch_trajectories.runs.process.console import say
-from batch_trajectories.runs.process.long_work import (
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.long_work import (
     PLAIN_EVERY_S,
     bar_class,
     draws_lines,

@@ -18,22 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 from agent.loop.steps import Finish
 from agent.models.model import url_of
-from batch_trajectories.runs.amounts import Cost
+from batch_trajectories.basics.errors import DatasetChanged, EnvironmentStop
+from batch_trajectories.basics.text import plural
+from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.config.models import Setups, limits_of
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sampling import setup_of_task
-from batch_trajectories.runs.errors import DatasetChanged, EnvironmentStop
+from batch_trajectories.runs.directory.run_dir import RunDir
 from batch_trajectories.runs.executors.base import Executor, WorkerHandle
 from batch_trajectories.runs.protocol.messages import Assignment, pack, unpack
+from batch_trajectories.runs.protocol.record import as_stored, make_record
 from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
-from batch_trajectories.runs.record import as_stored, make_record
-from batch_trajectories.runs.run_dir import RunDir
 from batch_trajectories.runs.store.failures import Failure, FailureFile
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.index import passed_in
 from batch_trajectories.runs.store.journal import Inflight, next_worker_number
 from batch_trajectories.runs.store.records import RecordFile
 from batch_trajectories.runs.store.settled import WORKER_DIED
+from batch_trajectories.runs.store.tasks import Task
 from batch_trajectories.runs.supervisor.budget import BudgetLog, RunBudget
 from batch_trajectories.runs.supervisor.damaged import shortened
 from batch_trajectories.runs.supervisor.limits import RunLimits
@@ -42,8 +44,6 @@ from batch_trajectories.runs.supervisor.progress import Progress
 from batch_trajectories.runs.supervisor.refusals import Refusals
 from batch_trajectories.runs.supervisor.task_queue import TaskQueue
 from batch_trajectories.runs.supervisor.worker_pool import KILL_AFTER_GRACE_S, WorkerPool
-from batch_trajectories.runs.tasks import Task
-from toolsets.text import plural
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.batch_api.service import BatchService

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-from batch_trajectories.runs.tasks import Task
+from batch_trajectories.runs.store.tasks import Task
 
 _DEATHS_OF_A_SUSPECT = 2
 """A task that was in flight at this many worker deaths runs isolated."""

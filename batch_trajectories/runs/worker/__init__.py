@@ -16,4 +16,6 @@ history          removes later commits from a repository
 diff             what a conversation changed in a repository
 check            the check of a row
 remote_journal   a journal that the parent writes
+
+Other rooms import agents/agent_program, calls, worker.
 """

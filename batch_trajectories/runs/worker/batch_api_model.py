@@ -15,18 +15,18 @@ from typing import NamedTuple
 
 import orjson
 
-from agent.messages import Event
+from agent.messages.message import Event
 from agent.models.batches.calls import body_of, read_reply
 from agent.models.client.retrying import RetryingModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.prices import estimate_cost, priced
-from batch_trajectories.runs.amounts import Cost
-from batch_trajectories.runs.errors import Stopped
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import Stopped
+from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.protocol.batch_calls import item_id, name_of
 from batch_trajectories.runs.worker.budget_share import WorkerBudget
 from batch_trajectories.runs.worker.call_limiter import CallLimiter
-from toolsets import exact_json
 
 
 class BatchAnswer(NamedTuple):

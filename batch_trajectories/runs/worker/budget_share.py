@@ -14,8 +14,8 @@ from typing import Any
 from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
-from batch_trajectories.runs.amounts import Cost
-from batch_trajectories.runs.errors import Stopped
+from batch_trajectories.basics.errors import Stopped
+from batch_trajectories.runs.config.amounts import Cost
 
 _NOTHING = Cost()
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
-from batch_trajectories.runs.amounts import Cost
-from batch_trajectories.runs.errors import Stopped
+from batch_trajectories.basics.errors import Stopped
+from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.worker.budget_share import WorkerBudget
 
 _WEIGHT = 0.1

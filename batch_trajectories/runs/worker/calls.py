@@ -11,7 +11,7 @@ from agent.models.client.pool import ModelPool
 from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Model, ModelSettings, url_of
 from agent.models.resolve import read_key
-from batch_trajectories.runs.amounts import Cost, EndpointLimits
+from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
 from batch_trajectories.runs.protocol.messages import Assignment
 from batch_trajectories.runs.worker.budget_share import WorkerBudget
 from batch_trajectories.runs.worker.call_limiter import CallLimiter, Load

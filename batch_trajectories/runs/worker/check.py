@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.dataset.row_check import Check
 from batch_trajectories.runs.dataset.test_outcomes import (
     MISSING,
@@ -34,7 +35,6 @@ from batch_trajectories.runs.worker.workspace_setup import (
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult
-from toolsets.text import clip
 from toolsets.workspace.workspace import PathError
 
 _SHOWN = 2000

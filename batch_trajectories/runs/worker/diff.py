@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.text import clip, plural
 from batch_trajectories.runs.worker.workspace_setup import SetupFailed
 from toolsets.context import ToolContext
-from toolsets.errors import ToolError
 from toolsets.sandbox.base import ExecResult, Sandbox
 from toolsets.sandbox.image_files import FileState, ImageFiles, ImageSandbox
-from toolsets.text import clip, plural
 
 MAX_BYTES = 16 << 20
 """Of a diff in a record."""

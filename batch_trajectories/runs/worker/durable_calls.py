@@ -7,7 +7,7 @@ from typing import Protocol
 
 from agent.models.model import Completion, Model, Request
 from agent.state.trajectory import Kept
-from batch_trajectories.runs.errors import Stopped
+from batch_trajectories.basics.errors import Stopped
 
 
 class Stops(Protocol):

@@ -11,11 +11,11 @@ as they are. Where there is no such commit, this is the only one.
 
 from __future__ import annotations
 
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.worker.workspace_setup import SetupFailed
 from toolsets.context import ToolContext
-from toolsets.errors import ToolError
 from toolsets.sandbox.base import ExecResult
-from toolsets.text import clip
 
 _TIMEOUT_S = 1800.0
 _SHOWN = 500

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from agent.messages import Event, reply_in
+from agent.messages.message import Event, reply_in
 from batch_trajectories.runs.protocol.messages import pack
 from batch_trajectories.runs.store.journal_writer import journal_line
-from batch_trajectories.runs.tasks import task_key
+from batch_trajectories.runs.store.tasks import task_key
 
 _RESULTS_WAIT_S = 0.02
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from agent.loop.references import UnusableReference, resolve
-from agent.messages import OWN_CHARS, Event, Message, ResultEvent, ToolCall, failure_of
+from agent.messages.message import OWN_CHARS, Event, Message, ResultEvent, ToolCall, failure_of
 from agent.setup import Setup
 from agent.state.trajectory import Trajectory
-from toolsets.text import clip
+from batch_trajectories.basics.text import clip
 from toolsets.toolbox import Toolbox
 
 _OF_WORKSPACES = ("file", "python", "terminal")

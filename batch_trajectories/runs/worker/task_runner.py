@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.loop.loop import close_calls
 from agent.loop.steps import Finish
-from agent.messages import SIMULATED_USER, Event, RestartedEvent, is_cost_only
+from agent.messages.message import SIMULATED_USER, Event, RestartedEvent, is_cost_only
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
@@ -21,30 +21,34 @@ from agent.models.scripted import ScriptedTurn, parse_script
 from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, replies_played
 from agent.state.trajectory import Kept, Trajectory
+from batch_trajectories.basics.errors import AgentFailed, HostError, Stopped, machine_failure
+from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.models import Setups
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sampling import setup_of_task
 from batch_trajectories.runs.dataset.row import RowTask
 from batch_trajectories.runs.dataset.row_fork import Fork
-from batch_trajectories.runs.errors import AgentFailed, Stopped
 from batch_trajectories.runs.protocol.messages import Assignment, no_counters, pack
+from batch_trajectories.runs.protocol.record import (
+    as_stored,
+    make_record,
+    tokens_missing,
+    with_scores,
+)
 from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
-from batch_trajectories.runs.record import as_stored, make_record, tokens_missing, with_scores
 from batch_trajectories.runs.store.failures import Failure
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.index import index_fields
 from batch_trajectories.runs.store.journal_writer import Journal
-from batch_trajectories.runs.tasks import Task
+from batch_trajectories.runs.store.tasks import Task
 from batch_trajectories.runs.worker.calls import Calls
 from batch_trajectories.runs.worker.durable_calls import StoppableModel, Stops
 from batch_trajectories.runs.worker.workspace_setup import SetupFailed
 from batch_trajectories.runs.worker.workspaces import PreparedWorkspace, Workspaces
 from toolsets.context import ToolContext
-from toolsets.errors import HostError, machine_failure
-from toolsets.text import plural
 
 if TYPE_CHECKING:
-    from agent.command_agent import CommandAgent
+    from agent.gateway.command_agent import CommandAgent
     from batch_trajectories.runs.scoring.functions import RewardFunctions
     from batch_trajectories.runs.worker.agents.agent_runner import AgentRunner
 

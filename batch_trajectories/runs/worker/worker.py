@@ -21,10 +21,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from agent.models.model import ModelSettings
-from batch_trajectories.runs.config.models import set_up_models, uses_key_command
-from batch_trajectories.runs.config.toolsets import catalog_of
-from batch_trajectories.runs.process.child_watcher import use_pidfd_watcher
-from batch_trajectories.runs.process.startup import (
+from batch_trajectories.basics.errors import machine_failure
+from batch_trajectories.basics.startup import (
     STOPPING,
     allow_many_files,
     collect_garbage_rarely,
@@ -32,17 +30,19 @@ from batch_trajectories.runs.process.startup import (
     flush_log,
     log_through,
     log_to,
+    use_pidfd_watcher,
 )
+from batch_trajectories.runs.config.models import set_up_models, uses_key_command
+from batch_trajectories.runs.config.toolsets import catalog_of
 from batch_trajectories.runs.protocol.messages import Assignment, no_counters, pack, unpack
 from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.journal_writer import JournalWriter
-from batch_trajectories.runs.tasks import Task
+from batch_trajectories.runs.store.tasks import Task
 from batch_trajectories.runs.worker.calls import Calls
 from batch_trajectories.runs.worker.task_runner import TaskRunner
 from batch_trajectories.runs.worker.workspaces import Workspaces
 from toolsets.browser.process import Browsers
-from toolsets.errors import machine_failure
 from toolsets.mcp.servers import McpServers
 from toolsets.sandbox.factory import FORK_SERVERS, sandbox_problem
 

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.dataset.row_files import Executable
 from batch_trajectories.runs.dataset.row_setup import RowSetup
 from toolsets.builtin.command_result import shell_argv
 from toolsets.context import ToolContext
-from toolsets.errors import ToolError
 from toolsets.sandbox.base import ExecResult
-from toolsets.text import clip
 
 _MOST_PATHS = 200
 _SHOWN = 2000

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.runs.config.sandboxes import image_sandboxes
 from batch_trajectories.runs.dataset.row import RowTask
 from batch_trajectories.runs.dataset.row_check import Check
@@ -26,7 +27,6 @@ from batch_trajectories.runs.worker.workspace_setup import (
 from toolsets.browser.process import Browsers
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
-from toolsets.errors import ToolError
 from toolsets.sandbox.base import Extras
 from toolsets.sandbox.docker import docker_problem
 from toolsets.sandbox.factory import ImageSandboxes, Limits, Sandbox, make_sandbox

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from agent.gateway.relay import Relay, Route
 from agent.gateway.server import KEEPALIVE_S, Gateway
-from agent.messages import Event, ExchangeEvent
+from agent.messages.message import Event, ExchangeEvent
 from agent.models.client.open_model import open_model
 from agent.models.model import ModelSettings
 from agent.state.trajectory import Trajectory

@@ -12,15 +12,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent.gateway.conversations.threads import Threads
-from agent.gateway.wire import Volatile, WireRequest
-from agent.gateway.wire_base import Wire
-from agent.gateway.wires import WIRES
-from agent.messages import Event
+from agent.messages.message import Event
 from agent.models.dialects.registry import read_reply
 from agent.state.events import Clock, exchange_event
 from agent.state.trajectory import Trajectory
-from toolsets import exact_json
+from agent.wires.threads import Threads
+from agent.wires.wire import Volatile, WireRequest
+from agent.wires.wire_base import Wire
+from agent.wires.wires import WIRES
+from batch_trajectories.basics import exact_json
 
 JSON = dict[str, Any]
 ids = itertools.count(1)

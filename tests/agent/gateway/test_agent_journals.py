@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from agent.messages import OUT_OF_PLACE, Event, reply_in
+from agent.messages.message import OUT_OF_PLACE, Event, reply_in
 from agent.state.forking import NotForkable, events_until
 from agent.state.trajectory import Trajectory
 from batch_trajectories.api.in_flight import conversations_in_flight
-from batch_trajectories.runs.amounts import Cost
+from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.store.journal import Inflight, read_journaled_replies, usable_prefix
 from batch_trajectories.runs.store.journal_writer import JournalWriter
+from batch_trajectories.runs.store.tasks import task_key
 from batch_trajectories.runs.supervisor.budget import BudgetLog, spent_before
-from batch_trajectories.runs.tasks import task_key
 from tests.agent.gateway.talking import ChatTalk, Recording, Said
 
 PROMPT = "Count."

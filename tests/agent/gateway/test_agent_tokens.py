@@ -13,10 +13,10 @@ from agent.models.dialects.token_ids import with_tokens
 from agent.models.model import ModelSettings
 from agent.state.events import Clock, exchange_event
 from agent.state.trajectory import Trajectory
+from batch_trajectories.basics import exact_json
 from testing.fake_tokens import Template, add_tokens
 from tests.agent.gateway.talking import JSON, ChatTalk, Recording, Said, Talk
 from tests.stored import token_turns_of
-from toolsets import exact_json
 
 PROMPT = "Count the files."
 SETTINGS = ModelSettings("m", "openai_chat", "http://127.0.0.1:1/v1", None, token_ids=True)

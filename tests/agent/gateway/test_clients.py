@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from agent.gateway.wire_base import Wire
-from agent.gateway.wires import WIRES
 from agent.models.dialects.registry import read_reply
+from agent.wires.wire_base import Wire
+from agent.wires.wires import WIRES
+from batch_trajectories.basics import exact_json
 from tests.agent.gateway.talking import TALKS, Said
 from tests.answering import Handler, listening
-from toolsets import exact_json
 
 pytestmark = pytest.mark.slow
 

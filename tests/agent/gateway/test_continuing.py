@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from agent.gateway.reading import without_earlier
-from agent.gateway.wire import WireError
-from agent.gateway.wires import WIRES
-from agent.parts import EARLIER, kind_of_part, parts_of
+from agent.messages.parts import EARLIER, kind_of_part, parts_of
+from agent.wires.reading import without_earlier
+from agent.wires.wire import WireError
+from agent.wires.wires import WIRES
 from tests.agent.gateway.talking import JSON, Recording, ResponsesTalk, Said
 
 PROMPT = "Count the files."

@@ -9,10 +9,10 @@ import orjson
 import pytest
 from aiohttp import web
 
-from agent.gateway.wires import WIRES
-from agent.messages import AgentRestartedEvent
+from agent.messages.message import AgentRestartedEvent
 from agent.models.client import retrying
 from agent.models.errors import ModelError
+from agent.wires.wires import WIRES
 from tests.agent.gateway.relaying import (
     ALL,
     KEY,

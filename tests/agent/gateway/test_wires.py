@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.gateway.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
-from agent.gateway.wire_base import Wire
-from agent.gateway.wires import WIRES
 from agent.models.dialects.registry import dialect_of, read_reply
-from agent.stream_events import ignored
+from agent.models.stream_events import ignored
+from agent.wires.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
+from agent.wires.wire_base import Wire
+from agent.wires.wires import WIRES
+from batch_trajectories.basics import exact_json
 from tests.agent.gateway.talking import PATHS, TALKS, Said, Talk, api_of, path_for
-from toolsets import exact_json
 
 JSON = dict[str, Any]
 CALM = settings(deadline=None, derandomize=True, database=None)

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.batches.calls import open_batches
 from agent.models.client.endpoint import EndpointModel
 from agent.models.client.transport import MAX_REPLY_BYTES
 from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.stream_events import StreamEvent
+from agent.models.stream_events import StreamEvent
 from testing.fake_endpoint import FakeEndpoint
 from testing.fake_faults import BROKEN, FAULTS, REPLY_FAULTS, RETRY_AFTER
 

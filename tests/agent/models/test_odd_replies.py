@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from agent.gateway.wires import WIRES
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.dialects.registry import dialect_of, read_asked, read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings
 from agent.models.parsing import error_behind_200, load_object, refusal_of
+from agent.models.stream_events import ignored
 from agent.state.events import Clock, reply_event
-from agent.stream_events import ignored
-from toolsets import exact_json
+from agent.wires.wires import WIRES
+from batch_trajectories.basics import exact_json
 
 JSON = dict[str, Any]
 LOGPROBS = {"content": [{"token": "a", "logprob": -0.1, "bytes": [97], "top_logprobs": []}]}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.client.open_model import open_model
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.client.endpoint import EndpointModel
 from agent.models.client.open_model import open_model
 from agent.models.dialects.openai_responses import API, read_reply, request_body
@@ -22,8 +22,8 @@ from agent.models.dialects.openai_responses_stream import ResponsesAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.resolve import resolve_model, resolve_sibling
+from agent.models.stream_events import StreamEvent, StreamHandler
 from agent.state.call_ids import make_ids_unique
-from agent.stream_events import StreamEvent, StreamHandler
 from run_agent import AIAgent
 from tests.agent.models.test_streaming import held, nobody, told
 from tests.answering import Handler, listening

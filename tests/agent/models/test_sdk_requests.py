@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.batches.calls import open_batches
 from agent.models.client.endpoint import EndpointModel
 from agent.models.dialects.registry import DIALECTS, dialect_of

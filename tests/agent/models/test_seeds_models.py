@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.client.retrying import MAX_WAIT_S, RetryingModel
 from agent.models.dialects import anthropic_messages, openai_chat
 from agent.models.errors import ModelError

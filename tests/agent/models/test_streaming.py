@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.client.endpoint import EndpointModel
 from agent.models.dialects import anthropic_messages, openai_chat
 from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
@@ -20,7 +20,7 @@ from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.scripted import ScriptedModel, parse_script
-from agent.stream_events import StreamEvent, StreamHandler, guarded
+from agent.models.stream_events import StreamEvent, StreamHandler, guarded
 from testing.fake_endpoint import FakeEndpoint
 
 DIALECTS = ("openai_chat", "anthropic_messages")

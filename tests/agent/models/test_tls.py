@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from agent.messages import Message
+from agent.messages.message import Message
 from agent.models.client.endpoint import EndpointModel
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request

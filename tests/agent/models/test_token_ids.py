@@ -13,13 +13,20 @@ import msgspec
 import orjson
 import pytest
 
-from agent.messages import Message, ToolCall
+from agent.messages.message import Message, ToolCall
+from agent.messages.tokens import (
+    Sampled,
+    missing_in,
+    pack_ids,
+    pack_logprobs,
+    to_stored,
+    token_turns,
+)
 from agent.models.batches import calls
 from agent.models.dialects import openai_chat, registry
 from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.resolve import resolve_sibling
-from agent.tokens import Sampled, missing_in, pack_ids, pack_logprobs, to_stored, token_turns
 from batch_trajectories.runs.store.record_types import StoredTokens
 from tests.agent.models.test_refusals import ask, openai_error, refusing, serving
 

@@ -23,16 +23,15 @@ from pathlib import Path
 
 import orjson
 
+from batch_trajectories.basics.errors import RunError, machine_failure
+from batch_trajectories.basics.startup import hide_environment
 from batch_trajectories.runs.config.sandboxes import problem_of_sandbox, remove_leftover_containers
-from batch_trajectories.runs.errors import RunError
 from batch_trajectories.runs.executors.ray.code_digest import code_digest
 from batch_trajectories.runs.executors.ray.tcp import connect
-from batch_trajectories.runs.process.startup import hide_environment
 from batch_trajectories.runs.protocol.messages import pack
 from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
 from batch_trajectories.runs.store.files import listed
 from batch_trajectories.runs.worker.worker import run_worker
-from toolsets.errors import machine_failure
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

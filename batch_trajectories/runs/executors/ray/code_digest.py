@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-_ROOMS = ("agent", "runs", "toolsets")
+_PACKAGES = ("agent", "batch_trajectories", "toolsets")
 """The packages that a worker imports."""
 
 
@@ -13,8 +13,8 @@ def code_digest() -> str:
     """16 hex digits over the modules of workers."""
     root = Path(__file__).parents[4]
     digest = hashlib.sha256()
-    for room in _ROOMS:
-        for path in sorted((root / room).rglob("*.py")):
+    for package in _PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
             digest.update(f"{path.relative_to(root)}\0".encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]

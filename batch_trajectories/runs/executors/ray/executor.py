@@ -26,8 +26,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.directory.run_dir import RunDir, read_run_json
 from batch_trajectories.runs.executors.base import Inbox, WorkerHandle
 from batch_trajectories.runs.executors.local import environment_of
 from batch_trajectories.runs.executors.ray.actor import RayWorkerActor
@@ -36,7 +37,6 @@ from batch_trajectories.runs.executors.ray.tcp import listen, welcome
 from batch_trajectories.runs.executors.ray.worker_handle import RayWorker, Run
 from batch_trajectories.runs.protocol.messages import pack
 from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
-from batch_trajectories.runs.run_dir import RunDir, read_run_json
 from batch_trajectories.runs.store.files import open_own
 
 log = logging.getLogger(__name__)

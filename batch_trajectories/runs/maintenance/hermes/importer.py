@@ -19,18 +19,18 @@ from typing import Any
 import orjson
 
 from agent.models.parsing import text_or_none
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.long_work import watched
 from batch_trajectories.runs.dataset.scan import Scan, tasks
-from batch_trajectories.runs.errors import ConfigError
+from batch_trajectories.runs.directory.run_dir import RunDir
 from batch_trajectories.runs.maintenance.hermes.sharegpt import (
     ImportedConversation,
     read_conversation,
 )
-from batch_trajectories.runs.process.long_work import watched
-from batch_trajectories.runs.record import as_stored
-from batch_trajectories.runs.run_dir import RunDir
+from batch_trajectories.runs.protocol.record import as_stored
 from batch_trajectories.runs.store.records import RecordFile
-from batch_trajectories.runs.tasks import SCHEMA_VERSION, Task
-from toolsets import exact_json
+from batch_trajectories.runs.store.tasks import SCHEMA_VERSION, Task
 
 _BATCH = re.compile(r"batch_(\d+)\.jsonl")
 _SHOWN = 20

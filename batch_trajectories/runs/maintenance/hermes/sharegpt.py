@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent.messages import Event, Message, NoteEvent, ReplyEvent, ResultEvent, ToolCall
+from agent.messages.message import Event, Message, NoteEvent, ReplyEvent, ResultEvent, ToolCall
+from agent.messages.reasoning import split_inline_reasoning
 from agent.models.parsing import object_of
-from agent.reasoning import split_inline_reasoning
 from agent.state.trajectory import Trajectory
 
 _TOOLS = re.compile(r"<tools>\s*(\[.*\])\s*</tools>", re.DOTALL)

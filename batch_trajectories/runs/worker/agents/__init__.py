@@ -1,4 +1,6 @@
-"""Agents that run as commands.
+"""Agents that run as commands, in a worker.
 
-agent_runner  runs one, from its start to its end
+agent_runner   runs one conversation of such an agent
+agent_program  how an agent's program is started in its sandbox
+installed      where a program of the user's is, and what it needs to run
 """

@@ -17,16 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent.command_agent import CommandAgent, fill
-from agent.gateway.conversations.lines import lines_of
+from agent.gateway.command_agent import CommandAgent, fill
 from agent.gateway.listing import names_only
 from agent.gateway.relay import CallLimits, RefusedModel, Relay, Route
 from agent.gateway.server import Gateway
 from agent.loop.steps import Finish
-from agent.messages import AgentExitEvent, AgentRestartedEvent, Event, ReplyEvent
+from agent.messages.message import AgentExitEvent, AgentRestartedEvent, Event, ReplyEvent
 from agent.setup import Setup
 from agent.state.trajectory import Trajectory
-from batch_trajectories.runs.config.agent_program import (
+from agent.wires.lines import lines_of
+from batch_trajectories.basics.errors import AgentFailed, Stopped
+from batch_trajectories.basics.text import clip
+from batch_trajectories.runs.config.agents import model_asked
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.row import RowTask
+from batch_trajectories.runs.worker.agents.agent_program import (
     HOME,
     SOCKET_DIR,
     VERSION_TIMEOUT_S,
@@ -36,18 +41,13 @@ from batch_trajectories.runs.config.agent_program import (
     program_of,
     version_of,
 )
-from batch_trajectories.runs.config.agents import model_asked
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.dataset.row import RowTask
-from batch_trajectories.runs.errors import AgentFailed, Stopped
+from batch_trajectories.runs.worker.agents.installed import NotInstalled
 from batch_trajectories.runs.worker.calls import Calls
 from batch_trajectories.runs.worker.durable_calls import Stops
 from batch_trajectories.runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
-from toolsets.installed import NotInstalled
 from toolsets.sandbox.base import ExecResult, Sandbox, SandboxError
 from toolsets.sandbox.programs import forwarding
-from toolsets.text import clip
 from toolsets.workspace.removal import remove_tree
 
 _PORT = 8800

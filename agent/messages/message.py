@@ -1,0 +1,397 @@
+"""Messages, and the events that a conversation is made of.
+
+A message has the form of the OpenAI chat API, plus `reasoning` for assistants and `is_error` for
+tool results. An event is something that cost money or time, or that the model was shown, and must
+survive a crash. The journal is a list of events; replaying them restores the conversation exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, Required, TypedDict
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+FinishReason = Literal["stop", "tool_calls", "length", "refusal", "pause", "context_exceeded"]
+"""Why a model reply ended, in the same words for every API."""
+
+
+class FunctionCall(TypedDict):
+    """A function and its arguments, as the model wrote them: unparsed and unrepaired."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """One tool call of an assistant message; `id` is unique within its conversation.
+
+    Unknown fields of the call and of its function (such as `extra_content` with signatures) are
+    kept verbatim, and sent back to the API that they came from.
+    """
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ProviderBlocks(TypedDict):
+    """Parts of a reply that go back to the provider verbatim (signatures, encrypted thoughts).
+
+    In the chat dialect it is one object with all unknown fields of the message. `api` names the
+    dialect that wrote `blocks`; only that dialect may read them. `reasoning` recognizes
+    encrypted thoughts in them. In other messages of agents they are what is no text
+    (`agent.messages.parts`).
+    """
+
+    api: str
+    blocks: list[dict[str, Any]]
+
+
+class Message(TypedDict, total=False):
+    """One message; the keys besides `role` and `content` depend on the role.
+
+    Assistant: `reasoning`, `tool_calls`, `provider_blocks`, each absent if empty; `repairs`, if
+    something is not as the model wrote it ({"call": id, "name": as written},
+    {"call": "", "cut": the text that was cut off}); and `unusable`: why it has no usable step.
+    Tool: `tool_call_id`, `name`, `is_error`, and `details` (facts such as an exit code, never
+    shown to the model). `notes` names the notes that the runtime added to the content.
+    """
+
+    role: Required[Role]
+    content: Required[str]
+    reasoning: str
+    tool_calls: list[ToolCall]
+    provider_blocks: ProviderBlocks
+    tool_call_id: str
+    name: str
+    is_error: bool
+    details: dict[str, Any]
+    notes: list[str]
+    unusable: str
+    repairs: list[dict[str, str]]
+
+
+OWN_CHARS = "own_chars"
+"""In the details of a result: where the tool's text ends in the content, if not at its end."""
+
+OWN_FROM = "own_from"
+"""In the details of a result: where the tool's last text begins, if not at the beginning."""
+
+MOST_TOKENS = 2**44
+"""No call has as many tokens: a larger count is an endpoint's mistake, and sums could overflow."""
+
+
+class Usage(TypedDict):
+    """Tokens of one model call. Every count may be None: unknown is not zero.
+
+    For every API, `input_tokens` includes cache reads and writes, and `output_tokens` includes
+    reasoning, even if the provider counts differently.
+    """
+
+    input_tokens: int | None
+    output_tokens: int | None
+    cache_read_tokens: int | None
+    cache_write_tokens: int | None
+    reasoning_tokens: int | None
+
+
+UNREADABLE = "unreadable"
+"""A reply whose body was paid for and cannot be read: asked for again at once."""
+
+OUT_OF_PLACE = "out_of_place"
+"""A reply whose earlier events a power loss or damage removed from the journal: asked for again."""
+
+WORKSPACE_LOST = "workspace_lost"
+"""A reply of a conversation that began again, since the files that it had made were lost."""
+
+COST_ONLY = frozenset({UNREADABLE, OUT_OF_PLACE, WORKSPACE_LOST})
+"""Reasons of discarded replies of which only the cost matters: the rules ignore them."""
+
+
+class TurnTokens(TypedDict, total=False):
+    """The tokens of a reply as they were sampled; `agent.messages.tokens` reads and writes them.
+
+    A key is absent if the endpoint did not give it.
+    """
+
+    shared: int
+    """How many tokens the prompt shares, from the start, with prompt and completion of the latest
+    earlier turn of the conversation that has both; 0 without such a turn."""
+    prompt: str
+    """Ids of the prompt after those."""
+    completion: str
+    """Ids of the reply."""
+    logprobs: str
+    """Log-probabilities of the reply's tokens."""
+    texts: list[str]
+    """The reply's tokens as texts, if their ids are unknown."""
+    split: dict[str, str]
+    """Where the prompt does not begin with that sequence, and texts of ids are known: what was
+    `sampled` at this place, and what the prompt has `shown` there."""
+    sampling: dict[str, Any]
+    """Options of the request that change the distribution that tokens are sampled from; those that
+    it does not have are the endpoint's own."""
+
+
+class ReplyEvent(TypedDict):
+    """One model reply. `turn` counts from 1; times are epoch seconds and seconds.
+
+    `discarded` says why a paid reply is not part of the conversation: it was unusable and the
+    model was asked again. Its `turn` is the turn that it would have been. `inherited` marks a
+    reply that a branch has from its parent conversation, which paid for it.
+    """
+
+    kind: Literal["reply"]
+    turn: int
+    message: Message
+    finish_reason: FinishReason
+    usage: Usage | None
+    cost_usd: float | None
+    model: str | None
+    response_id: str | None
+    started_at: float
+    duration_s: float
+    discarded: NotRequired[str]
+    extra: NotRequired[dict[str, Any]]
+    """Other data of the reply; see `Completion.extra`."""
+    tokens: NotRequired[TurnTokens]
+    """With `token_ids`, if the endpoint gave any."""
+    inherited: NotRequired[bool]
+    waited_s: NotRequired[float]
+    """Seconds of `duration_s` spent waiting for limits or a batch; only with
+    `max_conversation_s`."""
+    batch_item: NotRequired[str]
+    """The item of a batch job that this reply is for, even if a live call brought it."""
+
+
+class CutEvent(TypedDict):
+    """A model call for turn `turn` that the time limit of the conversation cut off.
+
+    The endpoint may have charged for it.
+    """
+
+    kind: Literal["cut"]
+    turn: int
+    started_at: float
+    duration_s: float
+    waited_s: NotRequired[float]
+
+
+class ResultEvent(TypedDict):
+    """The result of call number `call` (from 0) of turn `turn`.
+
+    With `reply`, it replaces the result in which the tool asked the user: its message has that
+    result, the user's reply, and the result of the second call.
+    """
+
+    kind: Literal["result"]
+    turn: int
+    call: int
+    message: Message
+    started_at: float
+    duration_s: float
+    reply: NotRequired[str]
+
+
+class NoteEvent(TypedDict):
+    """A text of the runtime for the model after turn `turn`; `reason` names the rule that wrote it.
+
+    It is appended to the last message if that is a tool result or a user message, else it becomes
+    a user message: roles must alternate for every API and trainer. `USER_TURN` is the exception:
+    the next message of the user, which follows an answer.
+    """
+
+    kind: Literal["note"]
+    turn: int
+    reason: str
+    text: str
+    at: float
+
+
+class OpeningEvent(TypedDict):
+    """The messages that the conversation starts with, if they are not those of the prompt."""
+
+    kind: Literal["opening"]
+    messages: list[Message]
+
+
+class ResumedEvent(TypedDict):
+    """A later process resumed the conversation after `turn` turns.
+
+    `interrupted` lists the ids of calls that may have run before the crash and were not run
+    again; `repeated` those that were run (again) because their tool is idempotent.
+    `workspace_kept` is False if the workspace was lost.
+    """
+
+    kind: Literal["resumed"]
+    turn: int
+    interrupted: list[str]
+    repeated: list[str]
+    workspace_kept: NotRequired[bool]
+
+
+class RestartedEvent(TypedDict):
+    """The conversation begins again with its opening after `turn` turns; `reason` says why.
+
+    The replies until then were paid for and remain as discarded replies.
+    """
+
+    kind: Literal["restarted"]
+    turn: int
+    reason: str
+    at: float
+
+
+class ForkedEvent(TypedDict):
+    """The conversation continues its parent from here, as a branch after its turn `turn`.
+
+    `run` and `record` name the parent, `branch` is the number of this branch (from 0), and
+    `inherited` is the cost of the parent until then ({"api_calls", "usage", "cost_usd"}).
+    `replay` says how its tool calls were repeated to restore the workspace: {"replayed": calls,
+    "different": [{"turn", "call", "name", "result", "is_error"}], "skipped": [{"turn", "call",
+    "name", "why"}]}. The model sees the results of the parent, even where these differ.
+    """
+
+    kind: Literal["forked"]
+    run: str
+    record: str
+    turn: int
+    branch: int
+    inherited: dict[str, Any]
+    replay: dict[str, Any]
+
+
+class ExchangeEvent(TypedDict):
+    """One model call of an agent that runs as a command, as it was relayed, and its reply.
+
+    `number` counts from 0 in the order of completion. `key` identifies all that decides the reply
+    (see `agent.wires.canonical`). `asked` is the model name that the agent asked for.
+
+    The request had the first `shared` messages of thread `of` (or of `thread` itself, without
+    `of`), then `added`, the system prompt included. With `of`, or if `shared` is 0, `thread` is
+    new; else its last reply is among the shared messages. `echoes` lists those of `added` that
+    repeat the reply of a recorded call: [index in `added`, number of the call].
+    """
+
+    kind: Literal["exchange"]
+    number: int
+    key: str
+    dialect: str
+    """A dialect's name, as in `ModelSettings.api`."""
+    asked: str
+    thread: int
+    shared: int
+    of: NotRequired[int]
+    added: list[Message]
+    echoes: NotRequired[list[list[int]]]
+    tools: NotRequired[list[dict[str, Any]]]
+    """Schemas in OpenAI form, if they differ from those of the thread's previous call."""
+    stripped: NotRequired[list[str]]
+    """Tools that the provider would have run, and that were removed from the request."""
+    reply: ReplyEvent
+    """Its `turn` is that of the thread."""
+    instructed: NotRequired[bool]
+    """The first message is for this call alone: one that continues its reply by id lacks it."""
+    ids: NotRequired[list[str]]
+    """The ids of the reply's calls as the agent got them, if the record needs others."""
+    body: dict[str, Any]
+    """The body of the reply, to answer an equal call with. Streams: put together."""
+
+
+class AgentRestartedEvent(TypedDict):
+    """The agent's command starts again: its calls are set aside until it makes equal ones."""
+
+    kind: Literal["agent_restarted"]
+    at: float
+
+
+class AnsweredEvent(TypedDict):
+    """A call equal to the recorded call `exchange` got its reply, unpaid.
+
+    The recorded call is no longer set aside.
+    """
+
+    kind: Literal["answered"]
+    exchange: int
+
+
+class AgentExitEvent(TypedDict):
+    """The agent's command ended. `exit_code` is None if it was killed because its time was up.
+
+    `stdout` and `stderr` are head and tail of the output.
+    """
+
+    kind: Literal["agent_exit"]
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    duration_s: float
+    timed_out: bool
+
+
+USER_TURN = "user_turn"
+"""The reason of a note that is a message of the user, not of the runtime."""
+
+PREPARATION = "preparation"
+SUMMARY = "summary"
+SIMULATED_USER = "simulated_user"
+STAGES = frozenset({PREPARATION, SUMMARY, SIMULATED_USER})
+"""Names of inner conversations that are not subagents."""
+
+
+def user_key(number: int) -> str:
+    """The key of the conversation in which a simulated user writes its message `number`."""
+    return f"{SIMULATED_USER}#{number}"
+
+
+class SubEvent(TypedDict):
+    """An event of a conversation inside this one.
+
+    `key` is the id of the call that a subagent answers, or a stage ("preparation#1",
+    "summary#2", "simulated_user#1"); `name` is that of the subagent or the stage.
+    """
+
+    kind: Literal["sub"]
+    key: str
+    name: str
+    event: Event
+
+
+AgentEvent = ExchangeEvent | AgentRestartedEvent | AnsweredEvent | AgentExitEvent
+"""An event of an agent that runs as a command."""
+
+Event = (
+    ReplyEvent
+    | CutEvent
+    | ResultEvent
+    | NoteEvent
+    | OpeningEvent
+    | ResumedEvent
+    | RestartedEvent
+    | ForkedEvent
+    | SubEvent
+    | AgentEvent
+)
+
+
+def failure_of(result: Message) -> str | None:
+    """How a call failed; None if it did not, or if the tool itself reports the failure."""
+    failure = result.get("details", {}).get("failure")
+    return failure if result.get("is_error") and isinstance(failure, str) else None
+
+
+def reply_in(event: Event) -> ReplyEvent | None:
+    """The model reply in an event, also of an inner conversation or an agent's call."""
+    match event["kind"]:
+        case "reply":
+            return event
+        case "exchange":
+            return event["reply"]
+        case "sub":
+            return reply_in(event["event"])
+    return None
+
+
+def is_cost_only(event: Event) -> bool:
+    """Whether an event is a reply of which only the cost matters; see `COST_ONLY`."""
+    return event["kind"] == "reply" and event.get("discarded") in COST_ONLY

@@ -1,0 +1,217 @@
+"""Token ids and log-probabilities as they were sampled, in the compact form of records.
+
+Ids are little-endian unsigned 32-bit integers and log-probabilities 32-bit floats, both as base64:
+readers that do not want them parse one text and no number. A prompt is stored as what it adds to
+the turn before, because each turn repeats the whole conversation.
+"""
+
+from __future__ import annotations
+
+import struct
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+from agent.messages.message import TurnTokens
+
+ID_BYTES = 4
+
+_SHOWN_TOKENS = 4
+"""How many tokens name the place of a split."""
+
+GRAMMAR = ("tool_choice", "response_format", "structured_outputs", "regex", "ebnf")
+"""Fields of a request that allow only some tokens at each place."""
+
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"),
+    *GRAMMAR,
+)
+"""Fields of a request that change which tokens are likely, as OpenAI, vLLM and SGLang call them."""
+
+
+class Sampled(NamedTuple):
+    """The tokens of one reply as its endpoint gave them, packed; None for what it did not give."""
+
+    prompt: bytes | None = None
+    """Ids of the prompt."""
+    completion: bytes | None = None
+    """Ids of the reply, with the token that ended it if the endpoint lists that."""
+    logprobs: bytes | None = None
+    """One per token of the reply."""
+    texts: list[str] | None = None
+    """The tokens of the reply as texts, from an endpoint that gives no ids."""
+
+
+class TokenTurn(NamedTuple):
+    """A turn with token ids, unpacked; see `token_turns`."""
+
+    number: int
+    """Index among the turns of the conversation."""
+    shared: int
+    """How many tokens the prompt shares with the sequence of the turn before, from its start."""
+    of: int
+    """The length of that sequence: prompt and completion of the latest turn with ids. If `shared`
+    is less, the prompt does not begin with it."""
+    prompt: list[int]
+    """What the prompt adds after the shared tokens."""
+    completion: list[int]
+    logprobs: list[float] | None
+
+
+def pack_ids(ids: Sequence[Any]) -> bytes:
+    """Raises `struct.error` for what is no id."""
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """What `pack_ids` packed."""
+    return struct.unpack(f"<{len(packed) // ID_BYTES}I", packed)
+
+
+def pack_logprobs(values: Sequence[Any]) -> bytes:
+    """Raises `struct.error` or `OverflowError` for what is no log-probability."""
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def sampling_in(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request that decide how likely tokens are; objects only as true."""
+    given = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    return {
+        name: True if isinstance(value, dict | list) else value for name, value in given.items()
+    }
+
+
+def to_stored(
+    sampled: Sampled,
+    turns: Iterable[Mapping[str, Any]],
+    token_texts: Mapping[int, str] = MappingProxyType({}),
+) -> TurnTokens:
+    """The tokens of a reply as its event holds them; `turns` are those before it.
+
+    `token_texts` are texts of ids, as far as they are known.
+    """
+    stored = TurnTokens()
+    if sampled.prompt is not None:
+        before = _sequence(turns)
+        shared = _shared(before, sampled.prompt)
+        stored["shared"] = shared
+        stored["prompt"] = _to_text(sampled.prompt[ID_BYTES * shared :])
+        if token_texts and ID_BYTES * shared < len(before):
+            stored["split"] = {
+                "sampled": _text_at(before, shared, token_texts),
+                "shown": _text_at(sampled.prompt, shared, token_texts),
+            }
+    if sampled.completion is not None:
+        stored["completion"] = _to_text(sampled.completion)
+    if sampled.logprobs is not None:
+        stored["logprobs"] = _to_text(sampled.logprobs)
+    if sampled.texts is not None:
+        stored["texts"] = sampled.texts
+    return stored
+
+
+def restated(chain: Sequence[Mapping[str, Any]], turns: Iterable[Mapping[str, Any]]) -> TurnTokens:
+    """The tokens of the last turn of `chain`, as what they add to other turns than the chain's."""
+    last: TurnTokens = chain[-1]["tokens"]
+    sequence = _sequence(chain)
+    prompt = sequence[: len(sequence) - len(b64decode(last["completion"]))]
+    stored = to_stored(Sampled(prompt=prompt), turns)
+    return {**last, **stored}
+
+
+def has_ids(turn: Mapping[str, Any]) -> bool:
+    """Whether a turn has the ids of both its prompt and its completion."""
+    tokens = turn.get("tokens")
+    return tokens is not None and "prompt" in tokens and "completion" in tokens
+
+
+def has_outer_newlines(text: str) -> bool:
+    """Whether a text begins or ends with a newline."""
+    return "\n" in (text[:1], text[-1:])
+
+
+def trimmed_replies(replies: Sequence[str]) -> int:
+    """How many of these texts a later request repeats without the newlines around them."""
+    return sum(map(has_outer_newlines, replies[:-1]))
+
+
+def missing_in(turn: Mapping[str, Any]) -> str:
+    """Names what a turn lacks for reinforcement learning; "" if it has all."""
+    tokens = turn.get("tokens") or {}
+    names = {"prompt": "prompt token ids", "completion": "token ids", "logprobs": "logprobs"}
+    return ", ".join(words for key, words in names.items() if key not in tokens)
+
+
+class StoredIds(Protocol):
+    """The tokens of a turn as a record has them; see `TurnTokens`."""
+
+    shared: int
+    prompt: str | None
+    completion: str | None
+    logprobs: str | None
+
+
+def token_turns(turns: Iterable[StoredIds | None]) -> Iterator[TokenTurn]:
+    """The turns of a conversation that have token ids, in order, from the tokens of all turns.
+
+    Raises `ValueError` for tokens that this module did not write.
+    """
+    length = 0
+    for number, tokens in enumerate(turns):
+        if tokens is None or tokens.prompt is None or tokens.completion is None:
+            continue
+        shared = tokens.shared
+        prompt = _unpacked("I", tokens.prompt)
+        completion = _unpacked("I", tokens.completion)
+        logprobs = None if tokens.logprobs is None else _unpacked("f", tokens.logprobs)
+        fits = logprobs is None or len(logprobs) == len(completion)
+        if not fits or not 0 <= shared <= length:
+            raise ValueError(f"turn {number + 1}: the lengths of its tokens do not fit")
+        yield TokenTurn(number, shared, length, prompt, completion, logprobs)
+        length = shared + len(prompt) + len(completion)
+
+
+def _sequence(turns: Iterable[Mapping[str, Any]]) -> bytes:
+    """Prompt and completion of the last turn with ids."""
+    sequence = bytearray()
+    for turn in turns:
+        if has_ids(turn):
+            tokens: TurnTokens = turn["tokens"]
+            del sequence[ID_BYTES * tokens["shared"] :]
+            sequence += b64decode(tokens["prompt"])
+            sequence += b64decode(tokens["completion"])
+    return bytes(sequence)
+
+
+def _shared(before: bytes, prompt: bytes) -> int:
+    """How many ids two sequences have in common at their beginning."""
+    if prompt.startswith(before):
+        return len(before) // ID_BYTES
+    low, high = 0, min(len(before), len(prompt)) // ID_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if before[: ID_BYTES * middle] == prompt[: ID_BYTES * middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _text_at(sequence: bytes, place: int, texts: Mapping[int, str]) -> str:
+    """A few tokens as text; an unknown one as its id in brackets."""
+    part = sequence[ID_BYTES * place : ID_BYTES * (place + _SHOWN_TOKENS)]
+    return "".join(texts.get(id, f"[{id}]") for id in unpack_ids(part))
+
+
+def _to_text(packed: bytes) -> str:
+    return b64encode(packed).decode()
+
+
+def _unpacked(form: str, text: str) -> list[Any]:
+    packed = b64decode(text, validate=True)
+    count, rest = divmod(len(packed), ID_BYTES)
+    if rest:
+        raise ValueError(f"{len(packed)} bytes are not a whole number of tokens")
+    return list(struct.unpack(f"<{count}{form}", packed))

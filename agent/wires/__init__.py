@@ -1,0 +1,19 @@
+"""What agents that run as commands ask: their requests, read, compared and sorted.
+
+wire           requests of agents, as they were read
+canonical      digests of messages and requests without what changes from start to start
+reading        reads the bodies of requests
+wire_base      a dialect as agents speak it: what the four have in common
+wire_chat      OpenAI chat completions
+wire_messages  Anthropic messages
+wire_responses  OpenAI Responses
+wire_gemini    Gemini's generateContent
+wires          the dialects by name
+lines          events of conversations, as they are stored
+repeats        replies that agents repeat
+threads        which conversation a call continues
+
+These modules only compute; they do no I/O.
+
+Other rooms import lines, reading, threads, wire, wire_base, wires.
+"""

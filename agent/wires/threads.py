@@ -1,0 +1,378 @@
+"""The fold of an agent's calls into threads.
+
+A thread is a sequence of messages that only grows. A call continues the thread whose messages it
+repeats; if it repeats only the beginning of one, a new thread branches off there. A restart sets
+all calls aside; those that are asked for again become part of their conversations again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent.messages.message import (
+    AgentEvent,
+    AgentExitEvent,
+    ExchangeEvent,
+    Message,
+    ReplyEvent,
+    ToolCall,
+    TurnTokens,
+)
+from agent.messages.parts import EARLIER, Parts
+from agent.messages.tokens import has_ids, restated
+from agent.models.dialects.openai_responses import API as RESPONSES
+from agent.models.dialects.openai_responses import conversation_of
+from agent.wires.canonical import CallsInOrder, message_digest
+from agent.wires.repeats import Found, Repeats
+from agent.wires.wire import NOTHING_VOLATILE, Part, Volatile, WireRequest
+
+_MOST_RECENT = 8
+"""Requests that are remembered for reading the next: one of each of the latest threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request belongs; see the fields of `ExchangeEvent`."""
+
+    thread: int
+    shared: int
+    added: list[Message]
+    tools: list[dict[str, Any]] | None
+    of: int | None
+    echoes: list[list[int]]
+    turn: int
+    """The number of the reply among those of the thread."""
+    after: int | None
+    """The number of the latest earlier call with token ids in the thread."""
+    call_ids: Sequence[str]
+    """The ids of the calls before the reply."""
+
+
+class Thread:
+    """The messages of one thread, and which of them are replies of recorded calls."""
+
+    def __init__(self, number: int, parent: Thread | None = None, shared: int = 0) -> None:
+        self.number = number
+        self.messages: list[Message] = parent.messages[:shared] if parent else []
+        self.replies: list[tuple[int, int]] = []
+        """The position and the number of each recorded reply, in the order of the messages."""
+        self.tools: list[dict[str, Any]] = parent.tools if parent else []
+        """Those of its latest call."""
+        if parent is not None:
+            self.replies = [reply for reply in parent.replies if reply[0] < shared]
+        self._digests: list[bytes] = []
+        self._calls = CallsInOrder()
+
+    def digests(self, volatile: Volatile) -> list[bytes]:
+        """One per message, as those of a request."""
+        for message in self.messages[len(self._digests) :]:
+            self._digests.append(message_digest(message, self._calls, volatile))
+            self._calls.add(message.get("tool_calls", ()))
+        return self._digests
+
+    def replies_within(self, shared: int) -> int:
+        """How many of its first messages are recorded replies."""
+        if shared == len(self.messages):
+            return len(self.replies)
+        return sum(at < shared for at, _ in self.replies)
+
+
+class Threads:
+    """The calls of one agent, as threads; see `Trajectory.agent_calls`."""
+
+    def __init__(self) -> None:
+        self.volatile: Volatile = NOTHING_VOLATILE
+        """Decides how requests are placed; set it before the first `place`."""
+        self.exchanges: list[ExchangeEvent] = []
+        """All recorded calls, by number."""
+        self.threads: list[Thread] = []
+        self.live: set[int] = set()
+        """The numbers of the calls that the last start has made."""
+        self.starts = 1
+        """How often the agent's command was started."""
+        self.exit: AgentExitEvent | None = None
+        """How the last start ended, if it did."""
+        self.parts = Parts()
+        """Those that events have whole; later ones have digests of them."""
+        self._repeats = Repeats()
+        self._recent_of: dict[int, tuple[WireRequest, Found]] = {}
+        self._by_id: dict[str, int] = {}
+        """The latest call by the ids of replies and of conversations at the endpoint."""
+        self._ends: list[tuple[int, int]] = []
+        """The thread of each call, and how many messages it had after the reply."""
+        self._tools: list[list[dict[str, Any]]] = []
+        self._starts: list[int] = []
+        self._aside: defaultdict[str, list[int]] = defaultdict(list)
+        """The numbers of the calls that are set aside, by key, the earliest last."""
+        self._after: list[int | None] = []
+        """See `Placement.after`, for each call."""
+        self._has_ids = False
+        self._answered = 0
+        self._diverged_at: int | None = None
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next call to be recorded."""
+        return len(self.exchanges)
+
+    @property
+    def calls(self) -> int:
+        """How many calls were paid for."""
+        return len(self.exchanges)
+
+    @property
+    def recent(self) -> list[WireRequest]:
+        """The latest requests of the latest threads, for `Wire.read`; none after a resume."""
+        return [request for request, _ in reversed(self._recent_of.values())]
+
+    @property
+    def diverged_at(self) -> int | None:
+        """How many calls the last start answered before its first new one, while others were set
+        aside; None if none are set aside now.
+        """
+        return self._diverged_at if self._aside else None
+
+    def earlier(self, id: str) -> Part | None:
+        """See `Earlier`. Replies have the ids that the agent got."""
+        if (number := self._by_id.get(id)) is None:
+            return None
+        thread, end = self.end_of(number)
+        first = int(self.exchanges[number].get("instructed", False))
+        messages = thread.messages[:end]
+        for at, reply in thread.replies:
+            if at < end and (ids := self.exchanges[reply].get("ids")):
+                made = zip(messages[at]["tool_calls"], ids, strict=True)
+                got = [ToolCall(**{**call, "id": id}) for call, id in made]
+                messages[at] = {**messages[at], "tool_calls": got}
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        digests = thread.digests(self.volatile)[first:end]
+        return Part((EARLIER, id, number), messages[first:], digests, calls, first_call=0)
+
+    def end_of(self, number: int) -> tuple[Thread, int]:
+        """The thread of a call, and how many messages it had after the reply."""
+        thread, end = self._ends[number]
+        return self.threads[thread], end
+
+    def tools_of(self, number: int) -> list[dict[str, Any]]:
+        """The tools that a call offered."""
+        return self._tools[number]
+
+    def start_of(self, number: int) -> int:
+        """The start of the agent that made a call, from 1."""
+        return self._starts[number]
+
+    def token_chain(self, number: int | None) -> list[ReplyEvent]:
+        """The replies whose tokens a call's prompt continues, in order, and its own at the end."""
+        chain: list[ReplyEvent] = []
+        while number is not None:
+            chain.append(self.exchanges[number]["reply"])
+            number = self._after[number]
+        return chain[::-1]
+
+    def tokens_after(self, number: int, last: int | None) -> TurnTokens:
+        """The tokens of a call where the latest earlier one with token ids is `last`."""
+        if self._after[number] == last or not has_ids(self.exchanges[number]["reply"]):
+            return self.exchanges[number]["reply"]["tokens"]
+        return restated(self.token_chain(number), self.token_chain(last))
+
+    def unanswered(self, key: str) -> ExchangeEvent | None:
+        """The earliest call with this key that is set aside, if there is one."""
+        numbers = self._aside.get(key)
+        return self.exchanges[numbers[-1]] if numbers else None
+
+    def apply(self, event: AgentEvent) -> None:
+        """Take one event into the fold."""
+        match event["kind"]:
+            case "exchange":
+                self._apply_exchange(event)
+            case "answered":
+                self._answered += 1
+                self.live.add(event["exchange"])
+                key = self.exchanges[event["exchange"]]["key"]
+                self._aside[key].remove(event["exchange"])
+                if not self._aside[key]:
+                    del self._aside[key]
+            case "agent_restarted":
+                self.starts += 1
+                self.exit = None
+                self.live.clear()
+                self._aside.clear()
+                for exchange in reversed(self.exchanges):
+                    self._aside[exchange["key"]].append(exchange["number"])
+                self._answered, self._diverged_at = 0, None
+            case "agent_exit":
+                self.exit = event
+
+    def _apply_exchange(self, event: ExchangeEvent) -> None:
+        if event["thread"] == len(self.threads):
+            parent = event.get("of")
+            source = None if parent is None else self.threads[parent]
+            self.threads.append(Thread(event["thread"], source, event["shared"]))
+        thread = self.threads[event["thread"]]
+        echoes = {at: call for at, call in event.get("echoes", ())}  # noqa: C416 - lists of two
+        for n, message in enumerate(self.parts.whole(event["added"])):
+            if n in echoes:
+                thread.replies.append((len(thread.messages), echoes[n]))
+                message = self.exchanges[echoes[n]]["reply"]["message"]
+            thread.messages.append(message)
+        self._after.append(self._latest_with_ids(number for _, number in thread.replies))
+        self._has_ids = self._has_ids or has_ids(event["reply"])
+        thread.replies.append((len(thread.messages), event["number"]))
+        thread.messages.append(event["reply"]["message"])
+        thread.tools = event.get("tools", thread.tools)
+        if self._aside and self._diverged_at is None:
+            self._diverged_at = self._answered
+        if event["dialect"] == RESPONSES:
+            ids = event["reply"]["response_id"], conversation_of(event["body"])
+            self._by_id |= {id: event["number"] for id in ids if id}
+        self.exchanges.append(event)
+        self.live.add(event["number"])
+        self._tools.append(thread.tools)
+        self._starts.append(self.starts)
+        self._ends.append((thread.number, len(thread.messages)))
+
+    def place(self, request: WireRequest) -> Placement:
+        """Where a request belongs now: call it once its reply is complete."""
+        repeated = self._repeated(request)
+        source, shared = self._longest(repeated.digests)
+        added = request.messages[shared:]
+        echoes = self._echoes(source, shared, request, repeated)
+        replies = {at: number for at, number in source.replies if at < shared} if source else {}
+        replies |= {shared + at: number for at, number in echoes}
+        recorded = self._recorded_calls(source, shared, request, replies)
+        ids = [call["id"] for made in recorded for call in made]
+        if ids != [call["id"] for part in request.parts for call in part.calls]:
+            added = self._with_ids(request, shared, replies, recorded)
+        continues = source is not None and shared == len(source.messages)
+        if source and continues and source.tools and not request.tools:
+            # After an answer, a call without tools is about the conversation, not part of it.
+            continues = bool(source.messages[-1].get("tool_calls"))
+        thread = source.number if source and continues else len(self.threads)
+        tools = source.tools if source else []
+        self._remember(thread, request, repeated)
+        return Placement(
+            thread=thread,
+            shared=shared,
+            added=added,
+            tools=None if tools == request.tools else request.tools,
+            of=None if source is None or continues else source.number,
+            echoes=echoes,
+            turn=1 + len(echoes) + (source.replies_within(shared) if source else 0),
+            call_ids=ids,
+            after=self._latest_with_ids(number for _, number in sorted(replies.items())),
+        )
+
+    def _latest_with_ids(self, numbers: Iterable[int]) -> int | None:
+        """The last of these calls whose reply has token ids."""
+        if not self._has_ids:
+            return None
+        having = (n for n in reversed([*numbers]) if has_ids(self.exchanges[n]["reply"]))
+        return next(having, None)
+
+    def _longest(self, digests: list[bytes]) -> tuple[Thread | None, int]:
+        """The thread that has most of the first messages, and how many it has.
+
+        Of several, the best is one that would be continued, then one of this start, then the
+        latest.
+        """
+        best: Thread | None = None
+        rank = (0, False, False)
+        for thread in reversed(self.threads):
+            theirs = thread.digests(self.volatile)
+            most = min(len(theirs), len(digests))
+            if most < rank[0] or theirs[0] != digests[0]:
+                continue
+            shared = most if theirs[:most] == digests[:most] else _common(theirs, digests)
+            is_live = bool(thread.replies) and thread.replies[-1][1] in self.live
+            if (mine := (shared, shared == len(theirs), is_live)) > rank:
+                best, rank = thread, mine
+        return best, rank[0]
+
+    def _repeated(self, request: WireRequest) -> Found:
+        for exchange in self.exchanges[self._repeats.count :]:
+            thread, end = self.end_of(exchange["number"])
+            self._repeats.add(exchange, end - 1, thread.digests(self.volatile))
+        before = (repeated for _, repeated in self._recent_of.values())
+        return self._repeats.find(request, self.volatile, live=self.live, before=before)
+
+    def _echoes(
+        self, source: Thread | None, shared: int, request: WireRequest, repeated: Found
+    ) -> list[list[int]]:
+        """The recorded replies among the messages after the first `shared`.
+
+        An agent that changes earlier messages repeats the replies after them.
+        """
+        last = max((n for at, n in source.replies if at < shared), default=-1) if source else -1
+        echoes = []
+        for n in range(shared, len(request.messages)):
+            if request.messages[n]["role"] != "assistant":
+                continue
+            if (number := repeated.replies.get(n)) is None:
+                known = self._repeats.with_digest(repeated.digests[n])
+                later = [number for number in known if number > last]
+                number = min(
+                    later,
+                    key=lambda number: (number not in self.live, number),
+                    default=known[-1] if known else None,
+                )
+            if number is not None:
+                last = number
+                echoes.append([n - shared, number])
+        return echoes
+
+    def _recorded_calls(
+        self, source: Thread | None, shared: int, request: WireRequest, replies: Mapping[int, int]
+    ) -> list[Sequence[ToolCall]]:
+        """The calls of each message of a request as the record has them."""
+        before = source.messages[:shared] if source else []
+        after = enumerate(request.messages[shared:], shared)
+        said = (
+            self.exchanges[replies[n]]["reply"]["message"] if n in replies else message
+            for n, message in after
+        )
+        return [message.get("tool_calls", ()) for message in (*before, *said)]
+
+    def _with_ids(
+        self,
+        request: WireRequest,
+        shared: int,
+        replies: Mapping[int, int],
+        recorded: Sequence[Sequence[ToolCall]],
+    ) -> list[Message]:
+        """The messages after the first `shared`, with the ids of the record.
+
+        An agent makes its own ids where a server gives none, and some servers repeat ids.
+        """
+        new: dict[str, str] = {}
+        mapped = []
+        for n, message in enumerate(request.messages):
+            asked = _ids(message.get("tool_calls", ()))
+            got = _ids(self._repeats.calls(replies[n])) if n in replies else asked
+            # Where an agent has left calls out, those that it kept are found by the ids it got.
+            pairs = zip(got if {*asked} <= {*got} else asked, _ids(recorded[n]), strict=False)
+            new.update(pairs)
+            if n >= shared:
+                id = message.get("tool_call_id", "")
+                mapped.append({**message, "tool_call_id": new.get(id, id)} if id else message)
+        return mapped
+
+    def _remember(self, thread: int, request: WireRequest, repeated: Found) -> None:
+        self._recent_of.pop(thread, None)
+        self._recent_of[thread] = request, repeated
+        if len(self._recent_of) > _MOST_RECENT:
+            del self._recent_of[next(iter(self._recent_of))]
+
+
+def _ids(calls: Sequence[ToolCall]) -> list[str]:
+    return [call["id"] for call in calls]
+
+
+def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """How many first items two lists have in common."""
+    for n, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return n
+    return min(len(one), len(other))

@@ -1,0 +1,18 @@
+"""What all rooms use: errors, text, JSON, checks of values, processes.
+
+errors         errors of tools, of the machine and of runs, with their exit codes
+text           cutting and decoding text
+exact_json     JSON with integers of any size; how deep it is nested
+validation     checks values; describes what pydantic rejected
+yaml_file      reads YAML files; its errors name line and column
+locked         a lock that processes of this machine wait for
+per_loop       resources that the conversations of an event loop share
+console        messages and results for the user
+long_work      progress of long work
+parts          long work in several processes
+startup        settings of a process: limits, logging, life and privacy
+first_process  reaping orphans as process 1 of a container
+requirements   what to do where the program is started without its dependencies
+
+Other rooms import all modules.
+"""

@@ -1,0 +1,179 @@
+"""The errors of tools, of the machine and of runs.
+
+Only this module knows how a machine reports that it is out of disk, files, memory or processes.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class ToolError(Exception):
+    """A failure whose message the model sees unchanged."""
+
+
+class HostError(Exception):
+    """The machine failed, not the tool: its disk is full or broken, or a resource is used up.
+
+    It is never a tool result: its message must not become part of a conversation.
+    """
+
+
+_DISK = "free space on the disk or repair it"
+_FILES = "raise the limit of open files (ulimit -n), or run fewer conversations at a time"
+_MEMORY = "give it more memory, or run fewer conversations at a time (--batch_size, --num_workers)"
+_PROCESSES = (
+    "raise the limit on processes and threads (ulimit -u, the pids limit of the container), or "
+    "run fewer conversations at a time (--batch_size, --num_workers)"
+)
+_TO_DO = {
+    errno.ENOSPC: _DISK,
+    errno.EDQUOT: _DISK,
+    errno.EIO: _DISK,
+    errno.EROFS: _DISK,
+    errno.EMFILE: _FILES,
+    errno.ENFILE: _FILES,
+    errno.ENOMEM: _MEMORY,
+    errno.EAGAIN: _PROCESSES,
+}
+HOST_ERRNOS = frozenset(_TO_DO)
+"""The error numbers that mean that the machine failed."""
+
+_NO_THREAD = "can't start new thread"
+"""Python's message for EAGAIN and ENOMEM when it starts a thread."""
+
+# Texts of the C library, also used by shells and bwrap (we set their locale), and of Node.js.
+_TEXTS = {os.strerror(number): number for number in _TO_DO} | {
+    **{errno.errorcode[number]: number for number in _TO_DO},
+    _NO_THREAD: errno.EAGAIN,
+    "Cannot fork": errno.EAGAIN,
+    "MemoryError": errno.ENOMEM,
+}
+_ANY_TEXT = re.compile("|".join(map(re.escape, _TEXTS)))
+
+_SPARE_BYTES = 64 << 20
+
+
+def machine_failure(error: BaseException) -> str | None:
+    """Which resource the machine is out of and what to do; None for any other error."""
+    if isinstance(error, HostError):
+        return str(error)
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(machine_failure, error.exceptions)), None)
+    if isinstance(error, OSError) and error.errno in HOST_ERRNOS:
+        named = f"{error.filename}: " if error.filename is not None else ""
+        return f"{named}{describe(error.errno)}"
+    if isinstance(error, MemoryError):
+        return describe(errno.ENOMEM)
+    if isinstance(error, RuntimeError) and _NO_THREAD in str(error):
+        return f"{_NO_THREAD}; {_PROCESSES}"
+    return None
+
+
+def machine_failure_in(output: str) -> str | None:
+    """Like `machine_failure`, for the output of a program that failed to start something."""
+    found = _ANY_TEXT.search(output)
+    return None if found is None else f"{output}; {_TO_DO[_TEXTS[found[0]]]}"
+
+
+def describe(number: int) -> str:
+    """One of `HOST_ERRNOS` in words, and what to do about it."""
+    return f"{os.strerror(number)}; {_TO_DO[number]}"
+
+
+def has_memory() -> bool:
+    """Whether memory is left; if so, a `MemoryError` came from one oversized value."""
+    try:
+        mmap.mmap(-1, _SPARE_BYTES).close()
+    except (OSError, MemoryError):
+        return False
+    return True
+
+
+SIGNALLED = 128
+"""The exit code of a run that a signal stopped is this plus the signal's number, as in shells."""
+
+
+class RunError(Exception):
+    """A run cannot start or continue. The command line returns `exit_code`."""
+
+    exit_code = 2
+
+
+class ConfigError(RunError):
+    """An option, a config file or their combination is wrong."""
+
+
+class DatasetError(RunError):
+    """The dataset cannot be read, or has no usable row."""
+
+
+class RunDirError(RunError):
+    """The run directory cannot be used: not writable, or not a run."""
+
+
+class EnvironmentStop(RunError):
+    """The environment stopped the run: rejected credentials, no credit, a full disk."""
+
+    exit_code = 4
+
+
+class DatasetChanged(EnvironmentStop):
+    """The dataset has changed since this start began; the next start uses it as it is."""
+
+
+class RunLocked(RunError):
+    """Another process is working on this run."""
+
+    exit_code = 5
+
+
+class AgentFailed(Exception):
+    """An agent that runs as a command ended without an answer; the message says how."""
+
+    error_class = "agent_failed"
+
+
+class Stopped(Exception):
+    """The run is stopping: the conversation will continue where its journal ends."""
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra.
+
+    It names the directory because the program is in no registry, where its name may be taken.
+    """
+    return f"pip install -e '.[{extra}]' in the directory of this program"
+
+
+def missing(what: str, extra: str) -> ConfigError:
+    """The error for a feature whose packages are not installed."""
+    return ConfigError(f"{what} needs more packages: {install(extra)}")
+
+
+def interrupted(number: int) -> str:
+    """The message after a signal."""
+    name = signal.Signals(number).name
+    return f"interrupted by {name}; finished work is safe: run the same command again to continue"
+
+
+@contextmanager
+def machine_failures_as_stops() -> Iterator[None]:
+    """Raise `EnvironmentStop` for failures of the machine: a full disk, no memory or processes."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        failure = machine_failure(error)
+        if failure is None and not isinstance(error, OSError):
+            raise
+        raise EnvironmentStop(
+            f"{failure or error}. Finished work is safe; fix that and run the same command again"
+        ) from error

@@ -1,0 +1,247 @@
+"""JSON that keeps integers exact, whatever their size; and how deep JSON is nested.
+
+orjson silently reads integers beyond 64 bits as floats and refuses to write them. Only values with
+such integers are read and written by slower code here; orjson does the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import orjson
+
+from batch_trajectories.basics.text import valid_utf8
+
+JSONDecodeError = orjson.JSONDecodeError
+
+MAX_NESTING = 100
+"""Deepest JSON that is accepted from a dataset or an endpoint. orjson does not write more than
+about 250 levels, and widely used readers of training files refuse 128."""
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+"""Possessive: positions to backtrack to would take a hundred times the memory of the text."""
+_BRACES = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+_DIGITS = 19
+_LONG = re.compile(rb"(?<![0-9A-Za-z_.\"])[0-9]{%d}" % _DIGITS)
+"""Digits that can be an integer: not those of a fraction (0.0001239776611328125) or of a name."""
+_RUN = re.compile(rb"[0-9]+")
+_STEP = 6
+_FEW = 16
+"""Up to this many places, checking each is faster than scanning the whole text, however short."""
+_DIGITS_AS_ZERO = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
+
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+_INT64 = range(-(2**63), 2**63)
+_64_BITS = range(-(2**63), 2**64)
+
+
+def loads(text: str | bytes) -> Any:
+    """Read JSON as `orjson.loads` does, but keep integers exact.
+
+    Raises `JSONDecodeError` for what orjson refuses, and for integers of more digits than Python
+    converts (4,300).
+    """
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        if not has_long_digits(text):
+            raise
+        try:
+            value = loads_with_halves(text)
+            dumps(value)  # refuses what JSON cannot hold, such as half an emoji
+        except (ValueError, TypeError, RecursionError):
+            raise error from None  # the length of an integer was not the only reason
+        return value
+    return loads_with_halves(text) if has_long_digits(text) else value
+
+
+def dumps(value: Any, *, option: int | None = None) -> bytes:
+    """Write JSON as `orjson.dumps` does, with integers of any size. Raises `TypeError`, too."""
+    try:
+        return orjson.dumps(value, option=option)
+    except TypeError:
+        try:
+            return orjson.dumps(_with_long_integers(value), option=option)
+        except (ValueError, RecursionError) as error:
+            raise TypeError(str(error)) from error
+
+
+def loads_leniently(body: bytes) -> Any:
+    """Read a paid reply that is not quite JSON, as some servers send it.
+
+    Half an emoji becomes U+FFFD; a number that is out of range (NaN, 1e400) becomes its text.
+    Raises `ValueError` and `RecursionError`.
+    """
+    return _with_valid_text(_lenient_decoder.decode(body.decode()))
+
+
+def loads_part(text: str) -> Any:
+    """Read a part of a stream; half an emoji is kept, since the other half may follow.
+
+    Raises `ValueError` and `RecursionError`.
+    """
+    return _part_decoder.decode(text)
+
+
+def loads_with_halves(text: str | bytes) -> Any:
+    """Read JSON as `loads` does, but accept half an emoji."""
+    try:
+        return _exact_decoder.decode(text if isinstance(text, str) else text.decode())
+    except (ValueError, RecursionError) as error:
+        raise orjson.JSONDecodeError(str(error), "", 0) from None
+
+
+def is_nested_too_deep(json_text: bytes) -> bool:
+    """Whether JSON is nested deeper than `MAX_NESTING`; nearly free if it has few brackets."""
+    if json_text.count(b"[") + json_text.count(b"{") <= MAX_NESTING:
+        return False
+    brackets = _STRING.sub(b"", json_text).translate(_BRACES, _NO_BRACKETS)
+    # Each round removes the innermost level, everywhere at once.
+    for _ in range(MAX_NESTING):
+        if not brackets:
+            return False
+        brackets = brackets.replace(b"[]", b"")
+    return bool(brackets)
+
+
+def repeated_key(content: bytes, read: Mapping[str, Any]) -> str | None:
+    """A key that a JSON object, or an object directly in it, has twice; None if there is none.
+
+    `read` is what reading `content` gave, where one of the two is gone.
+    """
+    inner = (value for value in read.values() if isinstance(value, dict))
+    written = (b'"%b"' % key.encode() for key in chain(read, *inner))
+    # Most keys are written once, and nowhere else: to scan a body takes milliseconds.
+    if b"\\u00" not in content and all(content.count(key) == 1 for key in written):
+        return None
+    return _repeated_key(content.decode(), levels=2)
+
+
+def _repeated_key(text: str, *, levels: int) -> str | None:
+    keys: set[str] = set()
+    at = text.index("{") + 1
+    while (at := _after_space(text, at)) < len(text) and text[at] == '"':
+        key, at = _DECODER.raw_decode(text, at)
+        if key in keys:
+            return str(key)
+        keys.add(key)
+        at = _after_space(text, _after_space(text, at) + 1)
+        value, end = _DECODER.raw_decode(text, at)
+        has_more = levels > 1 and isinstance(value, dict)
+        if has_more and (inner := _repeated_key(text[at:end], levels=levels - 1)) is not None:
+            return inner
+        at = _after_space(text, end) + 1
+    return None
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()
+
+
+def objects_among(value: Any) -> list[dict[str, Any]]:
+    """The objects in a list; none of anything else."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def within_64_bits(value: Any) -> Any:
+    """The value with each integer beyond signed 64 bits as the text of its digits."""
+    if isinstance(value, dict):
+        return {key: within_64_bits(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [within_64_bits(member) for member in value]
+    return str(value) if type(value) is int and value not in _INT64 else value
+
+
+def has_long_digits(text: str | bytes) -> bool:
+    """Whether there may be an integer of 19 digits or more, as every one beyond 64 bits is."""
+    if len(text) < _DIGITS:
+        return False
+    raw = text.encode(errors="replace") if isinstance(text, str) else text
+    # Every sixth byte: a run of 19 digits shows at least three of them, and all 13 bytes from the
+    # first of these to the last are digits, which is rare in floats. Scanning all bytes would cost
+    # several times as much as reading the JSON.
+    sample = raw[::_STEP].translate(_DIGITS_AS_ZERO)
+    at = sample.find(b"000")
+    looks = max(_FEW, len(raw) >> 8)
+    while at >= 0 and looks:
+        first = at * _STEP
+        if raw[first : first + 2 * _STEP + 1].isdigit() and _LONG.search(
+            raw, max(0, first - _STEP), first + 2 * _DIGITS
+        ):
+            return True
+        looks -= 1
+        if not looks:
+            return _holds_long_integer(raw)
+        at = sample.find(b"000", at + 1)
+    return False
+
+
+def _holds_long_integer(raw: bytes) -> bool:
+    """The same for a text that holds many digits: looks at all bytes."""
+    digits = raw.translate(_DIGITS_AS_ZERO)
+    at = digits.find(b"0" * _DIGITS)
+    while at >= 0:
+        if _LONG.match(raw, at):
+            return True
+        at = digits.find(b"0" * _DIGITS, _RUN.match(raw, at).end())  # type: ignore[union-attr]
+    return False
+
+
+def _with_long_integers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_long_integers(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_long_integers(member) for member in value]
+    if type(value) is int and value not in _64_BITS:
+        return orjson.Fragment(str(value))
+    return value
+
+
+def _with_valid_text(value: Any) -> Any:
+    if isinstance(value, str):
+        return valid_utf8(value)
+    if isinstance(value, dict):
+        return {valid_utf8(key): _with_valid_text(member) for key, member in value.items()}
+    if isinstance(value, list):
+        return [_with_valid_text(member) for member in value]
+    return value
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"number out of range: {digits[:40]}")
+    return number
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _float_or_text(digits: str) -> float | str:
+    number = float(digits)
+    return digits if math.isinf(number) else number
+
+
+def _integer_or_text(digits: str) -> int | str:
+    try:
+        return int(digits)
+    except ValueError:  # more digits than Python converts
+        return digits
+
+
+_exact_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
+_lenient_decoder = json.JSONDecoder(
+    parse_float=_float_or_text, parse_int=_integer_or_text, parse_constant=str
+)
+_part_decoder = json.JSONDecoder(parse_constant=str)

@@ -1,0 +1,106 @@
+"""Divides long work among processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NoReturn, TypeVar
+
+from batch_trajectories.basics.errors import EnvironmentStop
+from batch_trajectories.basics.long_work import LongWork
+
+_MOST = 8
+_REPORT_EVERY = 256
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+Advance = Callable[[], object]
+"""Says that one more item is done."""
+
+
+def in_parts(
+    items: Sequence[T], do: Callable[[Sequence[T], Advance], R], *, doing: str, enough: int
+) -> list[R]:
+    """What `do` gives for each part of `items`, in order; shows progress as `doing`.
+
+    There are as many parts as processors, each in a forked process and with at least `enough`
+    items; a single part, in this process, where that is too few or a fork would be unsafe because
+    other threads run. Results are pickled. Raises what `do` raises, and `EnvironmentStop` if a
+    process dies.
+    """
+    parts = min(len(os.sched_getaffinity(0)), _MOST, len(items) // enough)
+    with LongWork(doing, total=len(items)) as work:
+        if parts < 2 or threading.active_count() > 1 or not hasattr(os, "fork"):
+            return [do(items, work.advance)]
+        size = -(-len(items) // parts)
+        children = [_Child(do, items[first : first + size]) for first in range(0, len(items), size)]
+        try:
+            return _results_of(children, work)
+        finally:
+            for child in children:
+                child.end()
+
+
+class _Child:
+    """A forked process that does one part."""
+
+    def __init__(self, do: Callable[[Sequence[T], Advance], R], items: Sequence[T]) -> None:
+        self.pipe, theirs = Pipe(duplex=False)
+        self.result: list[Any] = []
+        self._pid = os.fork()
+        if not self._pid:
+            self.pipe.close()
+            _do(do, items, theirs)
+        theirs.close()
+
+    def end(self) -> None:
+        """Wait for the process; one whose pipe is closed ends at its next report."""
+        self.pipe.close()
+        os.waitpid(self._pid, 0)
+
+
+def _do(do: Callable[[Sequence[T], Advance], R], items: Sequence[T], pipe: Connection) -> NoReturn:
+    """The child: do a part, send the result or the error, and end without clean-up."""
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if done % _REPORT_EVERY == 0:
+            pipe.send_bytes(b"")
+
+    try:
+        try:
+            answer = pickle.dumps((True, do(items, advance)))
+        except Exception as error:
+            answer = pickle.dumps((False, error))
+        pipe.send_bytes(answer)
+        os._exit(0)
+    finally:  # also where the answer cannot be sent or pickled: no code of the parent may run here
+        os._exit(1)
+
+
+def _results_of(children: list[_Child], work: LongWork) -> list[Any]:
+    open_pipes = {child.pipe: child for child in children}
+    while open_pipes:
+        for pipe in wait(list(open_pipes)):
+            assert isinstance(pipe, Connection)
+            try:
+                answer = pipe.recv_bytes()
+            except EOFError:
+                raise EnvironmentStop(
+                    "a process that did a part of the work has ended, perhaps for lack of memory; "
+                    "free some, or limit the processors (`taskset -c 0`), and try again"
+                ) from None
+            if not answer:
+                work.advance(_REPORT_EVERY)
+                continue
+            has_worked, result = pickle.loads(answer)  # of our own child
+            if not has_worked:
+                raise result
+            open_pipes.pop(pipe).result.append(result)
+    return [child.result[0] for child in children]

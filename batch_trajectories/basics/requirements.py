@@ -1,0 +1,70 @@
+"""Check Python and dependencies first, for a clear message instead of a traceback.
+
+Interpreters that are too old for the rest of the program must be able to read this file.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+OLDEST = (3, 11)
+"""The oldest Python that runs the program; as in pyproject.toml."""
+
+PACKAGES = (
+    "aiohttp",
+    "anthropic",
+    "click",
+    "datasets",
+    "genai_prices",
+    "httpx2",
+    "huggingface_hub",
+    "msgspec",
+    "openai",
+    "orjson",
+    "pydantic",
+    "pyarrow",
+    "yaml",
+    "regex",
+    "tenacity",
+    "tqdm",
+    "truststore",
+    "yarl",
+)
+"""The import names of the dependencies, in the order of pyproject.toml."""
+
+
+def check_requirements(program: str) -> None:
+    """If the interpreter cannot run `program`, say what to do and exit with 2."""
+    problem = requirements_problem(program, sys.version_info[:2])
+    if problem is not None:
+        sys.stderr.write("error: " + problem + "\n")
+        sys.exit(2)
+
+
+def requirements_problem(program: str, version: "tuple[int, int]") -> "str | None":
+    """Why Python `version` as it is installed here cannot run `program`, and what to do."""
+    oldest = ".".join(map(str, OLDEST))
+    if version < OLDEST:
+        found = ".".join(map(str, version))
+        what = f"{program} needs Python {oldest} or newer; {sys.executable} is {found}"
+        return f"{what}. {_what_to_do(program, 'python' + oldest)}"
+    if sys.flags.optimize > 1:
+        return (
+            f"{program} cannot run without docstrings, which describe its tools to the model: "
+            "unset PYTHONOPTIMIZE and leave out python -OO"
+        )
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        what = f"{sys.executable} does not have what the program needs ({', '.join(missing)})"
+        return f"{what}. {_what_to_do(program, 'python3')}"
+    return None
+
+
+def _what_to_do(program: str, python: str) -> str:
+    home = Path(__file__).resolve().parents[2]
+    environment = home / ".venv"
+    there = environment / "bin" / "python"
+    if there.exists() and Path(sys.prefix).resolve() != environment:
+        return f"There is an environment with it: start as {there} {home / program} ..."
+    make = f"{python} -m venv .venv && .venv/bin/pip install -e ."
+    return f"In {home}: {make}; then start as .venv/bin/python {program} ..."

@@ -1,0 +1,171 @@
+"""Reads YAML files that people write: one error for each mistake, with its line and column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from batch_trajectories.basics.text import valid_utf8
+
+_MAX_BYTES = 16 << 20
+"""Files that people write are smaller; a dataset or a device given by mistake is not read whole."""
+
+_MAX_ALIASED = 100_000
+"""Values that aliases may stand for. A few lines of aliases to aliases stand for billions, which
+everything that walks the content would visit."""
+
+
+class YamlFileError(ValueError):
+    """A file cannot be read, or is not YAML; the message begins with the file, line and column."""
+
+
+class _Composer(yaml.SafeLoader):
+    """Refuses what YAML would change silently, and text that is not Unicode."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._around: list[Any] = []
+        """The anchors of the nodes that are being composed."""
+        self._values = self._aliased = 0
+        """Values so far, with those that aliases stand for, and only the latter."""
+        self._sizes: dict[str, int] = {}
+        """How many values each anchor names."""
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        parser: Any = self  # whose methods have no types
+        event = parser.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            self._count_alias(event)
+            return super().compose_node(parent, index)
+        before = self._values
+        self._values += 1
+        node = super().compose_node(parent, index)
+        if event.anchor is not None:
+            self._sizes[event.anchor] = self._values - before
+        return node
+
+    def _count_alias(self, event: Any) -> None:
+        problem = ""
+        if event.anchor in self._around:
+            problem = "an alias inside of its anchor"
+        size = self._sizes.get(event.anchor, 0)
+        self._values += size
+        self._aliased += size
+        if self._aliased > _MAX_ALIASED:
+            problem = f"the aliases up to here stand for more than {_MAX_ALIASED:,} values"
+        if problem:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+
+    def compose_sequence_node(self, anchor: Any) -> yaml.SequenceNode:
+        self._around.append(anchor)
+        node = super().compose_sequence_node(anchor)
+        self._around.pop()
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Later, keys of merged mappings (`<<`) are among those of the file.
+        self._around.append(anchor)
+        node = super().compose_mapping_node(anchor)
+        self._around.pop()
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise _error(f"duplicate key {key.value!r}", key)
+            seen.add(key.value)
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if valid_utf8(node.value) != node.value:
+            raise _error("half of a surrogate pair (\\ud800 to \\udfff) is not text", node)
+        return node
+
+
+class _Constructor(yaml.constructor.SafeConstructor):
+    """Reports scalars that look like a date or a number and are none."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except ValueError as error:  # such as the date 2026-02-30, or an integer of 5,000 digits
+            raise _error(f"not a value: {error}", node) from error
+
+
+def _error(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def read_yaml(path: Path, kind: str) -> Any:
+    """The content of a YAML file, which errors call a `kind`. Raises `YamlFileError`."""
+    with _errors_of(str(path), kind):
+        return construct(_compose(_read(path)))
+
+
+def read_yaml_nodes(path: Path, kind: str, *, shown: str) -> tuple[bytes, yaml.Node | None]:
+    """The bytes of a YAML file, and its nodes, which know their lines; errors call it `shown`."""
+    with _errors_of(shown, kind):
+        content = _read(path)
+        node = _compose(content)
+        construct(node)
+        return content, node
+
+
+def construct(node: yaml.Node | None) -> Any:
+    """The value of a node."""
+    return None if node is None else _Constructor().construct_document(node)
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise yaml.YAMLError(f"over {_MAX_BYTES >> 20} MiB; is it a dataset?")
+    return content
+
+
+def _compose(content: bytes) -> yaml.Node | None:
+    text = content.decode()
+    try:
+        loader = _Composer(text)
+    except yaml.reader.ReaderError as error:
+        raise _at(
+            f"the character U+{ord(text[error.position]):04X} is not allowed",
+            text[: error.position],
+        ) from error
+    try:
+        return loader.get_single_node()
+    finally:
+        loader.dispose()
+
+
+def _at(problem: str, before: str) -> yaml.MarkedYAMLError:
+    """An error after the text `before`."""
+    line = before.count("\n")
+    column = len(before) - before.rfind("\n") - 1
+    mark = yaml.Mark("", len(before), line, column, None, 0)
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+@contextmanager
+def _errors_of(shown: str, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise YamlFileError(f"{shown}: cannot read this {kind}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise YamlFileError(f"{shown}:{line}: cannot read this {kind}: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+        raise YamlFileError(f"{shown}{place}: not YAML: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise YamlFileError(f"{shown}: not YAML: {error}") from error
+    except RecursionError as error:
+        raise YamlFileError(f"{shown}: cannot read this {kind}: nested too deeply") from error

@@ -1,0 +1,11 @@
+"""The directory of a run: its lock, its config, and the totals of what is in it.
+
+run_lock    the lock of a run: one process at a time
+run_dir     the run directory and run.json
+narrowing   changes that would shorten a training file
+run_totals  tasks done, failed, discarded and pending; tokens, cost
+spending    all that the run has spent
+forecast    time and cost of the whole run, from a sample
+
+Other rooms import all modules.
+"""

@@ -1,0 +1,224 @@
+"""Forecast the cost and time of a whole run from a random sample of its tasks."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+import random
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import NormalDist, fmean
+from typing import Any, NamedTuple
+
+from batch_trajectories.basics.text import plural
+from batch_trajectories.runs.config.amounts import EndpointLimits
+from batch_trajectories.runs.dataset.scan import Scan
+from batch_trajectories.runs.directory.run_totals import RunTotals
+from batch_trajectories.runs.store.failures import load_failed_attempts
+from batch_trajectories.runs.store.index import IndexEntry
+from batch_trajectories.runs.store.reader import open_records, read_record
+from batch_trajectories.runs.store.records import load_index
+
+_CONFIDENCE = 0.95
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure with its 95 % interval."""
+
+    expected: float
+    low: float
+    high: float
+
+    def at_least(self, least: float) -> Estimate:
+        """The estimate with `least` as lower limit of each figure."""
+        return Estimate(max(self.expected, least), max(self.low, least), max(self.high, least))
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A forecast for all tasks of a run, including those that have ended."""
+
+    tasks: int
+    pilot: int
+    """Tasks of the sample that have ended."""
+    pilot_failed: int
+    conversations: int
+    """Assumed number of conversations in flight."""
+    dollars: Estimate | None
+    """None if the cost of some conversation of the sample is unknown."""
+    input_tokens: Estimate | None
+    output_tokens: Estimate | None
+    hours: Estimate
+    """Of the remaining work."""
+    failure_percent: Estimate
+
+    def to_json(self) -> dict[str, Any]:
+        """For estimate.json."""
+        return asdict(self)
+
+
+def sample_tasks(scan: Scan, *, count: int, seed: int) -> frozenset[bytes]:
+    """The keys of `count` random tasks: the same for the same file and seed."""
+
+    def draw(key: bytes) -> bytes:
+        return hashlib.blake2b(f"{seed}/pilot/".encode() + key, digest_size=8).digest()
+
+    keys = map(scan.key, range(scan.tasks))
+    return frozenset(heapq.nsmallest(count, keys, key=draw))
+
+
+def forecast(
+    run_dir: Path,
+    totals: RunTotals,
+    sample: Collection[bytes],
+    *,
+    conversations: int,
+    limits: Mapping[str, EndpointLimits],
+    seed: int,
+) -> Forecast | None:
+    """Forecast the whole run from the tasks of `sample` that have ended; None if none has.
+
+    Hours assume that the endpoints answer `conversations` at a time as fast as they answered the
+    sample.
+    """
+    entries = load_index(run_dir)
+    found = {key: entry for key in sorted(sample) if (entry := entries.get(key)) is not None}
+    ended = list(found.values())
+    failed_before = load_failed_attempts(run_dir).keys()
+    unfinished = sum(key in failed_before and key not in entries for key in sample)
+    failed = unfinished + sum(entry.status == "failed" for entry in ended)
+    if not ended:
+        return None
+    left = totals.pending + totals.to_retry
+    durations = _durations(run_dir, found)
+    draw = random.Random(seed)
+
+    def of_all(numbers: Sequence[float | None], spent: float) -> Estimate | None:
+        known = [number for number in numbers if number is not None]
+        if len(known) < len(numbers):
+            return None
+        return _total(known, left, draw, so_far=spent)
+
+    in_flight = min(conversations, max(left, 1))
+    if limits:
+        in_flight = min(in_flight, sum(limit.ceiling for limit in limits.values()))
+    # Seconds per conversation by each possible bottleneck: its duration, requests, tokens.
+    by_bottleneck = [[duration.seconds / in_flight for duration in durations]]
+    if rpm := _rate(limit.rpm for limit in limits.values()):
+        by_bottleneck.append([60 * duration.calls / rpm for duration in durations])
+    if tpm := _rate(limit.tpm for limit in limits.values()):
+        tokens = ((entry.input_tokens or 0) + (entry.output_tokens or 0) for entry in ended)
+        by_bottleneck.append([60 * count / tpm for count in tokens])
+    slowest = max(by_bottleneck, key=fmean)
+    hours = _total([seconds / 3600 for seconds in slowest], left, draw, so_far=0.0)
+    if left:
+        hours = hours.at_least(fmean(duration.seconds for duration in durations) / 3600)
+    ended_count = len(ended) + unfinished
+    return Forecast(
+        tasks=totals.total - totals.discarded,
+        pilot=ended_count,
+        pilot_failed=failed,
+        conversations=in_flight,
+        dollars=of_all([_known(e, e.cost_usd) for e in ended], totals.cost_usd),
+        input_tokens=of_all([_known(e, e.input_tokens) for e in ended], totals.input_tokens),
+        output_tokens=of_all([_known(e, e.output_tokens) for e in ended], totals.output_tokens),
+        hours=hours,
+        failure_percent=_share(failed, ended_count),
+    )
+
+
+def as_table(found: Forecast) -> str:
+    """The forecast for a person."""
+    rows = [
+        ("dollars", found.dollars, _form_of_dollars(found.dollars)),
+        ("tokens in", found.input_tokens, "{:,.0f}"),
+        ("tokens out", found.output_tokens, "{:,.0f}"),
+        ("time left", *_time_left(found.hours)),
+        ("failures %", found.failure_percent, "{:.1f}"),
+    ]
+    lines = [
+        f"forecast for {plural(found.tasks, 'task')} from a random sample of {found.pilot:,} "
+        f"({found.pilot_failed:,} failed), with 95 % intervals"
+    ]
+    for name, figure, form in rows:
+        if figure is None:
+            lines.append(f"  {name:<11} unknown: some tasks have no price or no token counts")
+            continue
+        interval = f"({form.format(figure.low)} to {form.format(figure.high)})"
+        lines.append(f"  {name:<11}{form.format(figure.expected):>16}   {interval}")
+    lines.append(
+        "the time assumes that the endpoint answers "
+        f"{plural(found.conversations, 'conversation')} at a time as fast as the sample, "
+        "without retries"
+    )
+    return "\n".join(lines)
+
+
+def _form_of_dollars(dollars: Estimate | None) -> str:
+    """Cents, or four digits below a dollar."""
+    return "{:,.2f}" if dollars is None or dollars.expected >= 1 else "{:,.4f}"
+
+
+def _time_left(hours: Estimate) -> tuple[Estimate, str]:
+    """The remaining time in the largest unit that it fills, and its form."""
+    per_hour, unit = next(
+        (item for item in ((1, "h"), (60, "min")) if hours.expected * item[0] >= 1), (3600, "s")
+    )
+    figures = (per_hour * hour for hour in (hours.expected, hours.low, hours.high))
+    return Estimate(*figures), f"{{:,.1f}} {unit}"
+
+
+class _Duration(NamedTuple):
+    seconds: float
+    """In model and tool calls, without time between starts."""
+    calls: int
+
+
+def _durations(run_dir: Path, entries: Mapping[bytes, IndexEntry]) -> list[_Duration]:
+    durations = []
+    with open_records(run_dir) as records:
+        for key, entry in entries.items():
+            record = read_record(records, entry.offset, entry.length, key)
+            slowest: dict[int, float] = {}
+            for call in record.own_tool_calls:
+                slowest[call.turn] = max(slowest.get(call.turn, 0.0), call.duration_s or 0.0)
+            in_replies = sum(turn.duration_s for turn in record.own_turns)
+            durations.append(_Duration(in_replies + sum(slowest.values()), record.api_calls))
+    return durations
+
+
+def _rate(rates: Iterable[float | None]) -> float | None:
+    """The rate of all endpoints together; None if one has no limit."""
+    every = list(rates)
+    known = [rate for rate in every if rate is not None]
+    return sum(known) if known and len(known) == len(every) else None
+
+
+def _known(entry: IndexEntry, number: float | None) -> float | None:
+    """The figure of a conversation; 0 if it had no reply."""
+    return number if entry.turns else 0.0
+
+
+def _total(known: Sequence[float], left: int, draw: random.Random, *, so_far: float) -> Estimate:
+    """The sum over all tasks: `so_far`, and the sample's mean for each remaining task.
+
+    The interval is a bootstrap over the sample, which assumes no distribution: costs have long
+    tails.
+    """
+    means = sorted(fmean(draw.choices(known, k=len(known))) for _ in range(_RESAMPLES))
+    tail = math.floor((1 - _CONFIDENCE) / 2 * _RESAMPLES)
+    figures = (fmean(known), means[tail], means[-1 - tail])
+    return Estimate(*(so_far + left * mean for mean in figures))
+
+
+def _share(count: int, of: int) -> Estimate:
+    """A share in percent with Wilson's interval, which is valid for small counts and 0, too."""
+    z = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)
+    share = count / of
+    middle = (share + z * z / (2 * of)) / (1 + z * z / of)
+    spread = z / (1 + z * z / of) * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
+    return Estimate(100 * share, 100 * max(0.0, middle - spread), 100 * min(1.0, middle + spread))

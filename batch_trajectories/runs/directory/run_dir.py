@@ -1,0 +1,441 @@
+"""The run directory, its lock, and run.json.
+
+    run.json         config, its digest, dataset, versions; no secrets
+    records.jsonl    one finished trajectory per line: the checkpoint
+    records.idx      derived from records.jsonl
+    dataset-KEY.*    the dataset as JSONL, if it is not a JSONL file of the user's
+    dataset.idx      derived from the dataset
+    failures.jsonl   one line per failed attempt and per bad row
+    inflight/        turn journals of unfinished conversations
+    workspaces/      files of unfinished conversations
+    quarantine/      unreadable data that was set aside
+    summary.json     the totals, computed at the end of each start
+    run.log, lock
+
+One process at a time: it holds the lock from `open_run_dir` to `RunDir.close` or its own end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import orjson
+
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, RunDirError
+from batch_trajectories.basics.text import clip
+from batch_trajectories.runs.config.fingerprint import (
+    digest_of,
+    meaning_of,
+    stored_meaning,
+    with_defaults,
+    with_provider,
+)
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.config.sandboxes import replaced_images
+from batch_trajectories.runs.dataset.scan import Scan
+from batch_trajectories.runs.dataset.scan_cache import NAME, save_scan
+from batch_trajectories.runs.directory.narrowing import NARROWING, refuse_narrowing
+from batch_trajectories.runs.directory.run_lock import is_same_file, lock
+from batch_trajectories.runs.sources.kept_dataset import (
+    remove_other_kept,
+    source_of_kept,
+    take_kept,
+)
+from batch_trajectories.runs.store.files import (
+    listed,
+    make_directory,
+    refuse_links,
+    refuse_strange_files,
+    replace_file,
+    storage_error,
+    training_file_of,
+)
+from batch_trajectories.runs.store.records import refuse_lost_records
+from batch_trajectories.runs.store.tasks import SCHEMA_VERSION
+
+_RUN_KEYS = {
+    "api": str,
+    "created": float,
+    "meaning": dict,
+    "config": dict,
+    "dataset": dict,
+    "history": list,
+}
+
+_CHECKSUM = "crc32"
+
+IMAGES = "images"
+"""The key of run.json with digests of images, and of --accept_config_change."""
+
+_ENDPOINT_KEYS = ("model", "models", "base_url", "endpoints")
+"""Keys of a config that determine its endpoints."""
+
+_SHOWN = 1000
+"""Maximum characters of a changed value in a message."""
+
+_DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+_VERSIONS_OF = ("batch-trajectories", "aiohttp", "orjson", "pydantic")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """An opened, locked run directory."""
+
+    path: Path
+    digest: str
+    """The digest of this start's config; see `digest_of`."""
+    versions: dict[str, str]
+    same_endpoints: bool
+    """The last start of this run used the same endpoints."""
+    lock_fd: int
+    directory_fds: Mapping[Path, int]
+    """Open descriptors of the directories `inflight` and `workspaces`."""
+    images: dict[str, str]
+    """The digests of images that finished conversations worked in, by reference."""
+
+    @property
+    def inflight(self) -> Path:
+        """Turn journals."""
+        return self.path / "inflight"
+
+    @property
+    def workspaces(self) -> Path:
+        """One directory per unfinished conversation that has touched files."""
+        return self.path / "workspaces"
+
+    @property
+    def quarantine(self) -> Path:
+        """Unreadable data that was set aside."""
+        return self.path / "quarantine"
+
+    def check_is_there(self) -> None:
+        """Raise `EnvironmentStop` if the directory was moved or removed since it was locked.
+
+        Writes to open files would succeed, but the data would be lost.
+        """
+        if not is_same_file(self.lock_fd, self.path / "lock"):
+            raise EnvironmentStop(
+                f"{self.path}: the run directory has vanished: it was moved or removed during the "
+                "run. Finished work is in it. If it was moved, put it back (remove any new one in "
+                "its place) and run the same command again to continue; if it was removed, the "
+                "same command starts over."
+            )
+
+    def what_vanished(self) -> str | None:
+        """A message if the journals or workspaces were moved or removed, else None."""
+        for path, fd in self.directory_fds.items():
+            if is_same_file(fd, path):
+                continue
+            if os.fstat(fd).st_nlink:
+                how, advice = "moved", "Put it back (remove any new one in its place)"
+            elif path == self.inflight:
+                how, advice = "removed", "Workers restore the journals that they have open"
+            else:
+                how, advice = "removed", "Unfinished conversations lose their files"
+            return (
+                f"{path}: it was {how} during the run. {advice}; run the same command again to "
+                "continue."
+            )
+        return None
+
+    def keep_image(self, reference: str, digest: str) -> None:
+        """Keep in run.json which image a conversation worked in: later ones need the same.
+
+        To be called before its record is written.
+        """
+        if reference not in self.images:
+            self.images[reference] = digest
+            write_run_json(self.path, read_run_json(self.path) | {IMAGES: self.images})
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self.lock_fd)
+        for fd in self.directory_fds.values():
+            os.close(fd)
+
+
+def open_run_dir(
+    config: RunConfig,
+    scan: Scan,
+    *,
+    api: str,
+    fresh: bool = False,
+    accept_changes: Sequence[str] = (),
+) -> RunDir:
+    """Create or reopen the directory of a run, and lock it.
+
+    `api` is the dialect of the config's model. `fresh` first moves an existing directory and its
+    training file aside. `accept_changes` names config keys that may have changed although they
+    affect the data.
+
+    Raises `RunLocked`, `RunDirError`, and `ConfigError` if other keys that affect the data have
+    changed since the run's first start.
+    """
+    path = config.run_dir
+    lock_fd = None
+    try:
+        make_directory(path, is_inside=False, parents=True)
+        if not fresh:
+            refuse_strange_files(path)
+            refuse_links(path)
+            refuse_lost_records(path)
+        lock_fd = lock(path)
+        # What this start has written itself is no earlier run.
+        own = {"lock", scan.path.name, scan.path.with_suffix(".json").name}
+        if fresh and any(entry.name not in own for entry in path.iterdir()):
+            # Locked while it moves, so no other process can start working in it.
+            aside = _move_aside(path)
+            path.mkdir(mode=0o700)
+            moved_fd, lock_fd = lock_fd, lock(path)
+            os.close(moved_fd)
+            if scan.path.parent == path:
+                take_kept(aside / scan.path.name, path)
+        for name in ("inflight", "workspaces", "exports"):
+            make_directory(path / name)
+        for file in stale_files_of(path):
+            file.unlink()
+        before, run = _identity(config, scan, accept_changes)
+        run["api"] = api
+        write_run_json(path, run)
+        save_scan(path / NAME, scan)
+        remove_other_kept(path, scan.path)
+    except BaseException as error:
+        if lock_fd is not None:
+            os.close(lock_fd)
+        if isinstance(error, OSError):
+            if error.errno in _DISK_FAILURES:
+                raise storage_error(path, error) from error
+            raise RunDirError(
+                f"{path}: cannot use this run directory: {error.strerror or error}; choose another "
+                "place by --output_dir"
+            ) from error
+        raise
+    same_endpoints = before is not None and all(
+        before["config"].get(key) == run["config"][key] for key in _ENDPOINT_KEYS
+    )
+    fds = {
+        path / name: os.open(path / name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for name in ("inflight", "workspaces")
+    }
+    return RunDir(path, run["digest"], run["versions"], same_endpoints, lock_fd, fds, run[IMAGES])
+
+
+def check_reopening(config: RunConfig, scan: Scan, accept_changes: Sequence[str] = ()) -> bool:
+    """Raise what `open_run_dir` would raise for an existing run; return whether there is one."""
+    if not (config.run_dir / "run.json").exists():
+        return False
+    refuse_strange_files(config.run_dir)
+    refuse_lost_records(config.run_dir)
+    _identity(config, scan, accept_changes)
+    return True
+
+
+def _identity(
+    config: RunConfig, scan: Scan, accept_changes: Sequence[str]
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The existing run.json, if any, and the new one of this start.
+
+    Raises `ConfigError` if this start may not continue the run.
+    """
+    path = config.run_dir
+    before = read_run_json(path) if (path / "run.json").exists() else None
+    run = _run_json(path, config, scan, before, accept_changes)
+    if before is not None:
+        refuse_narrowing(path, scan, config, before, accept_changes)
+    return before, run
+
+
+def stale_files_of(path: Path) -> list[Path]:
+    """Temporary files that a crash has left in a run directory or beside it."""
+    inside = (path, path / "exports", path / "inflight", path / "quarantine")
+    found = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
+    stale = [file for file in found if not file.is_dir()]
+    beside = re.compile(rf"\.{re.escape(path.name)}(\.fork(\.\d+)?)?\.jsonl\.\d+\.tmp")
+    return stale + [file for file in path.parent.glob(".*.tmp") if beside.fullmatch(file.name)]
+
+
+def write_run_json(path: Path, run: dict[str, Any]) -> None:
+    """Write run.json with a checksum of its content. Raises `StorageError`."""
+    content = {**run, _CHECKSUM: _checksum_of(run)}
+    replace_file(path / "run.json", exact_json.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def _checksum_of(run: dict[str, Any]) -> str:
+    """Independent of the layout of the file."""
+    return f"{crc32(exact_json.dumps(run)):08x}"
+
+
+def read_run_json(path: Path) -> dict[str, Any]:
+    """Read run.json. Raises `RunDirError` if `path` is not a run directory."""
+    try:
+        run = exact_json.loads((path / "run.json").read_bytes())
+    except FileNotFoundError:
+        raise RunDirError(f"{path}: no run here (it has no run.json)") from None
+    except NotADirectoryError:
+        raise RunDirError(f"{path}: not a run directory") from None
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise RunDirError(f"{path}/run.json: cannot read it: {error}") from error
+    if isinstance(run, dict) and run.get("schema_version") == SCHEMA_VERSION:
+        if _CHECKSUM in run and run.pop(_CHECKSUM) != _checksum_of(run):
+            raise RunDirError(
+                f"{path}/run.json: changed since it was written: its checksum does not match. "
+                "Restore it from a copy. If it was edited on purpose, or there is no copy, check "
+                f'it, remove "{_CHECKSUM}" from it, and run the same command again, which compares '
+                "it with the config"
+            )
+        if missing := [key for key in _RUN_KEYS if not isinstance(run.get(key), _RUN_KEYS[key])]:
+            raise RunDirError(
+                f"{path}/run.json: damaged ({', '.join(missing)}); start over with --fresh"
+            )
+        run["config"] = with_provider(run["config"], run["config"].get("base_url"))
+        return run
+    raise RunDirError(
+        f"{path}/run.json: written by another version of this program (schema "
+        f"{run.get('schema_version') if isinstance(run, dict) else None}, this one has "
+        f"{SCHEMA_VERSION}); use that version, or start over with --fresh"
+    )
+
+
+def runs_in(output_dir: Path) -> list[str]:
+    """The names of the runs in a directory."""
+    return sorted(path.parent.name for path in output_dir.glob("*/run.json"))
+
+
+def _move_aside(path: Path) -> Path:
+    """Rename the directory of a run, and move its training file into it; return the new path."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    aside = path.with_name(f"{path.name}.{stamp}")
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.{stamp}.{number}")
+    path.rename(aside)
+    with suppress(FileNotFoundError):
+        training = training_file_of(path)
+        training.rename(aside / training.name)
+    return aside
+
+
+def _run_json(
+    path: Path,
+    config: RunConfig,
+    scan: Scan,
+    before: dict[str, Any] | None,
+    accept_changes: Sequence[str],
+) -> dict[str, Any]:
+    meaning = meaning_of(config)
+    known = (*meaning, *NARROWING, IMAGES)
+    if unknown := [key for key in accept_changes if key not in known]:
+        raise ConfigError(
+            f"--accept_config_change: {', '.join(unknown)}: unknown key; the possible keys are "
+            f"{', '.join(known)}"
+        )
+    history: list[dict[str, Any]] = []
+    images: dict[str, str] = {}
+    created = time.time()
+    if before is None:
+        if _holds_work(path):
+            raise RunDirError(
+                f"{path}: it has records but no run.json, so their config is unknown; put run.json "
+                "back, or start over with --fresh"
+            )
+    else:
+        created, history = before["created"], before["history"]
+        if (shard := before["config"].get("shard")) != config.shard and _holds_work(path):
+            raise ConfigError(
+                f"{path}: this run is for {f'shard {shard}' if shard else 'the whole dataset'}, "
+                f"now {f'shard {config.shard}' if config.shard else 'the whole dataset'} is "
+                "requested; each shard needs its own --run_name (`merge` joins all shards)"
+            )
+        then, now = stored_meaning(before), with_defaults(meaning)
+        changes = {
+            key: {"from": then.get(key), "to": now[key]}
+            for key in meaning
+            if then.get(key) != now[key]
+        }
+        images = before.get(IMAGES, {})
+        if config.is_inside and (replaced := replaced_images(config, images)):
+            changes[IMAGES] = {
+                "from": {name: images[name] for name in replaced},
+                "to": replaced,
+            }
+            images = images | replaced
+        refused = {key: change for key, change in changes.items() if key not in accept_changes}
+        if refused and _holds_work(path):
+            raise ConfigError(_explain_changes(path, refused))
+        if changes:
+            history = [*history, {"at": time.time(), "changes": changes}]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_name": config.run_name,
+        "created": created,
+        "digest": digest_of(meaning),
+        "meaning": meaning,
+        "config": config.to_json(),
+        "dataset": dataset_of(scan),
+        "versions": {"python": platform.python_version(), **versions_of(_VERSIONS_OF)},
+        "history": history,
+        IMAGES: images,
+    }
+
+
+def dataset_of(scan: Scan) -> dict[str, Any]:
+    """The value of `dataset` in run.json."""
+    return {
+        "path": str(scan.path.resolve()),
+        "source": source_of_kept(scan.path),
+        "rows": scan.rows,
+        "bad_rows": len(scan.bad_rows),
+        "sha256": scan.sha256,
+        "is_priced": scan.rules.is_priced,
+        "toolsets": None if scan.rules.toolsets is None else sorted(scan.rules.toolsets),
+    }
+
+
+def _holds_work(path: Path) -> bool:
+    """Whether the run has records or journals, which must not be mixed with another config's."""
+    records = path / "records.jsonl"
+    if records.exists() and records.stat().st_size:
+        return True
+    return any(segment.stat().st_size for segment in listed(path / "inflight"))
+
+
+def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:
+    lines = [f"{path}: this run has another config; mixing the two would spoil the data:"]
+    lines += [
+        f"  {key}: the run has {_shown(change['from'])}, now {_shown(change['to'])}"
+        for key, change in changes.items()
+    ]
+    lines.append(
+        "Use another --run_name; or --fresh to start over (the old directory is kept); or "
+        f"--accept_config_change={','.join(changes)} to continue with the new values."
+    )
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    return clip(repr(value), max_chars=_SHOWN)
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of packages by name, or "not installed"."""
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions

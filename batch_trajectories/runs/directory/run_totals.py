@@ -1,0 +1,272 @@
+"""The totals of a run: each row x sample is exactly one of done, failed, discarded, pending.
+
+Computed from the dataset and the run directory, never accumulated. So they are right after any
+crash, and another process can compute them during the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batch_trajectories.basics.text import plural
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import Scan
+from batch_trajectories.runs.directory.spending import spent_by_judges, sum_up_spending
+from batch_trajectories.runs.store.checks import Checks, CheckSums, describe
+from batch_trajectories.runs.store.failures import load_failed_attempts, why_tasks_failed
+from batch_trajectories.runs.store.index import Index, IndexEntry
+from batch_trajectories.runs.store.journal import JournaledReplies, read_journaled_replies
+from batch_trajectories.runs.store.records import load_index
+from batch_trajectories.runs.store.settled import WORKER_DIED, Settled, is_settled
+
+_REASONS_SHOWN = 5
+
+
+@dataclass(slots=True, kw_only=True)
+class RunTotals:
+    """The totals of a run."""
+
+    prompts: int
+    """Rows of the dataset, including bad ones, after `--max_samples`."""
+    samples: int
+    done: int = 0
+    """Tasks whose conversation has ended, by an answer or at a limit."""
+    failed: int = 0
+    """Tasks whose last attempt failed."""
+    to_retry: int = 0
+    """Failed tasks that the next start tries again."""
+    discarded: int
+    """Bad rows x samples."""
+    pending: int = 0
+    """Tasks that are not finished."""
+    under_way: int = 0
+    """Pending tasks with turns in the journal; the next start continues them."""
+    turns_under_way: int = 0
+    """Model replies in the journal of these."""
+    statuses: Mapping[str, int] = field(default_factory=dict)
+    """Records by status."""
+    completed_passed: int = 0
+    """Completed conversations that passed; see `runs.store.checks.has_passed`."""
+    completed_not_passed: int = 0
+    """Completed conversations that did not; the others were neither checked nor scored."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Failed tasks by class."""
+    reasons: Sequence[Mapping[str, Any]] = ()
+    """Why they failed, the most frequent first: `class`, `message`, `count`."""
+    turns: int = 0
+    tool_calls: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    tokens_unknown: int = 0
+    """Records without token counts from the endpoint; the sums of tokens leave them out."""
+    token_ids: Mapping[str, int] | None = None
+    """Turns with and without token ids, if the run asked for them: from `statistics.json`, so
+    None before the run's end."""
+    cost_usd: float = 0.0
+    """Cost of the records that count."""
+    cost_unknown: int = 0
+    """Records of unknown cost; the sum leaves them out."""
+    spent_usd: float
+    """All that the run has spent; see `spending`."""
+    spent_unknown: int
+    """Records and replies of unknown cost; `spent_usd` leaves them out."""
+    judges_usd: float
+    """What judges were paid for after the run; `spent_usd` leaves it out."""
+    judges_unknown: int
+    """Replies of judges of unknown cost; `judges_usd` leaves them out."""
+    checks: Checks
+    """Results of checks over the records that count; see `runs.store.checks`."""
+    prompts_checked: int = 0
+    """Prompts with a sample that was checked or scored."""
+    prompts_passed: int = 0
+    """Prompts with a sample that passed: pass@k, where k is the number of samples."""
+    gone: int
+    """Records of tasks that the dataset no longer holds; no total includes them."""
+    shard: str | None
+    """The part of the dataset that the run works on, as i/n; None for all of it."""
+
+    @property
+    def total(self) -> int:
+        """All tasks: prompts x samples."""
+        return self.prompts * self.samples
+
+    def to_json(self) -> dict[str, Any]:
+        """For summary.json: without what judges are paid, which changes after the run."""
+        found = {"tasks": self.total, **asdict(self)}
+        del found["judges_usd"], found["judges_unknown"]
+        if self.token_ids is None:
+            del found["token_ids"]
+        return found
+
+
+def compute_totals(
+    run_dir: Path, scan: Scan, config: RunConfig, *, index: Index | None = None
+) -> RunTotals:
+    """Compute the totals; reads no row of the dataset and writes nothing.
+
+    `index` holds the records that count, if the caller has it.
+    """
+    # Before the records: a conversation that ends meanwhile is then in one of the two.
+    journaled = read_journaled_replies(run_dir / "inflight")
+    if index is None:
+        index = load_index(run_dir)
+    spent = sum_up_spending(run_dir, index, journaled, Settled(index, config.max_attempts))
+    judges = spent_by_judges(run_dir)
+    failed_attempts = load_failed_attempts(run_dir)
+    statuses: Counter[str] = Counter()
+    failures: Counter[str] = Counter()
+    checks = CheckSums()
+    checked_prompt = passed_prompt = -1
+    rows, gone = index.match(scan.keys)
+    totals = RunTotals(
+        prompts=scan.rows + len(scan.bad_rows),
+        samples=scan.num_samples,
+        discarded=len(scan.bad_rows) * scan.num_samples,
+        spent_usd=spent.usd,
+        spent_unknown=spent.unknown,
+        judges_usd=judges.usd,
+        judges_unknown=judges.unknown,
+        checks=checks.sums(),
+        gone=gone,
+        shard=None if scan.shard is None else str(scan.shard),
+    )
+    failed: set[bytes] = set()
+    for number, row in enumerate(rows):
+        if not row:
+            key = scan.key(number)
+            if key in failed_attempts:
+                failed.add(key)
+                totals.failed += 1
+                totals.to_retry += 1
+                failures[failed_attempts[key]] += 1
+                _add_attempts(totals, journaled.tasks.get(key))
+            else:
+                totals.pending += 1
+                if (replies := journaled.tasks.get(key)) is not None:
+                    totals.under_way += 1
+                    totals.turns_under_way += replies.turns
+            continue
+        entry = index.entry(row)
+        statuses[entry.status] += 1
+        if entry.status == "failed":
+            failed.add(scan.key(number))
+            totals.failed += 1
+            totals.to_retry += not is_settled(entry, config.max_attempts)
+            failures[entry.error_class or "unknown"] += 1
+        else:
+            totals.done += 1
+        if entry.status == "completed" and entry.passed is not None:
+            totals.completed_passed += entry.passed
+            totals.completed_not_passed += not entry.passed
+        _add_work(totals, entry)
+        checks.add(entry.verdict, entry.reward, check_failed=entry.check_failed)
+        if entry.reward is None:
+            continue
+        prompt = number // scan.num_samples
+        totals.prompts_checked += prompt != checked_prompt
+        checked_prompt = prompt
+        if entry.passed:
+            totals.prompts_passed += prompt != passed_prompt
+            passed_prompt = prompt
+    totals.statuses = dict(sorted(statuses.items()))
+    totals.failures = dict(sorted(failures.items()))
+    totals.reasons = why_tasks_failed(run_dir, failed)
+    totals.checks = checks.sums()
+    return totals
+
+
+def _add_work(totals: RunTotals, entry: IndexEntry) -> None:
+    totals.turns += entry.turns
+    totals.tool_calls += entry.tool_calls
+    totals.input_tokens += entry.input_tokens or 0
+    totals.output_tokens += entry.output_tokens or 0
+    totals.cost_usd += entry.cost_usd or 0.0
+    if entry.turns:
+        totals.tokens_unknown += entry.input_tokens is None or entry.output_tokens is None
+        totals.cost_unknown += entry.cost_usd is None
+
+
+def _add_attempts(totals: RunTotals, replies: JournaledReplies | None) -> None:
+    """Add what a task was paid for that has no record yet; journals do not sum up its tokens."""
+    if replies is not None:
+        totals.turns += replies.turns
+        totals.tokens_unknown += 1
+        totals.cost_usd += sum(cost or 0.0 for cost in replies.costs)
+        totals.cost_unknown += None in replies.costs
+
+
+def as_table(totals: RunTotals) -> str:
+    """The totals for a person: sums first, then their parts."""
+    unknown = totals.tokens_unknown
+    lines = [
+        f"{plural(totals.prompts, 'prompt')} x {totals.samples} = {plural(totals.total, 'task')}"
+        + (f"  (shard {totals.shard} of the dataset)" if totals.shard else ""),
+        f"  done       {totals.done:>9,}{_listed(totals.statuses, leave_out='failed')}",
+        f"  failed     {totals.failed:>9,}{_listed(totals.failures)}",
+        *(
+            f"             {reason['count']:>9,}  {reason['class']}: {reason['message']}"
+            for reason in totals.reasons[:_REASONS_SHOWN]
+        ),
+        f"  discarded  {totals.discarded:>9,}{'  bad rows' if totals.discarded else ''}",
+        f"  pending    {totals.pending:>9,}{_under_way(totals)}",
+        f"turns {totals.turns:,}, tool calls {totals.tool_calls:,}, "
+        f"tokens {totals.input_tokens:,} in and {totals.output_tokens:,} out"
+        + (f" (unknown for {unknown:,} of the tasks)" if unknown else ""),
+        *_token_ids(totals),
+        _cost(totals),
+        *_checked(totals),
+    ]
+    if totals.to_retry:
+        lines.append(
+            f"run the same command again to retry {plural(totals.to_retry, 'failed task')}"
+        )
+    elif totals.failed > totals.failures.get(WORKER_DIED, 0):
+        lines.append("all attempts are used up; raise --max_attempts to retry the failed tasks")
+    if totals.gone:
+        lines.append(f"{plural(totals.gone, 'record')} of rows that are no longer in the dataset")
+    return "\n".join(lines)
+
+
+def _token_ids(totals: RunTotals) -> list[str]:
+    if totals.token_ids is None:
+        return []
+    having, without = totals.token_ids["turns_with"], totals.token_ids["turns_without"]
+    return [f"token ids: {plural(having, 'turn')} with, {plural(without, 'turn')} without"]
+
+
+def _under_way(totals: RunTotals) -> str:
+    if not totals.under_way:
+        return ""
+    return f"  {totals.under_way:,} in flight, {plural(totals.turns_under_way, 'turn')} saved"
+
+
+def _checked(totals: RunTotals) -> list[str]:
+    line = describe(totals.checks)
+    if line and totals.samples > 1:
+        prompts = plural(totals.prompts_checked, "prompt")
+        line += f"; {totals.prompts_passed:,} of {prompts} passed at least once"
+    return [line] if line else []
+
+
+def _cost(totals: RunTotals) -> str:
+    rows = _dollars(totals.cost_usd, totals.cost_unknown, "tasks")
+    spent = _dollars(totals.spent_usd, totals.spent_unknown, "records and replies")
+    line = f"cost of these tasks {rows}, spent in total {spent}"
+    if totals.judges_usd or totals.judges_unknown:
+        line += f", judges {_dollars(totals.judges_usd, totals.judges_unknown, 'replies')}"
+    return line
+
+
+def _dollars(known: float, unknown: int, what: str) -> str:
+    if unknown and not known:
+        return "unknown"
+    return f"${known:,.4f}" + (f" (and unknown for {unknown:,} of the {what})" if unknown else "")
+
+
+def _listed(counts: Mapping[str, int], leave_out: str = "") -> str:
+    listed = ", ".join(f"{name} {n:,}" for name, n in counts.items() if name != leave_out)
+    return f"  {listed}" if listed else ""

@@ -1,0 +1,134 @@
+"""The record of one finished task: all that was sent, received and decided, lossless.
+
+Keys, in this order: `id`, `status`, `status_reason` (null or text), `error` (null or {"class",
+"message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns), then
+the conversation (see `Trajectory.to_record`; branches also have `fork`), `check` (null, or the
+result of the row's check; see `run_check`), `scores` (only with `--reward`; see
+`runs.store.checks`), `diff` (what changed in the image's repository; see `runs.worker.diff`; only
+with `--workspace=image`), `tools` (schemas as offered), `options` (those of the conversation that
+are not defaults), `view_compacted` (the model saw parts shortened or as a summary),
+`view_trimmed` (only with `--token_ids`: it saw earlier replies without the newlines around their
+text), and the provenance: `model` (as requested), `api`, `endpoint`, `toolsets`, `sandbox`, `image`
+(with `--workspace=image`: its `reference` in the row and its `digest`, that of the
+configuration), `seed`, `config_digest`, `versions`, `finished_at` (epoch seconds),
+`schema_version`. On disk a checksum follows (see `runs.store.checksum`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent.gateway.command_agent import CommandAgent
+from agent.loop.rules import ConversationSpec
+from agent.loop.steps import Finish
+from agent.messages.message import ReplyEvent, is_cost_only
+from agent.messages.tokens import missing_in, trimmed_replies
+from agent.runner import was_compacted
+from agent.setup import Setup, schemas_for
+from agent.state.trajectory import Trajectory
+from batch_trajectories.basics import exact_json
+from batch_trajectories.runs.dataset.row_fork import without_events
+from batch_trajectories.runs.store.checksum import with_checksum
+from batch_trajectories.runs.store.failures import Failure
+from batch_trajectories.runs.store.record_types import Record, decode_record
+from batch_trajectories.runs.store.tasks import SCHEMA_VERSION, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Keys that all records of a start share."""
+
+    sandbox: str | None
+    seed: int
+    config_digest: str
+    versions: dict[str, str]
+
+
+def make_record(
+    task: Task,
+    trajectory: Trajectory,
+    *,
+    end: Finish,
+    spec: ConversationSpec,
+    setup: Setup,
+    failure: Failure | None,
+    check: dict[str, Any] | None = None,
+    diff: dict[str, Any] | None = None,
+    attempt: int,
+    provenance: Provenance,
+    agent: CommandAgent | None = None,
+    image: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Build the record of a task that has ended with the model and tools of `setup`.
+
+    `agent` is the command that held the conversation, if one did.
+    """
+    conversation = trajectory.to_record()
+    # The tools of an agent are in its requests.
+    tools = conversation.pop("tools", None) or schemas_for(setup, spec.options)
+    if agent is not None:
+        conversation["agent"] = agent.facts() | conversation.get("agent", {})
+    return {
+        "id": task.id,
+        "status": end.status,
+        "status_reason": end.reason,
+        "error": failure and {"class": failure.error_class, "message": failure.message},
+        "prompt_id": task.prompt_id,
+        "sample": task.sample,
+        "input_digest": task.input_digest,
+        "attempt": attempt,
+        "row": without_events(task.columns),
+        **conversation,
+        "check": check,
+        **({} if diff is None else {"diff": diff}),
+        "tools": tools,
+        "options": spec.options.given(),
+        "view_compacted": was_compacted(trajectory, spec.options),
+        **({"view_trimmed": True} if _was_trimmed(setup, conversation) else {}),
+        "model": setup.settings.reference,
+        "api": setup.settings.api,
+        "endpoint": setup.settings.base_url,
+        "toolsets": setup.names(),
+        "sandbox": provenance.sandbox,
+        **({} if image is None else {"image": image}),
+        "seed": provenance.seed,
+        "config_digest": provenance.config_digest,
+        "versions": provenance.versions,
+        "finished_at": time.time(),
+        "schema_version": SCHEMA_VERSION,
+    }
+
+
+def _was_trimmed(setup: Setup, conversation: Mapping[str, Any]) -> bool:
+    """Whether the model saw replies without the newlines around their text."""
+    # Without tokens the endpoint refused the option.
+    if not setup.settings.token_ids or not any("tokens" in one for one in conversation["turns"]):
+        return False
+    replies = [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]
+    return trimmed_replies(replies) > 0
+
+
+def tokens_missing(reply: ReplyEvent) -> str | None:
+    """Says what a reply that was asked for with `--token_ids` lacks; None if it has all."""
+    missing = "" if is_cost_only(reply) else missing_in(reply)
+    if not missing:
+        return None
+    return (
+        f"--token_ids: replies of {reply['model']} come without {missing}; the run continues, and "
+        "export --format rl counts such turns (docs/endpoints.md)"
+    )
+
+
+def with_scores(record: dict[str, Any], scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A record with the scores of functions, at their place among its keys."""
+    items = list(record.items())
+    place = next(n for n, (name, _) in enumerate(items) if name == "tools")
+    return dict([*items[:place], ("scores", list(scores)), *items[place:]])
+
+
+def as_stored(record: dict[str, Any]) -> Record:
+    """A record as readers find it; its `line` is one of records.jsonl."""
+    return decode_record(with_checksum(exact_json.dumps(record)))
