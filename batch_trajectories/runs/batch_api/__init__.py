@@ -6,5 +6,5 @@ delivery   sends a job, waits for it, fetches its results
 batch_log  batches.jsonl: each step on disk before the next
 totals     totals of the batches
 
-Other rooms import batch_log, collector, service, totals.
+Other rooms import batch_log, service, totals.
 """
