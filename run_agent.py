@@ -36,6 +36,7 @@ from agent.options import AgentOptions
 from agent.session import AgentSession, AgentSetup, run_here
 from agent.setup import set_up
 from batch_trajectories.basics.first_process import leave_first_place
+from batch_trajectories.basics.option_names import unknown
 from batch_trajectories.basics.text import join_commas
 from batch_trajectories.basics.validation import UNKNOWN_KEY, mistakes_in
 from batch_trajectories.export.conversation.ending import plain_ending
@@ -304,9 +305,11 @@ def _check_options(options: Mapping[str, Any]) -> AgentOptions:
         return AgentOptions.model_validate(options)
     except ValidationError as error:
         first = mistakes_in(error)[0]
-        allowed = ", ".join(AgentOptions.model_fields)
-        hint = f"; options are {allowed}" if first.kind == UNKNOWN_KEY else ""
-        raise ValueError(f"{first.describe()}{hint}") from error
+        if first.kind == UNKNOWN_KEY:
+            allowed = AgentOptions.model_fields
+            reason = unknown(first.key, allowed, f"options are {', '.join(allowed)}")
+            raise ValueError(f"{first.key}: {reason}") from error
+        raise ValueError(first.describe()) from error
 
 
 def _check_model_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,11 +17,13 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from agent.messages.message import STAGES
 from agent.state.final_answer import RESERVED
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.validation import did_you_mean, mistakes_in
+from batch_trajectories.basics.option_names import unknown
+from batch_trajectories.basics.validation import mistakes_in
 
 MAX_COUNT = 10**9
 
@@ -71,14 +73,21 @@ def split_commas(value: Any) -> Any:
 
 
 def meaning(
-    default: Any, help: str, *, is_limit: bool = False, is_inherited: bool = False, **more: Any
+    default: Any,
+    help: str,
+    *,
+    is_limit: bool = False,
+    is_inherited: bool = False,
+    is_rare: bool = False,
+    **more: Any,
 ) -> Any:
     """A field that affects the data; it cannot change within a run.
 
     `is_limit`: it limits a conversation, also that of an agent that runs as a command.
     `is_inherited`: it holds for inner conversations, too (subagents, simulated user).
+    `is_rare`: it is no flag of the command line; config files, rows and Python can set it.
     """
-    marks = {"meaning": True, "limit": is_limit, "inherited": is_inherited}
+    marks = {"meaning": True, "limit": is_limit, "inherited": is_inherited, "rare": is_rare}
     extra: dict[str, Any] = {name: True for name, is_set in marks.items() if is_set}
     return Field(default, description=help, json_schema_extra=extra, **more)
 
@@ -201,7 +210,9 @@ class AgentOptions(BaseModel):
     simulated_user: Annotated[SimulatedUser | None, BeforeValidator(parse_json)] = meaning(
         None, "A model that plays the user after each answer."
     )
-    result_references: bool = meaning(False, "Name tool results for use in arguments, as $$NAME.")
+    result_references: bool = meaning(
+        False, "Name tool results for use in arguments, as $$NAME.", is_rare=True
+    )
     observation_chars: PositiveInt | None = meaning(
         None, "Characters of a tool result that the model sees.", is_inherited=True
     )
@@ -212,7 +223,6 @@ class AgentOptions(BaseModel):
         is_inherited=True,
     )
     plan: bool = meaning(False, "Have the model write a plan first, then work through its steps.")
-    plan_step_turns: PositiveInt = meaning(5, "Maximum replies per step of a plan.")
     preparation: str | None = meaning(
         None,
         "Task of a conversation that first gathers context.",
@@ -220,17 +230,17 @@ class AgentOptions(BaseModel):
     preparation_toolsets: Annotated[tuple[str, ...] | None, BeforeValidator(split_commas)] = (
         meaning(None, "Toolsets of the preparation; default: all on offer.")
     )
-    preparation_attempts: PositiveInt = meaning(2, "Attempts of the preparation.")
     ephemeral_system_prompt: str | None = meaning(
         None, "System prompt that the model sees and no file contains."
     )
     prefill_messages: Annotated[tuple[ChatMessage, ...], BeforeValidator(parse_json)] = meaning(
-        (), "Messages shown after the system prompt, not recorded."
+        (), "Messages (JSON, or a file of it) shown after the system prompt, not recorded."
     )
     compact_after: NonNegativeInt = meaning(
         0,
         "Replies with text after which older reasoning and arguments are shown shortened; 0: "
         "never.",
+        is_rare=True,
     )
     summarize_over_tokens: PositiveInt | None = meaning(
         None, "Tokens (characters / 4) beyond which older messages are shown as a summary."
@@ -311,13 +321,14 @@ class AgentOptions(BaseModel):
         return self
 
 
+def is_marked(field: FieldInfo, mark: str) -> bool:
+    """Whether a field has a mark of `meaning`."""
+    return isinstance(field.json_schema_extra, dict) and mark in field.json_schema_extra
+
+
 def _marked(mark: str) -> tuple[str, ...]:
     fields = AgentOptions.model_fields.items()
-    return tuple(
-        name
-        for name, field in fields
-        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get(mark)
-    )
+    return tuple(name for name, field in fields if is_marked(field, mark))
 
 
 LIMITS = _marked("limit")
@@ -362,11 +373,9 @@ def of_row(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
     for key in own:
         if key not in allowed:
             if key in _NOT_PER_ROW:
-                msg = f"`{ROW_COLUMN}.{key}`: cannot be set per row"
-            else:
-                hint = did_you_mean(key, allowed) or "docs/conversations.md lists the options"
-                msg = f"`{ROW_COLUMN}.{key}`: unknown option; {hint}"
-            raise ValueError(msg)
+                raise ValueError(f"`{ROW_COLUMN}.{key}`: cannot be set per row")
+            reason = unknown(key, allowed, "docs/conversations.md lists the options")
+            raise ValueError(f"`{ROW_COLUMN}.{key}`: {reason}")
     fields = {name: getattr(options, name) for name in AgentOptions.model_fields}
     try:
         return AgentOptions.model_validate({**fields, **own})

@@ -37,6 +37,7 @@ from agent.state.trajectory import Journal, Trajectory
 from agent.views import preparation, summary
 from agent.views.react import ReActModel
 from agent.views.views import compacted_from, with_views
+from batch_trajectories.basics.option_names import FIXED
 from toolsets.toolbox import Toolbox
 
 
@@ -202,7 +203,7 @@ class ConversationRunner:
         options = self.spec.options
         own = options.model_copy(update=_OFF_IN_PREPARATION)
         end = Finish("failed")
-        for attempt in range(1, options.preparation_attempts + 1):
+        for attempt in range(1, FIXED["preparation_attempts"] + 1):
             key = f"{PREPARATION}#{attempt}"
             opening = preparation.preparation_opening(task, prompt)
             inner = self._inner(key, PREPARATION, opening, own)

@@ -25,6 +25,8 @@ class TwoNodes:
         self._process = process
         self.modules = modules
         """Where the nodes look for modules, too."""
+        self.temporary = modules / "tmp"
+        """Their directory for temporary files."""
         self.address = self._answer()
 
     def remove_second(self) -> None:
@@ -53,10 +55,16 @@ def two_nodes(scratch: Path) -> Iterator[TwoNodes]:
     """Start a cluster of two nodes with room for two workers each; its log lies in `scratch`."""
     # No key reaches the nodes, whatever those who test have in their environment.
     environment = {name: text for name, text in os.environ.items() if not name.endswith("_KEY")}
+    (scratch / "tmp").mkdir()
     with (scratch / "cluster.txt").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, __file__],
-            env={**environment, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(scratch)},
+            env={
+                **environment,
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "PYTHONPATH": str(scratch),
+                "TMPDIR": str(scratch / "tmp"),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

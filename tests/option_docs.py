@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import click
 
-from agent.options import AgentOptions
+from agent.options import AgentOptions, is_marked
 from batch_runner import main
 from batch_trajectories.cli.command_line import COMMAND_GROUPS
 from batch_trajectories.cli.option_groups import (
@@ -57,9 +57,13 @@ def _run() -> Iterator[str]:
     conversation = list(AgentOptions.model_fields)
     grouped = {name for names in OPTION_GROUPS.values() for name in names} | set(conversation)
     starts = [name for name in params if name not in grouped]
+    rare = {name: one for name, one in AgentOptions.model_fields.items() if is_marked(one, "rare")}
     groups = {OF_STARTS: starts, **OPTION_GROUPS, OF_CONVERSATIONS: conversation}
     for title, names in groups.items():
         yield from (f"## {title}", "", *_listed(params[name] for name in names), "")
+    yield from ("## Only in config files, rows and Python", "", "```text")
+    yield from (_entry(name, field.description or "") for name, field in rare.items())
+    yield from ("```", "")
 
 
 def _commands() -> Iterator[str]:
@@ -74,7 +78,7 @@ def _commands() -> Iterator[str]:
             own = [
                 param for param in command.get_params(context) if isinstance(param, click.Option)
             ]
-            takes_all = known <= {param.name for param in own} | {"dry_run", "live", "resume"}
+            takes_all = known <= {param.name for param in own} | {"dry_run", "live"}
             if takes_all:
                 own = [param for param in own if param.name not in known]
             pieces = [piece for piece in command.collect_usage_pieces(context) if piece[0] != "["]
@@ -96,24 +100,23 @@ def _listed(params: Iterable[click.Parameter | None]) -> Iterator[str]:
     yield "```text"
     for param in params:
         assert isinstance(param, click.Option)
-        if _is_explained_once(param):
+        if param.hidden or _is_explained_once(param):
             continue
         record = param.get_help_record(click.Context(click.Command("x")))
         assert record is not None
-        name = record[0].replace(" / ", "/")
         text = record[1].replace("  [default: ", " [").replace("  [", " [")
-        start = f"{name:{INDENT - 2}}  "
-        if len(start) > INDENT:
-            yield name
-            start = " " * INDENT
-        yield textwrap.fill(
-            text,
-            WIDTH,
-            initial_indent=start,
-            subsequent_indent=" " * INDENT,
-            break_on_hyphens=False,
-        )
+        yield _entry(record[0].replace(" / ", "/"), text)
     yield "```"
+
+
+def _entry(name: str, text: str) -> str:
+    start = f"{name:{INDENT - 2}}  "
+    if is_long := len(start) > INDENT:
+        start = " " * INDENT
+    filled = textwrap.fill(
+        text, WIDTH, initial_indent=start, subsequent_indent=" " * INDENT, break_on_hyphens=False
+    )
+    return f"{name}\n{filled}" if is_long else filled
 
 
 if __name__ == "__main__":

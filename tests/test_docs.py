@@ -34,9 +34,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def options_of(name: str) -> set[str]:
-    """What a command takes, without dashes."""
+    """What a command shows in its help, without dashes."""
     command = main.command_of(name)
-    found = [*command.get_params(click.Context(command)), *main.params]
+    found = [
+        param
+        for param in (*command.get_params(click.Context(command)), *main.params)
+        if not (isinstance(param, click.Option) and param.hidden)
+    ]
     long = [opt for param in found for opt in (*param.opts, *param.secondary_opts)]
     return {opt.removeprefix("--") for opt in long if opt.startswith("--")}
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 
 from agent.loop.steps import AddNote
-from agent.options import AgentOptions
 from agent.state.trajectory import Trajectory
+from batch_trajectories.basics.option_names import FIXED
 
 _STEP = re.compile(r"^\s*(?:\d+[.)]|[-*•])\s+(?P<step>\S.*)$", re.MULTILINE)
 
@@ -18,25 +18,27 @@ _MAKE_A_PLAN = (
 )
 PLAN = "plan"
 
+_STEP_TURNS: int = FIXED["plan_step_turns"]
+
 _ALL_DONE = "All steps of the plan are done. Give the final answer now."
 
 
-def plan_note(t: Trajectory, options: AgentOptions) -> AddNote | None:
+def plan_note(t: Trajectory) -> AddNote | None:
     """The note that begins the next step or the final answer; None if the current step continues.
 
-    A step ends with a reply without calls, or after `plan_step_turns` replies.
+    A step ends with a reply without calls, or after `_STEP_TURNS` replies.
     """
     if not t.replies:
         return AddNote(PLAN, _MAKE_A_PLAN)
     begun = [note for note in t.notes if note["reason"] in ("plan_step", "plan_answer")]
-    if t.last_calls() and begun and t.turns - begun[-1]["turn"] < options.plan_step_turns:
+    if t.last_calls() and begun and t.turns - begun[-1]["turn"] < _STEP_TURNS:
         return None
     steps = steps_of(t.replies[0]["message"]["content"])
     if len(begun) < len(steps):
         number = len(begun) + 1
         text = (
             f"Step {number} of {len(steps)}: {steps[number - 1]}\n"
-            f"Work on this step alone, in at most {options.plan_step_turns} replies, and reply "
+            f"Work on this step alone, in at most {_STEP_TURNS} replies, and reply "
             "with its outcome."
         )
         return AddNote("plan_step", text)

@@ -138,7 +138,7 @@ def _too_many_reasks(t: Trajectory, options: AgentOptions) -> Finish | None:
 def _opening_step(t: Trajectory, options: AgentOptions) -> NextStep:
     if not options.plan:
         return CallModel()
-    return CallModel("none") if t.notes_of(PLAN) else plan_note(t, options) or CallModel()
+    return CallModel("none") if t.notes_of(PLAN) else plan_note(t) or CallModel()
 
 
 def _may_continue(t: Trajectory, options: AgentOptions) -> bool:
@@ -169,7 +169,7 @@ def _after_results(t: Trajectory, options: AgentOptions) -> NextStep:
         )
     if end := _too_many_errors(t, options):
         return end
-    if options.plan and (note := plan_note(t, options)):
+    if options.plan and (note := plan_note(t)):
         return _continue(t, options, note)
     if limit and 2 <= t.tally.streak == limit - 1:
         return _continue(t, options, AddNote("repeat", _REPEATED))
@@ -182,7 +182,7 @@ def _after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
         return _too_many_errors(t, options) or _continue(
             t, options, AddNote("no_action", _NO_ACTION)
         )
-    if options.plan and (note := plan_note(t, options)):
+    if options.plan and (note := plan_note(t)):
         return _continue(t, options, note)
     return _answered(t, spec)
 

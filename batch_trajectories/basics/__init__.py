@@ -4,6 +4,7 @@ errors         errors of tools, of the machine and of runs, with their exit code
 text           cutting and decoding text
 exact_json     JSON with integers of any size; how deep it is nested
 validation     checks values; describes what pydantic rejected
+option_names   names of options that are gone, and those of other programs
 yaml_file      reads YAML files; its errors name line and column
 locked         a lock that processes of this machine wait for
 per_loop       resources that the conversations of an event loop share

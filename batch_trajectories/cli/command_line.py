@@ -147,12 +147,19 @@ class RunCommand(click.Command):
         self.params.append(_help_all_option())
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from agent.options import is_marked
+        from batch_trajectories.basics.option_names import FORMER
         from batch_trajectories.runs.config.run_config import RunConfig
 
         known = {param.name for param in self.params}
         for name, field in RunConfig.model_fields.items():
             if name not in known:
-                self.params.append(_option(name, field))
+                self.params.append(
+                    _hidden(name, _refuse_rare)
+                    if is_marked(field, "rare")
+                    else _option(name, field)
+                )
+        self.params += [_hidden(name) for name in FORMER if name not in known]
         return super().get_params(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -169,7 +176,7 @@ class RunCommand(click.Command):
         params = {
             param.name or "": param
             for param in self.get_params(ctx)
-            if isinstance(param, click.Option) and "--help" not in param.opts
+            if isinstance(param, click.Option) and "--help" not in param.opts and not param.hidden
         }
         of_runs = {*RunConfig.model_fields, *COMMON_OPTIONS, *RARE_OPTIONS}
         sections = {
@@ -203,6 +210,21 @@ class RunCommand(click.Command):
         for title, listed_records in records.items():
             with formatter.section(title):
                 formatter.write_dl(listed_records)
+
+
+def _hidden(name: str, callback: Callable[..., Any] | None = None) -> click.Option:
+    """A flag, with or without a value, that the help does not show."""
+    return click.Option(
+        [f"--{name}"], hidden=True, is_flag=False, flag_value="true", callback=callback
+    )
+
+
+def _refuse_rare(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    if value is not None:
+        raise click.UsageError(
+            f"--{param.name}: no flag; set {param.name} in a config file (--config) or in a row's "
+            "agent_options"
+        )
 
 
 def _option(name: str, field: Any) -> click.Option:

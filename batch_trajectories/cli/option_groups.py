@@ -9,7 +9,7 @@ COMMON_OPTIONS = (
 )
 """Options of a run that `--help` shows; `--help_all` shows all."""
 
-RARE_OPTIONS = ("fresh", "accept_config_change", "live", "resume", "help_all")
+RARE_OPTIONS = ("fresh", "accept_config_change", "live", "help_all")
 """Options of a start that only `--help_all` shows."""
 
 OPTION_GROUPS: dict[str, tuple[str, ...]] = {
@@ -23,9 +23,9 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
         *("model", "models", "endpoints", "prices", "base_url", "api", "key_env"),
         "system_prompt",
-        *("temperature", "top_p", "max_tokens", "reasoning_effort", "reasoning_disabled"),
-        *("blank_reasoning", "prompt_caching", "extra_body", "stream_replies", "token_ids"),
-        *("prefill_messages_file", "script_file"),
+        *("temperature", "top_p", "max_tokens", "reasoning_effort"),
+        *("prompt_caching", "extra_body", "stream_replies", "token_ids"),
+        "script_file",
     ),
     "Tools and sandbox": (
         *("enabled_toolsets", "disabled_toolsets", "distribution", "tools", "mcp", "sandbox"),
@@ -34,18 +34,14 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
         *("env_from", "network"),
         *("command_timeout_s", "tool_timeout_s"),
         *("command_memory_mb", "max_processes", "workspace_mb"),
-        *("web_search_provider", "web_search_url", "web_allow"),
+        *("web_search_provider", "web_allow"),
     ),
     "Workers, limits and budget": (
         *("num_workers", "batch_size", "concurrency", "max_run_cost_usd", "max_run_tokens"),
         *("max_in_flight", "start_in_flight", "rpm", "tpm"),
     ),
-    "Batch API of the provider": (
-        *("batch_api", "batch_wait_s", "batch_max_requests", "batch_live_share"),
-    ),
-    "Workers on a Ray cluster": (
-        *("executor", "ray_address", "worker_resources", "ray_storage", "ray_scratch_dir"),
-    ),
+    "Batch API of the provider": (*("batch_api", "batch_wait_s", "batch_max_requests"),),
+    "Workers on a Ray cluster": (*("executor", "ray_address", "worker_resources", "ray_storage"),),
     "Retries, timeouts and log": (
         *("max_attempts", "call_attempts", "attempt_timeout_s", "idle_timeout_s"),
         *("call_timeout_s", "grace_s", "heartbeat_timeout_s", "log_level"),

@@ -24,11 +24,9 @@ from batch_trajectories.cli.shared import (
 @starting_options
 @live_option
 @click.option("--dry_run", is_flag=True, help="Check everything and show what would run.")
-@click.option("--resume", is_flag=True, help="No effect: the same command always resumes.")
 def run(
     starting: Starting,
     dry_run: bool,
-    resume: bool,
     **flags: Any,
 ) -> None:
     """Run all prompts of a dataset, or resume the run (the default command)."""

@@ -337,15 +337,15 @@ class TestPlan:
     def test_a_final_answer_ends_it_in_any_step(self, tmp_path: Path) -> None:
         final = calls(call("final_answer", answer="42"))
         given: dict[str, Any] = {"plan": True, "completion_tools": True}
-        for step_turns in (1, 5):
-            played = play(tmp_path, [self.PLAN, final], plan_step_turns=step_turns, **given)
-            assert (played.status, played.trajectory.final_text()) == ("completed", "42")
+        played = play(tmp_path, [self.PLAN, final], **given)
+        assert (played.status, played.trajectory.final_text()) == ("completed", "42")
 
     def test_a_step_has_a_limit(self, tmp_path: Path) -> None:
-        script = [self.PLAN, echo("1"), echo("2"), say("told"), ANSWER]
-        played = play(tmp_path, script, plan=True, plan_step_turns=2)
+        script = [self.PLAN, *(echo(str(n)) for n in range(5)), say("told"), ANSWER]
+        played = play(tmp_path, script, plan=True)
         assert played.status == "completed"
-        assert "Step 2 of 2" in played.results[1]["content"]
+        assert "Step 2 of 2" in played.results[4]["content"]
+        assert "Step 2 of 2" not in played.results[3]["content"]
 
     def test_a_plan_without_a_list_is_one_step(self, tmp_path: Path) -> None:
         played = play(tmp_path, [say("Just do it."), say("did"), ANSWER], plan=True)

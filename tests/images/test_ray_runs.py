@@ -38,21 +38,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
         yield nodes
 
 
-def on_ray(cluster: TwoNodes, cwd: Path, **more: Any) -> dict[str, Any]:
-    (cwd / "scratch").mkdir()
-    return {
-        **OPTIONS,
-        "executor": "ray",
-        "ray_address": cluster.address,
-        "ray_scratch_dir": cwd / "scratch",
-        **more,
-    }
+def on_ray(cluster: TwoNodes, **more: Any) -> dict[str, Any]:
+    return {**OPTIONS, "executor": "ray", "ray_address": cluster.address, **more}
 
 
-def assert_nothing_is_left(cwd: Path) -> None:
+def assert_nothing_is_left(cluster: TwoNodes, cwd: Path) -> None:
     wait_until(lambda: not actors())
     assert list((cwd / "trajectories/r/workspaces").iterdir()) == []
-    assert [path for path in (cwd / "scratch").rglob("*") if path.is_file()] == []
+    assert [path for path in cluster.temporary.glob("batch-*/**/*") if path.is_file()] == []
     assert str(cwd) not in Path("/proc/self/mounts").read_text()
 
 
@@ -66,11 +59,11 @@ def test_rows_are_worked_on_in_images_of_nodes(
     images: Path, tmp_path: Path, cluster: TwoNodes, storage: str
 ) -> None:
     write_rows(tmp_path / "p.jsonl", *FIXES)
-    given = on_ray(cluster, tmp_path, images=images, ray_storage=storage)
+    given = on_ray(cluster, images=images, ray_storage=storage)
     done = run(tmp_path, "--row_setup", **given)
     assert done.returncode == 0, done.stderr
     assert passed_in(tmp_path) == {fix["id"]: fix["id"] != "not at all" for fix in FIXES}
-    assert_nothing_is_left(tmp_path)
+    assert_nothing_is_left(cluster, tmp_path)
 
 
 def kill_actors_in_second_turn(cwd: Path, given: dict[str, Any], begun: Any) -> None:
@@ -92,13 +85,13 @@ def kill_actors_in_second_turn(cwd: Path, given: dict[str, Any], begun: Any) -> 
 def test_conversations_of_killed_actors_continue_with_their_files(
     images: Path, tmp_path: Path, cluster: TwoNodes
 ) -> None:
-    given = on_ray(cluster, tmp_path, images=images)
+    given = on_ray(cluster, images=images)
 
     def begun() -> int:
-        return len(list(tmp_path.glob("scratch/*/*/r/workspaces/*/upper/testbed/begun")))
+        return len(list(cluster.temporary.glob("*/*/r/workspaces/*/upper/testbed/begun")))
 
     kill_actors_in_second_turn(tmp_path, given, begun)
-    assert_nothing_is_left(tmp_path)
+    assert_nothing_is_left(cluster, tmp_path)
 
 
 @pytest.mark.long
@@ -107,7 +100,7 @@ def test_conversations_of_killed_actors_continue_with_their_files(
 def test_containers_are_those_of_nodes(tmp_path: Path, storage: str) -> None:
     """None is left on a node, neither of a conversation that continued there nor elsewhere."""
     with two_nodes(tmp_path) as cluster:  # nodes with the variables of this engine
-        given = on_ray(cluster, tmp_path, **PODMAN, ray_storage=storage)
+        given = on_ray(cluster, **PODMAN, ray_storage=storage)
 
         def begun() -> int:
             names = podman("ps", "--format", "{{.Names}}").split()
@@ -115,7 +108,7 @@ def test_containers_are_those_of_nodes(tmp_path: Path, storage: str) -> None:
 
         kill_actors_in_second_turn(tmp_path, given, begun)
         assert podman("ps", "--all", "--quiet") == ""
-        assert_nothing_is_left(tmp_path)
+        assert_nothing_is_left(cluster, tmp_path)
 
 
 @pytest.mark.slow
@@ -139,7 +132,7 @@ def test_a_node_without_the_programs_is_refused_before_any_call(
         pytest.skip("podman does not work here")
     cluster.add(PATH=str(programs))
     write_rows(tmp_path / "p.jsonl", row("a", "python:1", *TURNS))
-    given = on_ray(cluster, tmp_path, **options, worker_resources="other=1", num_workers=1)
+    given = on_ray(cluster, **options, worker_resources="other=1", num_workers=1)
     given |= {} if options else {"images": images}
     done = run(tmp_path, **given)
     assert done.returncode == 4, done.stderr

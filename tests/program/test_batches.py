@@ -99,7 +99,7 @@ def test_a_run_by_batches_makes_the_same_data_for_half_the_price(
 def test_calls_that_fail_or_expire_in_a_batch_are_made_live(tmp_path: Path, dialect: str) -> None:
     write_prompts(tmp_path / "p.jsonl", 8)
     with FakeBatches(options=OPTIONS, errored=0.2, expired=0.2) as api:
-        done = run(tmp_path, BY_BATCH, **asking(api, dialect, batch_live_share=1))
+        done = run(tmp_path, BY_BATCH, **asking(api, dialect))
         assert done.returncode == 0, done.stderr
         assert api.live
         assert api.paid.total() + api.live.total() == 8 * TURNS
@@ -110,13 +110,16 @@ def test_calls_that_fail_or_expire_in_a_batch_are_made_live(tmp_path: Path, dial
 
 @pytest.mark.slow
 def test_the_last_calls_are_made_live(tmp_path: Path) -> None:
-    write_prompts(tmp_path / "p.jsonl", 3)
+    """19 of 20 tasks have ended before; the last one waits for no batch."""
+    write_prompts(tmp_path / "p.jsonl", 20)
     with FakeBatches(options=OPTIONS) as api:
-        done = run(tmp_path, BY_BATCH, **asking(api, batch_live_share=0))
+        assert run(tmp_path, **asking(api, max_samples=19)).returncode == 0
+        assert api.live.total() == 19 * TURNS
+        done = run(tmp_path, BY_BATCH, **asking(api))
         assert done.returncode == 0, done.stderr
         assert not api.batches
-        assert api.live.total() == 3 * TURNS
-    assert "9 calls live" in done.stdout
+        assert api.live.total() == 20 * TURNS
+    assert "3 calls live" in done.stdout
 
 
 @pytest.mark.slow
@@ -342,7 +345,7 @@ def kill_on_and_on(cwd: Path, dialect: str, kills: int, seed: int, **fake: Any) 
     write_prompts(cwd / "p.jsonl", 12)
     killed: Counter[str] = Counter()
     with FakeBatches(options=OPTIONS, create_s=0.1, **fake) as api:
-        given = asking(api, dialect, batch_live_share=1, grace_s=1)
+        given = asking(api, dialect, grace_s=1)
         while killed.total() < kills:
             with started(cwd, BY_BATCH, **given) as process:
                 # Most of a short run is its start, where nothing is at stake.

@@ -279,7 +279,7 @@ def test_an_interrupt_during_start_up_has_its_exit_code(tmp_path: Path) -> None:
     """Exit code 1 would read as: complete, some tasks failed."""
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "x" * 1000}) + "\n")
     os.mkfifo(tmp_path / "fifo.json")
-    given = {**RUN, "model": "openai:m", "key_env": "none", "prefill_messages_file": "fifo.json"}
+    given = {**RUN, "model": "openai:m", "key_env": "none", "prefill_messages": "fifo.json"}
     for number in (signal.SIGINT, signal.SIGTERM):
         with started(tmp_path, **given) as process:
             # It now waits for somebody to write the messages.
@@ -715,7 +715,7 @@ BAD_INPUT: list[tuple[dict[str, object], str]] = [
     ({"base_url": "localhost:8000"}, "must start with http"),
     ({"sandbox": "none"}, "--sandbox"),
     ({"config": "absent.yaml"}, "absent.yaml: cannot read this config file"),
-    ({"config": "bad.yaml"}, "bad.yaml: max_turn: unknown key; did you mean 'max_turns'?"),
+    ({"config": "bad.yaml"}, "bad.yaml: max_turn: unknown option; did you mean 'max_turns'?"),
     ({"on_bad_row": "fail", "dataset_file": "mixed.jsonl"}, "no model call was made"),
     ({"frobnicate": "1"}, "No such option"),
 ]

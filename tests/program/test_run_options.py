@@ -131,7 +131,7 @@ def test_an_ephemeral_prompt_is_in_no_file_and_decides_the_data(tmp_path: Path) 
 def test_prefill_comes_from_a_file_and_counts_by_its_content(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
     (tmp_path / "prefill.json").write_text('[{"role": "user", "content": "Hi"}]')
-    given = {**SCRIPTED, "prefill_messages_file": "prefill.json"}
+    given = {**SCRIPTED, "prefill_messages": "prefill.json"}
     assert run(tmp_path, **given).returncode == 0
     (record,) = records(tmp_path).values()
     assert [m["role"] for m in record["messages"]] == ["user", "assistant"]

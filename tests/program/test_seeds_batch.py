@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from batch_trajectories.runs.store.files import AppendFile
 from tests.answering import answering
@@ -46,7 +47,7 @@ def test_routing_lists_reach_the_provider_through_the_body(tmp_path: Path) -> No
 
 
 def test_disabled_reasoning_stays_disabled_at_any_effort(tmp_path: Path) -> None:
-    """S2.40."""
+    """S2.40: the flag of hermes-agent is accepted, and wins."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x"})
     with answering(lambda path, body: (200, HI)) as (url, asked):
         given = {**SCRIPTED, "model": "m", "base_url": url, "key_env": "none"}
@@ -66,12 +67,18 @@ def test_the_tools_on_offer_are_printed_before_anything_runs(tmp_path: Path) -> 
 
 
 def test_the_flags_of_the_batch_runner(tmp_path: Path) -> None:
-    """S2.40: each under its own name, with underscores."""
+    """S2.40: each under its own name, with underscores; the help does not name all of them."""
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("y")]})
+    (tmp_path / "prefill.json").write_text('[{"role": "user", "content": "Hi"}]')
+    accepted: dict[str, Any] = {"prefill_messages_file": "prefill.json", "api_key_env": "none"}
+    done = run(tmp_path, "--resume", "--reasoning_disabled", "--dry_run", **SCRIPTED, **accepted)
+    assert done.returncode == 0, done.stderr
     told = run(tmp_path, "--help_all").stdout
+    assert not {*("--resume", *accepted)} & {*told.split()}
     for name in (
         *("dataset_file", "batch_size", "run_name", "num_workers", "model", "base_url"),
-        *("max_turns", "max_samples", "max_tokens", "resume", "ephemeral_system_prompt"),
-        *("prefill_messages_file", "reasoning_effort", "extra_body", "log_level", "key_env"),
+        *("max_turns", "max_samples", "max_tokens", "ephemeral_system_prompt"),
+        *("prefill_messages", "reasoning_effort", "extra_body", "log_level", "key_env"),
     ):
         assert f"--{name} " in told, name
 

@@ -41,8 +41,7 @@ def test_all_workers_see_the_same_page_and_no_key_is_written(tmp_path: Path) -> 
             num_workers=2,
             web_allow=f"127.0.0.1:{web.port}",
             web_search_provider="tavily",
-            web_search_url=provider.url(),
-            env={"TAVILY_API_KEY": "canary-key-77"},
+            env={"TAVILY_API_KEY": "canary-key-77", "TAVILY_SEARCH_URL": provider.url()},
         )
     assert done.returncode == 0, done.stderr
     records = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
@@ -64,7 +63,7 @@ def test_all_workers_see_the_same_page_and_no_key_is_written(tmp_path: Path) -> 
     [
         ({"web_search_provider": "brave"}, "needs its key in the variable BRAVE_API_KEY"),
         ({"web_allow": "http://x"}, "web_allow: 'http://x' "),
-        ({"web_search_url": "http://x"}, "search_url cannot be used with provider ddgs"),
+        ({"web_search_url": "http://x"}, "no longer an option; set the variable TAVILY_SEARCH_URL"),
     ],
 )
 def test_missing_keys_and_packages_are_reported_before_the_run(

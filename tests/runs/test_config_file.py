@@ -133,7 +133,7 @@ def test_a_flag_in_other_bytes_than_utf8_is_named(tmp_path: Path) -> None:
         ("models: &a {x: *a}", "1:16: not YAML: an alias inside of its anchor"),
         ("seed: 1\nmodel: a\x07", "2:9: not YAML: the character U+0007 is not allowed"),
         ('output_dir: "a\\0"', " output_dir: holds the character NUL"),
-        ('prefill_messages_file: "a\\0"', " prefill_messages_file: holds the character NUL"),
+        ('prefill_messages: "a\\0"', " prefill_messages: holds the character NUL"),
         ("extra_body: {a: [.nan]}", " extra_body: holds a number that JSON cannot represent"),
     ],
 )

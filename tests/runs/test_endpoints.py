@@ -12,7 +12,7 @@ import yaml
 
 from agent.models.resolve import read_key
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.runs.config.fingerprint import meaning_of, with_provider
+from batch_trajectories.runs.config.fingerprint import in_todays_words, meaning_of
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.models import beside, called_models, limits_of, set_up_models
 from batch_trajectories.runs.config.run_config import RunConfig
@@ -257,10 +257,10 @@ def test_a_judge_without_a_provider_of_its_own_is_asked_at_the_runs_endpoint(
 
 def test_models_of_earlier_versions_are_named_in_full() -> None:
     """A bare name was one of OpenRouter, unless there was a base URL."""
-    assert with_provider({"model": "a/b"}, None) == {"model": "openrouter:a/b"}
-    assert with_provider({"model": "a/b:free"}, None) == {"model": "openrouter:a/b:free"}
-    assert with_provider({"model": "a/b"}, "http://h/v1") == {"model": "a/b"}
+    assert in_todays_words({"model": "a/b"}, None) == {"model": "openrouter:a/b"}
+    assert in_todays_words({"model": "a/b:free"}, None) == {"model": "openrouter:a/b:free"}
+    assert in_todays_words({"model": "a/b"}, "http://h/v1") == {"model": "a/b"}
     for name in ("scripted", "openai:m"):
-        assert with_provider({"model": name}, None) == {"model": name}
+        assert in_todays_words({"model": name}, None) == {"model": name}
     several = {"model": "a/b", "models": {"c": 1, "openai:m": 2}}
-    assert with_provider(several, None) == {"models": {"openrouter:c": 1, "openai:m": 2}}
+    assert in_todays_words(several, None) == {"models": {"openrouter:c": 1, "openai:m": 2}}

@@ -1,5 +1,8 @@
 """Options that a model refuses: the call is repeated without them, and the log says so once.
 
+A thinking model that demands the reasoning of earlier replies gets a blank one where they have
+none, in the same way.
+
 Reasoning models take no temperature, some take no effort, and the limit on a reply's tokens has
 two names in the chat dialect. Only a 400 that names one of our own options as unsupported counts;
 values out of range, and those in `extra_body`, are for the user to fix.
@@ -36,8 +39,14 @@ _OPTION_OF: Mapping[str, str] = {
     "effort parameter": "reasoning_effort",
     "adaptive thinking": "reasoning_effort",
     **dict.fromkeys(FIELDS, "token_ids"),
+    "reasoning_content": "blank_reasoning",
 }
 """The option behind each name that an error may give to a field."""
+
+_REASONING = "reasoning_content"
+
+_MISSES_REASONING = re.compile(rf"{_REASONING}\b[^.;]{{0,60}}?\b(?:missing|must be passed)", re.I)
+"""As DeepSeek and Moonshot say it."""
 
 _CHAT_BOUNDS = frozenset({"max_tokens", "max_completion_tokens"})
 
@@ -56,7 +65,7 @@ def _named(field: str) -> re.Pattern[str]:
     return re.compile(rf"{name}[^.;]{{0,60}}?(?:{_WORDS})|(?:{_WORDS})[^.;]{{0,40}}?{name}", re.I)
 
 
-_NAMED = tuple(field for field in _OPTION_OF if field != "reasoning")
+_NAMED = tuple(field for field in _OPTION_OF if field not in ("reasoning", _REASONING))
 """Fields that may be named in a text. "reasoning" is a word that errors about other things use too:
 it counts as a `param` alone."""
 
@@ -105,22 +114,26 @@ class UnsupportedOptions:
         self._refused |= {field}
         now = without(self._settings, self._refused)
         option = _OPTION_OF[field]
+        what = f"--{option}={getattr(self._settings, option)}"
         instead = f"with {now.max_tokens_name}" if getattr(now, option) else "without it"
+        if field == _REASONING:
+            what, instead = "replies without reasoning", "with a blank one in them"
         log.warning(
-            "%s at %s refuses --%s=%s: asked %s from now on (%s)",
+            "%s at %s refuses %s: asked %s from now on (%s)",
             self._settings.name,
             self._settings.base_url,
-            option,
-            getattr(self._settings, option),
+            what,
             instead,
             error,
         )
 
 
 def refused_field(error: ModelError) -> str | None:
-    """The field of an option that the endpoint does not support, None for any other error."""
+    """The field that the endpoint does not support, or demands; None for any other error."""
     if error.kind != "bad_request":
         return None
+    if _MISSES_REASONING.search(str(error)):
+        return _REASONING
     if error.param:
         is_meant = error.param in _OPTION_OF and (
             error.code in _CODES or _says(error.param, str(error))
@@ -150,7 +163,7 @@ def without(settings: ModelSettings, refused: frozenset[str]) -> ModelSettings:
     """The settings less the options behind `refused`; a limit is sent by its other name first."""
     if not refused:
         return settings
-    changes: dict[str, Any] = {_OPTION_OF[field]: None for field in refused}
+    changes: dict[str, Any] = {_OPTION_OF[field]: field == _REASONING or None for field in refused}
     limits = refused & _CHAT_BOUNDS
     if settings.api == "openai_chat" and len(limits) == 1:
         (other,) = _CHAT_BOUNDS - limits

@@ -33,13 +33,29 @@ _MAX_CLOSE_S = 10.0
 """How long to wait for the ids of batches that are being created when a run ends."""
 
 
+_LIVE_SHARE = 0.95
+"""The share of ended tasks from which on calls are made live: the last conversations would wait
+hours for tiny batches."""
+
+
 class BatchService:
     """The batches of one start."""
 
     def __init__(
-        self, config: RunConfig, setups: Setups, run_dir: RunDir, settled: Container[bytes]
+        self,
+        config: RunConfig,
+        setups: Setups,
+        run_dir: RunDir,
+        settled: Container[bytes],
+        *,
+        is_new: bool,
     ) -> None:
-        """`settled` are the tasks that need no more work. Raises `StorageError`."""
+        """`settled` are the tasks that need no more work. Raises `StorageError`.
+
+        `is_new`: calls may go into new batches. Otherwise the run only waits for those of earlier
+        starts, whose calls are paid for, and makes all other calls live.
+        """
+        self._live_share = _LIVE_SHARE if is_new else 0.0
         self._config = config
         self._setups = setups
         self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -76,7 +92,7 @@ class BatchService:
         """See `BatchCollector`; `ended_share` is that of the tasks, `say` gets the messages."""
         while not self._news.empty():
             say(self._news.get())
-        is_tail = ended_share >= self._config.batch_live_share
+        is_tail = ended_share >= self._live_share
         self._do(BatchCollector.tick, held, is_tail=is_tail)
 
     def stop(self) -> None:
@@ -149,10 +165,7 @@ class BatchService:
 
 
 def with_open_batches(config: RunConfig, run_dir: RunDir, settled: Container[bytes]) -> RunConfig:
-    """The config, with the Batch API on if earlier starts have left open batches.
-
-    Their calls are paid for, so the run waits for them; all other calls are made live.
-    """
+    """The config, with the Batch API on if earlier starts have left open batches."""
     if config.batch_api or not BatchLog(run_dir.path, run_dir.quarantine).load(settled):
         return config
-    return config.model_copy(update={"batch_api": True, "batch_live_share": 0.0})
+    return config.model_copy(update={"batch_api": True})

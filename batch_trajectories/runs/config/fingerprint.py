@@ -17,7 +17,9 @@ from pydantic_core import to_jsonable_python
 
 from agent.gateway.command_agent import NO_MEANING
 from agent.models.resolve import SCRIPTED
+from agent.options import is_marked
 from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.option_names import FIXED, with_todays_names
 from batch_trajectories.runs.config.run_config import RunConfig
 from toolsets.mcp.mcp_settings import McpServer
 
@@ -54,12 +56,13 @@ def meaning_of(config: RunConfig) -> dict[str, Any]:
     return fields
 
 
-def with_provider(values: Mapping[str, Any], base_url: str | None) -> dict[str, Any]:
-    """A config or fingerprint in which models without a provider are named as now.
+def in_todays_words(values: Mapping[str, Any], base_url: str | None) -> dict[str, Any]:
+    """A stored config or fingerprint with the names of options and models of today.
 
-    Earlier versions took them for models of OpenRouter where no base URL was given.
+    Earlier versions took models without a provider for those of OpenRouter where no base URL was
+    given.
     """
-    found = dict(values)
+    found = with_todays_names(values, is_stored=True)
     if found.get("models"):
         found.pop("model", None)  # a default that was not used
     if base_url is None and found.get("models"):
@@ -77,7 +80,9 @@ def _full(model: str) -> str:
 
 def stored_meaning(run: Mapping[str, Any]) -> dict[str, Any]:
     """The fingerprint in a run.json, in the form in which fingerprints are compared."""
-    return with_defaults(with_provider(run["meaning"], run["config"].get("base_url")))
+    fixed = {name: run["meaning"][name] for name in FIXED.keys() & run["meaning"].keys()}
+    words = in_todays_words(run["meaning"], run["config"].get("base_url"))
+    return with_defaults(words | fixed)
 
 
 def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +93,7 @@ def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
     earlier version must not differ by a new option. For stored ones, see `stored_meaning`.
     """
     fields = {name: field for name, field in RunConfig.model_fields.items() if _is_meaning(name)}
-    given = {"endpoints": {}, **_defaults(fields), **meaning}
+    given = {"endpoints": {}, **FIXED, **_defaults(fields), **meaning}
     whole = {
         name: _completed(value, fields[name].annotation) if name in fields else value
         for name, value in given.items()
@@ -135,8 +140,7 @@ def digest_of(meaning: Mapping[str, Any]) -> str:
 
 
 def _is_meaning(name: str) -> bool:
-    extra = RunConfig.model_fields[name].json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("meaning"))
+    return is_marked(RunConfig.model_fields[name], "meaning")
 
 
 def _digests_of_tools(places: tuple[str, ...]) -> dict[str, str]:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import ValidationError
 
 from agent.options import split_commas
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.option_names import unknown, with_todays_names
 from batch_trajectories.basics.text import clip
-from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
+from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, mistakes_in
 from batch_trajectories.runs.config.endpoints import HOLDS_SECRET
 from batch_trajectories.runs.config.option_types import holds_nul, is_text
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.sources.source import HUB_PREFIX
 
-_INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages_file")
+_INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages")
 """Paths that a config file gives relative to itself."""
 
 
@@ -28,16 +29,18 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
     Input paths in the file are relative to the file; those in flags to the current directory.
     Raises `ConfigError` that names the file, the key and what is allowed.
     """
-    flags = {name: value for name, value in flags.items() if value is not None}
+    flags = with_todays_names({key: value for key, value in flags.items() if value is not None})
     for key, value in flags.items():
         # Python decodes arguments that are not UTF-8 to lone surrogates.
         if not is_text(value):
             raise ConfigError(f"--{key}: not UTF-8 (got {clip(repr(value), max_chars=200)})")
     values = _read_config(config_file) if config_file is not None else {}
     values.update(flags)
-    path = values.get("prefill_messages_file")
-    if isinstance(path, str | Path) and "prefill_messages" not in values:
-        values["prefill_messages"] = _read_json(Path(path))
+    if _is_path(path := values.get("prefill_messages")):
+        try:
+            values["prefill_messages"] = exact_json.loads(Path(path).read_bytes())
+        except (OSError, exact_json.JSONDecodeError) as error:
+            raise ConfigError(f"prefill_messages: {path}: cannot read it: {error}") from error
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -45,11 +48,9 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
         raise ConfigError("\n".join(lines)) from error
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return exact_json.loads(path.read_bytes())
-    except (OSError, exact_json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read it as JSON: {error}") from error
+def _is_path(value: Any) -> TypeGuard[str]:
+    """Whether the value of an input is a path of this machine, not its content or of the hub."""
+    return isinstance(value, str) and not value.lstrip().startswith(("[", HUB_PREFIX))
 
 
 def read_mapping(path: Path, kind: str) -> dict[str, Any]:
@@ -77,8 +78,9 @@ def _read_config(path: Path) -> dict[str, Any]:
         if holds_nul(value):
             raise ConfigError(f"{path}: {key}: holds the character NUL (U+0000)")
         loaded[key] = value
+    loaded = with_todays_names(loaded)
     for key in _INPUT_PATHS:
-        if isinstance(loaded.get(key), str) and not loaded[key].startswith(HUB_PREFIX):
+        if _is_path(loaded.get(key)):
             loaded[key] = str(path.parent / loaded[key])
     if "tools" in loaded:
         loaded["tools"] = [_place(place, path.parent) for place in _listed(loaded["tools"])]
@@ -109,8 +111,7 @@ def _explain(mistake: Mistake, config_file: Path | None, flags: Mapping[str, Any
     elif mistake.kind == "missing":
         return f"--{key} is missing: {RunConfig.model_fields[key].description}"
     elif mistake.kind == UNKNOWN_KEY:
-        hint = did_you_mean(key, RunConfig.model_fields) or "see --help for the known ones"
-        return f"{place}: unknown key; {hint}"
+        return f"{place}: {unknown(key, RunConfig.model_fields, 'see --help for the known ones')}"
     if mistake.kind == HOLDS_SECRET:
         return f"{place}: {mistake.reason}"
     return f"{place}: {mistake.with_value()}"

@@ -103,8 +103,7 @@ def settings_of(config: RunConfig, name: str) -> ModelSettings:
         needs_bound=budget_of(config) is not None,
         call_attempts=config.call_attempts,
         call_timeout_s=config.call_timeout_s,
-        reasoning_effort="none" if config.reasoning_disabled else config.reasoning_effort,
-        blank_reasoning=config.blank_reasoning,
+        reasoning_effort=config.reasoning_effort,
         prompt_caching=config.prompt_caching,
         token_ids=config.token_ids or None,
     )

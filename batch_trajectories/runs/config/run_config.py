@@ -8,6 +8,7 @@ from start to start.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
@@ -146,7 +147,6 @@ class RunConfig(SandboxOptions):
         "ddgs",
         "Search provider; tavily and brave need a key.",
     )
-    web_search_url: str | None = running(None, "Other URL of the search provider.")
     web_allow: Names = running(
         (),
         "Non-public addresses that web tools and browser may reach: HOST, HOST:PORT or "
@@ -160,11 +160,7 @@ class RunConfig(SandboxOptions):
     extra_body: Annotated[ExtraBody, BeforeValidator(parse_json)] = meaning(
         None, "Object merged into every request body."
     )
-    reasoning_effort: Effort | None = meaning(None, "Reasoning effort.")
-    reasoning_disabled: bool = meaning(False, "Replaces --reasoning_effort by none.")
-    blank_reasoning: bool = meaning(
-        False, "OpenAI chat: send a blank reasoning_content for replies without reasoning."
-    )
+    reasoning_effort: Effort | None = meaning(None, "Reasoning effort; none: no reasoning.")
     token_ids: bool = meaning(
         False,
         "Ask for token ids and logprobs as sampled, for `export --format rl` (vLLM, SGLang).",
@@ -173,7 +169,6 @@ class RunConfig(SandboxOptions):
     script_file: LocalPath | None = meaning(
         None, "YAML turns of --model=scripted for rows without a script."
     )
-    prefill_messages_file: LocalPath | None = running(None, "JSON file with prefill_messages.")
     require_reasoning: bool = running(
         False, "Training file: leave out conversations without reasoning."
     )
@@ -217,9 +212,6 @@ class RunConfig(SandboxOptions):
         "driver",
         "Keep journals with the driver and workspaces on nodes, or both on shared storage.",
     )
-    ray_scratch_dir: LocalPath | None = running(
-        None, "Directory for workspaces on nodes; default: the temporary directory."
-    )
     concurrency: PositiveInt | None = running(
         None, "Conversations in flight per worker; default: --batch_size."
     )
@@ -243,12 +235,6 @@ class RunConfig(SandboxOptions):
     )
     batch_wait_s: PositiveFloat = running(60.0, "Maximum time to collect calls for a batch.")
     batch_max_requests: PositiveInt = running(50_000, "Maximum calls per batch.")
-    batch_live_share: Float = running(
-        0.95,
-        "Make calls live once this share of the tasks has ended; 1: never.",
-        ge=0,
-        le=1,
-    )
     max_attempts: PositiveInt = running(3, "Attempts per conversation over all starts.")
     command_timeout_s: PositiveFloat = meaning(120.0, "Timeout of a command.")
     tool_timeout_s: PositiveFloat = meaning(300.0, "Timeout of a tool call.")
@@ -361,7 +347,7 @@ class RunConfig(SandboxOptions):
         return WebSettings(
             cache_dir=self.run_dir / "web_cache",
             provider=self.web_search_provider,
-            search_url=self.web_search_url,
+            search_url=os.environ.get(f"{self.web_search_provider.upper()}_SEARCH_URL") or None,
             allow=self.web_allow,
         )
 

@@ -37,10 +37,10 @@ from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, RunDi
 from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.config.fingerprint import (
     digest_of,
+    in_todays_words,
     meaning_of,
     stored_meaning,
     with_defaults,
-    with_provider,
 )
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sandboxes import replaced_images
@@ -300,7 +300,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
             raise RunDirError(
                 f"{path}/run.json: damaged ({', '.join(missing)}); start over with --fresh"
             )
-        run["config"] = with_provider(run["config"], run["config"].get("base_url"))
+        run["config"] = in_todays_words(run["config"], run["config"].get("base_url"))
         return run
     raise RunDirError(
         f"{path}/run.json: written by another version of this program (schema "
@@ -337,7 +337,8 @@ def _run_json(
     accept_changes: Sequence[str],
 ) -> dict[str, Any]:
     meaning = meaning_of(config)
-    known = (*meaning, *NARROWING, IMAGES)
+    now = with_defaults(meaning)
+    known = (*now, *NARROWING, IMAGES)
     if unknown := [key for key in accept_changes if key not in known]:
         raise ConfigError(
             f"--accept_config_change: {', '.join(unknown)}: unknown key; the possible keys are "
@@ -360,11 +361,9 @@ def _run_json(
                 f"now {f'shard {config.shard}' if config.shard else 'the whole dataset'} is "
                 "requested; each shard needs its own --run_name (`merge` joins all shards)"
             )
-        then, now = stored_meaning(before), with_defaults(meaning)
+        then = stored_meaning(before)
         changes = {
-            key: {"from": then.get(key), "to": now[key]}
-            for key in meaning
-            if then.get(key) != now[key]
+            key: {"from": then.get(key), "to": now[key]} for key in now if then.get(key) != now[key]
         }
         images = before.get(IMAGES, {})
         if config.is_inside and (replaced := replaced_images(config, images)):

@@ -157,6 +157,7 @@ def _work(
             not_passed=state.not_passed,
             cost_usd=state.cost_usd,
         )
+        makes_batches = config.batch_api
         if has_batches(run_dir.path):
             from batch_trajectories.runs.batch_api.service import with_open_batches
 
@@ -177,7 +178,9 @@ def _work(
             if config.batch_api:
                 from batch_trajectories.runs.batch_api.service import BatchService
 
-                batches = BatchService(config, plan.setups, run_dir, state.settled)
+                batches = BatchService(
+                    config, plan.setups, run_dir, state.settled, is_new=makes_batches
+                )
                 stack.callback(batches.close)
             start = Start(
                 run_dir=run_dir,

@@ -43,7 +43,17 @@ def serving(refuse: Refuse, status: int = 400) -> AbstractContextManager[tuple[s
     return answering(answer)
 
 
-def ask(root: str, api: str, *, times: int = 1, at_once: int = 1, **options: Any) -> Completion:
+QUESTION = Message(role="user", content="temperature is not supported")
+
+
+def ask(
+    root: str,
+    api: str,
+    *earlier: Message,
+    times: int = 1,
+    at_once: int = 1,
+    **options: Any,
+) -> Completion:
     """Ask one model some times in a row, each time so many at once; the last reply."""
     settings = ModelSettings(name="m", api=api, base_url=root + PATHS[api], key_env=None, **options)
 
@@ -51,7 +61,7 @@ def ask(root: str, api: str, *, times: int = 1, at_once: int = 1, **options: Any
         model = open_model(
             settings, api_key="sk-canary-refusals", on_retry=lambda retry: pytest.fail(str(retry))
         )
-        request = Request([Message(role="user", content="temperature is not supported")])
+        request = Request([*earlier, QUESTION])
         try:
             for _ in range(times):
                 replies = await asyncio.gather(*(model.complete(request) for _ in range(at_once)))
@@ -327,3 +337,36 @@ def test_a_stream_asks_again_too() -> None:
 
         assert asyncio.run(listen()).message["content"] == "hi"
     assert [body.get("stream") for body in asked] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "thinking is enabled but reasoning_content is missing in assistant tool call message at "
+        "index 2",
+        "The `reasoning_content` in the thinking mode must be passed back to the API.",
+    ],
+    ids=["Moonshot", "DeepSeek"],
+)
+def test_an_endpoint_that_demands_reasoning_gets_a_blank_one(
+    message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(body: JSON) -> JSON | None:
+        replies = [one for one in body["messages"] if one["role"] == "assistant"]
+        has_all = all("reasoning_content" in reply for reply in replies)
+        return None if has_all else openai_error("invalid_request_error", None, message)
+
+    said = Message(role="assistant", content="a")
+    thought = Message(role="assistant", content="b", reasoning="why")
+    with serving(refuse) as (root, asked):
+        ask(root, "openai_chat", QUESTION, said, QUESTION, thought, times=2)
+    assert [reply["reasoning_content"] for reply in asked[1]["messages"][1:4:2]] == [" ", "why"]
+    assert len(asked) == 3, "the second call asks with it at once"
+    assert "refuses replies without reasoning: asked with a blank one" in caplog.text
+
+
+def test_reasoning_that_an_endpoint_does_not_know_is_not_demanded() -> None:
+    error = openai_error(None, None, "reasoning_content is not permitted in messages")
+    with serving(lambda body: error) as (root, asked), pytest.raises(ModelError):
+        ask(root, "openai_chat")
+    assert len(asked) == 1

@@ -132,13 +132,12 @@ def _check_shares(run_dir: Path, lock: bytes) -> None:
 
 def _scratch(setup: WorkerSetup, run_token: str) -> Path:
     """The directory for the run's files on this node, shared by its workers."""
-    parent = setup.config.ray_scratch_dir or Path(tempfile.gettempdir())
-    own = parent / f"batch-trajectories-{os.getuid()}"
+    own = Path(tempfile.gettempdir()) / f"batch-trajectories-{os.getuid()}"
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = own.lstat()
     if state.st_uid != os.getuid() or state.st_mode & 0o077 or own.is_symlink():
         raise ValueError(
-            f"{own}: not a private directory of this user; choose another --ray_scratch_dir"
+            f"{own}: not a private directory of this user; remove it, or set another TMPDIR"
         )
     scratch = own / run_token
     scratch.mkdir(mode=0o700, exist_ok=True)
