@@ -55,7 +55,7 @@ runs/supervisor
 runs/recording
 runs/maintenance  runs/maintenance/hermes
 
-export/conversation
+export/leaks  export/conversation
 export/formats
 export
 export/filters

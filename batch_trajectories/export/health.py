@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from agent.models.scripted import API as SCRIPTED
 from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
 from batch_trajectories.export.conversation.tools import names_of
+from batch_trajectories.export.leaks import leaks_of
 from batch_trajectories.runs.store.checks import judgement_of
 from batch_trajectories.runs.store.record_types import Record, StoredMessage
 
@@ -46,6 +47,9 @@ HEALTH_CHECKS: Mapping[str, HealthCheck] = {
     "failing_tools": HealthCheck(0, 1, "tools failed in every one of 10 calls or more"),
     "failing_prompts": HealthCheck(
         0, 1, "prompts failed 3 times or more, always for the same reason"
+    ),
+    "leak_suspected": HealthCheck(
+        0, 1, "conversations with a check made calls that look for its solution"
     ),
     "failed_checks": HealthCheck(0.02, 10, "checks gave no result"),
     "instant_passes": HealthCheck(
@@ -129,6 +133,7 @@ class Health:
         if judgement.reward is not None:
             self._add_reward(record, judgement.reward)
         if (check := record.check) is not None:
+            self._count("leak_suspected", bool(leaks_of(record)), record.id)
             self._count("failed_checks", judgement.error is not None, record.id)
             if check.duration_s is not None and check.error is None:
                 self._check_s.append(check.duration_s)

@@ -126,6 +126,9 @@ class Filters(_Part):
     shortened_views: Literal["keep", "reject"] = "keep"
     """`reject` leaves out conversations of which the model saw parts shortened or summarized: rows
     hold these parts in full."""
+    leak_suspected: Literal["keep", "reject"] = "keep"
+    """`reject` leaves out conversations whose calls looked where the solution may lie; see
+    `export.leaks`."""
     max_interrupted_calls: NonNegativeInt | None = None
     """Maximum number of tool calls that a crash interrupted."""
     max_tool_errors: NonNegativeInt | None = None

@@ -9,6 +9,7 @@ from typing import Any
 from agent.messages.message import USER_TURN
 from agent.messages.reasoning import split_inline_reasoning
 from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
+from batch_trajectories.export.leaks import leaks_of
 from batch_trajectories.runs.store.checks import judgement_of, rewards_of
 from batch_trajectories.runs.store.record_types import Record, StoredMessage
 from batch_trajectories.runs.store.rewards import MAIN
@@ -32,6 +33,7 @@ def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
     usage = record.usage or {}
     judgement = judgement_of(record)
     tools = _tools(record, own)
+    leaks = leaks_of(record)
     return {
         "id": record.id,
         "status": record.status,
@@ -54,6 +56,8 @@ def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
         "reward": judgement.reward,
         "rewards": _by_name(record),
         "reasoned": own.counts.with_reasoning,
+        "leaks": len(leaks),
+        "leak_calls": [f"turn {leak.turn}: {leak.evidence}" for leak in leaks],
         "tools": tools,
         "failures": Counter(kind_of_failure(m.details) for m in replies if m.is_error),
         "flags": flags_of(record),

@@ -80,6 +80,15 @@ def repeating(number: int) -> dict[str, Any]:
     return record(number, messages=[{"role": "user", "content": "work"}, *turns], turns=[{}] * 5)
 
 
+def leaking(number: int) -> dict[str, Any]:
+    call = {
+        "id": f"c{number}",
+        "function": {"name": "terminal", "arguments": '{"command": "git reflog"}'},
+    }
+    of = record(number)
+    return {**of, "messages": [of["messages"][0], said("", call), *of["messages"][2:]]}
+
+
 CHECKED = {"passed": True, "reward": 1.0}
 
 FOUND: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
@@ -126,6 +135,7 @@ FOUND: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
         {"samples": 3},
         "p0",
     ),
+    "leak_suspected": ([leaking(n) if n == 6 else record(n) for n in range(30)], {}, "r6"),
     "failed_checks": (
         [
             record(n, check={"error": "no file"} if n == 9 else record(n)["check"])
@@ -161,7 +171,7 @@ def test_sound_records_have_no_problem() -> None:
     found = results([record(n) for n in range(60)], samples=4)
     assert [one["name"] for one in found] == list(HEALTH_CHECKS)
     assert problems_in(found) == []
-    assert list(health_as_text(found)) == ["health: no problem found by 11 checks"]
+    assert list(health_as_text(found)) == ["health: no problem found by 12 checks"]
 
 
 @pytest.mark.parametrize("name", HEALTH_CHECKS)

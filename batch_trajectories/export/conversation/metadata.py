@@ -16,6 +16,7 @@ from batch_trajectories.export.conversation.rewards import reward_facts
 from batch_trajectories.export.conversation.texts import patch_of
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.leaks import leaks_of
 from batch_trajectories.runs.store.record_types import Record, StoredMessage
 
 COUNTS = (
@@ -115,6 +116,8 @@ def metadata_for(
             metadata["repairs"] = repairs
     if record.check is not None or record.scores or record.options:
         metadata |= reward_facts(record)
+    if leaks := leaks_of(record):
+        metadata["leak_suspected"] = [leak._asdict() for leak in leaks]
     if record.diff is not None:
         with suppress(Rejected):
             metadata["patch"] = patch_of(record)

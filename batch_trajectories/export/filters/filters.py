@@ -19,6 +19,7 @@ from batch_trajectories.export.conversation.texts import texts_of
 from batch_trajectories.export.conversation.tools import names_of
 from batch_trajectories.export.filters.contamination import Questions, load_questions
 from batch_trajectories.export.filters.secrets import Scanner, make_scanner
+from batch_trajectories.export.leaks import leaks_of
 from batch_trajectories.export.recipe import AnswerCheck, Filters
 from batch_trajectories.runs.store.checks import CHECK_FAILED, ended_by_wrong_answer
 from batch_trajectories.runs.store.record_types import Record, StoredError
@@ -124,6 +125,9 @@ class RecordFilters:
         if filters.shortened_views == "reject" and record.view_compacted:
             seen = views_of(record).get("view_compacted", 0)
             yield Rejection("shortened_views", f"{seen} replies did not see the whole conversation")
+        if filters.leak_suspected == "reject" and (leaks := leaks_of(record)):
+            leak = leaks[0]
+            yield Rejection("leak_suspected", f"turn {leak.turn}: {leak.reason}: {leak.evidence}")
         if (most := filters.max_interrupted_calls) is not None:
             interrupted = sum(len(resume.interrupted) for resume in record.resumes)
             if interrupted > most:

@@ -17,6 +17,12 @@ const CHECK_COLUMN = {
     row.passed === false ? "✗ " : row.passed ? "✓ " : "", Number(row.reward.toPrecision(3))),
 };
 
+// Only in runs with a call that looked for the solution of its task.
+const LEAK_COLUMN = {
+  key: "leaks", name: "Leaks", number: true,
+  cell: (row) => row.leaks ? h("span", { class: "failed", title: visible(row.leak_calls.join("\n")) }, count(row.leaks)) : null,
+};
+
 const COLUMNS = [
   { key: "status", name: "Status", cell: (row) => h("span", { class: `status ${statusKind(row.status)}` }, row.status) },
   { key: "id", name: "Trajectory", cell: titleCell },
@@ -36,6 +42,7 @@ const FLAGS = {
   "failed calls": (row) => row.failed_calls > 0,
   "an error": (row) => row.error !== null,
   "turns without reasoning": (row) => row.reasoned < row.turns,
+  "a suspected leak": (row) => row.leaks > 0,
   "no tool call": (row) => row.calls === 0,
   "a training row": (row) => row.exported === "training",
   "a partial row": (row) => row.exported === "partial",
@@ -174,6 +181,7 @@ function choices(id, names) {
 function startTable() {
   isChecked = rows.some((row) => row.reward != null);
   if (isChecked) COLUMNS.splice(-1, 0, CHECK_COLUMN);
+  if (rows.some((row) => row.leaks)) COLUMNS.splice(-1, 0, LEAK_COLUMN);
   const names = (pick) => tally(rows, (row) => pick(row).map((name) => [name, 1])).map(([name]) => name);
   const models = names((row) => [row.model]);
   choices("by-status", names((row) => [row.status]));

@@ -1,0 +1,213 @@
+"""Calls that look where the solution of a checked task may lie: `leak_suspected`.
+
+A suspicion, by the words of the call alone: whether it found anything is for a reader to say. A
+conversation that does so teaches to look for solutions, even where it failed.
+
+- `other_commits`: git commands that read commits, stashes or objects that are not the task's state
+- `project_download`: the task's project from a package index, a clone or a page of its repository
+- `checker_files`: files of the check, which the model does not know of
+
+Only conversations with a check are looked at; others cost nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from batch_trajectories.runs.store.record_types import Record, StoredMessage
+from basics.text import clip
+
+Reason = Literal["other_commits", "project_download", "checker_files"]
+
+_MAX_EVIDENCE = 200
+_MAX_ARGUMENTS = 100_000
+"""Characters of a call's arguments that are looked at."""
+
+_BREAKS = re.compile(r"[\"'`,\[\](){}]+")
+"""What stands between the words of a command that is written as code or JSON."""
+
+_GIT = re.compile(
+    r"\bgit((?: +(?:-[Cc] +\S+|--?[\w-]+(?:=\S+)?))*) +([a-z][a-z-]*)([^;|&\n<>]*)", re.ASCII
+)
+_OF_OBJECTS = frozenset(
+    (
+        *("reflog", "fsck", "cat-file", "ls-remote", "rev-list", "cherry-pick", "bisect"),
+        *("verify-pack", "unpack-objects", "fast-export", "format-patch", "whatchanged", "archive"),
+    )
+)
+"""Commands of git that are of use only with other commits."""
+
+_OF_REVISIONS = frozenset(
+    ("log", "show", "diff", "checkout", "restore", "reset", "switch", "grep", "worktree", "merge")
+)
+_REVISION = re.compile(
+    r"""(?x) ^(?: [0-9a-f]{7,40} | v?\d+(?:\.\d+)+\S*        # hashes, tags of versions
+        | (?:ORIG_|FETCH_|MERGE_)HEAD | stash@\S* | (?:origin|upstream|refs|tags|remotes)/\S+
+        | --(?:all|branches|tags|remotes|reflog|walk-reflogs) | \S+\.\.\S* )
+        (?: [~^:@]\S* )? $"""
+)
+_EARLIER = re.compile(r"^(?:HEAD|@)(?:[~^@]\S*)")
+_SHOWN_FROM = re.compile(r"^(?!HEAD:|:|--)[^\s:=]+:[\w./]")
+"""`REVISION:path`, for the commands that take it."""
+
+_PATCHES = frozenset(("-p", "-u", "--patch"))
+_GIT_FILES = re.compile(r"\.git/(?:objects|packed-refs|logs|refs|ORIG_HEAD|FETCH_HEAD)\b")
+_INSTALL = re.compile(
+    r"\b(?:pip3?|pipx|uv(?: +pip)?|conda|mamba|npm|yarn|pnpm|cargo|gem|go)"
+    r" +(?:install|download|wheel|add|pack|view|get|fetch|index|i)\b([^;|&\n<>]*)"
+)
+_URL = re.compile(r"(?:https?|git|ssh)://\S+|git@\S+")
+_FORGES = re.compile(
+    r"github(?:usercontent)?\.com/\S+/\S+|gitlab\.com/\S+/\S+|bitbucket\.org/\S+/\S+"
+)
+
+
+class Leak(NamedTuple):
+    """A call that looked where the solution may lie."""
+
+    turn: int
+    """The turn of the call, from 1; of a branch's own turns too."""
+    reason: Reason
+    evidence: str
+    """The part of the call's arguments."""
+
+
+def leaks_of(record: Record) -> list[Leak]:
+    """The suspicious calls of a conversation with a check, in their order."""
+    if record.check is None:
+        return []
+    inherited = sum(turn.inherited is not None for turn in record.turns)
+    replies = [message for message in record.messages if message.role == "assistant"]
+    brought = max(0, len(replies) - len(record.turns))
+    search = _Search(record.row)
+    found = []
+    for turn, reply in enumerate(replies[brought:], 1):
+        for reason, evidence in search.of(reply):
+            if turn > inherited:
+                found.append(Leak(turn, reason, clip(evidence.strip(), max_chars=_MAX_EVIDENCE)))
+    return found
+
+
+class _Search:
+    """Looks at the calls of one conversation after each other."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self._project, self._owner = _project_of(row)
+        self._checker = _files_of(row)
+        self._has_stashed = self._has_committed = False
+
+    def of(self, reply: StoredMessage) -> Iterator[tuple[Reason, str]]:
+        for call in reply.tool_calls:
+            text = "\n".join(_texts(call.function.arguments))
+            plain = _BREAKS.sub(" ", text)
+            for git in _GIT.finditer(plain):
+                if self._reads_others(git[2], git[3].split()):
+                    yield "other_commits", git[0]
+            if (path := _GIT_FILES.search(text)) is not None:
+                yield "other_commits", path[0]
+            for got in _INSTALL.finditer(plain):
+                if any(self._is_project(word) for word in got[1].split()):
+                    yield "project_download", got[0]
+            for url in _URL.finditer(plain):
+                if self._is_of_project(url[0]):
+                    yield "project_download", url[0]
+            if self._checker is not None and (path := self._checker.search(text)) is not None:
+                yield "checker_files", path[0]
+
+    def _reads_others(self, command: str, words: Sequence[str]) -> bool:
+        if command == "commit":
+            self._has_committed = True
+        if command == "stash":
+            is_push = not words or words[0] in ("push", "save") or words[0].startswith("-")
+            self._has_stashed |= is_push
+            return not is_push and not self._has_stashed
+        if command in _OF_OBJECTS:
+            return True
+        if command not in _OF_REVISIONS or words[:1] == ["-b"]:
+            return False
+        if self._has_committed:  # revisions may be its own commits
+            return any(word in ("--all", "--reflog") for word in words)
+        before = words[: words.index("--")] if "--" in words else words
+        if command in ("checkout", "show", "restore") and "--" in words:
+            revisions = [w for w in before if not w.startswith("-") and w not in ("HEAD", "@")]
+            if revisions:
+                return True
+        if command == "log" and any(
+            word in _PATCHES or word[:2] in ("-S", "-G", "-L") for word in before
+        ):
+            return True
+        return any(
+            _REVISION.match(word.removeprefix("--source="))
+            or _EARLIER.match(word.removeprefix("--source="))
+            or (command in ("show", "diff", "grep") and _SHOWN_FROM.match(word))
+            for word in before
+        )
+
+    def _is_project(self, word: str) -> bool:
+        name = re.split(r"[=<>~!@]", word, maxsplit=1)[0]
+        return self._project is not None and _plain(name) == self._project
+
+    def _is_of_project(self, url: str) -> bool:
+        if self._project is None:
+            return _FORGES.search(url) is not None
+        parts = [_plain(part) for part in re.split(r"[/?#:]", url.removesuffix(".git").lower())]
+        if self._owner is not None and self._owner in parts and self._project in parts:
+            return True
+        return self._project in parts and bool(re.search(r"pypi|pythonhosted|npmjs|crates", url))
+
+
+def _texts(arguments: str) -> Iterator[str]:
+    """The texts in a call's arguments; a list of words is one text."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        value = arguments
+    waiting = [value]
+    left = _MAX_ARGUMENTS
+    while waiting and left > 0:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            if value and all(isinstance(part, str) for part in value):
+                value = " ".join(value)
+            else:
+                waiting += value
+        if isinstance(value, str):
+            yield value[:left]
+            left -= len(value)
+
+
+def _project_of(row: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Name and owner of the repository, as the columns of SWE datasets name it."""
+    for column in ("repo", "repo_name", "repository"):
+        if isinstance(name := row.get(column), str) and name.strip():
+            owner, _, project = name.lower().removesuffix(".git").rstrip("/").rpartition("/")
+            return _plain(project), _plain(owner.rpartition("/")[2]) or None
+    return None, None
+
+
+def _plain(name: str) -> str:
+    """A name as package indexes compare names."""
+    return re.sub(r"[-_.]+", "-", name.lower())
+
+
+def _files_of(row: dict[str, Any]) -> re.Pattern[str] | None:
+    """What the paths of the check's files match, but for those that the prompt names."""
+    check = row.get("check")
+    if not isinstance(check, dict):
+        return None
+    files = check.get("files")
+    rewards = check.get("reward_file")
+    paths = [*(files if isinstance(files, dict | list) else ())]
+    paths += rewards if isinstance(rewards, list) else [rewards]
+    prompt = str(row.get("prompt", ""))
+    named = {path for path in paths if isinstance(path, str) and path.strip("./")}
+    wanted = sorted({path for path in named if path not in prompt}, reverse=True)
+    if not wanted:
+        return None
+    return re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, wanted))})(?![\w-])")
