@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.store.record_types import Record, StoredMessage
-from basics.text import clip
 
 Reason = Literal["other_commits", "project_download", "checker_files"]
 
