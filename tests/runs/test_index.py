@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,31 @@ def test_tasks_are_matched_with_their_records(tmp_path: Path, seed: int) -> None
     total, records = index.costs()
     assert total == pytest.approx(sum(costs))
     assert records == len(unknown) > 0
+
+
+def test_sums_over_records_are_those_of_their_entries(tmp_path: Path) -> None:
+    write(tmp_path, seed=1, count=300)
+    index, expected = load_index(tmp_path), from_records(tmp_path)
+    keys = sorted(expected)[:100]
+    rows, _ = index.match(b"".join(keys))
+    sums, entries = index.sums(rows), [expected[key] for key in keys]
+    assert sums.endings == Counter(
+        Ending(entry.status, entry.verdict, entry.error_class) for entry in entries
+    )
+    with_turns = [entry for entry in entries if entry.turns]
+    assert (sums.turns, sums.tool_calls) == (
+        sum(entry.turns for entry in entries),
+        sum(entry.tool_calls for entry in entries),
+    )
+    assert (sums.input_tokens, sums.output_tokens, sums.tokens_unknown) == (
+        sum(entry.input_tokens or 0 for entry in entries),
+        sum(entry.output_tokens or 0 for entry in entries),
+        sum(None in (entry.input_tokens, entry.output_tokens) for entry in with_turns),
+    )
+    assert sums.cost_usd == pytest.approx(sum(entry.cost_usd or 0 for entry in entries))
+    assert sums.cost_unknown == sum(entry.cost_usd is None for entry in with_turns)
+    assert 0 < sums.tokens_unknown < len(with_turns)
+    assert 0 < sums.cost_unknown < len(with_turns)
 
 
 def test_an_empty_index_has_nothing(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.directory.spending import spent_by_judges, sum_up_spending
-from batch_trajectories.runs.store.checks import Checks, CheckSums, describe
+from batch_trajectories.runs.store.checks import Checks, CheckSums, describe, has_passed
 from batch_trajectories.runs.store.failures import load_failed_attempts, why_tasks_failed
-from batch_trajectories.runs.store.index import Index, IndexEntry
+from batch_trajectories.runs.store.index import Index
 from batch_trajectories.runs.store.journal import JournaledReplies, read_journaled_replies
 from batch_trajectories.runs.store.records import load_index
 from batch_trajectories.runs.store.settled import WORKER_DIED, Settled, is_settled
@@ -117,15 +117,30 @@ def compute_totals(
     spent = sum_up_spending(run_dir, index, journaled, Settled(index, config.max_attempts))
     judges = spent_by_judges(run_dir)
     failed_attempts = load_failed_attempts(run_dir)
+    rows, gone = index.match(scan.keys)
+    sums = index.sums(filter(None, rows))
     statuses: Counter[str] = Counter()
     failures: Counter[str] = Counter()
+    for ending, count in sums.endings.items():
+        statuses[ending.status] += count
+        if ending.status == "failed":
+            failures[ending.error_class or "unknown"] += count
     checks = CheckSums()
     checked_prompt = passed_prompt = -1
-    rows, gone = index.match(scan.keys)
     totals = RunTotals(
         prompts=scan.rows + len(scan.bad_rows),
         samples=scan.num_samples,
+        done=sums.endings.total() - statuses["failed"],
+        failed=statuses["failed"],
         discarded=len(scan.bad_rows) * scan.num_samples,
+        statuses=dict(sorted(statuses.items())),
+        turns=sums.turns,
+        tool_calls=sums.tool_calls,
+        input_tokens=sums.input_tokens,
+        output_tokens=sums.output_tokens,
+        tokens_unknown=sums.tokens_unknown,
+        cost_usd=sums.cost_usd,
+        cost_unknown=sums.cost_unknown,
         spent_usd=spent.usd,
         spent_unknown=spent.unknown,
         judges_usd=judges.usd,
@@ -135,8 +150,8 @@ def compute_totals(
         shard=None if scan.shard is None else str(scan.shard),
     )
     failed: set[bytes] = set()
-    for number, row in enumerate(rows):
-        if not row:
+    for number, (row, (ended, reward)) in enumerate(zip(rows, index.judged(rows), strict=True)):
+        if ended is None:
             key = scan.key(number)
             if key in failed_attempts:
                 failed.add(key)
@@ -150,44 +165,28 @@ def compute_totals(
                     totals.under_way += 1
                     totals.turns_under_way += replies.turns
             continue
-        entry = index.entry(row)
-        statuses[entry.status] += 1
-        if entry.status == "failed":
+        if ended.status == "failed":
             failed.add(scan.key(number))
-            totals.failed += 1
-            totals.to_retry += not is_settled(entry, config.max_attempts)
-            failures[entry.error_class or "unknown"] += 1
-        else:
-            totals.done += 1
-        if entry.status == "completed" and entry.passed is not None:
-            totals.completed_passed += entry.passed
-            totals.completed_not_passed += not entry.passed
-        _add_work(totals, entry)
-        checks.add(entry.verdict, entry.reward, check_failed=entry.check_failed)
-        if entry.reward is None:
+            totals.to_retry += not is_settled(index.entry(row), config.max_attempts)
+        if reward is None and ended.error_class is None:
             continue
+        checks.add(ended.verdict, reward, check_failed=ended.check_failed)
+        if reward is None:
+            continue
+        passed = has_passed(ended.verdict, reward) is True
+        if ended.status == "completed":
+            totals.completed_passed += passed
+            totals.completed_not_passed += not passed
         prompt = number // scan.num_samples
         totals.prompts_checked += prompt != checked_prompt
         checked_prompt = prompt
-        if entry.passed:
+        if passed:
             totals.prompts_passed += prompt != passed_prompt
             passed_prompt = prompt
-    totals.statuses = dict(sorted(statuses.items()))
     totals.failures = dict(sorted(failures.items()))
     totals.reasons = why_tasks_failed(run_dir, failed)
     totals.checks = checks.sums()
     return totals
-
-
-def _add_work(totals: RunTotals, entry: IndexEntry) -> None:
-    totals.turns += entry.turns
-    totals.tool_calls += entry.tool_calls
-    totals.input_tokens += entry.input_tokens or 0
-    totals.output_tokens += entry.output_tokens or 0
-    totals.cost_usd += entry.cost_usd or 0.0
-    if entry.turns:
-        totals.tokens_unknown += entry.input_tokens is None or entry.output_tokens is None
-        totals.cost_unknown += entry.cost_usd is None
 
 
 def _add_attempts(totals: RunTotals, replies: JournaledReplies | None) -> None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import isnan, nan
 from struct import Struct, error
 from sys import intern
@@ -46,6 +47,8 @@ _LENGTHS: _Column = ("I", 6, 16)
 _ENDINGS: _Column = ("H", 14, 32)
 _BUCKETS: _Column = ("H", 0, 32)
 _TURNS: _Column = ("I", 8, 16)
+_CALLS: _Column = ("I", 9, 16)
+_TOKENS: tuple[_Column, ...] = (("H", 20, 32), ("I", 11, 16), ("H", 21, 32), ("I", 12, 16))
 _REWARDS: _Column = ("f", 13, 16)
 _COSTS: _Column = ("d", 7, 8)
 _MOST_ATTEMPTS = 2**16 - 1
@@ -89,8 +92,8 @@ class IndexEntry(NamedTuple):
 
     @property
     def check_failed(self) -> bool:
-        """Whether its check gave no result."""
-        return self.error_class == CHECK_FAILED and self.status != "failed"
+        """See `Ending`."""
+        return Ending(self.status, self.verdict, self.error_class).check_failed
 
 
 class Ending(NamedTuple):
@@ -99,6 +102,27 @@ class Ending(NamedTuple):
     status: str
     verdict: bool | None
     error_class: str | None
+
+    @property
+    def check_failed(self) -> bool:
+        """Whether its check gave no result."""
+        return self.error_class == CHECK_FAILED and self.status != "failed"
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums over records; those of tokens and dollars leave out what is unknown."""
+
+    endings: Counter[Ending] = field(default_factory=Counter)
+    turns: int = 0
+    tool_calls: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    tokens_unknown: int = 0
+    """Records with turns but without token counts."""
+    cost_usd: float = 0.0
+    cost_unknown: int = 0
+    """Records with turns of unknown cost."""
 
 
 def passed_in(fields: list[Any]) -> bool | None:
@@ -263,12 +287,48 @@ class Index(Mapping[bytes, IndexEntry]):
         for row in rows:
             yield self._endings[numbers[row]] if row else None
 
-    def passed(self, rows: Collection[int]) -> Iterator[bool | None]:
+    def passed(self, rows: Iterable[int]) -> Iterator[bool | None]:
         """Whether the records in these rows passed; None for row 0."""
-        rewards = _column(self._view, _REWARDS)
-        for row, ending in zip(rows, self.endings(rows), strict=True):
-            reward = None if isnan(rewards[row]) else rewards[row]
+        for ending, reward in self.judged(rows):
             yield None if ending is None else has_passed(ending.verdict, reward)
+
+    def judged(self, rows: Iterable[int]) -> Iterator[tuple[Ending | None, float | None]]:
+        """The endings and rewards of the records in these rows; None for row 0."""
+        endings, rewards = _column(self._view, _ENDINGS), _column(self._view, _REWARDS)
+        for row in rows:
+            if row:
+                reward = rewards[row]
+                yield self._endings[endings[row]], None if isnan(reward) else reward
+            else:
+                yield None, None
+
+    def sums(self, rows: Iterable[int]) -> Sums:
+        """Sums over the records in these rows, without an object per record."""
+        found = Sums()
+        kinds = (_ENDINGS, _TURNS, _CALLS, *_TOKENS, _COSTS)
+        columns = [_column(self._view, kind) for kind in kinds]
+        left = iter(rows)
+        while chunk := [*islice(left, _CHUNK)]:
+            endings, turns, calls, *tokens, costs = ([of[row] for row in chunk] for of in columns)
+            for number, count in Counter(endings).items():
+                found.endings[self._endings[number]] += count
+            found.turns += sum(turns)
+            found.tool_calls += sum(calls)
+            read, written = (
+                [high << 32 | low for high, low in zip(*half, strict=True)]
+                for half in (tokens[:2], tokens[2:])
+            )
+            found.input_tokens += sum([number for number in read if number < MOST_TOKENS])
+            found.output_tokens += sum([number for number in written if number < MOST_TOKENS])
+            of_calls = [*zip(turns, read, written, costs, strict=True)]
+            found.tokens_unknown += sum(
+                [n > 0 and max(r, w) >= MOST_TOKENS for n, r, w, _ in of_calls]
+            )
+            found.cost_unknown += sum([n > 0 and isnan(cost) for n, _, _, cost in of_calls])
+            for cost in costs:
+                if not isnan(cost):
+                    found.cost_usd += cost
+        return found
 
     def has_turns(self) -> bool:
         """Whether any record has a model reply."""
