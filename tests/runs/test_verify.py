@@ -22,7 +22,8 @@ from batch_trajectories.runs.directory.run_dir import read_run_json
 from batch_trajectories.runs.directory.run_lock import locked
 from batch_trajectories.runs.maintenance.upkeep import Checked, check
 from batch_trajectories.runs.store.checksum import read_object, with_checksum
-from batch_trajectories.runs.store.index import ROW_BYTES, mark_for
+from batch_trajectories.runs.store.index import ROW_BYTES
+from batch_trajectories.runs.store.index_file import mark_for
 from batch_trajectories.runs.store.tasks import task_key
 from tests.running import SCRIPTED, ids, lines, run, write_rows
 

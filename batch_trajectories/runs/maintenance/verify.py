@@ -39,11 +39,9 @@ from batch_trajectories.runs.store.index import (
     Index,
     IndexEntry,
     RowMaker,
-    checked_bytes,
     index_fields,
-    is_earlier_index,
-    is_index,
 )
+from batch_trajectories.runs.store.index_file import checked_bytes, is_earlier_index, is_index
 from batch_trajectories.runs.store.journal import key_and_order, segments
 from batch_trajectories.runs.store.record_types import decode_record
 from batch_trajectories.runs.store.records import id_in, lines_from

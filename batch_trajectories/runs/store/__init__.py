@@ -8,6 +8,7 @@ journal_writer  write them, with group commit
 records         records.jsonl
 record_types    the types of a record's fields
 index           records.idx, derived from records.jsonl
+index_file      which bytes of it can be trusted
 reader          read records one by one
 failures        failures.jsonl
 scores          scores.jsonl: scores given after the run

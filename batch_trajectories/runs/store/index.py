@@ -16,12 +16,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import islice
 from math import isnan, nan
 from struct import Struct, error
 from sys import intern
 from typing import Any, Literal, NamedTuple
-from zlib import crc32
 
 from agent.messages.message import MOST_TOKENS
 from batch_trajectories.runs.store.checks import CHECK_FAILED, Judgement, has_passed, judgement_of
@@ -29,9 +28,9 @@ from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.tasks import task_key
 
 ROW_BYTES = 64
-_VERSION = 2
-_FORMAT = f"batch records index {_VERSION}, {sys.byteorder}".encode()
-MARK = _FORMAT.ljust(ROW_BYTES - 1) + b"\n"
+VERSION = 2
+FORMAT = f"batch records index {VERSION}, {sys.byteorder}".encode()
+MARK = FORMAT.ljust(ROW_BYTES - 1) + b"\n"
 """Row 0 of an index without a checksum."""
 
 _RECORD = Struct("=16sQIHHIIHHIIfd")
@@ -42,9 +41,9 @@ _ENDING = Struct("=16xQI2x34s")
 by NUL."""
 _Column = tuple[Literal["Q", "I", "H", "f", "d"], int, int]
 """A column of the rows: type, place in the row, and items of this type per row."""
-_OFFSETS: _Column = ("Q", 2, 8)
-_LENGTHS: _Column = ("I", 6, 16)
-_ENDINGS: _Column = ("H", 14, 32)
+OFFSETS: _Column = ("Q", 2, 8)
+LENGTHS: _Column = ("I", 6, 16)
+ENDINGS: _Column = ("H", 14, 32)
 _BUCKETS: _Column = ("H", 0, 32)
 _TURNS: _Column = ("I", 8, 16)
 _CALLS: _Column = ("I", 9, 16)
@@ -59,7 +58,7 @@ _MAX_REWARD = 3.4e38
 """The range of a four-byte float."""
 _WORDS = {None: "", True: "passed", False: "not"}
 _VERDICTS = {word: verdict for verdict, word in _WORDS.items()}
-_CHUNK = 1 << 13
+CHUNK = 1 << 13
 _FINE = 2**16 - 1
 """Buckets in which a key is found at once."""
 _COARSE = 2**12 - 1
@@ -161,7 +160,7 @@ class RowMaker:
 
     def __init__(self, rows: bytes = MARK) -> None:
         """`rows` are the rows so far."""
-        endings = _endings_in(memoryview(rows))
+        endings = endings_in(memoryview(rows))
         self._numbers = {ending: number for number, ending in enumerate(endings)}
 
     def rows(self, fields: list[Any], offset: int, length: int) -> bytes:
@@ -208,7 +207,7 @@ class Index(Mapping[bytes, IndexEntry]):
         """`rows` must be valid; see `valid_rows`."""
         self._rows = rows
         self._view = memoryview(rows)
-        self._endings = [_parse_ending(ending) for ending in _endings_in(self._view)]
+        self._endings = [_parse_ending(ending) for ending in endings_in(self._view)]
 
     def __getitem__(self, key: bytes) -> IndexEntry:
         if len(key) == 16:
@@ -247,7 +246,7 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def records(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """All records in file order, including those that a later record replaces."""
-        for row, length in enumerate(_column(self._view, _LENGTHS)):
+        for row, length in enumerate(column_of(self._view, LENGTHS)):
             if row and length:
                 yield self.key(row), self.entry(row)
 
@@ -263,7 +262,7 @@ class Index(Mapping[bytes, IndexEntry]):
     def latest(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """The record of each task, the latest first."""
         seen = set()
-        lengths = _column(self._view, _LENGTHS)
+        lengths = column_of(self._view, LENGTHS)
         for row in range(len(lengths) - 1, 0, -1):
             if lengths[row] and (key := self.key(row)) not in seen:
                 seen.add(key)
@@ -274,7 +273,7 @@ class Index(Mapping[bytes, IndexEntry]):
 
         The lengths replace the rows in the same array, which saves 4 MB per million.
         """
-        of_offsets, of_lengths = _column(self._view, _OFFSETS), _column(self._view, _LENGTHS)
+        of_offsets, of_lengths = column_of(self._view, OFFSETS), column_of(self._view, LENGTHS)
         offsets = array("Q", [0]) * len(rows)
         for number, row in enumerate(rows):
             if row:
@@ -283,7 +282,7 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def endings(self, rows: Iterable[int]) -> Iterator[Ending | None]:
         """The endings of the records in these rows; None for row 0."""
-        numbers = _column(self._view, _ENDINGS)
+        numbers = column_of(self._view, ENDINGS)
         for row in rows:
             yield self._endings[numbers[row]] if row else None
 
@@ -294,7 +293,7 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def judged(self, rows: Iterable[int]) -> Iterator[tuple[Ending | None, float | None]]:
         """The endings and rewards of the records in these rows; None for row 0."""
-        endings, rewards = _column(self._view, _ENDINGS), _column(self._view, _REWARDS)
+        endings, rewards = column_of(self._view, ENDINGS), column_of(self._view, _REWARDS)
         for row in rows:
             if row:
                 reward = rewards[row]
@@ -305,10 +304,10 @@ class Index(Mapping[bytes, IndexEntry]):
     def sums(self, rows: Iterable[int]) -> Sums:
         """Sums over the records in these rows, without an object per record."""
         found = Sums()
-        kinds = (_ENDINGS, _TURNS, _CALLS, *_TOKENS, _COSTS)
-        columns = [_column(self._view, kind) for kind in kinds]
+        kinds = (ENDINGS, _TURNS, _CALLS, *_TOKENS, _COSTS)
+        columns = [column_of(self._view, kind) for kind in kinds]
         left = iter(rows)
-        while chunk := [*islice(left, _CHUNK)]:
+        while chunk := [*islice(left, CHUNK)]:
             endings, turns, calls, *tokens, costs = ([of[row] for row in chunk] for of in columns)
             for number, count in Counter(endings).items():
                 found.endings[self._endings[number]] += count
@@ -339,10 +338,10 @@ class Index(Mapping[bytes, IndexEntry]):
 
         Includes records that later ones replaced: they were paid for.
         """
-        columns = [_column(self._view, column) for column in (_LENGTHS, _TURNS, _COSTS)]
+        columns = [column_of(self._view, column) for column in (LENGTHS, _TURNS, _COSTS)]
         total, unknown = 0.0, 0
-        for start in range(1, len(columns[0]), _CHUNK):
-            chunk = (column[start : start + _CHUNK].tolist() for column in columns)
+        for start in range(1, len(columns[0]), CHUNK):
+            chunk = (column[start : start + CHUNK].tolist() for column in columns)
             for length, turns, cost in zip(*chunk, strict=True):
                 if not isnan(cost):
                     total += cost if length else 0.0
@@ -388,86 +387,20 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def _in_buckets(self, mask: int) -> Mapping[int, array[int]]:
         """The rows of records, sorted by these bits of the same bytes."""
-        buckets = _sorted_into_buckets(_column(self._view, _BUCKETS), mask)
-        lengths = _column(self._view, _LENGTHS)
+        buckets = _sorted_into_buckets(column_of(self._view, _BUCKETS), mask)
+        lengths = column_of(self._view, LENGTHS)
         for bucket in {0, int.from_bytes(MARK[:2], sys.byteorder) & mask} & buckets.keys():
             rows = (row for row in buckets[bucket] if row and lengths[row])
             buckets[bucket] = array("I", rows)
         return buckets
 
 
-def mark_for(size: int, checksum: int) -> bytes:
-    """Row 0 of an index whose first `size` bytes, without this row, have this CRC-32."""
-    return (b"%b %016x %08x" % (_FORMAT, size, checksum)).ljust(ROW_BYTES - 1) + b"\n"
-
-
-def is_index(content: bytes) -> bool:
-    """Whether this is an index of this version."""
-    return content.startswith(_FORMAT) and content[ROW_BYTES - 1 : ROW_BYTES] == b"\n"
-
-
-def is_earlier_index(content: bytes) -> bool:
-    """Whether an earlier version of this program wrote this index; it is made again."""
-    earlier = (b"batch records index %d," % version for version in range(1, _VERSION))
-    return content.startswith(tuple(earlier))
-
-
-def checked_bytes(content: bytes) -> int:
-    """How many bytes of an index match its checksum; 0 if it is damaged or not an index."""
-    if content.startswith(MARK):
-        return len(content)
-    try:
-        size, checksum = (int(word, 16) for word in content[len(_FORMAT) : ROW_BYTES].split())
-    except ValueError:
-        return 0
-    is_valid = (
-        content.startswith(mark_for(size, checksum))
-        and size <= len(content)
-        and crc32(memoryview(content)[ROW_BYTES:size]) == checksum
-    )
-    return size if is_valid else 0
-
-
-def valid_rows(content: bytes, records_size: int) -> tuple[int, int]:
-    """How many bytes of an index are valid, and how many of `records_size` bytes they cover.
-
-    Each record must begin where the one before it ends. 0, 0 if the index is damaged or not an
-    index.
-    """
-    checked = checked_bytes(content)
-    if checked < ROW_BYTES:
-        return 0, 0
-    view = memoryview(content)[: checked // ROW_BYTES * ROW_BYTES]
-    offsets, lengths = _column(view, _OFFSETS), _column(view, _LENGTHS)
-    covered, valid = 0, 1
-    for start in range(1, len(offsets), _CHUNK):
-        sizes = lengths[start : start + _CHUNK].tolist()
-        *begins, end = accumulate(sizes, initial=covered)
-        if offsets[start : start + _CHUNK].tolist() == begins and end <= records_size:
-            covered, valid = end, start + len(sizes)
-            continue
-        for row, size in enumerate(sizes, start):
-            if offsets[row] != covered or covered + size > records_size:
-                break
-            covered, valid = covered + size, row + 1
-        break
-    while valid > 1 and not lengths[valid - 1]:
-        valid -= 1  # the row of an ending without the record that it was made for
-    rows = view[: valid * ROW_BYTES]
-    endings = _endings_in(rows)
-    are_known = all(map(any, endings)) and len(set(endings)) == len(endings)
-    numbers = _column(rows, _ENDINGS)
-    for start in range(1, valid, _CHUNK):
-        are_known = are_known and max(numbers[start : start + _CHUNK].tolist()) < len(endings)
-    return (valid * ROW_BYTES, covered) if are_known else (0, 0)
-
-
-def _endings_in(rows: memoryview) -> list[bytes]:
+def endings_in(rows: memoryview) -> list[bytes]:
     """The endings in the rows, by number."""
-    lengths = _column(rows, _LENGTHS)
+    lengths = column_of(rows, LENGTHS)
     found = []
-    for start in range(1, len(lengths), _CHUNK):
-        sizes = lengths[start : start + _CHUNK].tolist()
+    for start in range(1, len(lengths), CHUNK):
+        sizes = lengths[start : start + CHUNK].tolist()
         if 0 in sizes:
             without_length = (start + n for n, size in enumerate(sizes) if not size)
             found += [_ENDING.unpack_from(rows, ROW_BYTES * row)[2] for row in without_length]
@@ -487,7 +420,7 @@ def _parse_ending(ending: bytes) -> Ending:
     )
 
 
-def _column(rows: memoryview, column: _Column) -> memoryview[Any]:
+def column_of(rows: memoryview, column: _Column) -> memoryview[Any]:
     kind, first, step = column
     return rows.cast(kind)[first::step]
 
@@ -495,7 +428,7 @@ def _column(rows: memoryview, column: _Column) -> memoryview[Any]:
 def _sorted_into_buckets(column: memoryview[int], mask: int) -> dict[int, array[int]]:
     """The numbers of the items of a column by these bits of their value, in order."""
     buckets: defaultdict[int, array[int]] = defaultdict(lambda: array("I"))
-    for start in range(0, len(column), _CHUNK):
-        for number, value in enumerate(column[start : start + _CHUNK].tolist(), start):
+    for start in range(0, len(column), CHUNK):
+        for number, value in enumerate(column[start : start + CHUNK].tolist(), start):
             buckets[value & mask].append(number)
     return buckets

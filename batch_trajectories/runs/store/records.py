@@ -33,9 +33,8 @@ from batch_trajectories.runs.store.index import (
     Index,
     RowMaker,
     index_fields,
-    mark_for,
-    valid_rows,
 )
+from batch_trajectories.runs.store.index_file import mark_for, valid_rows
 from batch_trajectories.runs.store.record_types import Record, decode_record
 
 _READ_AHEAD = 1 << 20
