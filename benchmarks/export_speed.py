@@ -127,7 +127,7 @@ def _work(run_dir: Path, found: Scan, kind: str) -> Callable[[], float]:
         return lambda: _timed(lambda: export_run(run_dir, found, num_samples=1))
     from batch_trajectories.export.dataset.build import Source
     from batch_trajectories.export.dataset.directory import export_dataset
-    from batch_trajectories.export.recipe import load_recipe
+    from batch_trajectories.export.rows.recipe import load_recipe
 
     source, recipe = Source(run_dir, found, 1), load_recipe(None, {"formats": kind})
     return lambda: _timed(lambda: export_dataset(source, recipe, output / kind))

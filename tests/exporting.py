@@ -9,7 +9,7 @@ from typing import Any
 
 from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.directory import export_dataset
-from batch_trajectories.export.recipe import Recipe
+from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, scan, tasks
 from batch_trajectories.runs.store.tasks import SCHEMA_VERSION

@@ -8,9 +8,18 @@ from typing import Any
 import msgspec
 
 from agent.messages.tokens import TokenTurn, token_turns
+from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.rows.format import RowFormat, named
+from batch_trajectories.export.rows.format_names import names
 from batch_trajectories.runs.protocol.record import as_stored
 from batch_trajectories.runs.store.record_types import Record, StoredTurn
 from batch_trajectories.runs.store.tasks import SCHEMA_VERSION
+
+ROW_FORMATS = [name for name in names() if isinstance(named(name), RowFormat)]
+"""Formats with one row per conversation."""
+
+_PLAIN = Style()
 
 _CONVERSATION: dict[str, Any] = {
     **{"messages": [], "turns": [], "tool_calls": [], "notes": [], "discarded": [], "inner": []},
@@ -38,6 +47,19 @@ def whole(record: Mapping[str, Any]) -> dict[str, Any]:
 def stored(record: Mapping[str, Any]) -> Record:
     """A record with all keys that ours have, as it is read from its line."""
     return as_stored(whole(record))
+
+
+def row_in(name: str, record: Record, style: Style = _PLAIN) -> dict[str, Any]:
+    """The row of a record in a format with one row per conversation; raises Rejected."""
+    format = named(name)
+    assert isinstance(format, RowFormat)
+    style = format.limit(style)
+    return format.row_of(styled(read_conversation(record), style), style)
+
+
+def to_row(record: Record) -> dict[str, Any]:
+    """Its row in the format of training files; raises Rejected."""
+    return row_in("hermes", record)
 
 
 def token_turns_of(part: Mapping[str, Any]) -> list[TokenTurn]:

@@ -26,7 +26,7 @@ import yaml
 from agent.options import AgentOptions
 from batch_runner import main
 from batch_trajectories.cli.command_line import COMMANDS
-from batch_trajectories.export.recipe import load_recipe
+from batch_trajectories.export.rows.recipe import load_recipe
 from batch_trajectories.runs.config.fingerprint import meaning_of
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.run_config import RunConfig

@@ -9,8 +9,7 @@ from typing import Any
 
 import orjson
 
-from batch_trajectories.export.conversation.style import style_of_run
-from batch_trajectories.export.training_files import export_run
+from batch_trajectories.export.training_files import export_run, style_of_run
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.directory.run_dir import read_run_json

@@ -14,9 +14,8 @@ from pydantic import ValidationError
 from batch_trajectories.api.in_flight import conversations_in_flight
 from batch_trajectories.basics.errors import DatasetError, RunDirError
 from batch_trajectories.basics.validation import mistakes_in
-from batch_trajectories.export.conversation.style import style_of_run
 from batch_trajectories.export.run_statistics import statistics_of
-from batch_trajectories.export.training_files import left_out
+from batch_trajectories.export.training_files import left_out, style_of_run
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, tasks
 from batch_trajectories.runs.directory.run_dir import read_run_json, runs_in

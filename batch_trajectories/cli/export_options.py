@@ -34,11 +34,7 @@ _RECIPE_FLAGS = {
 }
 
 _OPTIONS = (
-    (
-        "format",
-        "NAME,...",
-        "hermes, llamafactory, openai, parquet, hf, atif, dpo, kto, rl, prompts, predictions, raw.",
-    ),
+    ("format", "NAME,...", "Formats of rows: `export --help` and docs/export.md list them."),
     ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
     ("output", "DIR", "Directory of the dataset.  [default: RUN/exports/dataset]"),
     (
@@ -50,7 +46,7 @@ _OPTIONS = (
     ("system", "saved|omit", "The system prompt that the model saw."),
     ("empty_think", "keep|omit", "The empty <think> block of turns without reasoning."),
     ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
-    ("tools", "text|list", "Tools as JSON text or as a list: openai, dpo, kto, hf."),
+    ("tools", "text|list", "Tools as JSON text or as a list, in rows with messages."),
     ("accept_rows", "REASON,...", "Keep rows with these flaws; see docs/export.md."),
     ("reward_name", "NAME", "The reward that filters, dpo and kto use; see docs/rewards.md."),
     ("splits", "NAME=SHARE,...", "Splits by prompt: train=0.9,test=0.1."),
@@ -62,6 +58,17 @@ _OPTIONS = (
     ),
     ("push_to_hub", "REPO", "Show what a push to this dataset repository would send."),
 )
+
+
+class ExportCommand(click.Command):
+    """`export`, whose help ends with the formats."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Each format and what it is."""
+        from batch_trajectories.export.rows.format_names import summaries
+
+        with formatter.section("Formats"):
+            formatter.write_dl([*summaries().items()])
 
 
 def dataset_options(function: Any) -> Any:
@@ -121,7 +128,7 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
     from batch_trajectories.export.dataset.build import Source
     from batch_trajectories.export.dataset.directory import export_dataset
     from batch_trajectories.export.dataset.rendering import load_template
-    from batch_trajectories.export.recipe import load_recipe
+    from batch_trajectories.export.rows.recipe import load_recipe
 
     source = Source(run_dir, scan, num_samples)
     directory = Path(flags["output"] or run_dir / "exports" / "dataset")

@@ -12,7 +12,12 @@ from batch_trajectories.basics.console import say, show
 from batch_trajectories.basics.text import plural
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
-from batch_trajectories.cli.export_options import asks_for_dataset, dataset_options, make_dataset
+from batch_trajectories.cli.export_options import (
+    ExportCommand,
+    asks_for_dataset,
+    dataset_options,
+    make_dataset,
+)
 from batch_trajectories.cli.shared import (
     output_dir_option,
     run_argument,
@@ -51,7 +56,7 @@ def status(run: str | None, output_dir: Path, as_json: bool, watch: float | None
         show_status(open_run(run, output_dir), as_json=as_json, every_s=watch)
 
 
-@click.command()
+@click.command(cls=ExportCommand)
 @run_dir_argument
 @dataset_options
 def export(run: str, output_dir: Path, **flags: Any) -> None:

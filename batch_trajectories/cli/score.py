@@ -95,7 +95,7 @@ def score(
         wanted = None
         if recipe is not None:
             from batch_trajectories.export.dataset.build import worth_scoring
-            from batch_trajectories.export.recipe import load_recipe
+            from batch_trajectories.export.rows.recipe import load_recipe
 
             wanted = worth_scoring(load_recipe(recipe, {}))
         if judge is not None:

@@ -143,8 +143,8 @@ def show_run(path: Path, totals: RunTotals) -> None:
     """Print the totals and the training files of a run."""
     import orjson
 
-    from batch_trajectories.export.conversation.style import style_of_run
     from batch_trajectories.export.reasons import lines_of
+    from batch_trajectories.export.training_files import style_of_run
     from batch_trajectories.runs.directory.run_dir import read_run_json
     from batch_trajectories.runs.directory.run_totals import as_table
     from batch_trajectories.runs.store.files import has_batches

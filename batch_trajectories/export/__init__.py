@@ -1,8 +1,8 @@
 """From records to training files.
 
 conversation/   a record read into a conversation that every format can render
-formats/        the formats of rows
-recipe          formats, style, filters and splits of an export
+rows/           what a format of rows is; recipes
+formats/        a module for each format of rows
 filters/        which conversations become rows
 reward_statistics  rewards by name and by prompt, pass@k
 reasons         why something failed, by kind

@@ -12,10 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-import msgspec
-
-from batch_trajectories.export.conversation.own_work import Own
-from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.store.reader import open_records, read_record
 from batch_trajectories.runs.store.record_types import Record
@@ -102,24 +98,6 @@ class RecordOrder:
                 few, size = [], 0
         if few:
             yield few
-
-
-class Loaded(msgspec.Struct, frozen=True, gc=False):
-    """A record, with its conversation if that was parsed."""
-
-    record: Record
-    conversation: Conversation | None = None
-
-    @property
-    def own(self) -> Own:
-        """What this run's model did in the conversation."""
-        return Own(self.record) if self.conversation is None else self.conversation.own
-
-    @property
-    def parsed(self) -> Conversation:
-        """The conversation, if the caller has parsed it."""
-        assert self.conversation is not None
-        return self.conversation
 
 
 class RecordReader:

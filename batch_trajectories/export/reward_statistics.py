@@ -84,11 +84,9 @@ class RewardStatistics:
         self._by_turn: dict[str, _Numbers] = {}
         self._judged = array("I")
         self._passed = array("I")
-        self._failed_scores = 0
 
     def add(self, record: Record) -> None:
         """Count one record."""
-        self._failed_scores += sum(score.error is not None for score in record.scores or ())
         named, by_turn = rewards_of(record)
         for name, rewards in by_turn.items():
             for reward in rewards:
@@ -108,7 +106,6 @@ class RewardStatistics:
     def merge(self, other: RewardStatistics) -> None:
         """Add the records of `other`, which come after those of this one."""
         prompts = [self._prompts.setdefault(key, len(self._prompts)) for key in other._prompts]
-        self._failed_scores += other._failed_scores
         for ours, theirs, series in (
             (self._all, other._all, [0]),
             (self._by_turn, other._by_turn, [0]),
@@ -130,13 +127,12 @@ class RewardStatistics:
     def to_json(self) -> dict[str, Any]:
         """`by_name` (records, mean, std, and of prompts with two samples or more: groups, the mean
         of their standard deviations, how many have a single reward), `turns` (the same over single
-        turns), `pass_at` (percent by k) and `failed_scores`.
+        turns) and `pass_at` (percent by k).
         """
         return {
             "by_name": {name: self._of_name(name) for name in self._all},
             "turns": {name: _one(numbers, "turns") for name, numbers in self._by_turn.items()},
             "pass_at": self._pass_at(),
-            "failed_scores": self._failed_scores,
         }
 
     def _number_of(self, prompt_id: str) -> int:

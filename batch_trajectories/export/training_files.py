@@ -28,11 +28,11 @@ from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import not_passed
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.conversation.tolerance import how_to_keep
+from batch_trajectories.export.conversation.tolerance import Tolerance, accepted
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.formats.hermes import row_of
-from batch_trajectories.export.formats.row_files import Hashing
+from batch_trajectories.export.formats.hermes import FORMAT, row_of
 from batch_trajectories.export.record_order import RecordOrder
+from batch_trajectories.export.rows.row_files import Hashing
 from batch_trajectories.export.statistics import Statistics
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.store.checks import judgement_of
@@ -79,6 +79,18 @@ class _Output:
     rows: int = 0
 
 
+def style_of_run(config: Mapping[str, Any]) -> Style:
+    """The style of the training file of a run with this config, as run.json has it."""
+    return FORMAT.limit(
+        Style(
+            empty_think=config.get("empty_think", "keep"),
+            tolerance=Tolerance(accepted(config.get("accept_rows", ()))),
+            require_reasoning=config.get("require_reasoning", False),
+            require_passed=config.get("require_passed", False),
+        )
+    )
+
+
 def route(record: Record, own: Own | None = None, *, style: Style = _PLAIN) -> Routed:
     """Choose the file of a record and make its row; `style` is that of the run.
 
@@ -91,7 +103,7 @@ def route(record: Record, own: Own | None = None, *, style: Style = _PLAIN) -> R
         conversation = read_conversation(record, own)
         row = row_of(conversation, style)
     except Rejected as rejected:
-        kept = how_to_keep(rejected.reason, "hermes")
+        kept = FORMAT.how_to_keep(rejected.reason)
         detail = f"{rejected.detail}; {kept}" if kept else rejected.detail
         return _reject(record, rejected.reason.value, detail)
     if style.require_reasoning and row["completed"] and not row["has_reasoning"]:
@@ -153,7 +165,7 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
     discarded = len(scan.bad_rows) * num_samples
     manifest = {
         "schema_version": 1,
-        "format": "hermes",
+        "format": FORMAT.name,
         "tasks": len(order) + discarded,
         "exported": outputs["training"].rows,
         "partial": outputs["partial"].rows,

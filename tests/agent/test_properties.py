@@ -31,7 +31,6 @@ from agent.state.trajectory import Journal, Status, Trajectory
 from batch_trajectories.basics import exact_json
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.formats.hermes import to_row
 from batch_trajectories.runs.dataset.row_user import read_user_turns
 from batch_trajectories.runs.protocol.record import Provenance, as_stored, make_record
 from batch_trajectories.runs.store.journal import usable_prefix
@@ -40,6 +39,7 @@ from batch_trajectories.runs.store.tasks import Task
 from run_agent import AIAgent
 from tests import playing
 from tests.playing import OPENING, SETTINGS, TOOLS, Played, call, calls, play, say
+from tests.stored import to_row
 from toolsets.tool import Tool
 
 CALM = settings(deadline=None, derandomize=True, database=None)

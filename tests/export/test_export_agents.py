@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.row_json import dumps_row
-from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.texts import texts_of
 from batch_trajectories.export.conversation.validity import Rejected
-from batch_trajectories.export.formats.registry import ROW_FORMATS
 from batch_trajectories.report.conversation_text import ConversationText
 from batch_trajectories.report.facts import row_of
 from batch_trajectories.runs.store.index import index_fields
@@ -21,7 +19,7 @@ from tests.agent.gateway.talking import MessagesTalk, Recording, Said
 from tests.export.test_hermes import record_of
 from tests.exporting import exported, make_run
 from tests.running import lines
-from tests.stored import stored
+from tests.stored import ROW_FORMATS, row_in, stored
 
 PROMPT = "Count the files."
 
@@ -59,9 +57,7 @@ def agents_record(*, ends_by_call: bool = False, **changes: Any) -> dict[str, An
 
 
 def row(record: dict[str, Any], name: str, **style: Any) -> dict[str, Any]:
-    conversation = styled(read_conversation(stored(record)), Style(**style))
-    line = dumps_row(ROW_FORMATS[name].row_of(conversation, Style(**style)))
-    loaded: dict[str, Any] = json.loads(line)
+    loaded: dict[str, Any] = json.loads(dumps_row(row_in(name, stored(record), Style(**style))))
     return loaded
 
 

@@ -19,8 +19,8 @@ from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, RunLo
 from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.directory import derive, export_dataset, listed_files
-from batch_trajectories.export.recipe import Filters, Recipe, load_recipe
 from batch_trajectories.export.record_order import RecordOrder, Seen
+from batch_trajectories.export.rows.recipe import Filters, Recipe, load_recipe
 from batch_trajectories.runs.dataset.scan import scan
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.records import RecordFile
@@ -831,7 +831,10 @@ class TestRecipe:
     @pytest.mark.parametrize(
         ("content", "told"),
         [
-            ("formats: [opnai]", "unknown format 'opnai'; known are hermes, llamafactory, openai"),
+            (
+                "formats: [opnai]",
+                "unknown format 'opnai'; did you mean 'openai'? known are atif, dpo, hermes",
+            ),
             ("formats: []", "formats"),
             ("format: openai", "unknown key; did you mean 'formats'? known are formats, reasoning"),
             ("filters: {min_turn: 2}", "did you mean 'min_turns'? known are status, min_reasoning"),
@@ -920,7 +923,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("flags", "told"),
         [
-            ({"format": "nope"}, "--format: unknown format 'nope'; known are hermes"),
+            ({"format": "nope"}, "--format: unknown format 'nope'; known are atif, dpo, hermes"),
             ({"splits": "train"}, "--splits: must be NAME=SHARE"),
             ({"push_to_hub": "a/b", "format": "nope"}, "unknown format"),
             ({"format": "raw", "render": "x.jinja"}, "cannot read this chat template"),

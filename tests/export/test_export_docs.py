@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from batch_trajectories.export.formats.registry import KNOWN
-from batch_trajectories.export.recipe import (
+from batch_trajectories.export.rows.format import Format, named
+from batch_trajectories.export.rows.format_names import names
+from batch_trajectories.export.rows.recipe import (
     AnswerCheck,
     Card,
     Filters,
@@ -16,14 +18,27 @@ from batch_trajectories.export.recipe import (
     Recipe,
     load_recipe,
 )
+from batch_trajectories.runs.config.option_types import RowFlaw
 from tests.running import ROOT
 
 DOCS = (ROOT / "docs" / "export.md").read_text()
 
 
 def test_every_format_is_named() -> None:
-    for name in KNOWN:
-        assert re.search(rf"^`{name}` \|", DOCS, re.MULTILINE), name
+    for name in names():
+        assert re.search(rf"^`{name}`(, `\w+`)* \|", DOCS, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("reason", get_args(RowFlaw))
+def test_the_formats_that_keep_a_flaw_are_named(reason: str) -> None:
+    line = re.search(rf"^[^|\n]*`{reason}`.*\| (.*)$", DOCS, re.MULTILINE)
+    assert line is not None
+    formats = [one for one in map(named, names()) if isinstance(one, Format)]
+    asked = {one.name for one in formats if reason in one.holds - one.accepts}
+    if line[1] == "all":
+        assert all(reason in one.holds for one in formats if one.shows_messages)
+    else:
+        assert set(re.findall(r"`(\w+)`", line[1])) == asked
 
 
 def test_the_recipe_is_one_and_names_every_key(tmp_path: Path) -> None:

@@ -8,21 +8,16 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.export.formats.registry import KNOWN
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run
 from tests.running import lines
+from tests.stored import ROW_FORMATS
 
 FORGED = ("</think>", "<tool_call>", "</tool_call>", "</tool_response>", "<|im_start|>", "[INST]")
 PLAIN = ("\u2028", "\u0085", "\ufeff", "\u0000", "\U0001f600")
 PLACES = ("prompt", "system", "reasoning", "text", "arguments", "result")
-# Rows of `rl` have no text: their tokens are those that were sampled. `prompts` has nothing of the
-# model, and no JSON lines.
-_OTHER = ("parquet", "hf", "dpo", "rl", "prompts", "predictions")
-"""Copies, and formats without the text of one conversation."""
-
-FORMATS = tuple(name for name in KNOWN if name not in _OTHER)
-"""The twin holds the rows of the others; a pair those of kto."""
+FORMATS = (*ROW_FORMATS, "kto", "raw")
+"""All that hold the text of one conversation; a pair holds those of kto."""
 
 
 def forged(place: str, token: str) -> dict[str, Any]:

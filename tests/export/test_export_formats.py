@@ -15,10 +15,9 @@ from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style, styled
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
-from batch_trajectories.export.formats.hermes import to_row
 from batch_trajectories.export.formats.llamafactory import dataset_info
-from batch_trajectories.export.formats.openai_chat import messages_of
-from batch_trajectories.export.formats.registry import ROW_FORMATS
+from batch_trajectories.export.rows.format import format_named
+from batch_trajectories.export.rows.messages import messages_of
 from batch_trajectories.runs.store.checks import judgement_of
 from tests.export.test_hermes import (
     TEMP,
@@ -33,7 +32,7 @@ from tests.export.test_hermes import (
 )
 from tests.exporting import exported, judged, make_run, rejects, rows, worked
 from tests.running import lines
-from tests.stored import stored
+from tests.stored import ROW_FORMATS, row_in, stored, to_row
 
 PARALLEL = record_of(
     user(),
@@ -45,9 +44,7 @@ PARALLEL = record_of(
 
 def row(record: dict[str, Any], name: str = "openai", **style: Any) -> dict[str, Any]:
     """The row of a record in a format, as a reader of the line gets it."""
-    told = styled(read_conversation(stored(record)), Style(**style))
-    line = dumps_row(ROW_FORMATS[name].row_of(told, Style(**style)))
-    loaded: dict[str, Any] = json.loads(line)
+    loaded: dict[str, Any] = json.loads(dumps_row(row_in(name, stored(record), Style(**style))))
     return loaded
 
 
@@ -533,7 +530,7 @@ CONTROL = [
 MARKUP = ["<s>", "</s>", "[INST]", "[/INST]", "<bos>", "<eos>", "<pad>", "<unk>"]
 """Structure to the tokenizers of some models alone."""
 
-TEXT_FORMATS = [name for name in ROW_FORMATS if name != "atif"]
+TEXT_FORMATS = [name for name in ROW_FORMATS if not format_named(name).accepts]
 """What is tokenized."""
 
 
@@ -630,8 +627,7 @@ class TestForgedStructure:
         """U+2028 and the like end no line; what a prompt or a tool says comes back as it was."""
         record = record_of(user(text), assistant("", call()), result(text), assistant("Hi."))
         try:
-            conversation = read_conversation(stored(record))
-            line = dumps_row(ROW_FORMATS["openai"].row_of(conversation, Style()))
+            line = dumps_row(row_in("openai", stored(record)))
         except Rejected:
             return
         assert line.count(b"\n") == 1

@@ -15,7 +15,7 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.funnel import funnel_as_text, funnel_of
-from batch_trajectories.export.recipe import Recipe
+from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.training_files import export_run
 from batch_trajectories.report.page.writer import write_report
 from batch_trajectories.runs.directory.run_totals import compute_totals

@@ -11,7 +11,7 @@ import pytest
 from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.directory import export_dataset
-from batch_trajectories.export.recipe import FormatName, Recipe
+from batch_trajectories.export.rows.recipe import FormatName, Recipe
 from tests.exporting import judged, make_run, worked
 from tests.running import lines
 

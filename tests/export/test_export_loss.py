@@ -199,7 +199,7 @@ def test_copies_in_parquet_hold_the_marks(tmp_path: Path) -> None:
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3))
 def test_exactly_the_turns_of_others_are_marked(prompts: int, parents: int, own: int) -> None:
     from batch_trajectories.export.conversation.style import Style
-    from batch_trajectories.export.formats.openai_chat import row_of
+    from batch_trajectories.export.formats.openai import row_of
 
     said = [
         part

@@ -12,15 +12,13 @@ import pytest
 
 from agent.messages.parts import kind_of_part
 from agent.wires.wires import WIRES
-from batch_trajectories.export.conversation.reading import read_conversation
-from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance, accepted
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.formats.registry import ROW_FORMATS
 from batch_trajectories.export.formats.rl import rows_of
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, api_of
 from tests.export.test_hermes import record_of
-from tests.stored import stored
+from tests.stored import ROW_FORMATS, row_in, stored
 
 JSON = dict[str, Any]
 PROMPT = "What is this?"
@@ -105,8 +103,7 @@ def record(recording: Recording) -> JSON:
 
 
 def row(record: JSON, name: str, *accepts: str) -> JSON:
-    style = Style(tolerance=Tolerance(accepted(accepts)).of(name))
-    return ROW_FORMATS[name].row_of(styled(read_conversation(stored(record)), style), style)
+    return row_in(name, stored(record), Style(tolerance=Tolerance(accepted(accepts))))
 
 
 @pytest.mark.parametrize("name", ROW_FORMATS)

@@ -11,7 +11,7 @@ import pytest
 
 from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.export.dataset.build import Source
-from batch_trajectories.export.recipe import load_recipe
+from batch_trajectories.export.rows.recipe import load_recipe
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.reader import stored_records
 from batch_trajectories.runs.store.scores import read_scores, score_key

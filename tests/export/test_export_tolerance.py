@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from batch_trajectories.export.conversation.style import Style, style_of_run
-from batch_trajectories.export.conversation.tolerance import HOLDS, how_to_keep
+from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.formats.hermes import to_conversations
+from batch_trajectories.export.rows.format import Format, format_named, named
+from batch_trajectories.export.rows.format_names import names
 from batch_trajectories.export.run_statistics import statistics_of
+from batch_trajectories.export.training_files import style_of_run
 from batch_trajectories.runs.config.option_types import RowFlaw
 from batch_trajectories.runs.store.record_types import stored_messages
 from tests.export.test_export_formats import MARKUP, TEXT_FORMATS
@@ -175,8 +178,15 @@ def test_documents_hold_all_but_calls_without_an_object(tmp_path: Path) -> None:
 
 
 def test_every_reason_that_is_offered_can_be_held_by_a_format() -> None:
-    assert {reason.value for held in HOLDS.values() for reason in held} == set(get_args(RowFlaw))
-    assert how_to_keep("unanswered_call", "openai") == how_to_keep("min_turns", "openai") == ""
+    """And the format that a reject names can."""
+    formats = [format for name in names() if isinstance(format := named(name), Format)]
+    assert {reason for format in formats for reason in format.holds} == set(get_args(RowFlaw))
+    for format in formats:
+        assert format.accepts <= format.holds, format.name
+        assert format.how_to_keep("unanswered_call") == format.how_to_keep("min_turns") == ""
+        for reason in get_args(RowFlaw):
+            other = re.search(r"--format=(\w+)", format.how_to_keep(reason))
+            assert reason in (format_named(other[1]) if other else format).holds
 
 
 def test_a_dataset_with_accepted_rows_checks_itself(tmp_path: Path) -> None:

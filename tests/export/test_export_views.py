@@ -14,13 +14,12 @@ from agent.messages.message import Message
 from agent.options import AgentOptions
 from agent.runner import was_compacted
 from agent.views.views import compact, compacted_from
-from batch_trajectories.export.formats.hermes import to_row
 from tests.agent.test_options import ANSWER, echo
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import judged, make_run, rejects, rows
 from tests.playing import Played, play, say
 from tests.running import SCRIPTED, lines, run, write_rows
-from tests.stored import stored
+from tests.stored import stored, to_row
 
 LONG = "R" * 300
 

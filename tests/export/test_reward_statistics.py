@@ -69,7 +69,7 @@ def test_single_samples_make_no_groups() -> None:
     assert found["pass_at"] == {}
 
 
-def test_rewards_of_turns_and_failures_are_counted_apart() -> None:
+def test_rewards_of_turns_are_counted_apart_and_failed_scores_not_at_all() -> None:
     found = RewardStatistics(1)
     score = {"source": "m:f", "version": "1", "error": None}
     found.add(stored(worked(scores=[{**score, "rewards": {}, "turn_rewards": {"f": [1.0, None]}}])))
@@ -78,7 +78,6 @@ def test_rewards_of_turns_and_failures_are_counted_apart() -> None:
         "by_name": {},
         "turns": {"f": {"turns": 1, "mean": 1.0, "std": None}},
         "pass_at": {},
-        "failed_scores": 1,
     }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.export.dataset.build import Source
-from batch_trajectories.export.formats.registry import KNOWN
+from batch_trajectories.export.rows.format_names import names
 from batch_trajectories.report.page.writer import write_report
 from batch_trajectories.runs.maintenance.fork import write_forks
 from batch_trajectories.runs.store.checksum import with_checksum
@@ -99,7 +99,7 @@ def test_an_edited_field_is_named_by_each_format(
     tmp_path: Path, whole_run: Source, place: str
 ) -> None:
     source = edited(whole_run, tmp_path, place)
-    for name in KNOWN:
+    for name in names():
         with pytest.raises(UnreadableRecord, match=re.escape(described(place))):
             exported(source, formats=name)
 

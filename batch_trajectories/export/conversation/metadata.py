@@ -13,6 +13,7 @@ from agent.messages.message import SUMMARY
 from agent.messages.tokens import trimmed_replies
 from agent.views.views import compacted_from
 from batch_trajectories.export.conversation.rewards import reward_facts
+from batch_trajectories.export.conversation.row_json import compact_json
 from batch_trajectories.export.conversation.texts import patch_of
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
@@ -24,6 +25,14 @@ COUNTS = (
     *("view_compacted", "summaries", "cut_results", "cut_by_export", "trimmed_replies"),
 )
 """Keys of counts of what the model saw differently from what the row shows."""
+
+COMMON: Mapping[str, str] = {
+    "num_turns": "int64",
+    "num_tool_calls": "int64",
+    "has_reasoning": "bool",
+    "metadata": "string",
+}
+"""The types of `common_columns`."""
 
 _MAX_COLUMN_CHARS = 1000
 _PLAIN = (bool, int, float)
@@ -126,6 +135,17 @@ def metadata_for(
     metadata["seed"] = record.seed
     metadata["config_digest"] = record.config_digest
     return metadata
+
+
+def common_columns(conversation: Conversation) -> dict[str, Any]:
+    """The columns that rows of one conversation end with."""
+    metadata = metadata_of(conversation)
+    return {
+        "num_turns": conversation.num_turns,
+        "num_tool_calls": conversation.num_tool_calls,
+        "has_reasoning": metadata["reasoning"]["with_reasoning"] > 0,
+        "metadata": compact_json(metadata),
+    }
 
 
 def metadata_of(conversation: Conversation) -> dict[str, Any]:

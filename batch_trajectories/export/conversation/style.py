@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from batch_trajectories.basics.text import clip
-from batch_trajectories.export.conversation.tolerance import STRICT, Tolerance, accepted
+from batch_trajectories.export.conversation.tolerance import STRICT, Tolerance
 from batch_trajectories.export.conversation.turns import (
     Call,
     Conversation,
@@ -51,10 +51,6 @@ class Style:
     require_passed: bool = False
     """Whether those that did not pass their check are left out of it."""
 
-    def of(self, format_name: str) -> Style:
-        """The same style, accepting only flaws that one format can represent."""
-        return replace(self, tolerance=self.tolerance.of(format_name))
-
     def with_reasoning(self, reasoning: ReasoningStyle | None) -> Style:
         """The same style with another choice for reasoning."""
         return replace(self, reasoning=reasoning)
@@ -70,17 +66,6 @@ class Style:
     def has_system(self, *, by_default: bool) -> bool:
         """Whether the system prompt is included."""
         return by_default if self.system is None else self.system == "saved"
-
-
-def style_of_run(config: Mapping[str, Any]) -> Style:
-    """The style of the training file of a run with this config, as run.json has it."""
-    tolerance = Tolerance(accepted(config.get("accept_rows", ()))).of("hermes")
-    return Style(
-        empty_think=config.get("empty_think", "keep"),
-        tolerance=tolerance,
-        require_reasoning=config.get("require_reasoning", False),
-        require_passed=config.get("require_passed", False),
-    )
 
 
 def styled(conversation: Conversation, style: Style) -> Conversation:

@@ -6,8 +6,8 @@ represent, and refuses the others unless the user accepts them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from batch_trajectories.export.conversation.row_json import Token
@@ -15,23 +15,14 @@ from batch_trajectories.export.conversation.validity import Reason, Rejected
 
 Tokens = Literal["template", "all"]
 
-_TAGS = {Reason.MARKER_IN_TEXT, Reason.MARKER_IN_ARGUMENTS, Reason.MARKER_IN_RESULT}
-_NO_OBJECT = {Reason.ARGUMENTS_NOT_JSON, Reason.ARGUMENTS_NOT_OBJECT}
-_PARTS = {Reason.HAS_IMAGES, Reason.HAS_FILES}
+TAGS = frozenset((Reason.MARKER_IN_TEXT, Reason.MARKER_IN_ARGUMENTS, Reason.MARKER_IN_RESULT))
+"""Tags of calls, results and reasoning, where rows show text as it is."""
+NO_OBJECT = frozenset((Reason.ARGUMENTS_NOT_JSON, Reason.ARGUMENTS_NOT_OBJECT))
+"""Arguments that rows can only hold as text."""
+PARTS = frozenset((Reason.HAS_IMAGES, Reason.HAS_FILES))
 """Formats hold a placeholder of such a part, which is not what the model saw."""
-_ANYWHERE = {Reason.CONTROL_TOKEN, Reason.UNKNOWN_TOOL, *_PARTS}
-
-HOLDS: Mapping[str, frozenset[Reason]] = {
-    # Calls are text there, so arguments that are not an object become a string.
-    "hermes": frozenset(_ANYWHERE | _NO_OBJECT),
-    "openai": frozenset(_ANYWHERE | _TAGS),
-    # Its loader finds calls and results in the text by their tags.
-    "llamafactory": frozenset(_ANYWHERE),
-    "dpo": frozenset(_ANYWHERE | _TAGS),
-    "kto": frozenset(_ANYWHERE | _TAGS),
-    "atif": frozenset(_ANYWHERE | _TAGS),
-}
-"""The flaws that each format can represent."""
+ANYWHERE = frozenset((Reason.CONTROL_TOKEN, Reason.UNKNOWN_TOOL)) | PARTS
+"""What rows of every format can hold."""
 
 
 class Flaw(NamedTuple):
@@ -51,15 +42,6 @@ class Tolerance:
     tokens: Tokens = "template"
     """`template`: tokens that only chat templates use; `all`: also those that are structure to some
     tokenizers and ordinary markup to most (`<s>`, `[INST]`)."""
-
-    def of(self, format_name: str) -> Tolerance:
-        """The same, limited to flaws that a format can represent.
-
-        `atif` accepts these by itself, unless parts are missing: nothing tokenizes its documents.
-        """
-        held = HOLDS[format_name]
-        own = held - _PARTS if format_name == "atif" else frozenset()
-        return replace(self, accepts=own | (self.accepts & held))
 
     def refuses(self, flaw: Flaw) -> bool:
         """Whether a row is refused for a flaw."""
@@ -101,15 +83,3 @@ def refuse_everywhere(flaws: Sequence[Flaw], tolerances: Iterable[Tolerance]) ->
 def accepted(names: Iterable[Any]) -> frozenset[Reason]:
     """The reasons with these names."""
     return frozenset(map(Reason, names))
-
-
-def how_to_keep(reason: str, format_name: str) -> str:
-    """How to keep rows that a format refused for this reason, "" if that is impossible."""
-    if reason in HOLDS.get(format_name, ()):
-        return f"--accept_rows={reason} keeps such rows"
-    holders = [name for name, held in HOLDS.items() if reason in held]
-    if not holders:
-        return ""
-    return (
-        f"{format_name} cannot hold this; export --format={holders[0]} --accept_rows={reason} can"
-    )

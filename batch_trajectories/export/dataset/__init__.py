@@ -1,14 +1,12 @@
 """The datasets of `export --format`.
 
-directory     the directory, its manifest, files for loaders
-build         from records to rows
-format_files  the files of one format
-per_turn      a conversation cut into one for each turn
-splits        which split a prompt belongs to
-card          the dataset card
-checking      compares a dataset with its records
-rendering     renders rows through a chat template
-pushing       uploads to the Hugging Face hub
+directory  the directory, its manifest, files for loaders
+build      from records to rows
+splits     which split a prompt belongs to
+card       the dataset card
+checking   compares a dataset with its records
+rendering  renders rows through a chat template
+pushing    uploads to the Hugging Face hub
 
 Other rooms import build, checking, directory, pushing, rendering.
 """

@@ -19,20 +19,16 @@ import orjson
 from batch_trajectories.basics.long_work import LongWork
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import reward_of
-from batch_trajectories.export.conversation.tolerance import (
-    Tolerance,
-    how_to_keep,
-    refuse_everywhere,
-)
+from batch_trajectories.export.conversation.tolerance import Tolerance, refuse_everywhere
 from batch_trajectories.export.conversation.validity import Rejected
-from batch_trajectories.export.dataset.format_files import Why, open_formats
 from batch_trajectories.export.dataset.splits import Splits
 from batch_trajectories.export.filters.duplicates import NearDuplicates, said_in
 from batch_trajectories.export.filters.filters import RecordFilters
-from batch_trajectories.export.formats.registry import COPIES
-from batch_trajectories.export.formats.row_files import FileTarget, Hashing, Written
-from batch_trajectories.export.recipe import Recipe
-from batch_trajectories.export.record_order import Loaded, RecordOrder, RecordReader, Seen
+from batch_trajectories.export.record_order import RecordOrder, RecordReader, Seen
+from batch_trajectories.export.rows.files import Loaded, Why, open_format
+from batch_trajectories.export.rows.format import Format
+from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.export.rows.row_files import FileTarget, Hashing, Written
 from batch_trajectories.export.statistics import Statistics
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.directory.run_dir import read_run_json, versions_of
@@ -149,13 +145,15 @@ class _Making:
         self._seen = seen
         self._read = read
         filters = recipe.filters
-        self._chooses = recipe.compares or filters.max_per_toolsets is not None
+        self._compares = recipe.compares
+        self._chooses = self._compares or filters.max_per_toolsets is not None
         self._filters = _filters_of(recipe)
         self._near = (
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
         )
         self._splits = Splits(recipe.splits, seed=recipe.split_seed)
-        self._formats = open_formats(recipe, place, run)
+        self._row_formats = recipe.row_formats
+        self._formats = [open_format(one, place, recipe, run) for one in self._row_formats]
         self._tolerances = recipe.tolerances
         self._needs_conversations = recipe.needs_conversations
         self._rejects = Hashing(place.open("rejects.jsonl"))
@@ -170,7 +168,7 @@ class _Making:
         """Add a few groups of tasks: those of one prompt, or single tasks if none are compared."""
         # A prompt can have any number of samples: rejected ones are not held in memory.
         loading = map(self._read, chain.from_iterable(groups))
-        loaded = loading if self._recipe.compares else iter([*loading])
+        loaded = loading if self._compares else iter([*loading])
         passed = [self._candidates(numbers, loaded) for numbers in groups]
         for candidates, _ in passed:
             for candidate in candidates:
@@ -188,7 +186,7 @@ class _Making:
             split = self._splits.of(candidates[0].record)
             for files in self._formats:
                 for candidate, why in files.add(split, candidates, chosen):
-                    self._reject(_named(candidate.record), *why, files.name)
+                    self._reject(_named(candidate.record), *why, files.format)
 
     def finish(self) -> dict[str, Any]:
         """Close all files; returns their part of the manifest."""
@@ -279,13 +277,13 @@ class _Making:
                     left_out[candidate.record.id] = ("max_per_toolsets", f"{detail} are kept")
         return left_out
 
-    def _reject(self, named: _Named, reason: str, detail: str, format_name: str | None) -> None:
+    def _reject(self, named: _Named, reason: str, detail: str, format: Format | None) -> None:
         # What no format accepts is reported for the first format.
-        if kept := how_to_keep(reason, format_name or self._recipe.row_formats[0]):
+        if kept := (format or self._row_formats[0]).how_to_keep(reason):
             detail = f"{detail}; {kept}"
         line = {
             **named,
-            "format": format_name,
+            "format": None if format is None else format.name,
             "reason": reason,
             # It may quote a model's text with halves of surrogate pairs.
             "detail": detail.encode(errors="replace").decode(),
@@ -319,10 +317,7 @@ def _by_reward(name: str | None, candidate: Loaded) -> float:
 
 def _versions(recipe: Recipe) -> dict[str, str]:
     names = ["batch-trajectories"]
-    if not COPIES.isdisjoint(recipe.formats):
-        names.append("pyarrow")
-    if "hf" in recipe.formats:
-        names.append("datasets")
+    names += dict.fromkeys(package for one in recipe.copies for package in one.packages)
     if recipe.filters.near_duplicates is not None:
         names.append("rensa")
     if recipe.filters.secrets == "all":

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from batch_trajectories.export.formats.columns import columns_of
-from batch_trajectories.export.recipe import Recipe
+from batch_trajectories.export.rows.format import format_named
+from batch_trajectories.export.rows.recipe import Recipe
 
 _LISTS: dict[str, dict[str, Any]] = {
     "turns": {"list": [{"name": "from", "dtype": "string"}, {"name": "value", "dtype": "string"}]},
@@ -18,40 +18,9 @@ _LISTS: dict[str, dict[str, Any]] = {
 
 _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6, "100K<n<1M"))
 
-_LOADING = {
-    "hermes": "Turns as text. TRL wants role names of its own (system, user, assistant, tool); "
-    "LLaMA-Factory a `dataset_info.json` with all seven tags.",
-    "llamafactory": "Point `dataset_dir` at the folder `llamafactory`; its `dataset_info.json` "
-    "names one dataset per split.",
-    "openai": "TRL and Axolotl (`type: chat_template`) read it directly. Arguments are objects, "
-    "so the JSON lines need datasets 4.7 or newer; the Parquet files hold them as JSON text and "
-    "open everywhere.",
-    "atif": "One ATIF-v1.8 document per line; not meant for `load_dataset`.",
-    "dpo": "TRL DPOTrainer: prompt, chosen, rejected. Needs datasets 4.7 or newer.",
-    "kto": "TRL KTOTrainer: prompt, completion, label. Needs datasets 4.7 or newer.",
-    "rl": "Token ids as sampled, one row per segment of a conversation: see docs/training.md of "
-    "the program that wrote it.",
-    "prompts": "A row per prompt for verl's own rollouts (`data.train_files`).",
-    "predictions": "Diffs by `instance_id`, for the harness of SWE-bench (`--predictions_path`).",
-    "raw": "The records of the run, whole; not meant for `load_dataset`.",
-}
 
-_NOT_LOADED = ("atif", "rl", "prompts", "predictions", "raw")
-"""Formats without a fixed schema."""
-
-
-_TRAINERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("TRL SFTTrainer", ("openai_hf", "openai")),
-    ("Axolotl", ("openai_parquet", "openai")),
-    ("LLaMA-Factory", ("llamafactory",)),
-    ("verl, fine-tuning", ("openai_parquet",)),
-    ("ms-swift, OpenRLHF, Unsloth, NeMo AutoModel", ("openai",)),
-    ("TRL DPOTrainer", ("dpo_hf", "dpo")),
-    ("TRL KTOTrainer", ("kto_hf", "kto")),
-    ("prime-rl, SkyRL, slime, verl: token ids", ("rl",)),
-    ("verl: prompts for its own rollouts", ("prompts",)),
-)
-"""Trainers, and the folders that they read, the best one first."""
+_FIRST = {"TRL SFTTrainer": 0, "Axolotl": 1, "LLaMA-Factory": 2}
+"""The places of the trainers that most readers look for."""
 
 
 class _Plain(yaml.SafeDumper):
@@ -108,7 +77,7 @@ def _by_config(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, lis
     for part in manifest["formats"]:
         found: dict[str, list[str]] = {}
         for file in part["files"]:
-            if part["format"] not in _NOT_LOADED and file["path"].endswith(suffix):
+            if _is_loaded(part) and file["path"].endswith(suffix):
                 found.setdefault(file["split"], []).append(file["path"])
         if found:
             yield part["format"], found
@@ -122,14 +91,19 @@ def _pattern(path: str) -> str:
 
 def _suffix(manifest: Mapping[str, Any]) -> str:
     """The kind of file that the hub is to load: Parquet, else JSON lines, else Arrow."""
-    loaded = [part for part in manifest["formats"] if part["format"] not in _NOT_LOADED]
+    loaded = filter(_is_loaded, manifest["formats"])
     files = (file["path"] for part in loaded for file in part["files"])
     written = {PurePath(path).suffix for path in files}
     return next((kind for kind in (".parquet", ".jsonl") if kind in written), ".arrow")
 
 
+def _is_loaded(part: Mapping[str, Any]) -> bool:
+    """Whether `load_dataset` can read a format: its columns are known."""
+    return bool(format_named(part["format"]).columns)
+
+
 def _features(name: str, recipe: Recipe) -> list[dict[str, Any]]:
-    columns = columns_of(name, lists_tools=recipe.tools == "list")
+    columns = format_named(name).columns_with(lists_tools=recipe.tools == "list")
     return [
         {"name": column, **_LISTS.get(kind, {"dtype": kind})} for column, kind in columns.items()
     ]
@@ -139,8 +113,11 @@ def _files_of_trainers(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]
     """Each trainer that can read a file of the dataset, and that file."""
     files = [file["path"] for part in manifest["formats"] for file in part["files"]]
     folders = {path.partition("/")[0]: path for path in reversed(files)}
-    for trainer, known in _TRAINERS:
-        if found := [folder for folder in known if folder in folders]:
+    known = [
+        t for part in manifest["formats"] for t in format_named(part["format"]).trainers.items()
+    ]
+    for trainer, read in sorted(known, key=lambda one: _FIRST.get(one[0], len(_FIRST))):
+        if found := [folder for folder in read if folder in folders]:
             path = found[0] if found[0].endswith("_hf") else _pattern(folders[found[0]])
             yield trainer, f"`{path}`"
 
@@ -182,7 +159,7 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield "Trainers cut or drop long rows: TRL at 1,024 tokens by default, LLaMA-Factory at 2,048."
     yield ""
     for part in manifest["formats"]:
-        yield f"- **{part['format']}**: {_LOADING[part['format']]}"
+        yield f"- **{part['format']}**: {format_named(part['format']).card}"
     if files := list(_files_of_trainers(manifest)):
         yield ""
         yield from _table(("trainer", "file"), files)

@@ -19,7 +19,7 @@ from batch_trajectories.export.dataset.directory import (
     listed_files,
     read_manifest,
 )
-from batch_trajectories.export.recipe import Recipe
+from batch_trajectories.export.rows.recipe import Recipe
 
 _SUMS = ("discarded", "failed", "pending", "rejected", "selected")
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,9 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.dataset.build import SCHEMA_VERSION, Source, write_rows
 from batch_trajectories.export.dataset.card import card
-from batch_trajectories.export.formats.arrow import datasets_frame
-from batch_trajectories.export.formats.llamafactory import dataset_info
-from batch_trajectories.export.formats.row_files import FileTarget, Nowhere, Staging, Written
-from batch_trajectories.export.recipe import Recipe
+from batch_trajectories.export.rows.format import format_named
+from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.export.rows.row_files import FileTarget, Nowhere, Staging, Written
 from batch_trajectories.runs.store.files import (
     StorageError,
     alone_in,
@@ -167,33 +166,24 @@ def _make(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, Any]:
     manifest = write_rows(source, recipe, place)
     others = []
     for part in manifest["formats"]:
-        if part["format"] == "llamafactory":
-            content = dataset_info(_loaded_by_llamafactory(manifest["run"]["name"], part))
-            others.append(_write(place, "llamafactory/dataset_info.json", _indented(content)))
-        for path, content in _loaded_by_datasets(part, recipe).items():
+        for path, content in _beside(part, manifest["run"]["name"], recipe):
             others.append(_write(place, path, _indented(content)))
     others.append(_write(place, "README.md", card(manifest, recipe).encode()))
     return {**manifest, "other_files": [file.to_json() for file in others]}
 
 
-def _loaded_by_llamafactory(name: str, part: Mapping[str, Any]) -> dict[str, str]:
-    """The file or folder of each split, relative to the folder of the format."""
-    found = {}
-    for file in part["files"]:
-        folder, _, rest = file["path"].partition("/")
-        if folder == "llamafactory":
-            found[f"{name}_{file['split']}"] = rest.partition("/")[0]
-    return found
-
-
-def _loaded_by_datasets(part: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """The files of a directory of `datasets` except its rows, by path."""
-    files = [file for file in part["files"] if file["path"].endswith(".arrow")]
-    if not files:
-        return {}
-    name = part["format"]
-    frame = datasets_frame(name, files, lists_tools=recipe.copies_list_tools)
-    return {f"{name}_hf/{path}": content for path, content in frame.items()}
+def _beside(part: Mapping[str, Any], run: str, recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """The JSON files beside the rows of a format and their copies, by path."""
+    format = format_named(part["format"])
+    if format.beside is not None:
+        for name, content in format.beside(part, run).items():
+            yield f"{format.name}/{name}", content
+    for copies in recipe.copies:
+        folder = f"{format.name}_{copies.name}"
+        files = [file for file in part["files"] if file["path"].startswith(f"{folder}/")]
+        if files and copies.beside is not None:
+            for name, content in copies.beside(format, files, recipe.copies_list_tools).items():
+                yield f"{folder}/{name}", content
 
 
 def _write(place: FileTarget, path: str, content: bytes) -> Written:

@@ -20,7 +20,7 @@ from batch_trajectories.export.conversation.tools import names_of
 from batch_trajectories.export.filters.contamination import Questions, load_questions
 from batch_trajectories.export.filters.secrets import Scanner, make_scanner
 from batch_trajectories.export.leaks import leaks_of
-from batch_trajectories.export.recipe import AnswerCheck, Filters
+from batch_trajectories.export.rows.recipe import AnswerCheck, Filters
 from batch_trajectories.runs.store.checks import CHECK_FAILED, ended_by_wrong_answer
 from batch_trajectories.runs.store.record_types import Record, StoredError
 from toolsets.catalog.places import OwnToolError, import_place

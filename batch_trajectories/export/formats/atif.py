@@ -1,4 +1,4 @@
-"""Conversations as documents of the Agent Trajectory Interchange Format, ATIF-v1.8.
+"""Documents of the Agent Trajectory Interchange Format (ATIF), for harbor.
 
 One document per line. A step is a message of the system or a user, or a turn of the model with its
 calls, their results and costs. Turns that came with the prompt are marked as copied context, which
@@ -12,7 +12,6 @@ JSON, for example) is only named in `extra`: the parent's model saw nothing but 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,9 +23,10 @@ from batch_trajectories.export.conversation.order import in_order
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_entries, system_of
 from batch_trajectories.export.conversation.style import Style, styled
-from batch_trajectories.export.conversation.tolerance import STRICT, Flaw, Tolerance
+from batch_trajectories.export.conversation.tolerance import ANYWHERE, PARTS, TAGS, Flaw, Tolerance
 from batch_trajectories.export.conversation.turns import Conversation, Said, Turn
 from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.export.rows.format import RowFormat
 from batch_trajectories.runs.store.record_types import (
     InnerRecord,
     Record,
@@ -37,14 +37,12 @@ from batch_trajectories.runs.store.record_types import (
 
 SCHEMA_VERSION = "ATIF-v1.8"
 
-_TOLERANCE = STRICT.of("atif")
-
 _TOTALS = "The totals of tokens and cost include those of all inner conversations."
 
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """The document of a conversation; calls of a turn stay together whatever the style says."""
-    _tolerance_of(style).refuse(conversation.flaws)
+    style.tolerance.refuse(conversation.flaws)
     record = conversation.record
     name, version = None, (record.versions or {}).get("batch-trajectories")
     if record.agent is not None:
@@ -83,7 +81,7 @@ def _document(
         if inner.name == SIMULATED_USER:
             continue  # what it wrote are user messages, and no agent's work to train on
         try:
-            nested = _read_inner(inner, conversation.record, _tolerance_of(style))
+            nested = _read_inner(inner, conversation.record, style.tolerance)
             inside[inner.key] = _document(
                 styled(nested, style),
                 inner,
@@ -128,11 +126,6 @@ def _document(
         "extra": {**extra, **({"subagents_left_out": left_out} if left_out else {})},
         **({"subagent_trajectories": list(inside.values())} if inside else {}),
     }
-
-
-def _tolerance_of(style: Style) -> Tolerance:
-    accepted = style.tolerance.of("atif").accepts
-    return replace(_TOLERANCE, accepts=_TOLERANCE.accepts | accepted)
 
 
 def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Conversation:
@@ -225,3 +218,16 @@ def _sum(numbers: Any) -> Any:
 
 def _known(members: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in members.items() if value is not None}
+
+
+FORMAT = RowFormat(
+    name="atif",
+    card="One ATIF-v1.8 document per line; not meant for `load_dataset`.",
+    row_of=row_of,
+    reasoning=frozenset(("field",)),
+    holds=ANYWHERE | TAGS,
+    # Nothing tokenizes its documents. Placeholders of parts are not what the model saw.
+    accepts=(ANYWHERE | TAGS) - PARTS,
+    splits_calls=False,
+    marks_loss=True,
+)

@@ -1,4 +1,4 @@
-"""Rows of ShareGPT training data in the Hermes dialect.
+"""ShareGPT (from, value) in the dialect of the Hermes models; also named sharegpt.
 
 A row depends only on its record and holds no times or paths, so the same conversation gives the
 same bytes wherever and whenever it ran. A record that breaks a rule raises Rejected; no turn is
@@ -16,9 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from batch_trajectories.export.conversation.metadata import metadata_of
+from batch_trajectories.export.conversation.metadata import COMMON, common_columns
 from batch_trajectories.export.conversation.reading import (
-    read_conversation,
     read_entries,
     refuse_control_tokens,
     with_hidden_reasoning,
@@ -26,31 +25,26 @@ from batch_trajectories.export.conversation.reading import (
 from batch_trajectories.export.conversation.row_json import (
     TOOL_RESPONSE,
     Repeated,
-    compact_json,
     content_json,
     escape_markers,
     write_json,
 )
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.conversation.tolerance import Flaw, Tolerance
+from batch_trajectories.export.conversation.tolerance import (
+    ANYWHERE,
+    NO_OBJECT,
+    STRICT,
+    Flaw,
+    Tolerance,
+)
 from batch_trajectories.export.conversation.tools import once
 from batch_trajectories.export.conversation.turns import Conversation, Entry, Said, Turn
 from batch_trajectories.export.conversation.validity import Reason
-from batch_trajectories.runs.store.record_types import Record, StoredMessage, Tools
+from batch_trajectories.export.rows.format import RowFormat
+from batch_trajectories.runs.store.record_types import StoredMessage, Tools
 
 _NO_REASONING = "<think>\n</think>\n"
 """Begins a turn without reasoning, so that every turn begins with a think block."""
-
-_PLAIN = Style()
-
-
-def to_row(record: Record, style: Style = _PLAIN) -> dict[str, Any]:
-    """Convert a record; raises Rejected if it breaks a rule of the format.
-
-    A record that ended early is converted too, with `completed` false; the caller decides where
-    it belongs.
-    """
-    return row_of(read_conversation(record), style)
 
 
 def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
@@ -72,17 +66,6 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     }
 
 
-def common_columns(conversation: Conversation) -> dict[str, Any]:
-    """The columns that rows of all formats end with."""
-    metadata = metadata_of(conversation)
-    return {
-        "num_turns": conversation.num_turns,
-        "num_tool_calls": conversation.num_tool_calls,
-        "has_reasoning": metadata["reasoning"]["with_reasoning"] > 0,
-        "metadata": compact_json(metadata),
-    }
-
-
 def to_conversations(
     messages: Sequence[StoredMessage],
     tools: Tools,
@@ -98,9 +81,9 @@ def to_conversations(
     _, preamble = once(tools, _tools_and_preamble)
     flaws: list[Flaw] = []
     entries = read_entries(messages, tools, flaws)
-    _PLAIN.tolerance.refuse(flaws)
+    STRICT.refuse(flaws)
     entries = with_hidden_reasoning(entries, messages, reasoning_tokens)
-    return _conversations(entries, preamble, _PLAIN, system="")
+    return _conversations(entries, preamble, Style(), system="")
 
 
 def _conversations(
@@ -171,3 +154,23 @@ def _tool_value(turn: Turn, tolerance: Tolerance) -> str:
                 tolerance.refuse([Flaw(Reason.MARKER_IN_RESULT, f"{where}: {found[0]}")])
         blocks.append(f"<tool_response>\n{body}\n</tool_response>")
     return "\n".join([*blocks, *said])
+
+
+FORMAT = RowFormat(
+    name="hermes",
+    card="Turns as text. TRL wants role names of its own (system, user, assistant, tool); "
+    "LLaMA-Factory a `dataset_info.json` with all seven tags.",
+    columns={
+        "id": "string",
+        "conversations": "turns",
+        "tools": "string",
+        "completed": "bool",
+        "partial": "bool",
+        "api_calls": "int64",
+        **COMMON,
+    },
+    row_of=row_of,
+    reasoning=frozenset(("inline",)),
+    # Calls are text, so arguments that are not an object become a string.
+    holds=ANYWHERE | NO_OBJECT,
+)

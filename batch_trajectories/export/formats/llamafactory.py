@@ -1,4 +1,4 @@
-"""Conversations for LLaMA-Factory (formatting `sharegpt`), in the forms that its loader keeps.
+"""Turns and calls as LLaMA-Factory reads them (its formatting `sharegpt`).
 
 Turns alternate between human or observation and gpt or function_call, and end with the model's.
 A turn with calls is JSON after its reasoning, in the form of the templates. With text beside them,
@@ -7,16 +7,18 @@ the calls are one block that holds a list, the only form that loses nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from batch_trajectories.export.conversation.metadata import COMMON, common_columns
 from batch_trajectories.export.conversation.reading import refuse_control_tokens
 from batch_trajectories.export.conversation.row_json import escape_markers, write_json
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance
 from batch_trajectories.export.conversation.turns import Conversation, Said, Turn
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.formats.hermes import common_columns
-from batch_trajectories.export.formats.openai_chat import (
+from batch_trajectories.export.rows.format import RowFormat
+from batch_trajectories.export.rows.messages import (
     refuse_structure_in_arguments,
     refuse_structure_in_results,
     tools_json,
@@ -105,3 +107,33 @@ def _results(turn: Turn, tolerance: Tolerance) -> str:
     # Loaders of other trainers refuse blank values.
     contents = (result.content if result.content.strip() else '""' for result in turn.results)
     return _BETWEEN_RESULTS.join(contents)
+
+
+def _beside(part: Mapping[str, Any], run_name: str) -> dict[str, Any]:
+    """`dataset_info.json`, with the file or folder of each split."""
+    found = {}
+    for file in part["files"]:
+        folder, _, rest = file["path"].partition("/")
+        if folder == FORMAT.name:
+            found[f"{run_name}_{file['split']}"] = rest.partition("/")[0]
+    return {"dataset_info.json": dataset_info(found)}
+
+
+FORMAT = RowFormat(
+    name="llamafactory",
+    card="Point `dataset_dir` at the folder `llamafactory`; its `dataset_info.json` "
+    "names one dataset per split.",
+    trainers={"LLaMA-Factory": ("llamafactory",)},
+    columns={
+        "id": "string",
+        "conversations": "turns",
+        "tools": "string",
+        "completed": "bool",
+        **COMMON,
+    },
+    row_of=row_of,
+    reasoning=frozenset(("inline",)),
+    # Its loader finds calls and results in the text by their tags, so it cannot hold any.
+    has_turns=True,
+    beside=_beside,
+)

@@ -1,8 +1,17 @@
-"""Predictions for SWE-bench's harness: the diff of each conversation."""
+"""Diffs, as predictions for the harness of SWE-bench."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
+import orjson
+
 from batch_trajectories.export.conversation.texts import patch_of
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.export.rows.files import CandidateFiles, Loaded, OwnFormat, Why
+from batch_trajectories.export.rows.format import Format
+from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.export.rows.row_files import FileTarget
 from batch_trajectories.runs.store.record_types import Record
 
 
@@ -14,3 +23,31 @@ def prediction_of(record: Record) -> dict[str, str]:
         "model_name_or_path": record.model or "unknown",
         "model_patch": patch_of(record),
     }
+
+
+class _PredictionFiles(CandidateFiles):
+    """Diffs for SWE-bench's harness, which takes one for each task."""
+
+    def __init__(self, format: Format, place: FileTarget, recipe: Recipe, run: str) -> None:
+        super().__init__(format, place, recipe, run)
+        self._instances: set[str] = set()
+
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+        line = prediction_of(candidate.record)
+        if (name := line["instance_id"]) in self._instances:
+            raise Rejected(
+                Reason.OTHER_SAMPLE,
+                f"the file has a sample of {name}; `best_n: 1` in a recipe takes the best",
+            )
+        self.write(split, orjson.dumps(line) + b"\n")
+        self._instances.add(name)
+        return None
+
+
+FORMAT = OwnFormat(
+    name="predictions",
+    card="Diffs by `instance_id`, for the harness of SWE-bench (`--predictions_path`).",
+    shows_messages=False,
+    takes_all=True,
+    files=_PredictionFiles,
+)

@@ -1,4 +1,4 @@
-"""Prompts for trainers that make their own rollouts: a row per prompt, in the columns of verl.
+"""A row per prompt, for trainers that make their own rollouts: verl.
 
 Read of verl 0.9.1: `prompt`, role and content of each message; `data_source`, by which it chooses
 the function that computes rewards; `reward_model`, whose `ground_truth` that function gets;
@@ -7,15 +7,18 @@ the function that computes rewards; `reward_model`, whose `ground_truth` that fu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import refuse_control_tokens
 from batch_trajectories.export.conversation.rewards import reward_of
+from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.formats.row_files import Hashing, MakeWriter
+from batch_trajectories.export.rows.files import FormatFiles, Loaded, OwnFormat, Why
+from batch_trajectories.export.rows.row_files import Hashing, MakeWriter
+from batch_trajectories.export.rows.tables import RowTables
 from batch_trajectories.runs.store.record_types import Record
 
 DATA_SOURCE = "data_source"
@@ -62,12 +65,10 @@ def _messages(record: Record) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
-def prompts_writer() -> MakeWriter:
+def _parquet_writer() -> MakeWriter:
     """A function that begins Parquet files of such rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
-
-    from batch_trajectories.export.formats.arrow import RowTables
 
     text, message = pa.string(), [("role", pa.string()), ("content", pa.string())]
     info = [("index", pa.int64()), ("id", text), ("samples", pa.int64())]
@@ -80,11 +81,39 @@ def prompts_writer() -> MakeWriter:
         ]
     )
 
-    class PromptRows(RowTables):
-        def __init__(self, file: Hashing) -> None:
-            super().__init__(pq.ParquetWriter(file, schema, compression="zstd", store_schema=False))
+    def table_of(rows: list[dict[str, Any]]) -> Any:
+        return pa.Table.from_pylist(rows, schema=schema)
 
-        def rows_table(self, rows: list[dict[str, Any]]) -> Any:
-            return pa.Table.from_pylist(rows, schema=schema)
+    def begin(file: Hashing) -> RowTables:
+        writer = pq.ParquetWriter(file, schema, compression="zstd", store_schema=False)
+        return RowTables(writer, table_of)
 
-    return PromptRows
+    return begin
+
+
+class _PromptFiles(FormatFiles):
+    def add(
+        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Why]
+    ) -> Iterator[tuple[Loaded, Why]]:
+        records = [candidate.record for candidate in candidates]
+        try:
+            row = row_of(
+                records, index=self._rows, run=self.run, reward_name=self.recipe.reward_name
+            )
+        except Rejected as rejected:
+            for candidate in candidates:
+                yield self.unused(candidate, (rejected.reason.value, rejected.detail))
+            return
+        self.write(split, dumps_row(row), uses=len(candidates))
+
+
+FORMAT = OwnFormat(
+    name="prompts",
+    card="A row per prompt for verl's own rollouts (`data.train_files`).",
+    trainers={"verl: prompts for its own rollouts": ("prompts",)},
+    parquet=_parquet_writer,
+    shows_messages=False,
+    takes_all=True,
+    by_prompt=True,
+    files=_PromptFiles,
+)

@@ -1,4 +1,4 @@
-"""Trajectories as token ids, for reinforcement learning: what was sampled, nothing rendered.
+"""Token ids as sampled, with loss masks and rewards: verl, prime-rl, SkyRL, slime.
 
 A row is a segment of a conversation: in it, each prompt begins with the prompt and completion of
 the turn before. Where a prompt does not (retokenized text, stripped reasoning, a summary), the
@@ -11,7 +11,8 @@ group and reward with the conversation that they are part of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,8 +21,13 @@ from agent.messages.message import COST_ONLY, STAGES, WORKSPACE_LOST
 from agent.messages.tokens import TokenTurn, token_turns
 from batch_trajectories.export.conversation.reading import flaws_of_parts
 from batch_trajectories.export.conversation.rewards import reward_facts, reward_of
+from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
 from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.export.rows.files import CandidateFiles, Loaded, OwnFormat, Why
+from batch_trajectories.export.rows.format import Format
+from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.export.rows.row_files import FileTarget
 from batch_trajectories.runs.store.record_types import (
     DiscardedReply,
     InnerRecord,
@@ -33,6 +39,10 @@ from batch_trajectories.runs.store.rewards import BY_TURN
 
 MAIN_THREAD = "main"
 """The `thread` of a conversation that is no subagent's."""
+
+
+_SPLIT_TEXTS = 5
+"""How many of the most frequent texts at splits are named."""
 
 
 class _Segment:
@@ -228,3 +238,59 @@ def _policy_version(turn: StoredTurn) -> str | None:
     meta = choice.get("meta_info")
     version = meta.get("weight_version") if isinstance(meta, dict) else None
     return turn.model if version is None else str(version)
+
+
+class _TokenFiles(CandidateFiles):
+    """Rows of token ids; a record can have several."""
+
+    def __init__(self, format: Format, place: FileTarget, recipe: Recipe, run: str) -> None:
+        super().__init__(format, place, recipe, run)
+        self._rows_after_split = 0
+        self._split_texts: Counter[tuple[str, str]] = Counter()
+        self._discarded_replies = 0
+        self._turns_without_ids = 0
+        self._subagents_left_out = 0
+
+    def finish(self) -> dict[str, Any]:
+        counts: dict[str, Any] = {
+            "split": self._rows_after_split,
+            "split_texts": [
+                {"sampled": sampled, "shown": shown, "rows": count}
+                for (sampled, shown), count in self._split_texts.most_common(_SPLIT_TEXTS)
+            ],
+            "turns_without_ids": self._turns_without_ids,
+            "discarded_replies": self._discarded_replies,
+        }
+        if self.recipe.subagents:
+            counts["subagents_left_out"] = self._subagents_left_out
+        return {**super().finish(), **counts}
+
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+        record, recipe = candidate.record, self.recipe
+        rows = rows_of(
+            record, recipe.reward_name, subagents=recipe.subagents, discarded=recipe.discarded
+        )
+        threads = [record, *(threads_of(record) if recipe.subagents else ())]
+        self._discarded_replies += sum(len(discarded_replies(one)) for one in threads)
+        firsts = [row for row in rows if row["segment"] == 0 and not row.get("discarded")]
+        for place in filter(None, (row["split"] for row in rows)):
+            self._rows_after_split += 1
+            if place["sampled"] is not None:
+                self._split_texts[place["sampled"], place["shown"]] += 1
+        self._turns_without_ids += sum(len(row["turns_without_ids"]) for row in firsts)
+        if recipe.subagents:
+            self._subagents_left_out += len(threads) - len(firsts)
+        for number, row in enumerate(rows):
+            self.write(split, dumps_row(row), uses=int(number == 0))
+        return None
+
+
+FORMAT = OwnFormat(
+    name="rl",
+    card="Token ids as sampled, one row per segment of a conversation: see docs/training.md of "
+    "the program that wrote it.",
+    trainers={"prime-rl, SkyRL, slime, verl: token ids": ("rl",)},
+    shows_messages=False,
+    takes_all=True,
+    files=_TokenFiles,
+)

@@ -16,10 +16,11 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.row_json import dumps_row
-from batch_trajectories.export.conversation.style import Style, style_of_run
+from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tools import once
 from batch_trajectories.export.health import Health, problems_in
 from batch_trajectories.export.reward_statistics import RewardStatistics
+from batch_trajectories.export.training_files import style_of_run
 from batch_trajectories.report.facts import row_of
 from batch_trajectories.report.page.page import render_page
 from batch_trajectories.report.page.pieces import (

@@ -25,23 +25,11 @@ from batch_trajectories.export.conversation.tolerance import Flaw, Tolerance
 from batch_trajectories.export.conversation.tools import once
 from batch_trajectories.export.conversation.turns import Conversation, Entry, Said, Turn
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.formats.hermes import common_columns
 from batch_trajectories.runs.store.record_types import Tools
 
 NO_LOSS: Mapping[str, Any] = {"weight": 0, "loss": False}
 """Marks an assistant message that is not to be learnt: `weight` for OpenAI and Axolotl, `loss` for
 ms-swift. Messages without these keys are learnt."""
-
-
-def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
-    """One row of `messages`, `tools` and the common columns; raises Rejected."""
-    return {
-        "id": conversation.record.id,
-        "messages": messages_of(conversation, style, marks_loss=True),
-        "tools": tools_column(conversation, style),
-        "completed": conversation.completed,
-        **common_columns(conversation),
-    }
 
 
 def messages_of(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -32,37 +33,36 @@ from batch_trajectories.export.conversation.style import (
     SystemStyle,
     ToolsForm,
 )
-from batch_trajectories.export.conversation.tolerance import HOLDS, Tokens, Tolerance, accepted
-from batch_trajectories.export.formats.registry import (
-    COPIED,
-    COPIES,
-    GROUP_FORMATS,
-    KNOWN,
-    OF_RECORDS,
-    ROW_FORMATS,
-    TURN_FORMATS,
-)
+from batch_trajectories.export.conversation.tolerance import Tokens, Tolerance, accepted
+from batch_trajectories.export.rows.format import Copies, Format, RowFormat, format_named, named
+from batch_trajectories.export.rows.format_names import OTHER_NAMES, names
 from batch_trajectories.runs.config.loading import read_mapping
 from batch_trajectories.runs.config.option_types import AcceptedRows
 from batch_trajectories.runs.store.checks import THRESHOLD
 
-FormatName = Literal[
-    "hermes",
-    "llamafactory",
-    "openai",
-    "atif",
-    "parquet",
-    "hf",
-    "dpo",
-    "kto",
-    "rl",
-    "prompts",
-    "predictions",
-    "raw",
-]
-assert set(get_args(FormatName)) == set(KNOWN)
-_WHOLE = {"rl", "prompts", "predictions"}
-"""Formats of all conversations: failures and equal samples count, too."""
+
+def _format_name(name: str) -> str:
+    name = OTHER_NAMES.get(name, name)
+    if name not in names():
+        raise ValueError("unknown format")
+    return name
+
+
+FormatName = Annotated[str, AfterValidator(_format_name)]
+
+
+def _takes_all(name: object) -> bool:
+    """Whether this is the name of a format of all conversations."""
+    if name not in names():
+        return False
+    one = named(str(name))
+    return isinstance(one, Format) and one.takes_all
+
+
+def _has_turns(one: Format | Copies) -> bool:
+    """Whether rows can be for single turns."""
+    return isinstance(one, Copies) or (isinstance(one, RowFormat) and one.has_turns)
+
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -237,8 +237,9 @@ class Recipe(_Part):
         formats = values.get("formats") if isinstance(values, dict) else None
         filters = values.get("filters", {}) if isinstance(values, dict) else None
         chosen = split_commas(formats)
-        is_whole = isinstance(chosen, list | tuple) and {*map(str, chosen)} <= _WHOLE
-        if not chosen or not is_whole or not isinstance(filters, dict):
+        if not isinstance(chosen, list | tuple) or not isinstance(filters, dict):
+            return values
+        if not chosen or not all(map(_takes_all, chosen)):
             return values
         return {**values, "filters": {"status": ["any"], "exact_duplicates": False, **filters}}
 
@@ -248,16 +249,19 @@ class Recipe(_Part):
             raise ValueError(f"splits: shares must sum to 1 (got {sum(self.splits.values()):g})")
         if bad := [name for name in self.splits if not name.isidentifier()]:
             raise ValueError(f"splits: {bad[0]!r}: a name is letters, digits and '_'")
-        for name in self.formats:
-            held = ROW_FORMATS.get(name)
-            if self.reasoning == "field" and held and not held.has_reasoning_field:
-                raise ValueError(f"reasoning: {name} has no field for it, only inline")
-            if self.reasoning == "inline" and held and not held.has_inline_reasoning:
-                raise ValueError(f"reasoning: {name} has a field for it, so it is never inline")
-        if self.per_turn and (whole := set(self.formats) - {*TURN_FORMATS, *COPIES}):
+        for one in self._named:
+            if isinstance(one, RowFormat):
+                if self.reasoning == "field" and "field" not in one.reasoning:
+                    raise ValueError(f"reasoning: {one.name} has no field for it, only inline")
+                if self.reasoning == "inline" and "inline" not in one.reasoning:
+                    raise ValueError(
+                        f"reasoning: {one.name} has a field for it, so it is never inline"
+                    )
+        if self.per_turn and (whole := [x.name for x in self._named if not _has_turns(x)]):
+            possible = [name for name in names() if _has_turns(named(name))]
             raise ValueError(
                 f"per_turn: {min(whole)} has no rows for single turns; "
-                f"choose formats among {', '.join((*TURN_FORMATS, *sorted(COPIES)))}"
+                f"choose formats among {', '.join(possible)}"
             )
         for option in ("subagents", "discarded"):
             if getattr(self, option) and "rl" not in self.formats:
@@ -281,45 +285,55 @@ class Recipe(_Part):
         )
 
     @property
-    def row_formats(self) -> list[str]:
+    def _named(self) -> list[Format | Copies]:
+        return [named(name) for name in dict.fromkeys(self.formats)]
+
+    @property
+    def copies(self) -> list[Copies]:
+        """What the rows are copied to, Parquet first."""
+        found = [one for one in self._named if isinstance(one, Copies)]
+        return sorted(found, key=lambda one: one.name, reverse=True)
+
+    @property
+    def row_formats(self) -> list[Format]:
         """The formats without copies; `openai` where only copies are asked for."""
-        names = dict.fromkeys(self.formats)
+        found = self._named
         if not self.writes_lines:
-            names = dict.fromkeys("openai" if name in COPIES else name for name in names)
-        return [name for name in names if name not in COPIES]
+            openai = format_named("openai")
+            found = [openai if isinstance(one, Copies) else one for one in found]
+        return [one for one in dict.fromkeys(found) if isinstance(one, Format)]
 
     @property
     def writes_lines(self) -> bool:
         """Whether a format that can be copied was asked for itself."""
-        return not COPIED.isdisjoint(self.formats)
+        return any(isinstance(one, Format) and one.columns for one in self._named)
 
     @property
     def copies_list_tools(self) -> bool:
-        """Whether tools are a list in directories of `datasets`, which need no flag for it."""
+        """Whether tools are a list in copies that can hold one, which need no flag for it."""
         return self.tools != "text"
 
     @property
     def tolerances(self) -> list[Tolerance]:
-        """The flaws that each format of rows accepts."""
-        tolerance = self.style.tolerance
-        return [tolerance.of(name) for name in self.row_formats if name in HOLDS]
+        """The flaws that each format with messages accepts."""
+        style = self.style
+        return [one.limit(style).tolerance for one in self.row_formats if one.shows_messages]
 
     @property
     def needs_conversations(self) -> bool:
         """Whether any format shows messages."""
-        return not set(self.formats) <= set(OF_RECORDS)
+        return any(one.shows_messages for one in self.row_formats)
 
     @property
     def compares(self) -> bool:
         """Whether samples of a prompt are compared, or rows of their turns, or have one row."""
         chosen = self.filters.first_n or self.filters.best_n
-        has_row_per_prompt = self.makes_comparisons or "prompts" in self.formats
-        return bool(chosen) or has_row_per_prompt or self.per_turn
+        return bool(chosen) or self.per_turn or any(one.by_prompt for one in self.row_formats)
 
     @property
     def makes_comparisons(self) -> bool:
         """Whether any format is for preferences."""
-        return not set(GROUP_FORMATS).isdisjoint(self.formats)
+        return any(one.prefers for one in self.row_formats)
 
 
 def load_recipe(
@@ -363,7 +377,9 @@ def _explain(mistake: Mistake, path: Path | None, flags: Mapping[str, Any]) -> s
     flag = f"--{'format' if key == 'formats' else key}"
     place = flag if key in flags else f"{path}: {mistake.key}"
     if key == "formats":
-        return f"{place}: unknown format {mistake.value!r}; known are {', '.join(KNOWN)}"
+        hint = did_you_mean(str(mistake.value), names())
+        known = f"known are {', '.join(names())}"
+        return f"{place}: unknown format {mistake.value!r}; {f'{hint} {known}' if hint else known}"
     if mistake.keys == ("filters", "judge"):
         return (
             f"{place}: this key is gone; write `min_rewards: {{judge: 1}}` in its place, and run "

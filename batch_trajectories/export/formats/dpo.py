@@ -1,0 +1,118 @@
+"""Best and worst sample of a prompt by reward, for TRL's DPOTrainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from batch_trajectories.export.conversation.metadata import COUNTS, lineage_of
+from batch_trajectories.export.conversation.row_json import compact_json, dumps_row
+from batch_trajectories.export.conversation.tolerance import ANYWHERE, TAGS
+from batch_trajectories.export.conversation.validity import Reason
+from batch_trajectories.export.rows.files import Loaded, OwnFormat, Why
+from batch_trajectories.export.rows.samples import PreferenceFiles, Sample
+
+
+def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sample] | None:
+    """The two samples whose rewards differ most, the better first.
+
+    They have the same prompt and tools and different completions, and their rewards differ by more
+    than `min_margin`; None without such a pair. Among equals the first is taken.
+    """
+    groups: list[list[Sample]] = []
+    for sample in samples:
+        for group in groups:
+            if group[0].prompt == sample.prompt and group[0].tools == sample.tools:
+                group.append(sample)
+                break
+        else:
+            groups.append([sample])
+    pairs = [pair for group in groups if (pair := _extremes(group)) is not None]
+    widest = max(pairs, key=_margin, default=None)
+    return widest if widest is not None and _margin(widest) > min_margin else None
+
+
+def _extremes(samples: Sequence[Sample]) -> tuple[Sample, Sample] | None:
+    """The best sample, and the worst with another completion."""
+    best = max(samples, key=_reward)
+    said = _said(best)
+    others = [sample for sample in samples if _said(sample) != said]
+    return (best, min(others, key=_reward)) if others else None
+
+
+def _margin(pair: tuple[Sample, Sample]) -> float:
+    return pair[0].reward - pair[1].reward
+
+
+def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
+    """One row of prompt, chosen and rejected messages."""
+    lineage = lineage_of(chosen.conversation.record)
+    lineage.pop("branch", None)
+    metadata: dict[str, Any] = {
+        "chosen": {"id": chosen.id, "reward": chosen.reward, **_views(chosen)},
+        "rejected": {"id": rejected.id, "reward": rejected.reward, **_views(rejected)},
+        **({"fork": lineage} if lineage else {}),
+    }
+    return {
+        "id": chosen.conversation.record.prompt_id,
+        "prompt": chosen.prompt,
+        "chosen": chosen.completion,
+        "rejected": rejected.completion,
+        "tools": chosen.tools,
+        "metadata": compact_json(metadata),
+    }
+
+
+def _views(sample: Sample) -> dict[str, int]:
+    metadata = sample.conversation.metadata
+    return {key: metadata[key] for key in COUNTS if metadata.get(key)}
+
+
+def _said(sample: Sample) -> list[Any]:
+    """The content of a completion, without ids of calls."""
+    return [
+        (
+            message["role"],
+            message["content"],
+            message.get("reasoning_content"),
+            [call["function"] for call in message.get("tool_calls", ())],
+        )
+        for message in sample.completion
+    ]
+
+
+def _reward(sample: Sample) -> float:
+    return sample.reward
+
+
+class _PairFiles(PreferenceFiles):
+    def compare(
+        self, split: str, samples: Sequence[tuple[Loaded, Sample]]
+    ) -> Iterator[tuple[Loaded, Why]]:
+        min_margin = self.recipe.preference.min_margin
+        pair = pair_of([sample for _, sample in samples], min_margin=min_margin)
+        if pair is not None:
+            self.write(split, dumps_row(dpo_row(*pair)), uses=2)
+        for candidate, sample in samples:
+            if pair is None or sample not in pair:
+                detail = "no other sample differs enough" if pair is None else "others are the pair"
+                yield self.unused(candidate, (Reason.NO_PAIR.value, detail))
+
+
+FORMAT = OwnFormat(
+    name="dpo",
+    card="TRL DPOTrainer: prompt, chosen, rejected. Needs datasets 4.7 or newer.",
+    trainers={"TRL DPOTrainer": ("dpo_hf", "dpo")},
+    columns={
+        "id": "string",
+        "prompt": "messages",
+        "chosen": "messages",
+        "rejected": "messages",
+        "tools": "string",
+        "metadata": "string",
+    },
+    holds=ANYWHERE | TAGS,
+    by_prompt=True,
+    prefers=True,
+    files=_PairFiles,
+)

@@ -1,0 +1,49 @@
+"""Messages with tool calls, for trainers with chat templates: TRL, Axolotl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batch_trajectories.export.conversation.metadata import COMMON, common_columns
+from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.conversation.tolerance import ANYWHERE, TAGS
+from batch_trajectories.export.conversation.turns import Conversation
+from batch_trajectories.export.rows.format import RowFormat
+from batch_trajectories.export.rows.messages import messages_of, tools_column
+
+
+def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
+    """One row of `messages`, `tools` and the common columns; raises Rejected."""
+    return {
+        "id": conversation.record.id,
+        "messages": messages_of(conversation, style, marks_loss=True),
+        "tools": tools_column(conversation, style),
+        "completed": conversation.completed,
+        **common_columns(conversation),
+    }
+
+
+FORMAT = RowFormat(
+    name="openai",
+    card="TRL and Axolotl (`type: chat_template`) read it directly. Arguments are objects, "
+    "so the JSON lines need datasets 4.7 or newer; the Parquet files hold them as JSON text and "
+    "open everywhere.",
+    trainers={
+        "TRL SFTTrainer": ("openai_hf", "openai"),
+        "Axolotl": ("openai_parquet", "openai"),
+        "verl, fine-tuning": ("openai_parquet",),
+        "ms-swift, OpenRLHF, Unsloth, NeMo AutoModel": ("openai",),
+    },
+    columns={
+        "id": "string",
+        "messages": "messages",
+        "tools": "string",
+        "completed": "bool",
+        **COMMON,
+    },
+    row_of=row_of,
+    reasoning=frozenset(("field", "inline")),
+    holds=ANYWHERE | TAGS,
+    marks_loss=True,
+    has_turns=True,
+)

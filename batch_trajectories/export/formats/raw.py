@@ -1,0 +1,22 @@
+"""The record of each conversation, unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from batch_trajectories.export.rows.files import CandidateFiles, Loaded, OwnFormat, Why
+from batch_trajectories.runs.store.checksum import without_checksum
+
+
+class _RawFiles(CandidateFiles):
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+        self.write(split, without_checksum(candidate.record.line))
+        return None
+
+
+FORMAT = OwnFormat(
+    name="raw",
+    card="The records of the run, whole; not meant for `load_dataset`.",
+    shows_messages=False,
+    files=_RawFiles,
+)

@@ -1,0 +1,248 @@
+"""The files of a format: JSON lines and their copies, by split and with counts."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.row_json import dumps_row
+from batch_trajectories.export.conversation.style import styled
+from batch_trajectories.export.conversation.turns import Conversation, has_null_arguments
+from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.rows.format import Format, RowFormat
+from batch_trajectories.export.rows.per_turn import content_of, cut_by_turn
+from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.export.rows.row_files import FileTarget, MakeWriter, SplitFiles
+from batch_trajectories.runs.store.record_types import Record
+
+Why = tuple[str, str]
+"""Reason and detail."""
+
+
+class Loaded(msgspec.Struct, frozen=True, gc=False):
+    """A record, with its conversation if that was parsed."""
+
+    record: Record
+    conversation: Conversation | None = None
+
+    @property
+    def own(self) -> Own:
+        """What this run's model did in the conversation."""
+        return Own(self.record) if self.conversation is None else self.conversation.own
+
+    @property
+    def parsed(self) -> Conversation:
+        """The conversation, if the caller has parsed it."""
+        assert self.conversation is not None
+        return self.conversation
+
+
+class _Lengths:
+    """A histogram of lengths in steps of 5%, so memory does not grow with their number."""
+
+    def __init__(self) -> None:
+        self._classes: Counter[int] = Counter()
+        self._most = 0
+
+    def add(self, length: int) -> None:
+        self._classes[math.ceil(math.log(length, 1.05))] += 1
+        self._most = max(self._most, length)
+
+    def to_json(self) -> dict[str, int | None]:
+        return {
+            "p50": self._percentile(0.5),
+            "p90": self._percentile(0.9),
+            "p99": self._percentile(0.99),
+            "max": self._most or None,
+        }
+
+    def _percentile(self, share: float) -> int | None:
+        left = math.ceil(self._classes.total() * share)
+        for length_class, count in sorted(self._classes.items()):
+            left -= count
+            if left <= 0:
+                return min(round(1.05**length_class), self._most)
+        return None
+
+
+class FormatFiles(ABC):
+    """Writes one format of a dataset: JSON lines and the copies asked for, by split."""
+
+    def __init__(self, format: Format, place: FileTarget, recipe: Recipe, run: str) -> None:
+        """`run` is the name of the run. Raises `ConfigError` where a package is missing."""
+        self.format = format
+        self.recipe = recipe
+        self.run = run
+        name = format.name
+        shard_bytes = None if recipe.shard_mb is None else int(recipe.shard_mb * 1_000_000)
+
+        def files(
+            folder: str, suffix: str, make: MakeWriter | None, name: str | None = None
+        ) -> SplitFiles:
+            return SplitFiles(place, folder, suffix, make, shard_bytes=shard_bytes, name=name)
+
+        self._outputs = []
+        copies = recipe.copies if format.columns else ()
+        if format.parquet is not None:
+            self._outputs.append(files(name, "parquet", format.parquet()))
+        elif recipe.writes_lines or not copies:
+            self._outputs.append(files(name, "jsonl", None))
+        for one in copies:
+            make = one.writer(format, recipe.copies_list_tools)
+            folder = f"{name}_{one.name}"
+            self._outputs.append(files(folder, one.suffix, make, name=one.file_name))
+        self._splits = list(recipe.splits)
+        self._rows = 0
+        self._used = 0
+        self._reasons: Counter[str] = Counter()
+        self._lengths = _Lengths()
+
+    def write(self, split: str, line: bytes, *, uses: int = 1) -> None:
+        """Write one row; `uses` is how many candidates it uses."""
+        for output in self._outputs:
+            output.write(split, line)
+        self._rows += 1
+        self._used += uses
+        self._lengths.add(len(line))
+
+    def unused(self, candidate: Loaded, why: Why) -> tuple[Loaded, Why]:
+        """Count a candidate that is not used."""
+        self._reasons[why[0]] += 1
+        return candidate, why
+
+    @abstractmethod
+    def add(
+        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Why]
+    ) -> Iterator[tuple[Loaded, Why]]:
+        """Write the rows of the candidates of one prompt; yields those that are not used, and why.
+
+        `left_out` names candidates, by id, that only preferences may use.
+        """
+
+    def finish(self) -> dict[str, Any]:
+        """Close the files; returns the format's part of the manifest."""
+        files = []
+        for output in self._outputs:
+            written = output.finish()
+            for split in filter(written.__contains__, self._splits):
+                files += [{"split": split, **file.to_json()} for file in written[split]]
+        return {
+            "format": self.format.name,
+            "rows": self._rows,
+            "used": self._used,
+            "rejected": self._reasons.total(),
+            "rejected_by_reason": dict(sorted(self._reasons.items())),
+            "row_bytes": self._lengths.to_json(),
+            "files": files,
+        }
+
+
+class CandidateFiles(FormatFiles):
+    """A format that uses the candidates of a prompt one by one."""
+
+    def add(
+        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Why]
+    ) -> Iterator[tuple[Loaded, Why]]:
+        seen: set[Hashable] = set()
+        for candidate in candidates:
+            why = left_out.get(candidate.record.id)
+            if why is None:
+                try:
+                    why = self.add_one(split, candidate, seen)
+                except Rejected as rejected:
+                    why = rejected.reason.value, rejected.detail
+            if why is not None:
+                yield self.unused(candidate, why)
+
+    @abstractmethod
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+        """Write the rows of a candidate; returns why it is not used, or raises `Rejected`.
+
+        `seen` is for the candidates of one prompt.
+        """
+
+
+class _RowFiles(CandidateFiles):
+    """A format with one row per record, or per turn of the model."""
+
+    def __init__(self, format: RowFormat, place: FileTarget, recipe: Recipe, run: str) -> None:
+        super().__init__(format, place, recipe, run)
+        self._format = format
+        self._others: Counter[str] = Counter()
+        self._per_turn = recipe.per_turn
+        self._without_copies = recipe.filters.exact_duplicates
+        self._copies = 0
+        self._with_nulls = 0
+        style = format.limit(recipe.style)
+        self._style = style if format.splits_calls else style.with_calls("keep")
+
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+        if self._per_turn:
+            return self._add_turns(split, candidate, seen)
+        conversation = styled(candidate.parsed, self._style)
+        self.write(split, dumps_row(self._format.row_of(conversation, self._style)))
+        if conversation.has_others:
+            self._others += conversation.others
+        self._with_nulls += has_null_arguments(conversation)
+        return None
+
+    def _add_turns(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+        """Write a row per turn, but for those that other samples of the prompt have as well."""
+        new: list[Conversation] = []
+        copies = 0
+        for cut in cut_by_turn(candidate.parsed, self._style):
+            content = content_of(cut)
+            if self._without_copies and content in seen:
+                copies += 1
+            else:
+                seen.add(content)
+                new.append(cut)
+        try:
+            # All turns or none: a flaw anywhere rejects the conversation.
+            rows = [self._format.row_of(cut, self._style) for cut in new]
+        except Rejected:
+            seen.difference_update(map(content_of, new))
+            raise
+        if not rows:
+            return "exact_duplicates", "other samples of the prompt have all its turns"
+        self._copies += copies
+        for number, row in enumerate(rows):
+            self.write(split, dumps_row(row), uses=number == 0)
+        self._with_nulls += sum(map(has_null_arguments, new))
+        return None
+
+    def finish(self) -> dict[str, Any]:
+        has_nulls = self._with_nulls and self._format.has_messages
+        return {
+            **super().finish(),
+            "marks_loss": self._format.marks_loss,
+            "turns_of_others": dict(sorted(self._others.items())),
+            **({"duplicate_turns": self._copies} if self._per_turn else {}),
+            **({"rows_with_null_arguments": self._with_nulls} if has_nulls else {}),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OwnFormat(Format):
+    """A format whose rows are not those of single conversations."""
+
+    files: Callable[[Format, FileTarget, Recipe, str], FormatFiles]
+    """Writes it, as the constructor of `FormatFiles` says."""
+
+
+def open_format(format: Format, place: FileTarget, recipe: Recipe, run: str) -> FormatFiles:
+    """Begin the files of a format; `run` is the name of the run.
+
+    Raises `ConfigError` where a package is missing.
+    """
+    if isinstance(format, RowFormat):
+        return _RowFiles(format, place, recipe, run)
+    assert isinstance(format, OwnFormat)
+    return format.files(format, place, recipe, run)

@@ -1,0 +1,25 @@
+"""The names of the formats: those of the modules in `export/formats/`. No list repeats them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_FOLDER = Path(__file__).parents[1] / "formats"
+
+OTHER_NAMES = {"sharegpt": "hermes"}
+"""Other names of formats. Trainers call from/value with these roles `sharegpt`, whatever the texts
+hold; LLaMA-Factory alone wants roles of its own, which `llamafactory` has."""
+
+
+def names() -> list[str]:
+    """All names, those of copies too, in the order of the alphabet."""
+    return sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem != "__init__")
+
+
+def summaries() -> dict[str, str]:
+    """What each format is, by name: the first line of its module, which is not imported."""
+    found = {}
+    for name in names():
+        with (_FOLDER / f"{name}.py").open(encoding="utf-8") as file:
+            found[name] = file.readline().strip('"\n')
+    return found

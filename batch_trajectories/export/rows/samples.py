@@ -1,0 +1,93 @@
+"""The samples of one prompt, compared by their rewards, for preference data.
+
+Messages are those of `messages.py`. The prompt is everything before the model's
+first own turn; for branches of a conversation, their shared beginning.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batch_trajectories.export.conversation.style import Style, styled
+from batch_trajectories.export.conversation.turns import Conversation, Said, Turn
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+from batch_trajectories.export.rows.files import CandidateFiles, Loaded, Why
+from batch_trajectories.export.rows.format import Format
+from batch_trajectories.export.rows.messages import messages_of, tools_column
+from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.export.rows.row_files import FileTarget
+from batch_trajectories.runs.store.checks import judgement_of
+from batch_trajectories.runs.store.record_types import Tools
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One conversation with its reward, as prompt and completion."""
+
+    conversation: Conversation
+    prompt: Sequence[dict[str, Any]]
+    completion: Sequence[dict[str, Any]]
+    tools: str | Tools
+    reward: float
+
+    @property
+    def id(self) -> str:
+        """The id of its record."""
+        return self.conversation.record.id
+
+
+def sample_of(conversation: Conversation, style: Style) -> Sample:
+    """Make a sample of a conversation; raises Rejected without a reward."""
+    name = style.reward_name
+    _, reward, error = judgement_of(conversation.record, name)
+    if error is not None:
+        raise Rejected(Reason.CHECK_FAILED, f"its check gave no result: {error}")
+    if reward is None:
+        named = "" if name is None else f": it has no reward named {name!r}"
+        raise Rejected(Reason.NO_REWARD, f"nothing judged this conversation{named}")
+    messages = messages_of(conversation, style)
+    own = sum(
+        1 + len(entry.results)
+        for entry in conversation.entries
+        if isinstance(entry, Turn) and not entry.is_given
+    )
+    # Everything from the model's first own turn on is its completion, later user messages too.
+    first = next(
+        n
+        for n, entry in enumerate(conversation.entries)
+        if isinstance(entry, Turn) and not entry.is_given
+    )
+    said = sum(isinstance(entry, Said) for entry in conversation.entries[first:])
+    cut = len(messages) - own - said
+    tools = tools_column(conversation, style)
+    return Sample(conversation, messages[:cut], messages[cut:], tools, reward)
+
+
+class PreferenceFiles(CandidateFiles):
+    """Rows that compare the samples of one prompt."""
+
+    def __init__(self, format: Format, place: FileTarget, recipe: Recipe, run: str) -> None:
+        super().__init__(format, place, recipe, run)
+        self._style = format.limit(recipe.style)
+        self._samples: list[tuple[Loaded, Sample]] = []
+
+    def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+        sample = sample_of(styled(candidate.parsed, self._style), self._style)
+        self._samples.append((candidate, sample))
+        return None
+
+    def add(
+        self, split: str, candidates: Sequence[Loaded], left_out: Mapping[str, Why]
+    ) -> Iterator[tuple[Loaded, Why]]:
+        self._samples.clear()
+        yield from super().add(split, candidates, {})
+        yield from self.compare(split, self._samples)
+
+    @abstractmethod
+    def compare(
+        self, split: str, samples: Sequence[tuple[Loaded, Sample]]
+    ) -> Iterator[tuple[Loaded, Why]]:
+        """Write the rows of the samples of one prompt; yields those that are not used, and why."""
