@@ -179,31 +179,62 @@ class TestTemplates:
             ("{match: '{{n}}', cases: {'8': eight}, default: '{{n}}'}", 7),
             ("{match: 1, other: 2}", {"match": 1, "other": 2}),
             ('"{ {n} } ${VAR} {}"', "{ {n} } ${VAR} {}"),
+            # Names that mean something else in Jinja2.
+            ("'{{my-name|lower}} ${#all[@]} {{my-name?}}'", "x ${#all[@]} X"),
+            ("['{{7}}', '{{object.0}}', '{{object.items}}', '{{self}}']", ["seven", 0, [1], "me"]),
+            ('"a\\r\\n{{n}}\\n"', "a\r\n7\n"),
+            # What Jinja2 offers beyond that.
+            ("'{{none or n}}'", 7),
+            ("'{{none|default(\"x\")}}'", "x"),
+            ("['{{n if flag else omit}}', '{{n if none else omit}}', '{{omit?}}']", [7]),
+            ('\'{{list[1]}} {{row["my-name"]}} {{text.n["m"] + 1}}\'', "c X 2"),
+            ("'{% if none %}a{% elif n == 7 and \"b\" in path %}b{% endif %}'", "b"),
+            (
+                '"{% for x in json|json %}\\n{{loop.index}}{{x}}\\n{% endfor %}\\n"',
+                "1p\n2q\n",
+            ),
+            ("'{% for k, v in object|dictsort %}{{k}}{% endfor %}'", "0itemsname"),
         ],
     )
     def test_values_are_filled_in(self, tmp_path: Path, template: str, value: Any) -> None:
         row = {
-            "list": ["a b", "c"], "text": '{"n": {"m": 1}}', "object": {"name": "X"},
-            "path": "a/b/c", "n": 7, "flag": True, "null": None,
+            "list": ["a b", "c"], "text": '{"n": {"m": 1}}', "path": "a/b/c", "n": 7, "flag": True,
+            "object": {"name": "X", "0": 0, "items": [1]}, "null": None, "my-name": "X",
+            "7": "seven", "self": "me", "json": '["p", "q"]',
         }  # fmt: skip
         assert made(tmp_path, f"made: {template}", row) == {"made": value}
+
+    @pytest.mark.parametrize("text", ["123", "[1]", "None", "1e5", "{{n}}", "{% if %}", "{# x #}"])
+    def test_a_columns_text_stays_text(self, tmp_path: Path, text: str) -> None:
+        """It is neither a number nor a template, whatever it looks like."""
+        filled = made(tmp_path, "made: ['{{t}}', '{{t or 1}}', '<{{t}}>']", {"t": text, "n": 1})
+        assert filled == {"made": [text, text, f"<{text}>"]}
 
     @pytest.mark.parametrize(
         ("template", "words"),
         [
             ("'{{none}}'", "mine.yaml:2: columns.made: the row has no `none`"),
             ("\n    inner: ['{{none}}']", "mine.yaml:3: columns.made.inner[0]: the row has no"),
-            ("'{{bad|json}}'", "mine.yaml:2: columns.made: `bad`, filter json: not JSON"),
+            ("'{{bad|json}}'", "mine.yaml:2: columns.made: not JSON: unexpected end of data: "),
+            ("'{{gone.a.b}}'", "columns.made: the row has no `gone` in '{{gone.a.b}}'"),
             ("'x {{list}}'", "mine.yaml:2: columns.made: a list or an object is not text"),
             ("{match: '{{bad}}', cases: {good: 1}}", "no case for '{'; known: good"),
+            ("'{{ {\"a\": [1, gone]} }}'", "columns.made: Type is not JSON serializable: Mis"),
+            ("'{{bad < 1}}'", "columns.made: '<' not supported between"),
+            ("'{{1e999 + 1}}'", "columns.made: name 'inf' is not defined"),
+            ("'{{id.__class__}}'", "columns.made: not JSON"),
+            ("'{{list.__class__.__mro__}}'", "the row has no `__class__` in '{{list.__c"),
+            ("'{% for a in l %}{{long}}{% endfor %}'", "columns.made: gives more than 67,108,864"),
+            ("'{{long|replace(\"x\", long)}}'", "columns.made: gives more than 67,108,864 char"),
             # What is wrong in the first choice is not hidden by the second.
-            ("{first_of: ['{{bad|json}}', 'x']}", "columns.made.first_of[0]: `bad`, filter json"),
+            ("{first_of: ['{{bad|json}}', 'x']}", "columns.made.first_of[0]: not JSON: "),
         ],
     )
     def test_a_row_that_cannot_fill_one_says_which(
         self, tmp_path: Path, template: str, words: str
     ) -> None:
-        found = made(tmp_path, f"made: {template}", {"id": "a", "bad": "{", "list": []})
+        row = {"id": "a", "bad": "{", "list": [], "l": [0] * 1000, "long": "x" * 100_000}
+        found = made(tmp_path, f"made: {template}", row)
         assert found.keys() == {"id", "row_error"}
         assert words in found["row_error"]
 
@@ -218,7 +249,14 @@ class TestTemplates:
             ("columns: {}\noptions: {model: x}", "mine.yaml:2: options: must be an object with"),
             ("columns:\n  a: '{{b|lowr}}'", "mine.yaml:2: columns.a: unknown filter 'lowr'; did"),
             ("columns:\n  a: '{{b|after}}'", "columns.a: the filter after takes 1 texts"),
-            ("columns:\n  a: '{{b c}}'", "mine.yaml:2: columns.a: {{b c}} is not a template"),
+            ("columns:\n  a: '{{b c}}'", "mine.yaml:2: columns.a: expected token 'end of print "),
+            ("columns:\n  a: '{{b.lower()}}'", "mine.yaml:2: columns.a: calls, `*`, `**` and `%`"),
+            ("columns:\n  a: '{{9**9**9}}'", "mine.yaml:2: columns.a: calls, `*`, `**` and `%`"),
+            ("columns:\n  a: '{{b|map(\"c\")}}'", "mine.yaml:2: columns.a: unknown filter 'map'"),
+            (f"columns:\n  a: '{'{% for b in c %}' * 2}{'{% endfor %}' * 2}'", "a loop cannot be"),
+            (f"columns:\n  a: '{'{{' + '(' * 9999}'", "mine.yaml:2: columns.a: maximum recursion"),
+            ("columns:\n  a: '{% set b = 1 %}'", "of Jinja2's blocks there are only {% if %} and"),
+            ("columns:\n  a: '{% include \"/etc/passwd\" %}'", "columns.a: of Jinja2's blocks"),
             ("columns:\n  a: {b: 1,\n    b: 2}", "mine.yaml:3:5: not YAML: duplicate key 'b'"),
             ("columns: {}\ncolumns: {}", "mine.yaml:2:1: not YAML: duplicate key 'columns'"),
             (f"columns: {{a: 1{'0' * 5000}}}", "mine.yaml:1:14: not YAML: not a value: Exceeds"),

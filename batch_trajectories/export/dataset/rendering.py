@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batch_trajectories.basics.errors import ConfigError, missing
+from batch_trajectories.basics.errors import ConfigError
 
 _THINK = re.compile(r"<think>\n(.*?)\n</think>\n*(.*)", re.DOTALL)
 
@@ -41,12 +41,9 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
 
     `path` is a Jinja file or a tokenizer_config.json. Raises `ConfigError`.
     """
-    try:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise missing("--render", "render") from error
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
         """`{% generation %}`, by which templates mark what is trained on."""

@@ -22,7 +22,12 @@ from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.basics.yaml_file import YamlFileError, construct, read_yaml_nodes
 from batch_trajectories.runs.dataset.row import ERROR_COLUMN
 from batch_trajectories.runs.dataset.scan import ID_COLUMNS
-from batch_trajectories.runs.sources.templates import Absent, Template, TemplateError
+from batch_trajectories.runs.sources.templates import (
+    Absent,
+    Template,
+    TemplateError,
+    variables_of,
+)
 
 DIRECTORY = Path(__file__).parents[3] / "configs" / "rows"
 
@@ -57,10 +62,11 @@ class RowsFile:
         if ERROR_COLUMN in columns:
             return dict(columns)
         made = {}
+        variables = variables_of(columns)
         try:
             for name, template in self._columns.items():
                 try:
-                    made[name] = template.value(columns)
+                    made[name] = template.value(variables)
                 except Absent:
                     continue
         except TemplateError as error:

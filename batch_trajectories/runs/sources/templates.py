@@ -1,42 +1,50 @@
 """Templates of a rows file: values that are filled in from the columns of a row.
 
-A text may contain `{{column}}`, `{{column.member}}` and `{{column|filter|filter("text")}}`. A text
-that is only that is replaced by the value itself, which may be a list or an object. `?` after the
-column allows it to be absent: what contains it is then left out. Two objects have a meaning:
+Texts are Jinja2; their variables are the columns, and `row` is all of them. A text that is one
+expression, `{{column}}`, is replaced by its value, which may be a list or an object. `omit` leaves
+out what contains it; `{{column?}}` is short for `{{column|default(omit)}}`. Two objects have a
+meaning:
 
     {first_of: [VALUE, ...]}                    the first whose columns the row has
     {match: TEXT, cases: {TEXT: VALUE}, default: VALUE}
+
+Nothing in a row is read as a template. Templates cannot call, define or multiply anything, nor nest
+loops, so each ends, and none reaches beyond its row.
 """
 
 from __future__ import annotations
 
+import keyword
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jinja2
 import yaml
+from jinja2 import nodes
+from jinja2.filters import FILTERS
+from jinja2.runtime import LoopContext, StrictUndefined, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import clip
 from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.basics.yaml_file import construct
 
-_HOLE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
-_PATH = re.compile(r"\s*(?P<path>[\w-]+(?:\.[\w-]+)*)\s*(?P<optional>\?)?\s*")
-_FILTER = re.compile(r"""\|\s*(?P<name>\w+)\s*(?:\((?P<given>(?:"[^"]*"|[^")])*)\))?\s*""")
-_GIVEN = re.compile(r'\s*"([^"]*)"\s*(?:,|$)')
+_MOST_CHARS = 1 << 26
 
-_SPECIAL = {"first_of": {"first_of"}, "match": {"match", "cases", "default"}}
+_HOLE = re.compile(r"\{\{\s*([\w-]+(?:\.[\w-]+)*)\s*(\?)?\s*(?=\||\}\})")
+"""The beginning of an expression: the path of a column, by whatever names."""
+
+_STATEMENTS = (nodes.Output, nodes.If, nodes.For)
+_REFUSED = (nodes.Call, nodes.Mul, nodes.Pow, nodes.Mod)
+_OF_JINJA = ("d", "default", "dictsort", "first", "int", "items", "last", "length", "sort", "trim")
 
 
 class TemplateError(ValueError):
     """A template is wrong, or cannot be filled in from a row: place, field and reason."""
-
-
-class _NoColumn(ValueError):
-    """The row lacks a column."""
 
 
 class _Missing(TemplateError):
@@ -44,7 +52,49 @@ class _Missing(TemplateError):
 
 
 class Absent(Exception):
-    """The row lacks a column that may be absent."""
+    """The value is left out."""
+
+
+class MissingColumn(StrictUndefined):
+    """What a row lacks: false as a condition, an error where its value is needed."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def _undefined_message(self) -> str:
+        return f"the row has no `{self._undefined_name}`"
+
+
+_OMIT = object()
+
+
+def variables_of(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of templates for a row; a column that is null is one that the row lacks."""
+    present = {name: value for name, value in columns.items() if value is not None}
+    return {**present, "omit": _OMIT, "row": columns}
+
+
+def _value(found: Any) -> Any:
+    """What an expression gave, if there is a value and JSON can hold it."""
+    if found is _OMIT:
+        raise Absent
+    if isinstance(found, Undefined):
+        str(found)  # raises an error with its name
+    exact_json.dumps(found)
+    return found
+
+
+def _text(value: Any) -> str:
+    match value:
+        case str():
+            return value
+        case bool() | int() | float():
+            return exact_json.dumps(value).decode()
+    _value(value)
+    raise ValueError("a list or an object is not text; use the filter lines or quote")
 
 
 def _json(value: Any) -> Any:
@@ -65,13 +115,15 @@ def _between(value: Any, begin: str, end: str) -> str:
     return inner.strip() if found and closed else text
 
 
-def _text(value: Any) -> str:
-    match value:
-        case str():
-            return value
-        case bool() | int() | float():
-            return exact_json.dumps(value).decode()
-    raise ValueError("a list or an object is not text; use the filter lines or quote")
+def _replace(value: Any, old: str, new: str) -> str:
+    text = _text(value)
+    _limit(len(text) + text.count(old) * len(new))
+    return text.replace(old, new)
+
+
+def _limit(chars: int) -> None:
+    if chars > _MOST_CHARS:
+        raise ValueError(f"gives more than {_MOST_CHARS:,} characters")
 
 
 def _items(value: Any) -> list[str]:
@@ -80,176 +132,187 @@ def _items(value: Any) -> list[str]:
 
 _FILTERS: dict[str, tuple[int, Callable[..., Any]]] = {
     "lower": (0, lambda value: _text(value).lower()),
-    "replace": (2, lambda value, old, new: _text(value).replace(old, new)),
+    "upper": (0, lambda value: _text(value).upper()),
+    "replace": (2, _replace),
     "after": (1, lambda value, mark: _text(value).rpartition(mark)[2]),
     "between": (2, _between),
     "json": (0, _json),
     "lines": (0, lambda value: "".join(f"{item}\n" for item in _items(value))),
     "quote": (0, lambda value: " ".join(map(shlex.quote, _items(value)))),
 }
-"""The filters by name, with the number of texts that they take."""
+"""Our filters by name, with the number of texts that they take."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Hole:
-    """What stands between `{{` and `}}`."""
+class _Environment(ImmutableSandboxedEnvironment):
+    """Compiles templates, and limits what they can do."""
 
-    path: tuple[str, ...]
-    optional: bool
-    filters: tuple[tuple[str, tuple[str, ...]], ...]
+    def __init__(self) -> None:
+        super().__init__(
+            undefined=MissingColumn,
+            finalize=_text,
+            keep_trailing_newline=True,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            # `{#` stands in shell scripts (${#names[@]}), and YAML has comments.
+            comment_start_string="\0#",
+            comment_end_string="#\0",
+        )
+        self.globals: dict[str, Any] = {}
+        theirs = {name: FILTERS[name] for name in _OF_JINJA}
+        self.filters = {**theirs, **{name: ours for name, (_, ours) in _FILTERS.items()}}
 
-    def value(self, columns: Mapping[str, Any]) -> Any:
-        found: Any = columns
-        for n, name in enumerate(self.path):
-            if n and isinstance(found, str):
-                found = _json(found)  # an object as text, as CSV and Parquet often have it
-            found = found.get(name) if isinstance(found, Mapping) else None
-        if found is None:
-            if self.optional:
-                raise Absent
-            raise _NoColumn(f"the row has no `{'.'.join(self.path)}`")
-        for name, given in self.filters:
-            try:
-                found = _FILTERS[name][1](found, *given)
-            except ValueError as error:
-                raise ValueError(f"`{'.'.join(self.path)}`, filter {name}: {error}") from error
-        return found
+    def compiled(self, text: str) -> Callable[[dict[str, Any]], Any]:
+        """A function that fills in a text. Raises `ValueError` and Jinja2's `TemplateError`."""
+        if "{{" not in text and "{%" not in text:
+            return lambda variables: text
+        tree = self.parse(_HOLE.sub(_path, text).replace("\r", '{{"\\r"}}'))
+        for node in tree.find_all(nodes.Node):
+            self._check(node)
+        match tree.body:
+            case [nodes.Output(nodes=[only])] if not isinstance(only, nodes.TemplateData):
+                # What is rendered is text; what is assigned keeps its type.
+                tree.body = [nodes.Assign(nodes.Name("whole", "store"), only).set_lineno(1)]
+        return partial(_filled, self.from_string(tree))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """A member of an object of the row, never an attribute of a Python object."""
+        return (super().getattr if isinstance(obj, LoopContext) else self.getitem)(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """A member of an object or list; also of its JSON text, as CSV and Parquet often have."""
+        found = None
+        if isinstance(obj := _json(obj), Undefined):
+            return obj
+        if isinstance(obj, Mapping):
+            found = obj.get(argument)
+        elif isinstance(obj, list) and isinstance(argument, int):
+            found = next(iter(obj[argument:][:1]), None)
+        return self.undefined(name=argument) if found is None else found
+
+    def _check(self, node: nodes.Node) -> None:
+        """Raise `ValueError` for what a template cannot do."""
+        match node:
+            case nodes.Filter(name=name) if name not in self.filters:
+                known = did_you_mean(name, self.filters) or f"known: {', '.join(self.filters)}"
+                raise ValueError(f"unknown filter {name!r}; {known}")
+            case nodes.Filter(name=name, args=given) if name in _FILTERS:
+                if len(given) != (count := _FILTERS[name][0]):
+                    raise ValueError(f"the filter {name} takes {count} texts (got {len(given)})")
+            case nodes.For() if node.find(nodes.For) is not None:
+                raise ValueError("a loop cannot be inside of another")
+            case nodes.Stmt() if not isinstance(node, _STATEMENTS):
+                raise ValueError("of Jinja2's blocks there are only {% if %} and {% for %}")
+            case nodes.Expr() if isinstance(node, _REFUSED):
+                raise ValueError("calls, `*`, `**` and `%` are not available; use filters")
+
+
+def _path(hole: re.Match[str]) -> str:
+    """The same in Jinja2, which knows no `?` and has words of its own."""
+    names = hole[1].split(".")
+    used = {"none", "true", "false", "self", "omit", "row", *keyword.kwlist}
+    path = "".join(f'["{name}"]' for name in names)
+    is_jinja = all(name.isidentifier() for name in names) and used.isdisjoint(names)
+    return f"{{{{{hole[1] if is_jinja else f'row{path}'}{'|default(omit)' if hole[2] else ''}"
+
+
+def _filled(template: jinja2.Template, variables: dict[str, Any]) -> Any:
+    context = template.new_context(variables, shared=True)
+    parts = []
+    size = 0
+    for part in template.root_render_func(context):
+        size += len(part)
+        _limit(size)
+        parts.append(part)
+    return _value(context.vars["whole"]) if "whole" in context.vars else "".join(parts)
+
+
+_ENVIRONMENT = _Environment()
 
 
 class Template:
     """A value of a rows file."""
 
-    def __init__(self, node: yaml.Node, file: str, field: str = "") -> None:
+    def __init__(self, node: yaml.Node, file: str, field: str) -> None:
         """Compile a node of a YAML file. Raises `TemplateError`."""
-        self._place = f"{file}:{node.start_mark.line + 1}: {field or 'the file'}"
-        self._fill = self._compiled(node, file, field)
-
-    def value(self, columns: Mapping[str, Any]) -> Any:
-        """The value for a row. Raises `TemplateError`, and `Absent` where it is left out."""
-        try:
-            return self._fill(columns)
-        except TemplateError:
-            raise
-        except _NoColumn as error:
-            raise _Missing(f"{self._place}: {error}") from error
-        except ValueError as error:
-            raise TemplateError(f"{self._place}: {error}") from error
-
-    def _compiled(
-        self, node: yaml.Node, file: str, field: str
-    ) -> Callable[[Mapping[str, Any]], Any]:
+        self._place = f"{file}:{node.start_mark.line + 1}: {field}"
+        self._shown = ""
+        self._parts: dict[Any, Template] = {}
+        """Those of a list or an object."""
+        self._fill: Callable[[dict[str, Any]], Any]
         match node:
-            case yaml.MappingNode():
-                members = self._members(node, file, field)
-                special = next((name for name in _SPECIAL if name in members), None)
-                if special is not None and members.keys() <= _SPECIAL[special]:
-                    return self._special(special, node, members, file, field)
-                return lambda columns: dict(_present(members, columns))
             case yaml.SequenceNode():
-                items = [Template(item, file, f"{field}[{n}]") for n, item in enumerate(node.value)]
-                return lambda columns: [
-                    value for _, value in _present(dict(enumerate(items)), columns)
-                ]
+                items = enumerate(node.value)
+                self._parts = {n: Template(item, file, f"{field}[{n}]") for n, item in items}
+                self._fill = lambda variables: [*self._present(variables).values()]
+            case yaml.MappingNode():
+                members = {str(key.value): value for key, value in node.value}
+                self._parts = {
+                    name: Template(member, file, f"{field}.{name}")
+                    for name, member in members.items()
+                }
+                self._fill = self._of_object(members)
             case _:
-                value = construct(node)
-                return self._filled(value) if isinstance(value, str) else lambda columns: value
+                self._fill = self._of_scalar(construct(node))
 
-    def _members(self, node: yaml.MappingNode, file: str, field: str) -> dict[str, Template]:
-        members: dict[str, Template] = {}
-        for key, value in node.value:
-            name = str(key.value)
-            inner = f"{field}.{name}" if field else name
-            members[name] = Template(value, file, inner)
-        return members
+    def value(self, variables: dict[str, Any]) -> Any:
+        """The value for a row, by its `variables_of`.
 
-    def _special(
-        self,
-        name: str,
-        node: yaml.MappingNode,
-        members: dict[str, Template],
-        file: str,
-        field: str,
-    ) -> Callable[[Mapping[str, Any]], Any]:
-        nodes = {str(key.value): value for key, value in node.value}
-        if name == "first_of":
-            if not isinstance(nodes["first_of"], yaml.SequenceNode):
+        Raises `TemplateError`, and `Absent` where it is left out.
+        """
+        try:
+            return self._fill(variables)
+        except (TemplateError, Absent):
+            raise
+        except jinja2.UndefinedError as error:
+            raise _Missing(f"{self._place}: {error}{self._shown}") from error
+        except Exception as error:  # a template can raise anything
+            raise TemplateError(f"{self._place}: {error}{self._shown}") from error
+
+    def _of_object(self, members: Mapping[str, yaml.Node]) -> Callable[[dict[str, Any]], Any]:
+        names = {*members}
+        if names == {"first_of"}:
+            if not isinstance(members["first_of"], yaml.SequenceNode):
                 raise TemplateError(f"{self._place}: first_of must be a list")
-            choices = [
-                Template(item, file, f"{field}.first_of[{n}]")
-                for n, item in enumerate(nodes["first_of"].value)
-            ]
-            return lambda columns: _first(choices, columns)
-        if not isinstance(nodes.get("cases"), yaml.MappingNode):
-            raise TemplateError(f"{self._place}: match needs `cases`: what to take for each text")
-        cases = self._members(nodes["cases"], file, f"{field}.cases")
-        default = members.get("default")
+            return self._first
+        if "match" in names and names <= {"match", "cases", "default"}:
+            if not isinstance(members.get("cases"), yaml.MappingNode):
+                raise TemplateError(f"{self._place}: match needs `cases`: a value for each text")
+            return self._matching
+        return self._present
 
-        def choose(columns: Mapping[str, Any]) -> Any:
-            found = _text(members["match"].value(columns))
-            chosen = cases.get(found, default)
-            if chosen is None:
-                known = did_you_mean(found, cases) or f"known: {', '.join(cases)}"
-                raise ValueError(f"no case for {clip(repr(found), max_chars=200)}; {known}")
-            return chosen.value(columns)
-
-        return choose
-
-    def _filled(self, text: str) -> Callable[[Mapping[str, Any]], Any]:
-        parts = _HOLE.split(text)
-        holes = [self._hole(inner) for inner in parts[1::2]]
-        if not holes:
-            return lambda columns: text
-        if len(holes) == 1 and not parts[0] and not parts[2]:
-            return holes[0].value
-        texts = parts[0::2]
-
-        def fill(columns: Mapping[str, Any]) -> str:
-            filled = [texts[0]]
-            for hole, after in zip(holes, texts[1:], strict=True):
-                filled += [_text(hole.value(columns)), after]
-            return "".join(filled)
-
-        return fill
-
-    def _hole(self, inner: str) -> _Hole:
-        begun = _PATH.match(inner)
-        position = begun.end() if begun else 0
-        filters = []
-        while begun and (found := _FILTER.match(inner, position)):
-            given = tuple(_GIVEN.findall(found["given"] or ""))
-            filters.append((found["name"], given))
-            position = found.end()
-        if begun is None or position != len(inner):
-            raise TemplateError(
-                f"{self._place}: {{{{{clip(inner, max_chars=100)}}}}} is not a template: write "
-                '{{column}}, {{column.member}} or {{column|filter("text")}}'
-            )
-        for name, given in filters:
-            if name not in _FILTERS:
-                known = did_you_mean(name, _FILTERS) or f"known: {', '.join(_FILTERS)}"
-                raise TemplateError(f"{self._place}: unknown filter {name!r}; {known}")
-            if len(given) != _FILTERS[name][0]:
-                msg = f"the filter {name} takes {_FILTERS[name][0]} texts in quotes"
-                raise TemplateError(f"{self._place}: {msg} (got {len(given)})")
-        return _Hole(tuple(begun["path"].split(".")), begun["optional"] is not None, tuple(filters))
-
-
-def _present(members: Mapping[Any, Template], columns: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """The values of those members that the row has the columns for."""
-    found = []
-    for name, member in members.items():
+    def _of_scalar(self, value: Any) -> Callable[[dict[str, Any]], Any]:
+        if not isinstance(value, str):
+            return lambda variables: value
+        self._shown = f" in {clip(repr(value), max_chars=100)}"
         try:
-            found.append((name, member.value(columns)))
-        except Absent:
-            continue
-    return found
+            return _ENVIRONMENT.compiled(value)
+        except (ValueError, RecursionError, jinja2.TemplateError) as error:
+            raise TemplateError(f"{self._place}: {error}{self._shown}") from error
 
+    def _present(self, variables: dict[str, Any]) -> dict[Any, Any]:
+        """The values of the parts that are not left out."""
+        found = {}
+        for name, part in self._parts.items():
+            try:
+                found[name] = part.value(variables)
+            except Absent:
+                continue
+        return found
 
-def _first(choices: list[Template], columns: Mapping[str, Any]) -> Any:
-    *optional, last = choices
-    for choice in optional:
-        try:
-            return choice.value(columns)
-        except (Absent, _Missing):
-            continue
-    return last.value(columns)
+    def _first(self, variables: dict[str, Any]) -> Any:
+        *optional, last = self._parts["first_of"]._parts.values()
+        for choice in optional:
+            try:
+                return choice.value(variables)
+            except (Absent, _Missing):
+                continue
+        return last.value(variables)
+
+    def _matching(self, variables: dict[str, Any]) -> Any:
+        text = _text(self._parts["match"].value(variables))
+        cases = self._parts["cases"]._parts
+        chosen = cases.get(text, self._parts.get("default"))
+        if chosen is None:
+            known = did_you_mean(text, cases) or f"known: {', '.join(cases)}"
+            raise ValueError(f"no case for {clip(repr(text), max_chars=200)}; {known}")
+        return chosen.value(variables)
