@@ -53,7 +53,8 @@ from toolsets.catalog.registry import Toolset, catalog
 from toolsets.mcp.mcp_settings import McpError, McpServer, ServerName
 from toolsets.mcp.servers import McpServers, list_servers
 from toolsets.net.web_settings import WebSettings
-from toolsets.sandbox.factory import SandboxError, sandbox_problem
+from toolsets.sandbox.base import SandboxError
+from toolsets.sandbox.factory import sandbox_kind, sandbox_problem
 
 log = logging.getLogger("run_agent")
 
@@ -134,8 +135,13 @@ class AIAgent:
             api_key=api_key,
             known=catalog((*_own_toolsets(tools), *servers.toolsets())),
         )
-        if common.sandboxed() and (problem := sandbox_problem(sandbox)):
-            raise SandboxError(problem)
+        kind = sandbox_kind(sandbox)
+        if common.sandboxed():
+            if kind.needs_image:
+                raise SandboxError(f"sandbox {sandbox}: it needs an image, which only runs name")
+            if problem := sandbox_problem(sandbox):
+                raise SandboxError(problem)
+            kind.prepare()
         if common.uses("web") and (problem := (web or WebSettings()).problem()):
             raise ValueError(problem)
         if approve_calls is not None:
@@ -375,7 +381,7 @@ def _list_option(name: str, help: str) -> Callable[[Any], Any]:
 @_list_option("--enabled_toolsets", "Names separated by commas; default: all but browser and web.")
 @_list_option("--disabled_toolsets", "Names separated by commas.")
 @_list_option("--tools", "Your own tools: MODULE:ATTRIBUTE, with commas.")
-@click.option("--sandbox", type=click.Choice(["bwrap", "local"]), default="bwrap")
+@click.option("--sandbox", default="bwrap", show_default=True, help="As for batch_runner.py.")
 @click.option("--save_trajectories", is_flag=True, help="Append to trajectories/*.jsonl.")
 @click.option("--verbose_logging", is_flag=True, help="Log each turn on standard error.")
 def main(prompt: str, **settings: Any) -> None:

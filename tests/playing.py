@@ -26,7 +26,8 @@ from agent.runner import ConversationRunner
 from agent.setup import Home, Setup, replies_played, set_up
 from agent.state.trajectory import Trajectory
 from toolsets.context import ToolContext
-from toolsets.sandbox.factory import Limits, make_sandbox
+from toolsets.sandbox.base import Limits
+from toolsets.sandbox.factory import make_sandbox
 from toolsets.tool import Tool, ToolResult, tool
 from toolsets.workspace.workspace import Workspace
 

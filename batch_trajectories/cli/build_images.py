@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import click
 
@@ -10,13 +11,14 @@ from batch_trajectories.basics.console import say, show
 from batch_trajectories.basics.text import plural
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes, fail
+from toolsets.sandbox.base import Engine
 
 
 @click.command(name="build_images")
 @click.argument("tasks", type=LocalPath(path_type=Path, exists=True, file_okay=False))
 @click.option(
     "--container_engine",
-    type=click.Choice(["docker", "podman"]),
+    type=click.Choice(get_args(Engine)),
     default="docker",
     help="As for `run`.  [default: docker]",
 )
@@ -26,7 +28,7 @@ from batch_trajectories.cli.exit_codes import errors_as_exit_codes, fail
     metavar="DIR",
     help="Also write the images into one OCI layout in DIR, for --images=DIR.",
 )
-def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
+def build_images(tasks: Path, container_engine: Engine, save: Path | None) -> None:
     """Build the images of Harbor tasks from environment/Dockerfile.
 
     TASKS holds task directories. The names of images change with their sources, so those that
@@ -36,7 +38,7 @@ def build_images(tasks: Path, container_engine: str, save: Path | None) -> None:
     from batch_trajectories.runs.dataset.row import ERROR_COLUMN
     from batch_trajectories.runs.sources.harbor import tasks_in
     from toolsets.images.image_error import ImageError
-    from toolsets.sandbox.docker import build_image, docker_problem, save_image
+    from toolsets.sandbox.engine import build_image, docker_problem, save_image
 
     with errors_as_exit_codes():
         found = tasks_in(tasks)

@@ -29,7 +29,8 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Tools and sandbox": (
         *("enabled_toolsets", "disabled_toolsets", "distribution", "tools", "mcp", "sandbox"),
-        *("workspace", "workdir", "images", "docker_image", "container_engine", "pull"),
+        *("workspace", "workdir", "images", "docker_image"),
+        *("container_engine", "container_runtime", "pull"),
         *("row_setup", "check_in", "check_network", "reward", "reward_timeout_s"),
         *("env_from", "network"),
         *("command_timeout_s", "tool_timeout_s"),

@@ -15,6 +15,7 @@ from testing.ray_cluster import TwoNodes, actors, two_nodes
 from tests.images.conftest import podman
 from tests.images.test_image_runs import FIXED, FIXES, OPTIONS, records, row, terminal
 from tests.running import run, started, wait_until, write_rows
+from toolsets.sandbox.base import SandboxSettings
 from toolsets.sandbox.factory import sandbox_problem
 
 pytestmark = [
@@ -128,7 +129,7 @@ def test_a_node_without_the_programs_is_refused_before_any_call(
         for path in Path(directory).glob("*"):
             if path.name not in WITHOUT and not (programs / path.name).exists():
                 (programs / path.name).symlink_to(path)
-    if sandbox_problem(options.get("sandbox", "bwrap"), engine="podman"):
+    if sandbox_problem(options.get("sandbox", "bwrap"), SandboxSettings(engine="podman")):
         pytest.skip("podman does not work here")
     cluster.add(PATH=str(programs))
     write_rows(tmp_path / "p.jsonl", row("a", "python:1", *TURNS))

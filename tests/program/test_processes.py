@@ -39,7 +39,8 @@ else:
     sys.exit(f"process {pid} was left with {status}")
 """
 SANDBOX = """
-from toolsets.sandbox.factory import Limits, make_sandbox
+from toolsets.sandbox.base import Limits
+from toolsets.sandbox.factory import make_sandbox
 from toolsets.workspace.workspace import Workspace
 
 async def work(name, root, command):

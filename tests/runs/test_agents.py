@@ -15,6 +15,7 @@ from batch_trajectories.runs.config.fingerprint import digest_of, meaning_of, wi
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.models import set_up_models
 from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.config.sandboxes import problem_of_sandbox
 from batch_trajectories.runs.worker.agents.agent_program import free_memory_mb, with_checked_agent
 from tests.toolsets.test_sandbox import needs_bwrap
 
@@ -150,7 +151,6 @@ def test_an_option_that_means_nothing_is_refused(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sandbox": "docker"}, "sandbox: agents that are commands cannot run in containers"),
         ({"executor": "ray"}, "run on this machine only"),
         ({"agent": {**AGENT, "env": {"K": "sk-abcdefgh"}}}, "agent.env.K: seems to hold a secret"),
     ],
@@ -158,6 +158,11 @@ def test_an_option_that_means_nothing_is_refused(options: dict[str, Any]) -> Non
 def test_what_cannot_be_done_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config(**options)
+
+
+def test_a_sandbox_that_cannot_show_its_program_is_refused() -> None:
+    problem = str(problem_of_sandbox(config(sandbox="docker", workspace="image")))
+    assert "sandbox docker: agents that are commands cannot run in it; use bwrap" in problem
 
 
 def test_limits_of_an_agent_are_its_own_unless_they_are_given() -> None:

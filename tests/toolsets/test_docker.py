@@ -22,8 +22,8 @@ from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.runs.dataset.row import RowRules
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
-from toolsets.sandbox.base import Limits, SandboxError
-from toolsets.sandbox.docker import image_config
+from toolsets.sandbox.base import Limits, SandboxError, SandboxSettings
+from toolsets.sandbox.engine import image_config
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem
 from toolsets.sandbox.image import ImageSpec
 from toolsets.workspace.workspace import Workspace
@@ -48,6 +48,8 @@ for name in set(os.listdir("/")) - {{"dev", "proc", "workspace"}}:
 options += ["--tmpfs", "/tmp", "--bind", home, "/workspace", "--chdir", "/workspace"]
 os.execvp("bwrap", ["bwrap", *options, "--", os.path.realpath(sys.executable), *command])
 """
+
+PYTHON = SandboxSettings(image="python:3.11")
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_a_container_is_started_once_per_task_with_its_limits(
     limits = Limits(memory_mb=300, processes=20, tmp_mb=7)
 
     async def use() -> list[str]:
-        sandbox = make_sandbox("docker", workspace, limits, image="python:3.11")
+        sandbox = make_sandbox("docker", workspace, limits, PYTHON)
         try:
             first = await sandbox.run("shell", "cd /tmp; X=1; touch /workspace/f")
             second = await sandbox.run("shell", "pwd; echo $X; ls /workspace")
@@ -115,10 +117,10 @@ def test_the_engine_is_asked_in_one_environment(
     for name in ("CONTAINERS_STORAGE_CONF", "STORAGE_DRIVER", "CONTAINER_HOST", "TMPDIR"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("OPENAI_API_KEY", "sk-canary")
-    assert sandbox_problem("docker", image="python:3.11") is None
+    assert sandbox_problem("docker", PYTHON) is None
 
     async def use() -> None:
-        sandbox = make_sandbox("docker", Workspace(tmp_path / "ws"), Limits(), image="python:3.11")
+        sandbox = make_sandbox("docker", Workspace(tmp_path / "ws"), Limits(), PYTHON)
         try:
             await sandbox.run("shell", "true")
         finally:
@@ -160,11 +162,11 @@ def test_a_missing_image_is_pulled_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 class TestProblems:
     def test_an_image_that_the_engine_has_is_not_a_problem(self, engine: Path) -> None:
-        assert sandbox_problem("docker", image="python:3.11") is None
+        assert sandbox_problem("docker", PYTHON) is None
         assert sandbox_problem("docker") is None
 
     def test_an_image_that_it_lacks_is_named(self, engine: Path) -> None:
-        assert sandbox_problem("docker", image="nope:1") == (
+        assert sandbox_problem("docker", SandboxSettings(image="nope:1")) == (
             "sandbox docker: image 'nope:1': Error response from daemon: No such image: nope:1 "
             "(docker pull nope:1?)"
         )
@@ -173,7 +175,7 @@ class TestProblems:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
-        assert "docker was not found" in str(sandbox_problem("docker", image="x"))
+        assert "docker was not found" in str(sandbox_problem("docker", PYTHON))
         with pytest.raises(SandboxError, match="no image was named"):
             make_sandbox("docker", Workspace(tmp_path), Limits())
 
@@ -235,7 +237,7 @@ def _real_problem() -> str | None:
     image = os.environ.get("DOCKER_TEST_IMAGE")
     if image is None:
         return "DOCKER_TEST_IMAGE names no image with python3"
-    return sandbox_problem("docker", image=image)
+    return sandbox_problem("docker", SandboxSettings(image=image))
 
 
 @pytest.mark.long

@@ -12,8 +12,8 @@ import pytest
 
 from batch_trajectories.runs.worker.agents.installed import Installed, NotInstalled, find_program
 from tests.toolsets.test_sandbox import needs_bwrap
-from toolsets.sandbox.base import ExecResult, Extras, Limits
-from toolsets.sandbox.factory import SandboxError, make_sandbox
+from toolsets.sandbox.base import ExecResult, Extras, Limits, SandboxError
+from toolsets.sandbox.factory import make_sandbox
 from toolsets.workspace.workspace import Workspace
 
 
@@ -120,8 +120,8 @@ def test_further_paths_are_shown(tmp_path: Path) -> None:
 
 
 def test_docker_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SandboxError, match="cannot run agents that are commands"):
-        make_sandbox("docker", Workspace(tmp_path), Limits(), image="any", extras=Extras())
+    with pytest.raises(SandboxError, match="agents that are commands cannot run in it"):
+        make_sandbox("docker", Workspace(tmp_path), Limits(), extras=Extras())
 
 
 @needs_bwrap

@@ -22,9 +22,10 @@ import pytest
 
 from batch_trajectories.basics.text import output_text
 from tests.running import PATIENCE_S, ROOT, wait_until
-from toolsets.sandbox.base import ExecResult, Limits
+from toolsets.sandbox import SANDBOXES
+from toolsets.sandbox.base import ExecResult, Limits, SandboxError
 from toolsets.sandbox.bwrap import end_orphans, launch
-from toolsets.sandbox.factory import SANDBOXES, SandboxError, make_sandbox, sandbox_problem
+from toolsets.sandbox.factory import make_sandbox, sandbox_problem
 from toolsets.sandbox.inside.outputs import HeadTail
 from toolsets.sandbox.inside.processes import descendants
 from toolsets.workspace.workspace import Workspace
@@ -239,7 +240,8 @@ def test_commands_die_with_a_worker_that_is_killed(
 ) -> None:
     worker = f"""
 import asyncio, pathlib
-from toolsets.sandbox.factory import Limits, make_sandbox
+from toolsets.sandbox.base import Limits
+from toolsets.sandbox.factory import make_sandbox
 from toolsets.workspace.workspace import Workspace
 sandbox = make_sandbox({name!r}, Workspace(pathlib.Path({str(workspace.root)!r})), Limits())
 asyncio.run(sandbox.exec(["sh", "-c", {f"( {KEEP_ALIVE} ) & wait"!r}]))

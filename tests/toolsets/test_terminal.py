@@ -588,7 +588,8 @@ def test_sessions_die_with_a_worker_that_is_killed(
 ) -> None:
     worker = f"""
 import asyncio, pathlib
-from toolsets.sandbox.factory import Limits, make_sandbox
+from toolsets.sandbox.base import Limits
+from toolsets.sandbox.factory import make_sandbox
 from toolsets.workspace.workspace import Workspace
 async def main():
     sandbox = make_sandbox({kind!r}, Workspace(pathlib.Path({str(workspace.root)!r})), Limits())

@@ -3,7 +3,6 @@
 base           the Sandbox protocol, limits and results
 image          the container image that a conversation starts from
 cgroup         control groups that limit processes and memory
-user_limit     the user's own limit on processes
 programs       the programs inside as one text, and the Python that runs them
 first_process  how the first process of a sandbox ends
 channel        messages to the server inside, and which are allowed
@@ -12,11 +11,19 @@ served         what all sandboxes have in common: a server inside that outlives 
 bwrap          commands in namespaces of their own, by bubblewrap
 image_files    the files of an image, through the server inside
 image_bwrap    commands in an unpacked image, by bubblewrap
+engine         Docker or Podman, asked through its command line
 docker         commands in a container
 local          commands as plain processes, without isolation
-factory        makes the sandbox that was chosen
+factory        finds a sandbox by its name and makes it
 inside/        the programs that run inside a sandbox
 
 Other rooms import base, bwrap, cgroup, docker, factory, image, image_files, inside/outputs,
 programs.
 """
+
+SANDBOXES = {
+    "bwrap": "toolsets.sandbox.bwrap:BwrapSandbox",
+    "docker": "toolsets.sandbox.docker:DockerSandbox",
+    "local": "toolsets.sandbox.local:LocalSandbox",
+}
+"""Our sandboxes by name: where the class of each is. Packages add others, see `factory`."""

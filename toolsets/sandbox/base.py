@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from batch_trajectories.basics.errors import ToolError
+from toolsets.workspace.workspace import Workspace
+
+if TYPE_CHECKING:
+    from toolsets.sandbox.image import ImageSandboxes
+
+Engine = Literal["docker", "podman"]
+"""A program that runs containers."""
+
+Pull = Literal["never", "missing"]
+"""Whether images that the engine lacks are pulled."""
 
 SessionKind = Literal["shell", "python"]
 """What a task has one of, with a state that lasts from call to call."""
@@ -88,21 +100,78 @@ class ExecResult:
     """No call was made to this session before."""
 
 
-class Sandbox(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSettings:
+    """What the options of a run say about its sandboxes; each sandbox uses what it needs."""
+
+    image: str | None = None
+    """`--docker_image`, or the image of a row."""
+    engine: Engine = "docker"
+    runtime: str | None = None
+    """The OCI runtime of the engine's containers; None: the engine's own choice."""
+    images: Path | None = None
+    """The directory of images."""
+    pull: Pull = "never"
+
+
+class Sandbox(ABC):
     """A place that runs commands beside one workspace, for one task.
 
     It is started by the first call, so making one is cheap, and kept until it is stopped. Calls
-    wait for each other.
+    wait for each other. A subclass is registered by its name, see `toolsets.sandbox.factory`; most
+    derive from `toolsets.sandbox.served.ServedSandbox`, which needs only `home` and `launch`.
     """
 
-    @property
-    def name(self) -> str:
-        """The name it was asked for by."""
+    name: ClassVar[str]
+    """What `--sandbox` calls it."""
+    summary: ClassVar[str]
+    """What it is, in a few words for a list."""
+    is_isolated: ClassVar[bool] = True
+    """Commands have files and processes of their own, and no network unless `Limits` give it."""
+    needs_image: ClassVar[bool] = False
+    """It starts from `SandboxSettings.image`."""
+    limits_itself: ClassVar[bool] = False
+    """It limits memory, processes and CPUs without a control group of ours."""
+    takes_extras: ClassVar[bool] = False
+    """It can show `Extras`, so that agents that are commands run in it."""
+
+    @classmethod
+    def problem(cls, settings: SandboxSettings) -> str | None:
+        """Why it does not work here and what to do, in one sentence; None if it works.
+
+        It begins with "sandbox NAME: ". Asked at the start of a run, and by `ServedSandbox` for
+        each sandbox, so what takes long is to be remembered (`functools.cache`).
+        """
+        del settings
+        return None
+
+    @classmethod  # noqa: B027 - most have nothing to prepare
+    def prepare(cls) -> None:
+        """Do what is to be done once in each process that will make such sandboxes."""
+
+    @classmethod
+    @abstractmethod
+    def create(
+        cls,
+        workspace: Workspace,
+        limits: Limits,
+        settings: SandboxSettings,
+        extras: Extras | None = None,
+    ) -> Sandbox:
+        """Return the sandbox of one task; raises `SandboxError`. Blocks no longer than a file."""
+
+    @classmethod
+    def in_images(cls, settings: SandboxSettings, run_dir: Path) -> ImageSandboxes | None:
+        """How conversations of a run work in images; None if they cannot."""
+        del settings, run_dir
+        return None
 
     @property
+    @abstractmethod
     def home(self) -> str:
         """The path of the workspace as commands see it."""
 
+    @abstractmethod
     async def exec(
         self, argv: Sequence[str], *, timeout_s: float | None = None, stdin: bytes = b""
     ) -> ExecResult:
@@ -111,6 +180,7 @@ class Sandbox(Protocol):
         Raises `SandboxError` if it could not be started.
         """
 
+    @abstractmethod
     async def run(
         self,
         session: SessionKind,
@@ -126,5 +196,6 @@ class Sandbox(Protocol):
         the session could not be started.
         """
 
+    @abstractmethod
     async def stop(self) -> None:
         """End all that runs; may be called again, and without any call before."""

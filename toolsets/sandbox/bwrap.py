@@ -14,14 +14,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from toolsets.sandbox.base import Extras, SandboxError
+from toolsets.sandbox.base import Extras, SandboxError, SandboxSettings
 from toolsets.sandbox.channel import Launch
+from toolsets.sandbox.first_process import proc_problem
 from toolsets.sandbox.fork_servers import SandboxTemplate
 from toolsets.sandbox.inside.system_calls import filter_program
 from toolsets.sandbox.programs import python_bin, python_prefix
 from toolsets.sandbox.served import ServedSandbox
+
+if TYPE_CHECKING:
+    from toolsets.sandbox.image import ImageSandboxes
 
 HOME = "/workspace"
 
@@ -68,7 +72,30 @@ class BwrapSandbox(ServedSandbox):
     """
 
     name = "bwrap"
+    summary = "namespaces of its own for each conversation, by bubblewrap"
+    takes_extras = True
     home = HOME
+
+    @classmethod
+    def problem(cls, settings: SandboxSettings) -> str | None:
+        """See `Sandbox`."""
+        del settings
+        if (problem := proc_problem()) is not None:
+            return f"sandbox bwrap: {problem}"
+        return bwrap_problem()
+
+    @classmethod
+    def prepare(cls) -> None:
+        """See `Sandbox`: probe before there is a loop to block, and end what others left."""
+        if bwrap_problem() is None:
+            end_orphans()
+
+    @classmethod
+    def in_images(cls, settings: SandboxSettings, run_dir: Path) -> ImageSandboxes:
+        """See `Sandbox`."""
+        from toolsets.sandbox.image_bwrap import BwrapImages  # reads archives, which few runs need
+
+        return BwrapImages(settings.images, run_dir)
 
     @property
     def max_processes(self) -> int | None:
@@ -127,11 +154,10 @@ def bwrap_problem() -> str | None:
 
 @cache
 def _problem_with(path: str | None) -> str | None:
-    """`bwrap_problem` with that PATH; it is asked for each task. Ends what is left of others."""
+    """`bwrap_problem` with that PATH; it is asked for each task."""
     bwrap = shutil.which("bwrap", path=path)
     if bwrap is None:
         return f"sandbox bwrap: the program bwrap was not found; {_INSTALL}"
-    end_orphans()
     failure = _probe(bwrap, ("--disable-userns",))
     if failure is not None:
         failure = _probe(bwrap, ())

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +18,25 @@ from toolsets.sandbox.inside.processes import descendants
 _LAST_WAIT_S = 0.5
 _KILL_ROUNDS = 100
 _CHECK_S = 0.002
+
+
+def proc_problem() -> str | None:
+    """What is wrong with /proc, by which the processes of a sandbox are found."""
+    if sys.platform != "linux":
+        return None
+    try:
+        own = os.readlink("/proc/self")  # noqa: PTH115 - for each conversation, so without a Path
+    except OSError:
+        if os.path.exists("/proc/version"):  # noqa: PTH110 - as above
+            own = ""
+        else:
+            return "/proc is not mounted: run `mount -t proc proc /proc` before the start"
+    if own == str(os.getpid()):
+        return None
+    return (
+        "/proc shows the processes of another PID namespace: mount that of this one "
+        "(`unshare --mount-proc`, or `mount -t proc proc /proc`) before the start"
+    )
 
 
 class FirstProcess(Protocol):

@@ -7,15 +7,14 @@ conversation gets a copy of the tree.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -24,13 +23,14 @@ from typing import Literal
 from batch_trajectories.basics.errors import HostError
 from toolsets.images.image_error import ImageError
 from toolsets.images.layers import resolve
-from toolsets.images.store import UnpackedImage
+from toolsets.images.store import ImageStore, UnpackedImage
 from toolsets.images.users import user_of
-from toolsets.sandbox.base import Extras, Limits, SandboxError
+from toolsets.sandbox.base import Extras, Limits, SandboxError, SandboxSettings
 from toolsets.sandbox.bwrap import FORK_SERVER, HOME, BwrapSandbox, launch
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.fork_servers import SandboxTemplate
-from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.image import ImageSandboxes, ImageSpec
+from toolsets.sandbox.image_files import ImageSandbox
 from toolsets.sandbox.inside.boot import BOOT, framed
 from toolsets.sandbox.inside.namespaces import MEASURED
 from toolsets.sandbox.programs import program
@@ -50,7 +50,66 @@ _TRYING = Lock()
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
 
 
-class BwrapImageSandbox(BwrapSandbox):
+class BwrapImages(ImageSandboxes):
+    """See `ImageSandboxes`: images of a directory."""
+
+    def __init__(self, images: Path | None, run_dir: Path) -> None:
+        """Without `images` only `problem` may be asked."""
+        self._of_run = None if images is None else ImageStore(images)
+        self._run_dir = run_dir
+
+    @property
+    def _store(self) -> ImageStore:
+        assert self._of_run is not None
+        return self._of_run
+
+    def problem(self) -> str | None:
+        """See `ImageSandboxes`."""
+        if problem := BwrapSandbox.problem(SandboxSettings()):
+            return problem
+        if self._of_run is None:
+            return (
+                "--workspace=image with --sandbox=bwrap needs --images=DIR, the images' directory"
+            )
+        return self._store.problem()
+
+    def problem_of_image(self, reference: str) -> str | None:
+        """See `ImageSandboxes`."""
+        try:
+            self._store.find(reference)
+        except ImageError as error:
+            return str(error)
+        return None
+
+    def digests(self, references: Collection[str]) -> dict[str, str]:
+        """See `ImageSandboxes`."""
+        found = {}
+        for reference in references:
+            with suppress(ImageError):
+                found[reference] = self._store.find(reference).config_digest
+        return found
+
+    def warning(self) -> str | None:
+        """See `ImageSandboxes`."""
+        layers = self._run_dir / "workspaces"
+        layers.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if layering_of(layers, self._store.unpacked) == "overlay":
+            return None
+        why = overlay_problem(layers, self._store.unpacked)
+        return (
+            f"warning: each conversation gets a copy of its image: the kernel mounts no overlays "
+            f"for {layers} ({why}); use a kernel from 5.11 on and a local file system"
+        )
+
+    def make(
+        self, workspace: Workspace, limits: Limits, spec: ImageSpec, extras: Extras | None = None
+    ) -> BwrapImageSandbox:
+        """See `ImageSandboxes`."""
+        image = self._store.unpack(spec.reference)
+        return BwrapImageSandbox(workspace, limits, image=image, spec=spec, extras=extras)
+
+
+class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
     """Runs a task's commands in an image, as the user of the image.
 
     A command sees the image with the changes of its own conversation, and nothing of this machine.
@@ -191,7 +250,7 @@ def _mark_layer(upper: Path, path: str, add: Callable[[bytes], None]) -> None:
             except FileNotFoundError:
                 return
             # Beneath a directory that was made anew there is nothing of the image.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 add(b"opaque" + os.getxattr(fd, "user.overlay.opaque"))
         for root, directories, names, at in os.fwalk(".", dir_fd=fd):
             directories[:] = sorted(name for name in directories if name != ".git")
@@ -284,6 +343,6 @@ def _copy(tree: Path, layer: Path) -> None:
         shutil.copytree(tree, making, symlinks=True)
         making.rename(layer / "upper")
     except OSError as error:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             remove_tree(making)
         raise SandboxError(f"an image cannot be copied: {error}") from error

@@ -8,10 +8,11 @@ import binascii
 import errno
 import os
 import tempfile
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
 from toolsets.sandbox.base import Sandbox, SandboxError
@@ -26,27 +27,28 @@ _MAX_SEARCHED_BYTES = 32 << 20
 _FORBIDDEN = "the sandbox said what it may not"
 
 
-class ImageSandbox(Sandbox, Protocol):
+class ImageSandbox(Sandbox):
     """A sandbox in an image: the files are inside, and what changes lasts until it is discarded."""
 
-    @property
-    def image_digest(self) -> str:
-        """Of the image's configuration, which names its layers: for all sandboxes the same."""
+    image_digest: str
+    """Of the image's configuration, which names its layers: for all sandboxes the same."""
+    user_home: str | None
+    """HOME of the user that commands run as; None where only the engine knows it."""
 
     @property
-    def user_home(self) -> str | None:
-        """HOME of the user that commands run as; None where only the engine knows it."""
-
-    @property
+    @abstractmethod
     def can_change_all(self) -> bool:
         """Whether commands may change every file of the image."""
 
+    @abstractmethod
     def is_kept(self) -> bool:
         """Whether what an earlier sandbox of this conversation changed is still there."""
 
+    @abstractmethod
     def make(self) -> None:
         """Prepare what is kept, where that takes time; may be repeated."""
 
+    @abstractmethod
     def discard(self) -> None:
         """Remove what is kept; the sandbox must have been stopped."""
 
@@ -55,7 +57,10 @@ class ImageSandbox(Sandbox, Protocol):
 
         Directories `.git` do not count. None where only a comparison of all files can tell.
         """
+        del path
+        return None
 
+    @abstractmethod
     async def ask_files(self, request: dict[str, Any]) -> Reply:
         """Make one request; see `toolsets.sandbox.inside.file_requests`."""
 

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from toolsets.sandbox.base import SandboxSettings
 from toolsets.sandbox.channel import Launch
+from toolsets.sandbox.first_process import proc_problem
 from toolsets.sandbox.fork_servers import SandboxTemplate
 from toolsets.sandbox.programs import python_bin
 from toolsets.sandbox.served import ServedSandbox
@@ -23,6 +25,15 @@ class LocalSandbox(ServedSandbox):
     """
 
     name = "local"
+    summary = "plain processes with your rights, NOT isolated"
+    is_isolated = False
+    takes_extras = True
+
+    @classmethod
+    def problem(cls, settings: SandboxSettings) -> str | None:
+        """See `Sandbox`."""
+        del settings
+        return (problem := proc_problem()) and f"sandbox local: {problem}"
 
     @property
     def home(self) -> str:

@@ -9,28 +9,44 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import errno
 import os
+import re
+import resource
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe, has_memory
 from batch_trajectories.basics.text import output_text
-from toolsets.sandbox.base import ExecResult, Extras, Limits, SandboxError, SessionKind
+from toolsets.sandbox.base import (
+    ExecResult,
+    Extras,
+    Limits,
+    Sandbox,
+    SandboxError,
+    SandboxSettings,
+    SessionKind,
+)
 from toolsets.sandbox.cgroup import Group, make_group, refusals_here
 from toolsets.sandbox.channel import Channel, Gone, Launch, Reply, decoded
 from toolsets.sandbox.fork_servers import FORK_SERVERS, SandboxTemplate
 from toolsets.sandbox.inside.boot import BOOT
 from toolsets.sandbox.programs import program
-from toolsets.sandbox.user_limit import is_user_full
 from toolsets.workspace.workspace import Workspace
 
 _REPLY_GRACE_S = 10.0
 """For what the server does when the time is up; longer than all its own graces together."""
 _FILES_TIMEOUT_S = 60.0
+# What shells, C programs and Python say of it. Others say the first of a lock or a socket, and a
+# command can print anything, so it only gives cause to count.
+_SAID = re.compile(r"Resource temporarily unavailable|can't start new thread|Cannot fork")
+_NEARLY = 0.9
+"""Some may have ended since."""
 _MAX_CODE_CHARS = 8 << 20
 _MAPPED = 4
 """How many times the memory that it may use an installed program may map: runtimes with garbage
@@ -39,8 +55,21 @@ collectors map far more than they use. The sum of what is used is limited all th
 Result = TypeVar("Result")
 
 
-class ServedSandbox(ABC):
+class ServedSandbox(Sandbox):
     """A sandbox around one workspace, from its first call until it is stopped."""
+
+    @classmethod
+    def create(
+        cls,
+        workspace: Workspace,
+        limits: Limits,
+        settings: SandboxSettings,
+        extras: Extras | None = None,
+    ) -> Self:
+        """See `Sandbox`."""
+        if (problem := cls.problem(settings)) is not None:
+            raise SandboxError(problem)
+        return cls(workspace, limits, extras)
 
     def __init__(self, workspace: Workspace, limits: Limits, extras: Extras | None = None) -> None:
         self._workspace = workspace
@@ -57,14 +86,14 @@ class ServedSandbox(ABC):
         self._held: set[SessionKind] = set()
         self._lost: dict[SessionKind, str] = {}
 
-    @property
-    @abstractmethod
-    def home(self) -> str:
-        """The path of the workspace as commands see it."""
-
     @abstractmethod
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
-        """How to start `argv` in the sandbox; what is put on `stack` is kept until it has begun."""
+        """How to start `argv` in the sandbox, with its standard input and output for the server.
+
+        `argv` starts `python3` of this machine. The process that is started ends when what it
+        started has ended, and takes that with it when it is killed. What is put on `stack` is kept
+        until the server has answered.
+        """
 
     def template(self) -> SandboxTemplate | None:
         """How to have the sandbox forked; None for a kind that can only be launched."""
@@ -102,13 +131,10 @@ class ServedSandbox(ABC):
 
     def group(self) -> Group | None:
         """The control group that limits what the sandbox does not limit itself."""
+        if self.limits_itself:
+            return None
         processes = None if self.max_processes else self._limits.processes
         return make_group(processes, self._limits.memory_mb, self._limits.cpus)
-
-    @property
-    def watches_memory(self) -> bool:
-        """Whether the server has to look at the memory where no control group limits it."""
-        return True
 
     async def exec(
         self, argv: Sequence[str], *, timeout_s: float | None = None, stdin: bytes = b""
@@ -160,7 +186,7 @@ class ServedSandbox(ABC):
     ) -> ExecResult:
         def result(reply: Reply, duration_s: float) -> ExecResult:
             result = self._result(reply, session, duration_s)
-            if is_user_full(result.stdout, result.stderr):
+            if _is_user_full(result.stdout, result.stderr):
                 raise HostError(f"a command could not run: {describe(errno.EAGAIN)}")
             return result
 
@@ -281,7 +307,7 @@ class ServedSandbox(ABC):
             "entrypoint": self.entrypoint,
         }
         group = self.group()
-        is_limited = not self.watches_memory or (group is not None and group.limits_memory)
+        is_limited = self.limits_itself or (group is not None and group.limits_memory)
         terms["memory_mb"] = 0 if is_limited else limits.memory_mb
         try:
             begun = await self._forked(terms, group) or await self._launched(terms, group)
@@ -363,3 +389,23 @@ def _refusal(number: int) -> Exception:
     if number == errno.E2BIG:
         return SandboxError("the command is too long; write it to a file and run that")
     return SandboxError(f"the command could not be started: {os.strerror(number)}")
+
+
+def _is_user_full(*outputs: str) -> bool:
+    """Whether a command says that it got no process, and this user really is at its limit."""
+    if not any(map(_SAID.search, outputs)):
+        return False
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if limit == resource.RLIM_INFINITY or os.getuid() == 0:  # the limit does not hold root
+        return False
+    return _tasks_of(os.getuid()) >= _NEARLY * limit
+
+
+def _tasks_of(user: int) -> int:
+    total = 0
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            status = (path / "status").read_text()
+            if int(status.partition("\nUid:")[2].split()[0]) == user:
+                total += int(status.partition("\nThreads:")[2].split()[0])
+    return total

@@ -74,11 +74,6 @@ def check_options(config: RunConfig) -> None:
                 f"and has its own tools; leave {name} out, or set it in the agent's own "
                 "configuration (`command`, `env`, `files`)"
             )
-    if config.sandbox == "docker":
-        raise ValueError(
-            "sandbox: agents that are commands cannot run in containers of an engine; use bwrap "
-            "(with --workspace=image and --images=DIR for container images)"
-        )
     if config.executor == "ray":
         raise ValueError("executor: agents run on this machine only; leave --executor=ray out")
     for name, text in agent.env.items():

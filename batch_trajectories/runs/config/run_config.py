@@ -49,6 +49,7 @@ from batch_trajectories.runs.dataset.row import ColumnUse, RowRules
 from batch_trajectories.runs.dataset.shards import plain_shard
 from toolsets.mcp.mcp_settings import McpServer, ServerName
 from toolsets.net.web_settings import WebSettings
+from toolsets.sandbox.factory import sandbox_kind
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.config.endpoint_config import EndpointConfig
@@ -391,7 +392,7 @@ class RunConfig(SandboxOptions):
         return "needed" if self.script_file is None else "allowed"
 
     def _image_use(self) -> ColumnUse:
-        if self.sandbox != "docker" and not self.is_inside:
+        if not self.is_inside and not sandbox_kind(self.sandbox).needs_image:
             return "ignored"
         return "needed" if self.docker_image is None else "allowed"
 

@@ -8,14 +8,15 @@ from pydantic import model_validator
 
 from agent.options import AgentOptions, PositiveFloat, PositiveInt, meaning
 from batch_trajectories.runs.config.option_types import LocalPath, Names, running
+from toolsets.sandbox.base import Engine, Pull, SandboxSettings
 
 
 class SandboxOptions(AgentOptions):
     """The options of conversations, and those of sandboxes."""
 
-    sandbox: Literal["bwrap", "docker", "local"] = meaning(
+    sandbox: str = meaning(
         "bwrap",
-        "Where commands run; local does NOT isolate them.",
+        "Where commands run: bwrap, docker, local (does NOT isolate them) or that of a package.",
     )
     docker_image: str | None = meaning(
         None,
@@ -34,10 +35,13 @@ class SandboxOptions(AgentOptions):
         "Directory of images (OCI layouts, archives of `docker save`) for --sandbox=bwrap "
         "--workspace=image.",
     )
-    container_engine: Literal["docker", "podman"] = running(
+    container_engine: Engine = running(
         "docker", "Program that runs the containers of --sandbox=docker."
     )
-    pull: Literal["never", "missing"] = running(
+    container_runtime: str | None = running(
+        None, "OCI runtime of these containers, as runsc (gVisor); default: the engine's."
+    )
+    pull: Pull = running(
         "never", "With --sandbox=docker: whether images that the engine lacks are pulled."
     )
     row_setup: bool = meaning(
@@ -75,11 +79,19 @@ class SandboxOptions(AgentOptions):
                 name = "workdir" if self.images is None else "images"
                 raise ValueError(f"{name}: needs --workspace=image")
             return self
-        if self.sandbox == "local":
-            raise ValueError("workspace: an image needs --sandbox=bwrap or docker")
         if self.workdir is not None and not self.workdir.startswith("/"):
             raise ValueError("workdir: must be an absolute path")
         return self
+
+    def sandbox_settings(self, image: str | None = None) -> SandboxSettings:
+        """What sandboxes are to know, with the image of a row in the place of the run's."""
+        return SandboxSettings(
+            image=image or self.docker_image,
+            engine=self.container_engine,
+            runtime=self.container_runtime,
+            images=self.images,
+            pull=self.pull,
+        )
 
     @property
     def is_inside(self) -> bool:

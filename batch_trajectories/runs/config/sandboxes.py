@@ -7,30 +7,34 @@ from collections.abc import Mapping
 
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.runs.config.run_config import RunConfig
-from toolsets.sandbox.docker import remove_containers
-from toolsets.sandbox.factory import ImageSandboxes, sandbox_problem
+from toolsets.sandbox.base import SandboxError
+from toolsets.sandbox.factory import NO_AGENTS, sandbox_kind, sandbox_problem
+from toolsets.sandbox.image import ImageSandboxes
 
 log = logging.getLogger(__name__)
 
 
 def image_sandboxes(config: RunConfig) -> ImageSandboxes:
-    """How the conversations of a run work in images."""
-    return ImageSandboxes(
-        config.sandbox,
-        run_dir=config.run_dir.absolute(),
-        images=config.images if config.sandbox == "bwrap" else None,
-        engine=config.container_engine,
-        pull=config.pull,
-    )
+    """How the conversations of a run work in images; raises `SandboxError` if they cannot."""
+    settings, run_dir = config.sandbox_settings(), config.run_dir.absolute()
+    if (made := sandbox_kind(config.sandbox).in_images(settings, run_dir)) is None:
+        raise SandboxError(
+            f"sandbox {config.sandbox}: it cannot work in images; use --sandbox=bwrap or docker, "
+            "or leave --workspace=image out"
+        )
+    return made
 
 
 def problem_of_sandbox(config: RunConfig) -> str | None:
     """Why the sandbox of a run does not work here, and what to do; None where it does."""
-    if config.is_inside:
-        return image_sandboxes(config).problem()
-    return sandbox_problem(
-        config.sandbox, image=config.docker_image, engine=config.container_engine
-    )
+    try:
+        if config.agent is not None and not sandbox_kind(config.sandbox).takes_extras:
+            return f"sandbox {config.sandbox}: {NO_AGENTS}"
+        if config.is_inside:
+            return image_sandboxes(config).problem()
+    except SandboxError as error:
+        return str(error)
+    return sandbox_problem(config.sandbox, config.sandbox_settings())
 
 
 def replaced_images(config: RunConfig, known: Mapping[str, str]) -> dict[str, str]:
@@ -41,10 +45,10 @@ def replaced_images(config: RunConfig, known: Mapping[str, str]) -> dict[str, st
 
 def remove_leftover_containers(config: RunConfig) -> None:
     """Remove containers of conversations that have ended, left by a crash; logs what fails."""
-    if not config.is_inside or config.sandbox != "docker":
+    if not config.is_inside:
         return
     try:
-        if count := remove_containers(config.container_engine, config.run_dir):
+        if count := image_sandboxes(config).remove_leftovers():
             log.info("removed %d containers of conversations that have ended", count)
     except ToolError as error:
         log.warning("containers were not removed: %s", error)

@@ -31,7 +31,9 @@ from batch_trajectories.runs.planning.executor_choice import check_executor
 from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset
 from batch_trajectories.runs.store.files import temporary_for, training_file_of
 from toolsets.mcp.mcp_settings import WORKSPACE
+from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
+from toolsets.sandbox.factory import sandbox_kind
 
 _BAD_ROWS_SHOWN = 20
 
@@ -88,8 +90,12 @@ def make_plan(
     needs_sandbox = (
         bool(first.sandboxed()) or config.row_setup or config.is_inside or config.agent is not None
     )
+    try:
+        sandbox_kind(config.sandbox)
+    except SandboxError as error:
+        raise ConfigError(str(error)) from error
     if needs_sandbox and (problem := _sandbox_problem(config)):
-        if config.is_inside:
+        if config.is_inside or config.agent is not None:
             raise ConfigError(problem)
         raise ConfigError(_without_sandbox(problem, first.sandboxed(), config))
     _check_variables(config)
@@ -298,7 +304,7 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
         and (slow := image_sandboxes(plan.config).warning())
     ):
         say(slow)
-    if plan.sandbox in ("bwrap", "local") and not can_bound_memory():
+    if _needs_groups(plan) and not can_bound_memory():
         say(
             f"warning: sandbox {plan.sandbox}: cannot create a control group, so memory is checked "
             "ten times a second and may briefly exceed --command_memory_mb; make /sys/fs/cgroup "
@@ -352,11 +358,16 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
                 f"--{option}"
             )
 
-    if "limits.cpus" in asked and config.sandbox == "bwrap" and not can_limit_cpus():
+    if "limits.cpus" in asked and _needs_groups(plan) and not can_limit_cpus():
         yield (
             "rows limit their CPUs (`limits.cpus`), which is not enforced: no control group can be "
             "made here; make /sys/fs/cgroup writable"
         )
+
+
+def _needs_groups(plan: Plan) -> bool:
+    """Whether control groups of ours limit what commands use."""
+    return plan.sandbox is not None and not sandbox_kind(plan.sandbox).limits_itself
 
 
 def _is_near(host: str) -> bool:

@@ -44,7 +44,7 @@ from batch_trajectories.runs.worker.task_runner import TaskRunner
 from batch_trajectories.runs.worker.workspaces import Workspaces
 from toolsets.browser.process import Browsers
 from toolsets.mcp.servers import McpServers
-from toolsets.sandbox.factory import FORK_SERVERS, sandbox_problem
+from toolsets.sandbox.factory import FORK_SERVERS, sandbox_kind
 
 if TYPE_CHECKING:
     from agent.models.client.retrying import Retry
@@ -81,8 +81,8 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
         if not setup.is_remote:
             log_to(setup.run_dir / "run.log", setup.config.log_level)
         use_pidfd_watcher()
-        if setup.provenance.sandbox == "bwrap":
-            sandbox_problem("bwrap")  # probes once, before there is a loop to block
+        if setup.provenance.sandbox is not None:
+            sandbox_kind(setup.provenance.sandbox).prepare()
         worker = Worker(connection, setup)
         if setup.is_remote:
             log_through(worker.send, setup.config.log_level)

@@ -27,10 +27,9 @@ from batch_trajectories.runs.worker.workspace_setup import (
 from toolsets.browser.process import Browsers
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
-from toolsets.sandbox.base import Extras
-from toolsets.sandbox.docker import docker_problem
-from toolsets.sandbox.factory import ImageSandboxes, Limits, Sandbox, make_sandbox
-from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.base import Extras, Limits, Sandbox
+from toolsets.sandbox.factory import make_sandbox, sandbox_problem
+from toolsets.sandbox.image import ImageSandboxes, ImageSpec
 from toolsets.sandbox.image_files import ImageFiles, ImageSandbox
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import Workspace
@@ -405,8 +404,9 @@ class Workspaces:
     async def _image_problem(self, image: str) -> str | None:
         """Why a row's image cannot be run, checked once per image."""
         if image not in self._problems:
+            config = self._setup.config
             self._problems[image] = await asyncio.to_thread(
-                docker_problem, image, self._setup.config.container_engine
+                sandbox_problem, config.sandbox, config.sandbox_settings(image)
             )
         return self._problems[image]
 
@@ -416,10 +416,8 @@ class Workspaces:
         kind = self._setup.provenance.sandbox
         if kind is None:
             return None
-        image = row.image.reference if row.image else self._setup.config.docker_image
-        engine = self._setup.config.container_engine
-        limits = limits or self._limits(row)
-        return make_sandbox(kind, workspace, limits, image=image, engine=engine)
+        settings = self._setup.config.sandbox_settings(row.image.reference if row.image else None)
+        return make_sandbox(kind, workspace, limits or self._limits(row), settings)
 
     def _limits(self, row: RowTask) -> Limits:
         config, own = self._setup.config, row.limits

@@ -13,7 +13,7 @@ from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.worker.agents.installed import Installed, NotInstalled, find_program
 from toolsets.sandbox.base import ExecResult, Extras, Limits, SandboxError
-from toolsets.sandbox.factory import make_sandbox
+from toolsets.sandbox.factory import make_sandbox, sandbox_kind
 from toolsets.sandbox.programs import inside_python
 from toolsets.workspace.workspace import Workspace
 
@@ -40,7 +40,7 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
     agent = config.agent
     try:
         installed = program_of(agent, config)
-        if installed.shims is not None and config.sandbox == "bwrap":
+        if installed.shims is not None and sandbox_kind(config.sandbox).is_isolated:
             raise NotInstalled(
                 f"{agent.command[0]!r} or its interpreter is a script of a version manager in "
                 f"{installed.shims}, which does not work in the sandbox; install the agent in a "

@@ -47,6 +47,7 @@ from batch_trajectories.runs.worker.durable_calls import Stops
 from batch_trajectories.runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult, Sandbox, SandboxError
+from toolsets.sandbox.factory import sandbox_kind
 from toolsets.sandbox.programs import forwarding
 from toolsets.workspace.removal import remove_tree
 
@@ -150,7 +151,7 @@ class AgentRunner:
         config, workspace, agent = self._config, task.context.workspace, task.agent
         installed = program_of(agent, config)
         async with _home_beside(workspace.root) as beside:
-            is_isolated = config.sandbox == "bwrap"
+            is_isolated = sandbox_kind(config.sandbox).is_isolated
             is_alone = is_isolated and not self._spaces.has_network(task.row)
             socket = beside / _SOCKET if is_alone else None
             url, key = f"http://127.0.0.1:{_PORT}", "placeholder"

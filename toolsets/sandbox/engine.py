@@ -1,0 +1,222 @@
+"""Docker or Podman, asked through its command line: images and containers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batch_trajectories.basics.locked import locked
+from toolsets.images.image_error import ImageError
+from toolsets.sandbox.base import Pull, SandboxError
+
+RUN_LABEL = "batch-trajectories.run"
+"""The label of containers that names their run."""
+
+_INSTALL = "install Docker, or Podman (--container_engine=podman)"
+_ENGINE = (
+    *("PATH", "HOME", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME"),
+    *("DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH"),
+    *("CONTAINER_HOST", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "STORAGE_DRIVER"),
+    *("CONTAINERS_REGISTRIES_CONF", "REGISTRY_AUTH_FILE"),
+)
+"""What the command line needs of the environment to find the engine; the container gets nothing."""
+_LAYOUT = "built"
+"""The layout for images that were built, in a directory of images."""
+_TIMEOUT_S = 120
+_PULL_TIMEOUT_S = 3600
+
+
+def docker_problem(image: str | None, engine: str = "docker") -> str | None:
+    """Return None where the engine answers and has the image, else what to do about it.
+
+    With `image` None only the engine is asked.
+    """
+    if shutil.which(engine) is None:
+        return f"sandbox docker: the program {engine} was not found; {_INSTALL}"
+    asked = ["version"]
+    if image is not None:
+        asked = ["image", "inspect", "--format", "{{.Id}}", image]
+    try:
+        done = ask_engine(engine, asked)
+    except SandboxError as error:
+        return str(error)
+    if done.returncode == 0:
+        return None
+    if image is None:
+        return f"sandbox docker: the engine does not answer: {words_of(done)}"
+    return f"sandbox docker: image {image!r}: {words_of(done)} ({engine} pull {image}?)"
+
+
+def engine_warning(engine: str) -> str | None:
+    """What makes the engine slow, in words for the user; None if nothing is known."""
+    for field in ("{{.Driver}}", "{{.Store.GraphDriverName}}"):  # Docker's and Podman's
+        done = ask_engine(engine, ["info", "--format", field])
+        if done.returncode == 0 and done.stdout.strip() == b"vfs":
+            return (
+                f"warning: {engine} stores images with `vfs`, which copies the whole image for "
+                "each conversation; configure `overlay` storage"
+            )
+    return None
+
+
+def image_config(engine: str, image: str, pull: Pull) -> tuple[dict[str, Any], str]:
+    """The configuration of an image and its digest; it is pulled where it is missing and may be.
+
+    One process of this user pulls at a time. Raises `ImageError` with the engine's words.
+    """
+    found = config_of(engine, image)
+    if found is None and pull == "missing":
+        with locked(_lock_of(image)):
+            found = config_of(engine, image)
+            if found is None:
+                done = ask_engine(engine, ["pull", "--quiet", image], timeout_s=_PULL_TIMEOUT_S)
+                if done.returncode != 0:
+                    raise ImageError(f"image {image!r} cannot be pulled: {words_of(done)}")
+                found = config_of(engine, image)
+    if found is None:
+        raise ImageError(f"image {image!r}: {engine} does not have it (--pull=missing pulls it)")
+    return found
+
+
+def image_digests(engine: str) -> dict[str, str]:
+    """The digests of the configurations of all images that the engine has, by `full_name`."""
+    from toolsets.images.names import full_name  # only where images are saved
+
+    named = "{{.ID}} {{.Repository}}:{{.Tag}}"
+    done = ask_engine(engine, ["images", "--no-trunc", "--format", named])
+    if done.returncode != 0:
+        raise SandboxError(f"sandbox {engine}: images: {words_of(done)}")
+    listed = (line.partition(" ") for line in done.stdout.decode().splitlines())
+    return {full_name(name): _digest(found) for found, _, name in listed}
+
+
+def build_image(
+    engine: str, image: str, directory: Path, dockerfile: Path, *, timeout_s: float
+) -> None:
+    """Build an image, unless the engine has it. Raises `ImageError` with the engine's words."""
+    if config_of(engine, image) is not None:
+        return
+    asked = ["build", "--tag", image, "--file", str(dockerfile), str(directory)]
+    try:
+        done = ask_engine(engine, asked, timeout_s=timeout_s)
+    except SandboxError as error:
+        raise ImageError(str(error)) from error
+    if done.returncode != 0:
+        raise ImageError(f"{dockerfile}: {engine} cannot build it: {words_of(done)}")
+
+
+def save_image(engine: str, image: str, directory: Path) -> None:
+    """Add an image of the engine to the OCI layout in a directory of images.
+
+    Does nothing where one there has this name. Raises `ImageError` with the engine's words.
+    """
+    from toolsets.images.layouts import add_to_layout  # they read archives, which few runs need
+    from toolsets.images.store import ImageStore
+
+    def save(archive: Path) -> None:
+        asked = ["save", "--output", str(archive), image]
+        done = ask_engine(engine, asked, timeout_s=_PULL_TIMEOUT_S)
+        if done.returncode != 0:
+            raise ImageError(f"image {image!r}: {engine} cannot save it: {words_of(done)}")
+
+    try:
+        ImageStore(directory).find(image)
+    except ImageError:
+        layout = directory if (directory / "index.json").is_file() else directory / _LAYOUT
+        _, digest = image_config(engine, image, "never")
+        add_to_layout(layout, image, digest, save)
+
+
+def run_label(run_dir: Path) -> str:
+    """The name of a run among the containers of this machine."""
+    return hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:12]
+
+
+def remove_containers(engine: str, run_dir: Path) -> int:
+    """Remove containers of a run whose workspaces are gone; return how many there were."""
+    run = run_label(run_dir)
+    listed = ["ps", "--all", "--filter", f"label={RUN_LABEL}={run}", "--format", "{{.Names}}"]
+    done = ask_engine(engine, listed)
+    if done.returncode != 0:
+        raise SandboxError(f"sandbox {engine}: ps: {words_of(done)}")
+    workspaces = run_dir / "workspaces"
+    if not workspaces.is_dir():
+        return 0
+    kept = {plain_name(path.name) for path in workspaces.iterdir()}
+    names = done.stdout.decode().split()
+    left = [name for name in names if name.removeprefix(f"bt-{run}-") not in kept]
+    for name in left:
+        ask_engine(engine, ["rm", "--force", "--volumes", name])
+        ask_engine(engine, ["rmi", "--force", f"localhost/{name}:files"])
+    prefix = f"localhost/bt-{run}-"
+    listed = ["images", "--filter", f"reference={prefix}*", "--format", "{{.Repository}}"]
+    for image in ask_engine(engine, listed).stdout.decode().split():
+        if image.removeprefix(prefix) not in kept:
+            ask_engine(engine, ["rmi", "--force", f"{image}:files"])
+    return len(left)
+
+
+def plain_name(name: str) -> str:
+    """The name of a workspace as part of the name of an image."""
+    return name.replace(".", "-")
+
+
+def config_of(engine: str, image: str) -> tuple[dict[str, Any], str] | None:
+    done = ask_engine(engine, ["image", "inspect", "--format", "{{.Id}} {{json .Config}}", image])
+    if done.returncode != 0:
+        return None
+    digest, _, raw = done.stdout.partition(b" ")
+    config = orjson.loads(raw)
+    return config if isinstance(config, dict) else {}, _digest(digest.decode())
+
+
+def _digest(found: str) -> str:
+    """As Docker writes it; Podman leaves the name of the hash out."""
+    return found if ":" in found else f"sha256:{found}"
+
+
+def _lock_of(image: str) -> Path:
+    """The file whose lock a process of this user has while it pulls an image."""
+    directory = Path(tempfile.gettempdir()) / f"batch-trajectories-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return directory / f"{hashlib.sha256(image.encode()).hexdigest()[:32]}.lock"
+
+
+def engine_program(engine: str) -> str:
+    if (found := shutil.which(engine)) is None:
+        raise SandboxError(f"the sandbox is gone: {engine} was not found; {_INSTALL}")
+    return found
+
+
+def engine_environment() -> dict[str, str]:
+    """The environment in which the engine is asked, for every purpose the same."""
+    return {name: os.environ[name] for name in _ENGINE if name in os.environ}
+
+
+def ask_engine(
+    engine: str, arguments: Sequence[str], timeout_s: float = _TIMEOUT_S
+) -> subprocess.CompletedProcess[bytes]:
+    try:
+        return subprocess.run(
+            [engine_program(engine), *arguments],
+            env=engine_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxError(f"sandbox {engine}: {error}") from error
+
+
+def words_of(done: subprocess.CompletedProcess[bytes]) -> str:
+    said = done.stderr.decode(errors="replace").strip().splitlines()
+    return said[-1][:300] if said else "it said nothing"
