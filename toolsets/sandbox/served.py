@@ -341,7 +341,7 @@ class ServedSandbox(Sandbox):
         channel = Channel(group, output_bytes=self._limits.output_bytes)
         with ExitStack() as stack:
             channel.launch(self.launch(["python3", "-I", "-S", "-c", BOOT, "0"], stack))
-        return channel, await channel.begin(terms, program("server"))
+            return channel, await channel.begin(terms, program("server"))
 
     def _result(self, reply: Reply, session: SessionKind | None, duration_s: float) -> ExecResult:
         if reply.refused is not None:
