@@ -17,7 +17,7 @@ local          commands as plain processes, without isolation
 factory        finds a sandbox by its name and makes it
 inside/        the programs that run inside a sandbox
 
-Other rooms import base, bwrap, cgroup, docker, factory, image, image_files, inside/outputs,
+Other rooms import base, bwrap, cgroup, engine, factory, image, image_files, inside/outputs,
 programs.
 """
 
