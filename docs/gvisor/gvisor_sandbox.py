@@ -73,10 +73,10 @@ class RunscSandbox(ServedSandbox):
 
 
 def _command(network: str) -> list[str]:
-    rootless = [] if os.getuid() == 0 else ["--rootless"]
-    state = f"--root={_root().parent / 'state'}"
+    options = [f"--root={_root().parent / 'state'}", f"--network={network}"]
     # Limits are those of our control group; ptrace works wherever processes run.
-    return ["runsc", *rootless, state, "--ignore-cgroups", "--platform=ptrace", f"--network={network}"]
+    options += ["--ignore-cgroups", "--platform=ptrace"]
+    return ["runsc", *options, *([] if os.getuid() == 0 else ["--rootless"])]
 
 
 @cache
