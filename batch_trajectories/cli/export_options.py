@@ -16,23 +16,6 @@ from batch_trajectories.cli.command_line import LocalPath
 if TYPE_CHECKING:
     from batch_trajectories.runs.dataset.scan import Scan
 
-_RECIPE_FLAGS = {
-    "format": "formats",
-    "reasoning": "reasoning",
-    "parallel_calls": "parallel_calls",
-    "system": "system",
-    "empty_think": "empty_think",
-    "max_tool_chars": "max_tool_chars",
-    "tools": "tools",
-    "per_turn": "per_turn",
-    "subagents": "subagents",
-    "discarded": "discarded",
-    "accept_rows": "accept_rows",
-    "reward_name": "reward_name",
-    "splits": "splits",
-    "shard_mb": "shard_mb",
-}
-
 _OPTIONS = (
     ("format", "NAME,...", "Formats of rows: `export --help` and docs/export.md list them."),
     ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
@@ -117,22 +100,17 @@ def dataset_options(function: Any) -> Any:
     return function
 
 
-def asks_for_dataset(flags: Mapping[str, Any]) -> bool:
-    """Whether any option for datasets was given."""
-    return any(value not in (None, False) for value in flags.values())
-
-
 def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[str, Any]) -> int:
     """Do what the options say; return the exit code. Raises `RunError`."""
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.export.dataset.build import Source
     from batch_trajectories.export.dataset.directory import export_dataset
     from batch_trajectories.export.dataset.rendering import load_template
-    from batch_trajectories.export.rows.recipe import load_recipe
+    from batch_trajectories.export.rows.recipe import Recipe, load_recipe
 
     source = Source(run_dir, scan, num_samples)
     directory = Path(flags["output"] or run_dir / "exports" / "dataset")
-    named = {_RECIPE_FLAGS[k]: v for k, v in flags.items() if k in _RECIPE_FLAGS}
+    named = {k: flags.get(k) for k in Recipe.model_fields} | {"formats": flags["format"]}
     given = {key: value for key, value in named.items() if value not in (None, False)}
     filters = {"require_passed": True} if flags["require_passed"] else {}
     if flags["check"]:

@@ -12,12 +12,7 @@ from batch_trajectories.basics.console import say, show
 from batch_trajectories.basics.text import plural
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
-from batch_trajectories.cli.export_options import (
-    ExportCommand,
-    asks_for_dataset,
-    dataset_options,
-    make_dataset,
-)
+from batch_trajectories.cli.export_options import ExportCommand, dataset_options, make_dataset
 from batch_trajectories.cli.shared import (
     output_dir_option,
     run_argument,
@@ -72,7 +67,7 @@ def export(run: str, output_dir: Path, **flags: Any) -> None:
         stored = open_run(run, output_dir)
         path, scan, config = stored.path, stored.scan, stored.config
         refuse_narrowing(path, scan, config, stored.identity, accepted=())
-        if asks_for_dataset(flags):
+        if any(value not in (None, False) for value in flags.values()):
             sys.exit(make_dataset(path, scan, num_samples=config.num_samples, flags=flags))
         totals = write_results(path, scan, config)
     if totals.pending:

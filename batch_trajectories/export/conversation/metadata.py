@@ -27,12 +27,14 @@ COUNTS = (
 """Keys of counts of what the model saw differently from what the row shows."""
 
 COMMON: Mapping[str, str] = {
+    "tools": "string",
+    "completed": "bool",
     "num_turns": "int64",
     "num_tool_calls": "int64",
     "has_reasoning": "bool",
     "metadata": "string",
 }
-"""The types of `common_columns`."""
+"""The types of columns that rows of one conversation have, in order."""
 
 _MAX_COLUMN_CHARS = 1000
 _PLAIN = (bool, int, float)

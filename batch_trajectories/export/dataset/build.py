@@ -25,7 +25,7 @@ from batch_trajectories.export.dataset.splits import Splits
 from batch_trajectories.export.filters.duplicates import NearDuplicates, said_in
 from batch_trajectories.export.filters.filters import RecordFilters
 from batch_trajectories.export.record_order import RecordOrder, RecordReader, Seen
-from batch_trajectories.export.rows.files import Loaded, Why, open_format
+from batch_trajectories.export.rows.files import Export, Loaded, Why, open_format
 from batch_trajectories.export.rows.format import Format
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, Hashing, Written
@@ -153,7 +153,7 @@ class _Making:
         )
         self._splits = Splits(recipe.splits, seed=recipe.split_seed)
         self._row_formats = recipe.row_formats
-        self._formats = [open_format(one, place, recipe, run) for one in self._row_formats]
+        self._formats = [open_format(Export(one, recipe, place, run)) for one in self._row_formats]
         self._tolerances = recipe.tolerances
         self._needs_conversations = recipe.needs_conversations
         self._rejects = Hashing(place.open("rejects.jsonl"))
@@ -186,7 +186,7 @@ class _Making:
             split = self._splits.of(candidates[0].record)
             for files in self._formats:
                 for candidate, why in files.add(split, candidates, chosen):
-                    self._reject(_named(candidate.record), *why, files.format)
+                    self._reject(_named(candidate.record), *why, files.export.format)
 
     def finish(self) -> dict[str, Any]:
         """Close all files; returns their part of the manifest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from batch_trajectories.export.conversation.metadata import COUNTS, lineage_of
@@ -34,10 +35,10 @@ def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sa
 
 def _extremes(samples: Sequence[Sample]) -> tuple[Sample, Sample] | None:
     """The best sample, and the worst with another completion."""
-    best = max(samples, key=_reward)
+    best = max(samples, key=attrgetter("reward"))
     said = _said(best)
     others = [sample for sample in samples if _said(sample) != said]
-    return (best, min(others, key=_reward)) if others else None
+    return (best, min(others, key=attrgetter("reward"))) if others else None
 
 
 def _margin(pair: tuple[Sample, Sample]) -> float:
@@ -81,22 +82,15 @@ def _said(sample: Sample) -> list[Any]:
     ]
 
 
-def _reward(sample: Sample) -> float:
-    return sample.reward
-
-
 class _PairFiles(PreferenceFiles):
-    def compare(
-        self, split: str, samples: Sequence[tuple[Loaded, Sample]]
-    ) -> Iterator[tuple[Loaded, Why]]:
-        min_margin = self.recipe.preference.min_margin
-        pair = pair_of([sample for _, sample in samples], min_margin=min_margin)
+    def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Why]]:
+        pair = pair_of(samples, min_margin=self.export.recipe.preference.min_margin)
         if pair is not None:
             self.write(split, dumps_row(dpo_row(*pair)), uses=2)
-        for candidate, sample in samples:
+        for sample in samples:
             if pair is None or sample not in pair:
                 detail = "no other sample differs enough" if pair is None else "others are the pair"
-                yield self.unused(candidate, (Reason.NO_PAIR.value, detail))
+                yield self.unused(sample.candidate, (Reason.NO_PAIR.value, detail))
 
 
 FORMAT = OwnFormat(
@@ -105,11 +99,8 @@ FORMAT = OwnFormat(
     trainers={"TRL DPOTrainer": ("dpo_hf", "dpo")},
     columns={
         "id": "string",
-        "prompt": "messages",
-        "chosen": "messages",
-        "rejected": "messages",
-        "tools": "string",
-        "metadata": "string",
+        **dict.fromkeys(("prompt", "chosen", "rejected"), "messages"),
+        **dict.fromkeys(("tools", "metadata"), "string"),
     },
     holds=ANYWHERE | TAGS,
     by_prompt=True,

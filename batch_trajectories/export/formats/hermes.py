@@ -30,13 +30,7 @@ from batch_trajectories.export.conversation.row_json import (
     write_json,
 )
 from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.conversation.tolerance import (
-    ANYWHERE,
-    NO_OBJECT,
-    STRICT,
-    Flaw,
-    Tolerance,
-)
+from batch_trajectories.export.conversation.tolerance import ANYWHERE, NO_OBJECT, Flaw, Tolerance
 from batch_trajectories.export.conversation.tools import once
 from batch_trajectories.export.conversation.turns import Conversation, Entry, Said, Turn
 from batch_trajectories.export.conversation.validity import Reason
@@ -81,7 +75,7 @@ def to_conversations(
     _, preamble = once(tools, _tools_and_preamble)
     flaws: list[Flaw] = []
     entries = read_entries(messages, tools, flaws)
-    STRICT.refuse(flaws)
+    Tolerance().refuse(flaws)
     entries = with_hidden_reasoning(entries, messages, reasoning_tokens)
     return _conversations(entries, preamble, Style(), system="")
 

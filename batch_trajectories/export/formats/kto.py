@@ -27,12 +27,10 @@ def kto_row(sample: Sample, *, threshold: float, reward_name: str | None = None)
 
 
 class _LabelFiles(PreferenceFiles):
-    def compare(
-        self, split: str, samples: Sequence[tuple[Loaded, Sample]]
-    ) -> Iterator[tuple[Loaded, Why]]:
-        recipe = self.recipe
+    def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Why]]:
+        recipe = self.export.recipe
         threshold = recipe.preference.threshold
-        for _, sample in samples:
+        for sample in samples:
             row = kto_row(sample, threshold=threshold, reward_name=recipe.reward_name)
             self.write(split, dumps_row(row))
         yield from ()
@@ -44,11 +42,9 @@ FORMAT = OwnFormat(
     trainers={"TRL KTOTrainer": ("kto_hf", "kto")},
     columns={
         "id": "string",
-        "prompt": "messages",
-        "completion": "messages",
+        **dict.fromkeys(("prompt", "completion"), "messages"),
         "label": "bool",
-        "tools": "string",
-        "metadata": "string",
+        **dict.fromkeys(("tools", "metadata"), "string"),
     },
     holds=ANYWHERE | TAGS,
     by_prompt=True,

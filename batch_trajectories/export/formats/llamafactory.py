@@ -71,22 +71,6 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     }
 
 
-def dataset_info(files: dict[str, str]) -> dict[str, Any]:
-    """The content of `dataset_info.json` for datasets by name, each a file or a folder of them.
-
-    All tags are named: its loader sets omitted ones to None.
-    """
-    return {
-        name: {
-            "file_name": file,
-            "formatting": "sharegpt",
-            "columns": {"messages": "conversations", "tools": "tools"},
-            "tags": _TAGS,
-        }
-        for name, file in files.items()
-    }
-
-
 def _said(turn: Turn, tolerance: Tolerance) -> str:
     thoughts = f"<think>\n{turn.reasoning}\n</think>\n\n" if turn.reasoning else ""
     text = turn.text.strip()
@@ -109,14 +93,22 @@ def _results(turn: Turn, tolerance: Tolerance) -> str:
     return _BETWEEN_RESULTS.join(contents)
 
 
-def _beside(part: Mapping[str, Any], run_name: str) -> dict[str, Any]:
-    """`dataset_info.json`, with the file or folder of each split."""
+def dataset_info(part: Mapping[str, Any], run_name: str) -> dict[str, Any]:
+    """`dataset_info.json` with a dataset for each split, which is a file or a folder of them.
+
+    All tags are named: its loader sets omitted ones to None.
+    """
     found = {}
     for file in part["files"]:
         folder, _, rest = file["path"].partition("/")
         if folder == FORMAT.name:
-            found[f"{run_name}_{file['split']}"] = rest.partition("/")[0]
-    return {"dataset_info.json": dataset_info(found)}
+            found[f"{run_name}_{file['split']}"] = {
+                "file_name": rest.partition("/")[0],
+                "formatting": "sharegpt",
+                "columns": {"messages": "conversations", "tools": "tools"},
+                "tags": _TAGS,
+            }
+    return {"dataset_info.json": found}
 
 
 FORMAT = RowFormat(
@@ -124,16 +116,10 @@ FORMAT = RowFormat(
     card="Point `dataset_dir` at the folder `llamafactory`; its `dataset_info.json` "
     "names one dataset per split.",
     trainers={"LLaMA-Factory": ("llamafactory",)},
-    columns={
-        "id": "string",
-        "conversations": "turns",
-        "tools": "string",
-        "completed": "bool",
-        **COMMON,
-    },
+    columns={"id": "string", "conversations": "turns", **COMMON},
     row_of=row_of,
     reasoning=frozenset(("inline",)),
     # Its loader finds calls and results in the text by their tags, so it cannot hold any.
     has_turns=True,
-    beside=_beside,
+    beside=dataset_info,
 )

@@ -8,10 +8,7 @@ import orjson
 
 from batch_trajectories.export.conversation.texts import patch_of
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.rows.files import CandidateFiles, Loaded, OwnFormat, Why
-from batch_trajectories.export.rows.format import Format
-from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.rows.row_files import FileTarget
+from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded, OwnFormat, Why
 from batch_trajectories.runs.store.record_types import Record
 
 
@@ -28,8 +25,8 @@ def prediction_of(record: Record) -> dict[str, str]:
 class _PredictionFiles(CandidateFiles):
     """Diffs for SWE-bench's harness, which takes one for each task."""
 
-    def __init__(self, format: Format, place: FileTarget, recipe: Recipe, run: str) -> None:
-        super().__init__(format, place, recipe, run)
+    def __init__(self, export: Export) -> None:
+        super().__init__(export)
         self._instances: set[str] = set()
 
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:

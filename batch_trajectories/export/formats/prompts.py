@@ -97,9 +97,8 @@ class _PromptFiles(FormatFiles):
     ) -> Iterator[tuple[Loaded, Why]]:
         records = [candidate.record for candidate in candidates]
         try:
-            row = row_of(
-                records, index=self._rows, run=self.run, reward_name=self.recipe.reward_name
-            )
+            reward_name = self.export.recipe.reward_name
+            row = row_of(records, index=self._rows, run=self.export.run, reward_name=reward_name)
         except Rejected as rejected:
             for candidate in candidates:
                 yield self.unused(candidate, (rejected.reason.value, rejected.detail))

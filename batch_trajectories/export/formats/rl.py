@@ -24,10 +24,7 @@ from batch_trajectories.export.conversation.rewards import reward_facts, reward_
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.rows.files import CandidateFiles, Loaded, OwnFormat, Why
-from batch_trajectories.export.rows.format import Format
-from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.rows.row_files import FileTarget
+from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded, OwnFormat, Why
 from batch_trajectories.runs.store.record_types import (
     DiscardedReply,
     InnerRecord,
@@ -243,43 +240,36 @@ def _policy_version(turn: StoredTurn) -> str | None:
 class _TokenFiles(CandidateFiles):
     """Rows of token ids; a record can have several."""
 
-    def __init__(self, format: Format, place: FileTarget, recipe: Recipe, run: str) -> None:
-        super().__init__(format, place, recipe, run)
-        self._rows_after_split = 0
+    def __init__(self, export: Export) -> None:
+        super().__init__(export)
+        names = ("split", "turns_without_ids", "discarded_replies")
+        self._counts = Counter(dict.fromkeys(names, 0))
+        if export.recipe.subagents:
+            self._counts["subagents_left_out"] = 0
         self._split_texts: Counter[tuple[str, str]] = Counter()
-        self._discarded_replies = 0
-        self._turns_without_ids = 0
-        self._subagents_left_out = 0
 
     def finish(self) -> dict[str, Any]:
-        counts: dict[str, Any] = {
-            "split": self._rows_after_split,
-            "split_texts": [
-                {"sampled": sampled, "shown": shown, "rows": count}
-                for (sampled, shown), count in self._split_texts.most_common(_SPLIT_TEXTS)
-            ],
-            "turns_without_ids": self._turns_without_ids,
-            "discarded_replies": self._discarded_replies,
-        }
-        if self.recipe.subagents:
-            counts["subagents_left_out"] = self._subagents_left_out
-        return {**super().finish(), **counts}
+        texts = [
+            {"sampled": sampled, "shown": shown, "rows": count}
+            for (sampled, shown), count in self._split_texts.most_common(_SPLIT_TEXTS)
+        ]
+        return {**super().finish(), "split": 0, "split_texts": texts, **self._counts}
 
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
-        record, recipe = candidate.record, self.recipe
+        record, recipe = candidate.record, self.export.recipe
         rows = rows_of(
             record, recipe.reward_name, subagents=recipe.subagents, discarded=recipe.discarded
         )
         threads = [record, *(threads_of(record) if recipe.subagents else ())]
-        self._discarded_replies += sum(len(discarded_replies(one)) for one in threads)
+        self._counts["discarded_replies"] += sum(len(discarded_replies(one)) for one in threads)
         firsts = [row for row in rows if row["segment"] == 0 and not row.get("discarded")]
         for place in filter(None, (row["split"] for row in rows)):
-            self._rows_after_split += 1
+            self._counts["split"] += 1
             if place["sampled"] is not None:
                 self._split_texts[place["sampled"], place["shown"]] += 1
-        self._turns_without_ids += sum(len(row["turns_without_ids"]) for row in firsts)
+        self._counts["turns_without_ids"] += sum(len(row["turns_without_ids"]) for row in firsts)
         if recipe.subagents:
-            self._subagents_left_out += len(threads) - len(firsts)
+            self._counts["subagents_left_out"] += len(threads) - len(firsts)
         for number, row in enumerate(rows):
             self.write(split, dumps_row(row), uses=int(number == 0))
         return None

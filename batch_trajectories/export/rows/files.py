@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -72,14 +72,23 @@ class _Lengths:
         return None
 
 
+class Export(NamedTuple):
+    """What the files of a format are made for."""
+
+    format: Format
+    recipe: Recipe
+    place: FileTarget
+    run: str
+    """The name of the run."""
+
+
 class FormatFiles(ABC):
     """Writes one format of a dataset: JSON lines and the copies asked for, by split."""
 
-    def __init__(self, format: Format, place: FileTarget, recipe: Recipe, run: str) -> None:
-        """`run` is the name of the run. Raises `ConfigError` where a package is missing."""
-        self.format = format
-        self.recipe = recipe
-        self.run = run
+    def __init__(self, export: Export) -> None:
+        """Raises `ConfigError` where a package is missing."""
+        self.export = export
+        format, recipe, place, _ = export
         name = format.name
         shard_bytes = None if recipe.shard_mb is None else int(recipe.shard_mb * 1_000_000)
 
@@ -134,7 +143,7 @@ class FormatFiles(ABC):
             for split in filter(written.__contains__, self._splits):
                 files += [{"split": split, **file.to_json()} for file in written[split]]
         return {
-            "format": self.format.name,
+            "format": self.export.format.name,
             "rows": self._rows,
             "used": self._used,
             "rejected": self._reasons.total(),
@@ -172,8 +181,10 @@ class CandidateFiles(FormatFiles):
 class _RowFiles(CandidateFiles):
     """A format with one row per record, or per turn of the model."""
 
-    def __init__(self, format: RowFormat, place: FileTarget, recipe: Recipe, run: str) -> None:
-        super().__init__(format, place, recipe, run)
+    def __init__(self, export: Export) -> None:
+        super().__init__(export)
+        format, recipe = export.format, export.recipe
+        assert isinstance(format, RowFormat)
         self._format = format
         self._others: Counter[str] = Counter()
         self._per_turn = recipe.per_turn
@@ -233,16 +244,11 @@ class _RowFiles(CandidateFiles):
 class OwnFormat(Format):
     """A format whose rows are not those of single conversations."""
 
-    files: Callable[[Format, FileTarget, Recipe, str], FormatFiles]
-    """Writes it, as the constructor of `FormatFiles` says."""
+    files: Callable[[Export], FormatFiles]
+    """A subclass of `FormatFiles`."""
 
 
-def open_format(format: Format, place: FileTarget, recipe: Recipe, run: str) -> FormatFiles:
-    """Begin the files of a format; `run` is the name of the run.
-
-    Raises `ConfigError` where a package is missing.
-    """
-    if isinstance(format, RowFormat):
-        return _RowFiles(format, place, recipe, run)
-    assert isinstance(format, OwnFormat)
-    return format.files(format, place, recipe, run)
+def open_format(export: Export) -> FormatFiles:
+    """Begin the files of a format. Raises `ConfigError` where a package is missing."""
+    format = export.format
+    return format.files(export) if isinstance(format, OwnFormat) else _RowFiles(export)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from batch_trajectories.export.conversation.style import ReasoningStyle, Style
 from batch_trajectories.export.conversation.tolerance import ANYWHERE, NO_OBJECT, TAGS
@@ -49,6 +49,8 @@ class Format:
     """Whether rows show messages, so that only conversations without other flaws have a row."""
     takes_all: bool = False
     """Whether failures and equal samples have rows, too, unless a recipe says otherwise."""
+    has_turns: bool = False
+    """Whether a row can be for one turn, which alone is learnt."""
     by_prompt: bool = False
     """Whether a row is made from all samples of a prompt."""
     prefers: bool = False
@@ -96,14 +98,14 @@ class RowFormat(Format):
     """Whether `parallel_calls: split` divides turns."""
     marks_loss: bool = False
     """Whether rows say which turns are not to be learnt."""
-    has_turns: bool = False
-    """Whether a row can be for one turn, which alone is learnt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copies:
     """Files of another kind that rows of formats with columns are copied to."""
 
+    takes_all: ClassVar = False
+    has_turns: ClassVar = True
     name: str
     suffix: str
     writer: Callable[[Format, bool], MakeWriter]

@@ -18,8 +18,5 @@ def names() -> list[str]:
 
 def summaries() -> dict[str, str]:
     """What each format is, by name: the first line of its module, which is not imported."""
-    found = {}
-    for name in names():
-        with (_FOLDER / f"{name}.py").open(encoding="utf-8") as file:
-            found[name] = file.readline().strip('"\n')
-    return found
+    texts = {name: (_FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in names()}
+    return {name: text.partition("\n")[0].strip('"') for name, text in texts.items()}

@@ -53,15 +53,7 @@ FormatName = Annotated[str, AfterValidator(_format_name)]
 
 def _takes_all(name: object) -> bool:
     """Whether this is the name of a format of all conversations."""
-    if name not in names():
-        return False
-    one = named(str(name))
-    return isinstance(one, Format) and one.takes_all
-
-
-def _has_turns(one: Format | Copies) -> bool:
-    """Whether rows can be for single turns."""
-    return isinstance(one, Copies) or (isinstance(one, RowFormat) and one.has_turns)
+    return name in names() and named(str(name)).takes_all
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -257,8 +249,8 @@ class Recipe(_Part):
                     raise ValueError(
                         f"reasoning: {one.name} has a field for it, so it is never inline"
                     )
-        if self.per_turn and (whole := [x.name for x in self._named if not _has_turns(x)]):
-            possible = [name for name in names() if _has_turns(named(name))]
+        if self.per_turn and (whole := [x.name for x in self._named if not x.has_turns]):
+            possible = [name for name in names() if named(name).has_turns]
             raise ValueError(
                 f"per_turn: {min(whole)} has no rows for single turns; "
                 f"choose formats among {', '.join(possible)}"

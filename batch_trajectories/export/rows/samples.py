@@ -14,11 +14,8 @@ from typing import Any
 from batch_trajectories.export.conversation.style import Style, styled
 from batch_trajectories.export.conversation.turns import Conversation, Said, Turn
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.rows.files import CandidateFiles, Loaded, Why
-from batch_trajectories.export.rows.format import Format
+from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded, Why
 from batch_trajectories.export.rows.messages import messages_of, tools_column
-from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.rows.row_files import FileTarget
 from batch_trajectories.runs.store.checks import judgement_of
 from batch_trajectories.runs.store.record_types import Tools
 
@@ -27,7 +24,9 @@ from batch_trajectories.runs.store.record_types import Tools
 class Sample:
     """One conversation with its reward, as prompt and completion."""
 
+    candidate: Loaded
     conversation: Conversation
+    """As the recipe wants it."""
     prompt: Sequence[dict[str, Any]]
     completion: Sequence[dict[str, Any]]
     tools: str | Tools
@@ -39,8 +38,9 @@ class Sample:
         return self.conversation.record.id
 
 
-def sample_of(conversation: Conversation, style: Style) -> Sample:
+def sample_of(candidate: Loaded, style: Style) -> Sample:
     """Make a sample of a conversation; raises Rejected without a reward."""
+    conversation = styled(candidate.parsed, style)
     name = style.reward_name
     _, reward, error = judgement_of(conversation.record, name)
     if error is not None:
@@ -63,20 +63,19 @@ def sample_of(conversation: Conversation, style: Style) -> Sample:
     said = sum(isinstance(entry, Said) for entry in conversation.entries[first:])
     cut = len(messages) - own - said
     tools = tools_column(conversation, style)
-    return Sample(conversation, messages[:cut], messages[cut:], tools, reward)
+    return Sample(candidate, conversation, messages[:cut], messages[cut:], tools, reward)
 
 
 class PreferenceFiles(CandidateFiles):
     """Rows that compare the samples of one prompt."""
 
-    def __init__(self, format: Format, place: FileTarget, recipe: Recipe, run: str) -> None:
-        super().__init__(format, place, recipe, run)
-        self._style = format.limit(recipe.style)
-        self._samples: list[tuple[Loaded, Sample]] = []
+    def __init__(self, export: Export) -> None:
+        super().__init__(export)
+        self._style = export.format.limit(export.recipe.style)
+        self._samples: list[Sample] = []
 
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
-        sample = sample_of(styled(candidate.parsed, self._style), self._style)
-        self._samples.append((candidate, sample))
+        self._samples.append(sample_of(candidate, self._style))
         return None
 
     def add(
@@ -87,7 +86,5 @@ class PreferenceFiles(CandidateFiles):
         yield from self.compare(split, self._samples)
 
     @abstractmethod
-    def compare(
-        self, split: str, samples: Sequence[tuple[Loaded, Sample]]
-    ) -> Iterator[tuple[Loaded, Why]]:
+    def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Why]]:
         """Write the rows of the samples of one prompt; yields those that are not used, and why."""
