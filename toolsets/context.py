@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from batch_trajectories.basics.errors import ToolError
-from toolsets.net.web_settings import WebSettings
 from toolsets.sandbox.base import Sandbox
 from toolsets.workspace.files import Files
+
+if TYPE_CHECKING:
+    from toolsets.net.web_settings import WebSettings
 
 _log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ def build_images(tasks: Path, container_engine: Engine, save: Path | None) -> No
     are there already are not built again.
     """
     from batch_trajectories.basics.errors import DatasetError, EnvironmentStop
-    from batch_trajectories.runs.dataset.row import ERROR_COLUMN
+    from batch_trajectories.runs.dataset.column_names import ERROR_COLUMN
     from batch_trajectories.runs.sources.harbor import tasks_in
     from toolsets.images.image_error import ImageError
     from toolsets.sandbox.engine import build_image, docker_problem, save_image

@@ -136,10 +136,16 @@ def _place_of(reason: str) -> tuple[str, str]:
 
 def _use_of(name: str, columns: dict[str, Any]) -> str:
     """What a run does with a column of this name, when these columns are there."""
-    from batch_trajectories.runs.dataset.row import CHAT_COLUMNS, MODEL_COLUMN
-    from batch_trajectories.runs.dataset.row_image import IMAGE_COLUMNS, INSIDE_COLUMNS
-    from batch_trajectories.runs.dataset.row_setup import HISTORY_COLUMNS, TELLTALE_COLUMNS
-    from batch_trajectories.runs.dataset.row_user import TURNS_COLUMN, USER_COLUMN
+    from batch_trajectories.runs.dataset.column_names import (
+        CHAT_COLUMNS,
+        HISTORY_COLUMNS,
+        IMAGE_COLUMNS,
+        INSIDE_COLUMNS,
+        MODEL_COLUMN,
+        TELLTALE_COLUMNS,
+        TURNS_COLUMN,
+        USER_COLUMN,
+    )
     from batch_trajectories.runs.dataset.scan import ID_COLUMNS
 
     own_id = next((column for column in ID_COLUMNS if column in columns), None)

@@ -48,12 +48,12 @@ from batch_trajectories.runs.config.sandbox_options import SandboxOptions
 from batch_trajectories.runs.dataset.row import ColumnUse, RowRules
 from batch_trajectories.runs.dataset.shards import plain_shard
 from toolsets.mcp.mcp_settings import McpServer, ServerName
-from toolsets.net.web_settings import WebSettings
 from toolsets.sandbox.factory import sandbox_kind
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.config.endpoint_config import EndpointConfig
     from toolsets.catalog.distributions import Distribution
+    from toolsets.net.web_settings import WebSettings
 
     Endpoints = dict[str, EndpointConfig]
 else:
@@ -345,6 +345,8 @@ class RunConfig(SandboxOptions):
 
     def web_settings(self) -> WebSettings:
         """The settings of the web tools. Raises `ValueError`."""
+        from toolsets.net.web_settings import WebSettings
+
         return WebSettings(
             cache_dir=self.run_dir / "web_cache",
             provider=self.web_search_provider,

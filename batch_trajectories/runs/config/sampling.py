@@ -7,7 +7,7 @@ import random
 from agent.setup import Setup
 from batch_trajectories.runs.config.models import Setups
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.dataset.row import MODEL_COLUMN
+from batch_trajectories.runs.dataset.column_names import MODEL_COLUMN
 from batch_trajectories.runs.store.tasks import Task
 from toolsets.catalog.distributions import draw_toolsets
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from batch_trajectories.runs.config.run_config import RunConfig
-from toolsets.catalog.custom import load_own
-from toolsets.catalog.registry import ALL, Toolset, catalog
-from toolsets.mcp.mcp_settings import McpError, McpServer
-from toolsets.mcp.servers import McpServers, list_servers
+from toolsets.catalog.registry import ALL, TOOLSETS, Toolset, catalog
+
+if TYPE_CHECKING:
+    from toolsets.mcp.mcp_settings import McpServer
+    from toolsets.mcp.servers import McpServers
 
 
 def catalog_of(config: RunConfig, servers: McpServers | None = None) -> Mapping[str, Toolset]:
@@ -16,8 +18,16 @@ def catalog_of(config: RunConfig, servers: McpServers | None = None) -> Mapping[
 
     Raises `ValueError` with a message for the user.
     """
-    servers = servers or McpServers(config.mcp or {})
-    return catalog((*load_own(config.tools or ()), *servers.toolsets()))
+    added: list[Toolset] = []
+    if config.tools:
+        from toolsets.catalog.custom import load_own
+
+        added += load_own(config.tools)
+    if config.mcp:
+        from toolsets.mcp.servers import McpServers
+
+        added += (servers or McpServers(config.mcp)).toolsets()
+    return catalog(added) if added else TOOLSETS
 
 
 def with_listed_servers(config: RunConfig) -> RunConfig:
@@ -30,6 +40,8 @@ def with_listed_servers(config: RunConfig) -> RunConfig:
         return config
     wanted = {name: server for name, server in config.mcp.items() if _is_wanted(name, config)}
     from agent.session import run_here  # takes long to import, and few runs have MCP servers
+    from toolsets.mcp.mcp_settings import McpError
+    from toolsets.mcp.servers import list_servers
 
     found = run_here(list_servers(wanted))
     listed: dict[str, McpServer] = {}

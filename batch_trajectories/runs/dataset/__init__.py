@@ -1,6 +1,7 @@
 """From a dataset file to tasks.
 
 lines       the lines of the file as rows
+column_names  the names of the columns that mean something
 row         the columns of a row, and the conversation that it starts
 row_image   the container image of a row
 row_files   the files and paths that rows name
@@ -13,5 +14,6 @@ shards      parts of a dataset by prompt id
 scan        one pass over the file: row offsets and task keys
 scan_cache  dataset.idx: the scan, for the next start
 
-Other rooms import all modules.
+Other rooms import column_names, lines, row, row_check, row_files, row_fork, row_setup, scan,
+scan_cache, shards, test_outcomes.
 """

@@ -4,53 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from agent.gateway.command_agent import CommandAgent
-from agent.loop.opening import with_turn_limit
 from agent.loop.rules import ConversationSpec
 from agent.messages.message import Event, Message
 from agent.models.scripted import parse_script
 from agent.options import LIMITS, ROW_COLUMN, AgentOptions, of_row
-from agent.state.history import plain_message
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics.text import clip
 from batch_trajectories.basics.validation import mistakes_in
-from batch_trajectories.runs.dataset.row_check import CheckPlace
-from batch_trajectories.runs.dataset.row_fork import FORK_COLUMN, Fork, read_fork
-from batch_trajectories.runs.dataset.row_image import (
+from batch_trajectories.runs.dataset.column_names import (
+    AGENT_COLUMN,
+    CHAT_COLUMNS,
+    ERROR_COLUMN,
+    EXPECTED,
+    FORK_COLUMN,
     IMAGE_COLUMNS,
     INSIDE_COLUMNS,
-    RowLimits,
-    image_columns,
-    read_image,
-    read_limits,
-)
-from batch_trajectories.runs.dataset.row_setup import COLUMNS as SETUP_COLUMNS
-from batch_trajectories.runs.dataset.row_setup import RowSetup, read_row_setup
-from batch_trajectories.runs.dataset.row_user import (
+    MODEL_COLUMN,
+    SETUP_COLUMNS,
     TURNS_COLUMN,
     USER_COLUMN,
-    read_texts,
-    read_user_turns,
-    with_user,
 )
-from toolsets.sandbox.image import ImageSpec
+
+if TYPE_CHECKING:
+    from agent.gateway.command_agent import CommandAgent
+    from batch_trajectories.runs.dataset.row_check import CheckPlace
+    from batch_trajectories.runs.dataset.row_fork import Fork
+    from batch_trajectories.runs.dataset.row_image import RowLimits
+    from batch_trajectories.runs.dataset.row_setup import RowSetup
+    from toolsets.sandbox.image import ImageSpec
 
 ColumnUse = Literal["ignored", "allowed", "needed"]
 """Whether a run reads a column, and whether rows must have it."""
-
-MODEL_COLUMN = "model"
-AGENT_COLUMN = "agent"
-
-ERROR_COLUMN = "row_error"
-"""Why a row has no prompt: what it was made from cannot be used."""
-
-CHAT_COLUMNS = ("messages", "conversations")
-EXPECTED = "expected"
-"""The column with the expected answer, for `check_expected`."""
 
 USUAL_PROMPTS = (
     *("question", "instruction", "problem_statement", "problem", "text", "query", "task"),
@@ -72,7 +60,8 @@ class RowTask(NamedTuple):
     """None if the run does not let rows set up their workspaces."""
     fork: Fork | None = None
     """What the conversation branches from; None if it begins with its prompt."""
-    limits: RowLimits = RowLimits()
+    limits: RowLimits | None = None
+    """None: as much as the run allows."""
     agent: CommandAgent | None = None
     """The command that holds the conversation; None for the loop of this program."""
 
@@ -123,7 +112,11 @@ class RowRules:
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
-        options = with_user(of_row(self.options, columns), columns)
+        options = of_row(self.options, columns)
+        if options.simulated_user is not None or columns.get(USER_COLUMN) is not None:
+            from batch_trajectories.runs.dataset.row_user import with_user
+
+            options = with_user(options, columns)
         if options.max_cost_usd is not None and not self.is_priced:
             raise ValueError("`max_cost_usd` needs a model whose price is known")
         if self.toolsets is not None and (words := options.not_on_offer(self.toolsets)):
@@ -143,14 +136,25 @@ class RowRules:
         spec = ConversationSpec(
             options,
             expected=_expected(columns) if options.check_expected else None,
-            user_replies=read_texts(columns, "user_replies") if options.awaiting_input else (),
-            user_turns=read_user_turns(columns, options),
+            user_replies=_replies(columns) if options.awaiting_input else (),
+            user_turns=_user_turns(columns, options),
         )
         setup = self._setup(columns)
         image = self._image(columns)
-        opening = with_turn_limit(opening, options)
-        fork = read_fork(columns, opening) if self.with_forks else None
-        limits = read_limits(columns.get("limits")) if self.inside else RowLimits()
+        if options.state_max_turns:
+            from agent.loop.opening import with_turn_limit
+
+            opening = with_turn_limit(opening, options)
+        fork = None
+        if self.with_forks:
+            from batch_trajectories.runs.dataset.row_fork import read_fork
+
+            fork = read_fork(columns, opening)
+        limits = None
+        if self.inside:
+            from batch_trajectories.runs.dataset.row_image import read_limits
+
+            limits = read_limits(columns.get("limits"))
         agent = self.agent and _agent_of(self.agent, columns, opening)
         return RowTask(opening, spec, image, setup, fork, limits, agent)
 
@@ -178,6 +182,8 @@ class RowRules:
         if self.with_setup:
             names += SETUP_COLUMNS
         if self.image != "ignored":
+            from batch_trajectories.runs.dataset.row_image import image_columns
+
             names += image_columns(columns)
         if self.inside:
             names += INSIDE_COLUMNS
@@ -191,6 +197,8 @@ class RowRules:
     def _setup(self, columns: Mapping[str, Any]) -> RowSetup | None:
         if not self.with_setup:
             return None
+        from batch_trajectories.runs.dataset.row_setup import read_row_setup
+
         return read_row_setup(
             columns,
             inside=self.inside,
@@ -202,6 +210,8 @@ class RowRules:
     def _image(self, columns: Mapping[str, Any]) -> ImageSpec | None:
         if self.image == "ignored":
             return None
+        from batch_trajectories.runs.dataset.row_image import read_image
+
         image = read_image(
             columns, inside=self.inside, network=self.network, variables=self.variables
         )
@@ -269,6 +279,8 @@ def with_plain_prompt(columns: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _plain(messages: list[Any], *, to_first_user: bool) -> list[Any]:
     """The messages as plain text, optionally only up to the first one of the user."""
+    from agent.state.history import plain_message  # most prompts are texts
+
     plain = []
     for n, item in enumerate(messages):
         plain.append(plain_message(item) if isinstance(item, dict) else item)
@@ -381,6 +393,20 @@ def _agent_of(
         return agent.of_row(columns.get(AGENT_COLUMN))
     except ValidationError as error:
         raise ValueError(mistakes_in(error)[0].describe(AGENT_COLUMN)) from error
+
+
+def _replies(columns: Mapping[str, Any]) -> tuple[str, ...]:
+    from batch_trajectories.runs.dataset.row_user import read_texts
+
+    return read_texts(columns, "user_replies")
+
+
+def _user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[str, ...]:
+    if columns.get(TURNS_COLUMN) is None:
+        return ()
+    from batch_trajectories.runs.dataset.row_user import read_user_turns
+
+    return read_user_turns(columns, options)
 
 
 def _expected(columns: Mapping[str, Any]) -> str:

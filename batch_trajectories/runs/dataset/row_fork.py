@@ -13,8 +13,7 @@ from typing import Any
 
 from agent.messages.message import Event, ForkedEvent, Message
 from agent.state.trajectory import Trajectory
-
-FORK_COLUMN = "fork"
+from batch_trajectories.runs.dataset.column_names import FORK_COLUMN
 
 
 @dataclass(frozen=True, slots=True)

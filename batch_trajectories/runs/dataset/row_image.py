@@ -15,14 +15,9 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from batch_trajectories.basics.text import clip
+from batch_trajectories.runs.dataset.column_names import IMAGE_COLUMNS
 from batch_trajectories.runs.dataset.row_files import absolute_path
 from toolsets.sandbox.image import ImageSpec
-
-IMAGE_COLUMNS = ("docker_image", "image", "image_name")
-"""The first that a row has counts."""
-
-INSIDE_COLUMNS = ("workdir", "user", "env", "network", "limits", "hide")
-"""Columns that are read only if the workspace is a directory of the image."""
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
 """No name of an image may look like an option of the container engine."""

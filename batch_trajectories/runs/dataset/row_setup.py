@@ -19,11 +19,6 @@ from batch_trajectories.runs.dataset.row_check import Check, CheckPlace, read_ch
 from batch_trajectories.runs.dataset.row_files import absolute_path, read_directory, read_files
 from batch_trajectories.runs.dataset.row_image import read_flag
 
-COLUMNS = ("files", "setup", "cwd", "check")
-HISTORY_COLUMNS = ("base_commit", "keep_history")
-TELLTALE_COLUMNS = ("check", "files", "setup", "base_commit")
-"""Those with names that other datasets hardly use: rows that have them may need `row_setup`."""
-
 _COMMIT = re.compile(r"[^-\s][^\s]*")
 """No name of a commit may look like an option of git."""
 

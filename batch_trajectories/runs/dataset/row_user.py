@@ -11,12 +11,7 @@ from agent.models.resolve import SCRIPTED
 from agent.models.scripted import parse_script
 from agent.options import AgentOptions, SimulatedUser
 from batch_trajectories.basics.validation import mistakes_in
-
-TURNS_COLUMN = "user_turns"
-"""Further messages of the user, each sent after an answer."""
-
-USER_COLUMN = "simulated_user"
-"""What differs from the run's simulated user."""
+from batch_trajectories.runs.dataset.column_names import TURNS_COLUMN, USER_COLUMN
 
 
 def with_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions:
@@ -58,8 +53,6 @@ def with_user(options: AgentOptions, columns: Mapping[str, Any]) -> AgentOptions
 
 def read_user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[str, ...]:
     """The user's further messages. Raises `ValueError`."""
-    if columns.get(TURNS_COLUMN) is None:
-        return ()
     turns = read_texts(columns, TURNS_COLUMN)
     if not all(turn.strip() for turn in turns):
         raise ValueError(

@@ -26,10 +26,9 @@ import orjson
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import DatasetChanged, DatasetError
 from batch_trajectories.basics.long_work import LongWork
+from batch_trajectories.runs.dataset.column_names import EXPECTED, TELLTALE_COLUMNS
 from batch_trajectories.runs.dataset.lines import ContentDigest, Row, read_row_at, read_rows
-from batch_trajectories.runs.dataset.row import EXPECTED, RowRules, with_plain_prompt
-from batch_trajectories.runs.dataset.row_image import add_asked
-from batch_trajectories.runs.dataset.row_setup import TELLTALE_COLUMNS
+from batch_trajectories.runs.dataset.row import RowRules, with_plain_prompt
 from batch_trajectories.runs.dataset.shards import Shard
 from batch_trajectories.runs.store.tasks import BadRow, Task, task_key
 
@@ -80,7 +79,7 @@ class Scan:
     occurrences: array[int]
     """For each of these rows, how many rows up to it have its id; empty if each has its own."""
     setup_columns: dict[str, int]
-    """Number of usable rows that have each of `row_setup.TELLTALE_COLUMNS`."""
+    """Number of usable rows that have each of `TELLTALE_COLUMNS`."""
     asked: dict[str, int]
     """What rows ask for that the run may refuse; see `row_image.add_asked`. `expected`: usable
     rows with this column whose answers are not compared with it."""
@@ -141,6 +140,8 @@ def scan(
         if rules.ignores_expected(row.columns):
             asked[EXPECTED] = asked.get(EXPECTED, 0) + 1
         if rules.inside:
+            from batch_trajectories.runs.dataset.row_image import add_asked
+
             add_asked(asked, row.columns)
         fingerprint.update(_canonical(row.columns))
         base = _base_id(row.columns)

@@ -20,8 +20,8 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.column_names import FORK_COLUMN
 from batch_trajectories.runs.dataset.row import RowRules
-from batch_trajectories.runs.dataset.row_fork import FORK_COLUMN
 from batch_trajectories.runs.directory.run_dir import read_run_json
 from batch_trajectories.runs.store.files import (
     make_directory,

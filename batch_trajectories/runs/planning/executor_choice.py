@@ -40,6 +40,8 @@ def fork_ahead(config: RunConfig) -> None:
         for name, toolset in TOOLSETS.items():
             if name in wanted or (toolset.in_all and set(wanted) & set(ALL)):
                 len(toolset.tools)  # which imports them, once for all
+        if config.mcp:
+            import toolsets.mcp.servers  # noqa: F401 - as above
         if config.model_weights().keys() != {SCRIPTED}:
             from agent.models.prices import load_table
 

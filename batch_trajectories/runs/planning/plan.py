@@ -22,7 +22,7 @@ from batch_trajectories.runs.config.models import Setups, called_models, set_up_
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sandboxes import image_sandboxes, problem_of_sandbox
 from batch_trajectories.runs.config.toolsets import catalog_of, with_listed_servers
-from batch_trajectories.runs.dataset.row import EXPECTED
+from batch_trajectories.runs.dataset.column_names import EXPECTED
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, cached_scan
 from batch_trajectories.runs.dataset.shards import parse_shard
@@ -30,7 +30,6 @@ from batch_trajectories.runs.directory.run_lock import refuse_held
 from batch_trajectories.runs.planning.executor_choice import check_executor
 from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset
 from batch_trajectories.runs.store.files import temporary_for, training_file_of
-from toolsets.mcp.mcp_settings import WORKSPACE
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
 from toolsets.sandbox.factory import sandbox_kind
@@ -149,6 +148,8 @@ def _sandbox_problem(config: RunConfig) -> str | None:
     """Why the sandbox of a run does not work here."""
     for name, server in (config.mcp or {}).items() if config.is_inside else ():
         if server.mentions_workspace():
+            from toolsets.mcp.mcp_settings import WORKSPACE
+
             return (
                 f"mcp: {name}: {WORKSPACE} is a directory of this machine, which a workspace in "
                 "an image is not"
@@ -200,6 +201,8 @@ def _without_sandbox(problem: str, toolsets: Sequence[str], config: RunConfig) -
 
 
 def _check_web(config: RunConfig, setup: Setup) -> None:
+    if not (setup.uses("web") or config.web_allow):
+        return
     try:
         settings = config.web_settings()
         problem = settings.problem() if setup.uses("web") else None

@@ -30,7 +30,7 @@ from agent.runner import was_compacted
 from agent.setup import Setup, schemas_for
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
-from batch_trajectories.runs.dataset.row_fork import without_events
+from batch_trajectories.runs.dataset.column_names import FORK_COLUMN
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.failures import Failure
 from batch_trajectories.runs.store.record_types import Record, decode_record
@@ -80,7 +80,7 @@ def make_record(
         "sample": task.sample,
         "input_digest": task.input_digest,
         "attempt": attempt,
-        "row": without_events(task.columns),
+        "row": _row_of(task),
         **conversation,
         "check": check,
         **({} if diff is None else {"diff": diff}),
@@ -100,6 +100,14 @@ def make_record(
         "finished_at": time.time(),
         "schema_version": SCHEMA_VERSION,
     }
+
+
+def _row_of(task: Task) -> dict[str, Any]:
+    if FORK_COLUMN not in task.columns:
+        return task.columns
+    from batch_trajectories.runs.dataset.row_fork import without_events
+
+    return without_events(task.columns)
 
 
 def _was_trimmed(setup: Setup, conversation: Mapping[str, Any]) -> bool:

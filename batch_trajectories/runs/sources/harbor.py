@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batch_trajectories.basics.text import valid_utf8
-from batch_trajectories.runs.dataset.row import ERROR_COLUMN
+from batch_trajectories.runs.dataset.column_names import ERROR_COLUMN
 
 TASK_FILE = "task.toml"
 

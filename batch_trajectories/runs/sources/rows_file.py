@@ -20,7 +20,7 @@ import yaml
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.basics.yaml_file import YamlFileError, construct, read_yaml_nodes
-from batch_trajectories.runs.dataset.row import ERROR_COLUMN
+from batch_trajectories.runs.dataset.column_names import ERROR_COLUMN
 from batch_trajectories.runs.dataset.scan import ID_COLUMNS
 from batch_trajectories.runs.sources.templates import (
     Absent,

@@ -27,7 +27,6 @@ from batch_trajectories.runs.config.models import Setups
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sampling import setup_of_task
 from batch_trajectories.runs.dataset.row import RowTask
-from batch_trajectories.runs.dataset.row_fork import Fork
 from batch_trajectories.runs.protocol.messages import Assignment, no_counters, pack
 from batch_trajectories.runs.protocol.record import (
     as_stored,
@@ -49,6 +48,7 @@ from toolsets.context import ToolContext
 
 if TYPE_CHECKING:
     from agent.gateway.command_agent import CommandAgent
+    from batch_trajectories.runs.dataset.row_fork import Fork
     from batch_trajectories.runs.scoring.functions import RewardFunctions
     from batch_trajectories.runs.worker.agents.agent_runner import AgentRunner
 

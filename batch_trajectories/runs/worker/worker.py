@@ -42,13 +42,13 @@ from batch_trajectories.runs.store.tasks import Task
 from batch_trajectories.runs.worker.calls import Calls
 from batch_trajectories.runs.worker.task_runner import TaskRunner
 from batch_trajectories.runs.worker.workspaces import Workspaces
-from toolsets.browser.process import Browsers
-from toolsets.mcp.servers import McpServers
 from toolsets.sandbox.factory import FORK_SERVERS, sandbox_kind
 
 if TYPE_CHECKING:
     from agent.models.client.retrying import Retry
     from batch_trajectories.runs.worker.remote_journal import RemoteJournal
+    from toolsets.browser.process import Browsers
+    from toolsets.mcp.servers import McpServers
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +110,18 @@ class Worker:
         self._connection = connection
         self._setup = setup
         self._config = setup.config
-        self._servers = McpServers(self._config.mcp or {})
+        self._servers: McpServers | None = None
+        if self._config.mcp:
+            from toolsets.mcp.servers import McpServers
+
+            self._servers = McpServers(self._config.mcp)
         self._setups = set_up_models(self._config, catalog_of(self._config, self._servers))
-        self._browsers = Browsers(self._config.web_settings().allow)
+        self._web = self._config.web_settings() if self._uses("web", "browser") else None
+        self._browsers: Browsers | None = None
+        if self._web is not None and self._uses("browser"):
+            from toolsets.browser.process import Browsers
+
+            self._browsers = Browsers(self._web.allow)
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._removals: set[asyncio.Task[None]] = set()
         self.is_stopping = False
@@ -156,14 +165,14 @@ class Worker:
         self._runner = TaskRunner(
             self._setup,
             setups=self._setups,
-            spaces=Workspaces(self._setup, self._browsers),
+            spaces=Workspaces(self._setup, web=self._web, browsers=self._browsers),
             journal=self._journal,
             calls=self._calls,
             stops=self,
         )
-        self._servers.open()
-        self._browsers.open()
-        FORK_SERVERS.open()
+        shared = [one for one in (self._servers, self._browsers, FORK_SERVERS) if one is not None]
+        for one in shared:
+            one.open()
         loop.add_reader(self._connection.fileno(), self._receive)
         self.send("ready")
         while not self._exit.is_set():
@@ -184,14 +193,17 @@ class Worker:
         await asyncio.gather(*self._removals)
         await self._runner.close()
         await self._calls.close()
-        await FORK_SERVERS.close()
-        await self._browsers.close()
-        await self._servers.close()
+        for one in reversed(shared):
+            await one.close()
         self._journal.close()
         flush_log()
         self._outbox.put(None)
         sender.join()
         return self._is_done
+
+    def _uses(self, *toolsets: str) -> bool:
+        """Whether a conversation or subagent can use one of these toolsets."""
+        return any(setup.uses(name) for setup in self._setups.values() for name in toolsets)
 
     def _open_journal(self) -> RemoteJournal | JournalWriter:
         if self._setup.is_remote:

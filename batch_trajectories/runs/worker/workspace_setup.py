@@ -7,14 +7,19 @@ import shlex
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.basics.text import clip
-from batch_trajectories.runs.dataset.row_files import Executable
-from batch_trajectories.runs.dataset.row_setup import RowSetup
 from toolsets.builtin.command_result import shell_argv
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.dataset.row_setup import RowSetup
+
+IMAGE_FILE = "image"
+"""The file beside a conversation's layer that has the digest of the image beneath it."""
 
 _MOST_PATHS = 200
 _SHOWN = 2000
@@ -56,8 +61,23 @@ def half_set_up(root: Path) -> Path:
     return root.with_name(f"{root.name}.half")
 
 
+def image_was_replaced(root: Path, digest: str) -> bool:
+    """Whether the layer of a conversation is above another image; False where there is none."""
+    try:
+        return (root / IMAGE_FILE).read_text() != digest
+    except FileNotFoundError:
+        return False
+
+
+def fresh_root(root: Path) -> Path:
+    """Where the fresh workspace of a conversation is, for its diff and its check."""
+    return root.with_name(f"{root.name}.fresh")
+
+
 async def write_files(context: ToolContext, files: Mapping[str, bytes]) -> None:
     """Write files into the workspace. Raises `SetupFailed`."""
+    from batch_trajectories.runs.dataset.row_files import Executable
+
     for path, content in files.items():
         try:
             await asyncio.to_thread(context.workspace.write_bytes, path, content)

@@ -9,33 +9,37 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.runs.config.sandboxes import image_sandboxes
 from batch_trajectories.runs.dataset.row import RowTask
-from batch_trajectories.runs.dataset.row_check import Check
-from batch_trajectories.runs.dataset.row_setup import RowSetup
 from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
-from batch_trajectories.runs.scoring.image_requests import Inside
 from batch_trajectories.runs.worker.workspace_setup import (
+    IMAGE_FILE,
     SetupFailed,
+    fresh_root,
     half_set_up,
+    image_was_replaced,
     set_up_workspace,
     setting_up,
 )
-from toolsets.browser.process import Browsers
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Extras, Limits, Sandbox
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem
-from toolsets.sandbox.image import ImageSandboxes, ImageSpec
-from toolsets.sandbox.image_files import ImageFiles, ImageSandbox
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import Workspace
 
-_IMAGE = "image"
-"""The file beside a conversation's layer that has the digest of the image beneath it."""
+if TYPE_CHECKING:
+    from batch_trajectories.runs.dataset.row_check import Check
+    from batch_trajectories.runs.dataset.row_setup import RowSetup
+    from batch_trajectories.runs.scoring.image_requests import Inside
+    from toolsets.browser.process import Browsers
+    from toolsets.net.web_settings import WebSettings
+    from toolsets.sandbox.image import ImageSandboxes, ImageSpec
+    from toolsets.sandbox.image_files import ImageSandbox
+
 LOST = "the workspace was lost"
 
 
@@ -52,9 +56,12 @@ class PreparedWorkspace(NamedTuple):
 class Workspaces:
     """Opens the workspaces of one worker's tasks."""
 
-    def __init__(self, setup: WorkerSetup, browsers: Browsers) -> None:
+    def __init__(
+        self, setup: WorkerSetup, *, web: WebSettings | None, browsers: Browsers | None
+    ) -> None:
+        """`web` and `browsers` are for the web tools and the browser, where a task has them."""
         self._setup = setup
-        self._web = setup.config.web_settings()
+        self._web = web
         self._browsers = browsers
         self._problems: dict[str, str | None] = {}
         self._in_images: ImageSandboxes | None = None
@@ -114,7 +121,7 @@ class Workspaces:
         spec = self._spec_of(row)
         root = context.workspace.root
         sandbox = await self._sandbox_in_image(root, row, spec)
-        is_other = await asyncio.to_thread(_image_was_replaced, root, sandbox.image_digest)
+        is_other = await asyncio.to_thread(image_was_replaced, root, sandbox.image_digest)
         if half_set_up(root).exists() or is_other:
             await asyncio.to_thread(sandbox.discard)
             await asyncio.to_thread(remove_tree, root)
@@ -130,7 +137,7 @@ class Workspaces:
                     if row.setup is not None:
                         await self._set_up_in_image(context, row.setup, spec)
                     await begin_diff(context, is_needed=row.is_judged_afresh)
-                    await asyncio.to_thread((root / _IMAGE).write_text, sandbox.image_digest)
+                    await asyncio.to_thread((root / IMAGE_FILE).write_text, sandbox.image_digest)
         except BaseException:
             await context.close(remove=False)
             raise
@@ -265,7 +272,7 @@ class Workspaces:
             if row.is_judged_afresh:
                 if why := "there is no repository" if diff is None else diff.get("error"):
                     return unjudged(f"`check`: {why}") | place
-                judged = _fresh_root(root)
+                judged = fresh_root(root)
             return place | await run_check(check, open_as, turns, prepare_as=prepare_as)
         finally:
             if judged != root:
@@ -279,6 +286,8 @@ class Workspaces:
         if self._in_images is None:
             yield None
             return
+        from batch_trajectories.runs.scoring.image_requests import Inside
+
         opened: list[ToolContext] = []
 
         async def open_again() -> ToolContext:
@@ -315,7 +324,7 @@ class Workspaces:
         self, context: ToolContext, row: RowTask, *, with_history: bool
     ) -> ToolContext:
         """A fresh workspace: the image, set up as the row says. Raises `SetupFailed`."""
-        root = _fresh_root(context.workspace.root)
+        root = fresh_root(context.workspace.root)
         await asyncio.to_thread(remove_tree, root)
         sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
         fresh = self._inside(context, sandbox, root)
@@ -353,6 +362,8 @@ class Workspaces:
             self._histories[repository] = must_go
 
     def _inside(self, context: ToolContext, sandbox: ImageSandbox, root: Path) -> ToolContext:
+        from toolsets.sandbox.image_files import ImageFiles
+
         kept = Workspace(root)
         kept.start_dir = context.workspace.start_dir
         return replace(context, workspace=ImageFiles(kept, sandbox), sandbox=sandbox)
@@ -394,11 +405,11 @@ class Workspaces:
             raise SetupFailed(str(error)) from error
 
     def _spec_of(self, row: RowTask) -> ImageSpec:
+        from toolsets.sandbox.image import ImageSpec
+
         config = self._setup.config
-        spec = row.image
-        if spec is None:
-            # The scan refuses rows without an image where the run names none.
-            spec = ImageSpec(config.docker_image or "", network=config.network)
+        # The scan refuses rows without an image where the run names none.
+        spec = row.image or ImageSpec(config.docker_image or "", network=config.network)
         return replace(spec, workdir=spec.workdir or config.workdir)
 
     async def _image_problem(self, image: str) -> str | None:
@@ -420,25 +431,13 @@ class Workspaces:
         return make_sandbox(kind, workspace, limits or self._limits(row), settings)
 
     def _limits(self, row: RowTask) -> Limits:
-        config, own = self._setup.config, row.limits
+        config = self._setup.config
+        memory_mb, disk_mb, cpus = row.limits or (None, None, None)
         return Limits(
             timeout_s=config.command_timeout_s,
-            memory_mb=min(config.command_memory_mb, own.memory_mb or config.command_memory_mb),
-            cpus=own.cpus,
+            memory_mb=min(config.command_memory_mb, memory_mb or config.command_memory_mb),
+            cpus=cpus,
             processes=config.max_processes,
-            workspace_mb=min(config.workspace_mb, own.disk_mb or config.workspace_mb),
+            workspace_mb=min(config.workspace_mb, disk_mb or config.workspace_mb),
             network=config.network and self._in_images is None,
         )
-
-
-def _image_was_replaced(root: Path, digest: str) -> bool:
-    """Whether the layer of a conversation is above another image; False where there is none."""
-    try:
-        return (root / _IMAGE).read_text() != digest
-    except FileNotFoundError:
-        return False
-
-
-def _fresh_root(root: Path) -> Path:
-    """Where the fresh workspace of a conversation is, for its diff and its check."""
-    return root.with_name(f"{root.name}.fresh")
