@@ -136,6 +136,8 @@ class Relay:
         """What ends the attempt, or the run: raised by `close`."""
         self.last_error: ModelError | None = None
         """Why the last call has no reply, if the endpoint refused it."""
+        self.last_refusal: Refusal | None = None
+        """The same, also for a model that nothing knows."""
         self.ended = asyncio.Event()
         """Set with `ending` or `failure`: the agent gets no more replies."""
 
@@ -163,7 +165,8 @@ class Relay:
         try:
             route = self._route(call.wire.api, asked.model)
         except RefusedModel as error:
-            return Answer(Refusal(_STOP, "model", str(error)))
+            self.last_refusal = Refusal(_STOP, "model", str(error))
+            return Answer(self.last_refusal)
         request = request_of(call, route.model.settings, route.name, asked)
         reply = self.answers.begin(asked)
         task = asyncio.create_task(self._make(call.wire, asked, route.model, request, reply))
@@ -278,7 +281,7 @@ class Relay:
         """Make a call, record it, and only then end the reply."""
         try:
             reply.finish(await self._ask(wire, asked, model, request, reply))
-            self.last_error = None
+            self.last_error = self.last_refusal = None
             return
         except ModelError as error:
             refusal = self._refuse(error)
@@ -347,7 +350,8 @@ class Relay:
         if self._ends_with(error):
             return self._fail(error)
         self.last_error = error
-        return _refusal_of(error)
+        self.last_refusal = _refusal_of(error)
+        return self.last_refusal
 
     def _fail(self, error: Exception) -> Refusal:
         """No further call can be made."""

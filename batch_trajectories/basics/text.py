@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
+
+_NUMBERS = r"\b(?=[a-fA-F-]*\d)[0-9a-fA-F-]{8,}\b|(?<!HTTP )(?<!\d)\d+"
+"""Also hexadecimal ids; no HTTP status."""
+_VALUES = re.compile(_NUMBERS), re.compile(rf"'[^']*'|\"[^\"]*\"|{_NUMBERS}")
 
 
 def clip(text: str, *, max_chars: int) -> str:
@@ -26,6 +31,14 @@ def valid_utf8(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def without_values(text: str, mark: str = "", *, quoted: bool = True) -> str:
+    """A message without what differs between messages of its kind: ids, numbers, quoted names.
+
+    `quoted`: quoted texts are values, too.
+    """
+    return _VALUES[quoted].sub(mark, text)
 
 
 def plural(number: int, noun: str) -> str:

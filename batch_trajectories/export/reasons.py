@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-_VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-"""A part of a reason that differs from one time to the next."""
+from batch_trajectories.basics.text import without_values
 
 _MOST_CHARS = 90
 _MOST_SHOWN = 10
@@ -26,7 +24,7 @@ class Reasons:
     def add(self, reason: str) -> None:
         """Count a reason."""
         plain = "".join(c if c.isprintable() else " " for c in reason)
-        text = f"{self._about}{_VALUE.sub('…', ' '.join(plain.split()))[:_MOST_CHARS]}"
+        text = f"{self._about}{without_values(' '.join(plain.split()), '…')[:_MOST_CHARS]}"
         self._count(text, 1)
 
     def merge(self, other: Reasons) -> None:

@@ -41,6 +41,9 @@ def length(conversation, workspace, row):
 def nothing(conversation, workspace, row):
     return {"calls": [0] * len(conversation["turns"])}
 
+def of_answer(answer):
+    return 1
+
 def held(conversation, workspace, row):
     hold = Path("hold")
     while hold.exists() and int(conversation["id"][1:]) >= int(hold.read_text()):
@@ -127,6 +130,7 @@ class TestFunctions:
         ("given", "words"),
         [
             ({"reward": "graders:none"}, "cannot import 'graders:none'"),
+            ({"reward": "graders:of_answer"}, "'graders:of_answer' must take (conversation, works"),
             ({"reward": " , "}, "give --reward MODULE:FUNCTION"),
             ({}, "give --reward MODULE:FUNCTION"),
             ({"reward": "graders:length", "reward_timeout_s": 0}, "reward_timeout_s"),

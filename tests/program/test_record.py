@@ -361,6 +361,24 @@ def test_an_api_that_the_endpoint_lacks_fails_only_sessions_that_speak_it(
     }
 
 
+def test_a_session_whose_only_call_was_refused_has_failed(
+    tmp_path: Path, endpoint: FakeEndpoint
+) -> None:
+    """Also where the recording itself refuses it; no further attempt can change that."""
+    with recording(tmp_path, endpoint, max_run_cost_usd=1) as world:
+        messages = [{"role": "user", "content": "Go."}]
+        body = {"model": "unpriced", "messages": messages, "max_tokens": 50}
+        assert world.ask("POST", "/sessions/a/v1/chat/completions", body)[0] == 400
+        assert world.ask("DELETE", "/sessions/a")[1]["status"] == "failed"
+        assert stop(world.process) == 1
+    error = records(tmp_path)["a"]["error"]
+    assert error["class"] == "model"
+    assert error["message"].startswith("the price of model 'unpriced' is unknown")
+    output = (tmp_path / "output.txt").read_text()
+    assert "1  model: the price of model 'unpriced' is unknown" in output
+    assert "--max_attempts" not in output
+
+
 def test_a_recording_is_a_run_of_its_own(tmp_path: Path, endpoint: FakeEndpoint) -> None:
     """It takes no dataset; an upstream that is unknown is refused before anything is written."""
     ended = run(tmp_path, "record", dataset_file="p.jsonl", **options(endpoint))

@@ -88,6 +88,8 @@ class RunTotals:
     """Records of tasks that the dataset no longer holds; no total includes them."""
     shard: str | None
     """The part of the dataset that the run works on, as i/n; None for all of it."""
+    is_recording: bool
+    """Its conversations are sessions of `record`, which it cannot begin again."""
 
     @property
     def total(self) -> int:
@@ -97,7 +99,7 @@ class RunTotals:
     def to_json(self) -> dict[str, Any]:
         """For summary.json: without what judges are paid, which changes after the run."""
         found = {"tasks": self.total, **asdict(self)}
-        del found["judges_usd"], found["judges_unknown"]
+        del found["judges_usd"], found["judges_unknown"], found["is_recording"]
         if self.token_ids is None:
             del found["token_ids"]
         return found
@@ -148,6 +150,7 @@ def compute_totals(
         checks=checks.sums(),
         gone=gone,
         shard=None if scan.shard is None else str(scan.shard),
+        is_recording=(run_dir / "sessions").is_dir(),
     )
     failed: set[bytes] = set()
     for number, (row, (ended, reward)) in enumerate(zip(rows, index.judged(rows), strict=True)):
@@ -223,7 +226,7 @@ def as_table(totals: RunTotals) -> str:
         lines.append(
             f"run the same command again to retry {plural(totals.to_retry, 'failed task')}"
         )
-    elif totals.failed > totals.failures.get(WORKER_DIED, 0):
+    elif totals.failed > totals.failures.get(WORKER_DIED, 0) and not totals.is_recording:
         lines.append("all attempts are used up; raise --max_attempts to retry the failed tasks")
     if totals.gone:
         lines.append(f"{plural(totals.gone, 'record')} of rows that are no longer in the dataset")

@@ -302,9 +302,9 @@ class Recorder:
             return None
         relay = session.gateway.relay
         end = relay.ending or end or _ending(session)
-        unanswered = relay.last_error
-        if unanswered is not None and not _has_replies(session):
-            failure = self._failure(task, unanswered.kind, str(unanswered))
+        refusal = relay.last_refusal
+        if refusal is not None and not _has_replies(session):
+            failure = self._failure(task, refusal.kind, refusal.words)
             end = Finish("failed")
         if end.status == "failed" and failure is None:
             words = end.reason or "the program that held the session says that it failed"
@@ -377,7 +377,7 @@ def _ending(session: Session) -> Finish:
         case "length" | "refusal" | "context_exceeded" as cut:
             return Finish(cut)
     if reply["message"].get("tool_calls") or reply["finish_reason"] != "stop":
-        error = session.gateway.relay.last_error
-        why = "" if error is None else f"; its last call failed: {error.kind}: {error}"
+        last = session.gateway.relay.last_refusal
+        why = "" if last is None else f"; its last call failed: {last.kind}: {last.words}"
         return Finish("cancelled", f"it ended before a final answer{why}")
     return Finish("completed")

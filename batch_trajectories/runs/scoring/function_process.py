@@ -43,6 +43,7 @@ def main() -> None:
         function = import_place(place, "--reward")
         if not callable(function):
             raise OwnToolError(f"--reward: {place!r} is not callable; give MODULE:FUNCTION")
+        _check_arguments(function, place)
     except OwnToolError as error:
         _send(replies, {"error": str(error)})
         return
@@ -68,6 +69,17 @@ def main() -> None:
             ImagePath.ask = staticmethod(ask)
             workspace = ImagePath(home)
         _send(replies, _call(function, name, request["record"], workspace))
+
+
+def _check_arguments(function: Callable[..., Any], place: str) -> None:
+    try:
+        inspect.signature(function).bind(None, None, None)
+    except TypeError as error:
+        raise OwnToolError(
+            f"--reward: {place!r} must take (conversation, workspace, row): {error}"
+        ) from error
+    except ValueError:
+        return  # code in C need not say what it takes
 
 
 def version_of(function: Callable[..., Any]) -> str:

@@ -7,7 +7,6 @@ with "kind": "death" for a task that was assigned to a worker when it died, and 
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -16,14 +15,12 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from batch_trajectories.basics.text import clip
+from batch_trajectories.basics.text import clip, without_values
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object, with_checksum
 from batch_trajectories.runs.store.files import AppendFile, repair_tail
 from batch_trajectories.runs.store.settled import WORKER_DIED
 from batch_trajectories.runs.store.tasks import BadRow, task_key
 
-_VARYING = re.compile(r"'[^']*'|\d+")
-"""What differs between messages of one kind: quoted names, and numbers."""
 _REASONS = 20
 _SHOWN = 300
 
@@ -127,7 +124,7 @@ def why_tasks_failed(run_dir: Path, tasks: Collection[bytes]) -> list[dict[str, 
             continue
         if (key := task_key(line["id"], line["input_digest"])) in tasks:
             said = line["message"].strip().rpartition("\n")[2]
-            last[key] = kind = (line["class"], _VARYING.sub("", said))
+            last[key] = kind = (line["class"], without_values(said))
             examples[kind] = clip(said, max_chars=_SHOWN)
     counts = Counter(last.values()).most_common(_REASONS)
     return [{"class": kind[0], "message": examples[kind], "count": count} for kind, count in counts]

@@ -6,18 +6,15 @@ tools. Such a run stops, and no task is marked as failed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from agent.models.model import url_of
+from batch_trajectories.basics.text import without_values
 from batch_trajectories.runs.executors.base import WorkerHandle
 
 _ENOUGH = 3
 """After so many refusals no task is begun until all calls in flight have ended."""
-
-_VARYING = re.compile(r"\b[0-9a-fA-F-]{8,}\b|(?<!HTTP )\b\d+")
-"""Ids and numbers, in which equal refusals differ."""
 
 _REMEDIES = (
     (
@@ -97,7 +94,8 @@ class Refusals:
             return [], None
         if not self._is_decided:
             self._is_decided = True
-            if len(self._held) > 1 and len({_alike(one.words) for one in self._held}) == 1:
+            kinds = {without_values(one.words, quoted=False) for one in self._held}
+            if len(self._held) > 1 and len(kinds) == 1:
                 return [], self._describe()
         held, self._held = self._held, []
         return held, None
@@ -114,7 +112,3 @@ class Refusals:
             f"and none was answered: {first.words}. {remedy}; then run the same command "
             "again. No task was marked as failed"
         )
-
-
-def _alike(words: str) -> str:
-    return _VARYING.sub("", words)
