@@ -155,6 +155,8 @@ class ModelError(Exception):
         """What the reply that could not be used cost all the same, where it says so; no text."""
         self.reply: tuple[int, bytes] | None = None
         """Status and body by which the endpoint refused the request, if that is how it failed."""
+        self.has_answered_others = False
+        """The endpoint answered another call while this one was under way, or just before."""
         self.was_passed_on = False
         """The caller has parts of the reply already, so that the call cannot be repeated."""
         self.key_source = ""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential_jitter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from agent.models.admission import CallAdmission
 from agent.models.errors import Kind, ModelError
@@ -20,7 +21,14 @@ from agent.models.stream_events import StreamEvent
 MAX_WAIT_S = 60.0
 """Longest pause between two attempts, also where the endpoint asks for more."""
 
-_backoff = wait_exponential_jitter(initial=1, max=MAX_WAIT_S, jitter=1)
+_MAX_WAIT_FOR_REPLY_S = 8.0
+"""The same after a reply that was cut or malformed: longer pauses do not mend it."""
+
+_SHORT_WAIT_S = 0.5
+"""The same while the endpoint answers other calls."""
+
+_RECENTLY_S = 1.0
+"""An answer up to that long before an attempt counts as one to another call meanwhile."""
 
 
 _LASTING_ATTEMPTS = 4
@@ -65,14 +73,13 @@ class RetryingModel:
         """
         self._adapter = adapter
         self._key = Key(api_key)
-        self._has_answered = False
+        self._answered_at = -math.inf
         self._on_retry = on_retry
         self.asked = settings
         """The user's settings."""
         self._gate = gate
         self._retrying = AsyncRetrying(
             retry=retry_if_exception(_is_passing),
-            wait=_wait,
             reraise=True,
         )
 
@@ -111,7 +118,9 @@ class RetryingModel:
         def report(state: RetryCallState) -> None:
             self._on_retry(patience.retry(state))
 
-        retrying = self._retrying.copy(stop=patience.is_at_its_end, before_sleep=report)
+        retrying = self._retrying.copy(
+            stop=patience.is_at_its_end, wait=patience.pause_s, before_sleep=report
+        )
         completion: Completion = await retrying(attempt)
         return completion
 
@@ -137,22 +146,25 @@ class RetryingModel:
             permit.leave(outcome)
 
     async def _attempt(self, request: Request) -> Completion:
+        began_at = time.monotonic()
         try:
             completion = await self._adapter.complete(request)
         except ModelError as error:
+            error.has_answered_others = self._answered_at > began_at - _RECENTLY_S
             error.args = (self._key.out_of_text(str(error)),)
             error.endpoint = self.asked.base_url
             error.key_source = self.asked.key_source
             if error.paid is not None and request.on_unreadable is not None:
                 request.on_unreadable(priced(error.paid, self.asked))
             raise
-        self._has_answered = True
+        self._answered_at = time.monotonic()
         return priced(completion, self.asked)
 
     def _most_attempts(self, error: ModelError) -> int:
         """How often a call is tried that fails so, as far as failures count."""
         most = self.asked.call_attempts
-        answered = self._has_answered or (self._gate is not None and self._gate.has_answered)
+        has_answered = self._answered_at > -math.inf
+        answered = has_answered or (self._gate is not None and self._gate.has_answered)
         return min(most, _LASTING_ATTEMPTS) if error.is_lasting and not answered else most
 
 
@@ -168,6 +180,8 @@ class _Patience:
         self._settings = settings
         self._most = most
         self._failures = 0
+        self._pauses = {True: 1.0, False: 1.0}
+        """The next pause after a failure that load may have caused, and after any other."""
         self._began_at = time.monotonic()
         self.waited_s = 0.0
         """Time at the gate: others were served meanwhile, which says nothing of this call."""
@@ -182,6 +196,21 @@ class _Patience:
         self._failures += 1
         return self._failures >= self._most(error)
 
+    def pause_s(self, state: RetryCallState) -> float:
+        """What the endpoint asked for, or a growing pause; never the same for two callers.
+
+        Call it once per failure. A broken reply of an endpoint that answers others is soon asked
+        for again. In an outage nobody is answered, and the pauses grow.
+        """
+        error = _error(state)
+        if error.retry_after_s is not None:
+            return min(error.retry_after_s, MAX_WAIT_S) + random.uniform(0, 1)
+        if error.has_answered_others and not error.is_by_load:
+            return random.uniform(0, _SHORT_WAIT_S)
+        pause_s = self._pauses[error.is_by_load]
+        self._pauses[error.is_by_load] = min(2 * pause_s, _most_wait_s(error))
+        return pause_s + random.uniform(0, 1)
+
     def retry(self, state: RetryCallState) -> Retry:
         """What is said of a failure, once it is decided that it is waited out."""
         error = _error(state)
@@ -189,13 +218,17 @@ class _Patience:
         left_s = self._left_s()
         if error.kind != "rate_limited":
             later = range(self._failures + 1, self._most(error))
-            pauses = (min(2.0 ** (n - 1), MAX_WAIT_S) for n in later)
+            pauses = (min(2.0 ** (n - 1), _most_wait_s(error)) for n in later)
             left_s = min(left_s, wait_s + sum(pauses))
         return Retry(error.kind, str(error), state.attempt_number, wait_s, left_s)
 
     def _left_s(self) -> float:
         tried_s = time.monotonic() - self._began_at - self.waited_s
         return self._settings.call_timeout_s - tried_s
+
+
+def _most_wait_s(error: ModelError) -> float:
+    return MAX_WAIT_S if error.is_by_load else _MAX_WAIT_FOR_REPLY_S
 
 
 def _error(state: RetryCallState) -> ModelError:
@@ -207,11 +240,3 @@ def _error(state: RetryCallState) -> ModelError:
 
 def _is_passing(error: BaseException) -> bool:
     return isinstance(error, ModelError) and error.may_pass
-
-
-def _wait(state: RetryCallState) -> float:
-    """What the endpoint asked for, or a growing pause; never the same for two callers."""
-    error = state.outcome.exception() if state.outcome else None
-    if isinstance(error, ModelError) and error.retry_after_s is not None:
-        return min(error.retry_after_s, MAX_WAIT_S) + random.uniform(0, 1)
-    return _backoff(state)

@@ -284,7 +284,7 @@ def test_a_stream_that_is_cut_is_asked_for_again_before_the_agent_sees_any_of_it
     api: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent gets one good reply; the journal has one call."""
-    monkeypatch.setattr(retrying, "_backoff", lambda state: 0.0)
+    monkeypatch.setattr(retrying._Patience, "pause_s", lambda *given: 0.0)
 
     async def run() -> None:
         async with relayed(api, cut(api, how)) as world:

@@ -82,13 +82,13 @@ class Failing:
     settings = SETTINGS
 
     def __init__(self, *errors: ModelError) -> None:
-        self._errors = list(errors)
+        self.errors = list(errors)
         self.asked = 0
 
     async def complete(self, request: Request) -> Completion:
         self.asked += 1
-        if self._errors:
-            raise self._errors.pop(0)
+        if self.errors:
+            raise self.errors.pop(0)
         return openai_reply(content="hi")
 
     async def close(self) -> None:
@@ -124,6 +124,29 @@ def test_retries_back_off_up_to_a_minute(waits: list[float]) -> None:
     assert adapter.asked == 10
     least = [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert all(low <= wait <= low + 1 for low, wait in zip(least, waits, strict=True))
+
+
+def test_pauses_after_broken_replies_stay_short_and_lengthen_no_others(waits: list[float]) -> None:
+    broken = [ModelError("malformed", "no choices") for _ in range(6)]
+    ask_patiently(Failing(*broken, ModelError("overloaded", "busy")))
+    least = [1, 2, 4, 8, 8, 8, 1]
+    assert all(low <= wait <= low + 1 for low, wait in zip(least, waits, strict=True))
+
+
+def test_a_broken_reply_is_soon_asked_for_again_while_the_endpoint_answers_others(
+    waits: list[float],
+) -> None:
+    adapter = Failing()
+    model = RetryingModel(adapter, SETTINGS, api_key="k", on_retry=lambda words: None)
+
+    async def ask() -> None:
+        await model.complete(Request([]))
+        adapter.errors += [ModelError("malformed", "cut") for _ in range(7)]
+        await model.complete(Request([]))
+
+    asyncio.run(ask())
+    assert len(waits) == 7
+    assert max(waits) <= 0.5
 
 
 def test_retry_after_is_honoured_within_reason(waits: list[float]) -> None:
