@@ -70,7 +70,7 @@ class Session:
 
     @property
     def silent_s(self) -> float:
-        """For how long nothing was asked, and nothing is under way."""
+        """Seconds since the last request; 0 while a call is in flight."""
         return 0.0 if self.gateway.relay.in_flight else time.monotonic() - self.heard_at
 
 
@@ -309,7 +309,16 @@ class Recorder:
         if end.status == "failed" and failure is None:
             words = end.reason or "the program that held the session says that it failed"
             failure = self._failure(task, "session_failed", words)
-        record = self._record_of(session, end, failure)
+        record = make_record(
+            task,
+            session.trajectory,
+            end=end,
+            spec=self._rules.read(task.columns).spec,
+            setup=self._models.setup,
+            failure=failure,
+            attempt=self._config.max_attempts,
+            provenance=self._provenance,
+        )
         if failure is not None:
             self._failures.append(failure)
             self._failures.sync()
@@ -325,18 +334,6 @@ class Recorder:
         # A program of someone else's cannot be started again: this was the last attempt.
         attempt = self._config.max_attempts
         return Failure(task.id, task.input_digest, attempt, error_class, words)
-
-    def _record_of(self, session: Session, end: Finish, failure: Failure | None) -> dict[str, Any]:
-        return make_record(
-            session.task,
-            session.trajectory,
-            end=end,
-            spec=self._rules.read(session.task.columns).spec,
-            setup=self._models.setup,
-            failure=failure,
-            attempt=self._config.max_attempts,
-            provenance=self._provenance,
-        )
 
 
 def _refuse(event: Event) -> None:
