@@ -364,6 +364,7 @@ class TestAJudge:
         }  # fmt: skip
         done = run(tmp_path, "score", "r", **options)
         assert done.returncode == 4, "the endpoint of the other two is not there"
+        assert "2 of verdicts.jsonl became scores" in done.stderr
         found = {line["id"]: line["rewards"] for line in scores(source) if not line["error"]}
         assert found == {"t0": {"judge": 1.0}, "t1": {"judge": 0.0}}
         assert "judges $5.0000" in said_by(tmp_path, "stats", "r"), "once"

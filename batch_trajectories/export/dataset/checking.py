@@ -45,7 +45,8 @@ def findings(source: Source, directory: Path) -> Iterator[str]:
     try:
         recipe = Recipe.model_validate(manifest["recipe"])
     except ValidationError as error:
-        yield f"its recipe is not one of this version: {mistakes_in(error)[0].reason}; export again"
+        mistake = mistakes_in(error)[0].describe()
+        yield f"its recipe is not one of this version: {mistake}; export again"
         return
     again = orjson.loads(orjson.dumps(derive(source, recipe)))
     yield from _derived(manifest, again, files)

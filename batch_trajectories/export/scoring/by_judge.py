@@ -18,6 +18,7 @@ from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.prices import is_known
 from agent.models.resolve import SCRIPTED, read_key
 from agent.session import run_here
+from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.export.reasons import Reasons
@@ -135,6 +136,8 @@ class _Asking:
                 found.append((score_key(record), record.id, score))
         self._file.append(found)
         self._done.update(key for key, _, _ in found)
+        if found:
+            say(f"{len(found):,} of verdicts.jsonl became scores")
 
     async def ask_all(self, budget: JudgeBudget | None, *, max_in_flight: int) -> None:
         """Ask about all records that lack a score."""
