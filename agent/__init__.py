@@ -9,10 +9,10 @@ state/         the state of a conversation: a fold of its events
 loop/          deciding and taking the next step
 views/         models around a model that change the messages it is shown
 setup          model, tools, subagents and hooks, checked before any call
-runner         assembles one conversation and runs it
+runner         assembles one conversation, and runs or resumes it
 session        several prompts to one agent, for AIAgent
 flat/          conversations as flat lists, for callers with a loop of their own
 
-Other rooms import loop/loop, loop/opening, loop/references, loop/rules, loop/steps, loop/tools,
-options, runner, session, setup, views/views.
+Other rooms import loop/loop, loop/references, loop/rules, loop/steps, loop/tools, options,
+runner, session, setup, views/views.
 """

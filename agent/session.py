@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import shutil
 import tempfile
+import time
+import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -14,8 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from agent.loop.loop import close_calls
-from agent.loop.opening import with_turn_limit
-from agent.loop.rules import ConversationSpec
+from agent.loop.rules import ConversationSpec, with_turn_limit
 from agent.loop.steps import Finish
 from agent.loop.tools import check_names
 from agent.messages.message import Event, Message
@@ -31,7 +33,7 @@ from agent.setup import Home, Setup, key_for, replies_played, schemas_for
 from agent.state.events import note_event
 from agent.state.history import completed_history
 from agent.state.trajectory import Journal, Trajectory
-from agent.state.transcript import Transcript
+from batch_trajectories.basics import exact_json
 from toolsets.browser.process import Browsers
 from toolsets.context import ToolContext
 from toolsets.mcp.servers import McpServers
@@ -329,3 +331,42 @@ def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, coroutine).result()
+
+
+_TYPES = {"reply": "response", "result": "tool_result"}
+
+
+class Transcript:
+    """An open transcript; its lines survive a crash of the process.
+
+    A JSONL file. Lines by `type`: `request` (model, messages, tools), then every event of the
+    conversation (`response`, `tool_result`, `note`, `opening`, `resumed`, `sub`), `error` if the
+    endpoint failed, and `accounting` at the end. It contains no API keys.
+    """
+
+    def __init__(self, directory: Path, run_id: str | None) -> None:
+        """Create `directory` and open `<run_id>.jsonl` in it; without an id, a name by time."""
+        directory.mkdir(parents=True, exist_ok=True)
+        now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        name = run_id or f"{now}-{uuid.uuid4().hex[:8]}"
+        self.path = directory / f"{_plain(name)}.jsonl"
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.fchmod(self._fd, 0o600)
+
+    def write(self, type: str, **fields: Any) -> None:
+        """Append one line."""
+        os.write(self._fd, exact_json.dumps({"type": type, **fields}) + b"\n")
+
+    def write_event(self, event: Event) -> None:
+        """Append one event of the conversation."""
+        fields = {k: v for k, v in event.items() if k != "kind"}
+        self.write(_TYPES.get(event["kind"], event["kind"]), **fields)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def _plain(name: str) -> str:
+    """A file name that stays in its directory."""
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name).lstrip(".") or "run"

@@ -33,7 +33,7 @@ _IMPORTED = (
         for name in (
             *("cli.run", "cli.fork", "cli.inspect_runs", "cli.look", "cli.look_at_source"),
             *("cli.lists", "cli.record", "cli.score"),
-            *("api.start", "api.stored_run", "cli.listings.tool_list", "runs.supervisor.run"),
+            *("api.start", "api.stored_run", "cli.listings", "runs.supervisor.run"),
             *("runs.planning.plan", "runs.supervisor.supervisor", "export.training_files"),
             *("export.dataset.build", "export.run_statistics", "report.comparison"),
             *("report.conversation_text", "report.page.writer", "report.status"),

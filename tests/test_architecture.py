@@ -53,7 +53,7 @@ runs/batch_api
 runs/planning
 runs/supervisor
 runs/recording
-runs/maintenance  runs/maintenance/hermes
+runs/maintenance
 
 export/leaks  export/conversation
 export/rows

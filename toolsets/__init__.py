@@ -2,9 +2,7 @@
 
 context     ToolContext, the first argument of every tool function
 space       TaskSpace, the older name of ToolContext
-docstring   descriptions of parameters from a docstring
-signature   a function's signature as a schema
-tool        Tool and ToolResult; makes a tool of a function
+tool        Tool and ToolResult; makes a tool of a function and its docstring
 toolbox     the tools of one conversation; runs their calls
 workspace/  the directory that a conversation works in
 images/     container images: found, and unpacked once

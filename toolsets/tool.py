@@ -5,18 +5,20 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, mistakes_in
-from toolsets.docstring import read_docstring
-from toolsets.signature import PREFIX, arguments_model, schema_of
+from toolsets.context import ToolContext
 
 MAX_RESULT_CHARS = 100_000
 """Longest content of a tool result; a longer one loses its middle."""
@@ -210,3 +212,137 @@ def _explain(error: ValidationError) -> str:
 def _explain_one(mistake: Mistake) -> str:
     where = ".".join(key[:80] for key in mistake.keys) or "arguments"
     return f"{where}: {'unknown argument' if mistake.kind == UNKNOWN_KEY else mistake.reason}"
+
+
+PREFIX = "arg_"
+"""Prefix of the model's fields: without it, parameters could not have names that pydantic uses."""
+
+
+def arguments_model(
+    function: Callable[..., Any], tool_name: str, descriptions: Mapping[str, str]
+) -> tuple[type[BaseModel], bool]:
+    """Return the model of a function's arguments, and whether its first one is the `ToolContext`.
+
+    `descriptions` are used for parameters whose hint has none. Raises `TypeError` for a function
+    that cannot be described.
+    """
+    hints = _hints(function, tool_name)
+    takes_context = _takes_context(hints)
+    if takes_context:
+        del hints[next(iter(hints))]
+    parameters = inspect.signature(function).parameters
+    config = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=False)
+    fields: dict[str, Any] = {}
+    for name, hint in hints.items():
+        default = parameters[name].default
+        own = FieldInfo.from_annotation(hint).description or getattr(default, "description", None)
+        field = Field(alias=name, description=own or descriptions.get(name))
+        missing = default is inspect.Parameter.empty
+        fields[PREFIX + name] = (Annotated[hint, field], ... if missing else default)
+    try:
+        return create_model(f"{tool_name}_arguments", __config__=config, **fields), takes_context
+    except PydanticUserError as error:
+        raise TypeError(f"tool {tool_name}: {error.message.splitlines()[0]}") from error
+
+
+def schema_of(model: type[BaseModel], tool_name: str) -> dict[str, Any]:
+    """Return the JSON Schema of a model of arguments; raises `TypeError` if it has none."""
+    try:
+        return _without_titles(model.model_json_schema(by_alias=True))
+    except PydanticUserError as error:
+        raise TypeError(f"tool {tool_name}: {error.message.splitlines()[0]}") from error
+
+
+def _hints(function: Callable[..., Any], tool_name: str) -> dict[str, Any]:
+    """The type hints of all parameters by name, in order."""
+    parameters = inspect.signature(function).parameters
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise TypeError(f"tool {tool_name}: unknown type in a hint: {error}") from error
+    for parameter in parameters.values():
+        where = f"tool {tool_name}: parameter {parameter.name!r}"
+        if parameter.annotation is inspect.Parameter.empty:
+            raise TypeError(f"{where} has no type hint")
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise TypeError(f"{where} must not be *args or **kwargs")
+    hints = {name: hints[name] for name in parameters}
+    for parameter in list(parameters.values())[int(_takes_context(hints)) :]:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            where = f"tool {tool_name}: parameter {parameter.name!r}"
+            raise TypeError(f"{where} must not be positional-only")
+    return hints
+
+
+def _takes_context(hints: Mapping[str, Any]) -> bool:
+    return next(iter(hints.values()), None) is ToolContext
+
+
+def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
+    """Drop the titles that pydantic adds, but keep a property called "title"."""
+    cleaned: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "title" and isinstance(value, str):
+            continue
+        if key in ("properties", "$defs") and isinstance(value, dict):
+            cleaned[key] = {name: _without_titles(inner) for name, inner in value.items()}
+        elif key in ("default", "const", "enum", "examples"):
+            cleaned[key] = value
+        elif isinstance(value, dict):
+            cleaned[key] = _without_titles(value)
+        elif isinstance(value, list):
+            cleaned[key] = [_without_titles(v) if isinstance(v, dict) else v for v in value]
+        else:
+            cleaned[key] = value
+    return cleaned
+
+
+_ARGUMENTS = frozenset({"args", "arguments", "params", "parameters"})
+
+_SECTION = re.compile(
+    r"^(args|arguments|params|parameters|returns|raises|yields|examples?):[ \t]*\n(?=\s*^[ \t]+\S)",
+    re.MULTILINE | re.IGNORECASE,
+)
+"""A heading with indented lines below it."""
+
+
+def read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
+    """Return the text before the sections, and the descriptions of the parameters by name.
+
+    Each paragraph becomes one line.
+    """
+    arguments: dict[str, str] = {}
+    sections = list(_SECTION.finditer(docstring))
+    for section in sections:
+        if section[1].lower() in _ARGUMENTS:
+            arguments |= _items(docstring[section.end() :])
+    text = docstring[: sections[0].start()] if sections else docstring
+    return _unwrapped(text), arguments
+
+
+def _items(block: str) -> dict[str, str]:
+    """The items `name: text` or `name (type): text` at the beginning of a block.
+
+    What is indented further continues an item; what is not indented ends the block.
+    """
+    lines: dict[str, list[str]] = {}
+    item: list[str] = []
+    first = None
+    for line in block.split("\n"):
+        text = line.strip()
+        indent = len(line) - len(line.lstrip())
+        if text and not indent:
+            break
+        first = indent if first is None and text else first
+        if text and indent == first:
+            head, colon, text = text.partition(":")
+            item = [text]
+            if colon:
+                lines[head.partition("(")[0].strip()] = item
+        else:
+            item.append(text)
+    return {name: _unwrapped("\n".join(texts)) for name, texts in lines.items()}
+
+
+def _unwrapped(text: str) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))

@@ -1,11 +1,10 @@
 """Model calls of agents that run as commands: relayed to the run's endpoint, and recorded.
 
 command_agent  an agent that users run as a command
-answers        replies on their way to agents, and who asked for them again
-listing        lists of models
+answers        replies on their way to agents, who asked for them again; lists of models
 sending        what is sent to the endpoint for a call
 relay          makes the calls of an agent, and records them
 server         the HTTP server that agents talk to
 
-Other rooms import answers, command_agent, listing, relay, server.
+Other rooms import answers, command_agent, relay, server.
 """

@@ -12,8 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from agent.gateway.answers import Answer, Refusal
-from agent.gateway.listing import List, names_only
+from agent.gateway.answers import Answer, List, Refusal, names_only
 from agent.gateway.relay import Relay
 from agent.gateway.sending import AgentCall
 from agent.wires.reading import path_of

@@ -21,11 +21,11 @@ from agent.models.deadline import Deadline
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ConversationChanged, Model, Request
 from agent.models.stream_events import StreamEvent, StreamHandler
-from agent.state.call_ids import make_ids_unique
 from agent.state.events import (
     Clock,
     continued_event,
     cut_event,
+    make_ids_unique,
     note_event,
     reply_event,
     result_event,

@@ -7,16 +7,19 @@ length, completed, awaiting_input, repeat, errors, max_turns.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from agent.loop.plan import PLAN, plan_note
 from agent.loop.simulated_user import users_message
 from agent.loop.steps import AddNote, AskUser, CallModel, Finish, NextStep, ResumeTool, RunTools
-from agent.loop.user_replies import waiting_call, wants_other_work
-from agent.messages.message import COST_ONLY, USER_TURN
+from agent.messages.message import COST_ONLY, USER_TURN, Message, ResultEvent, ToolCall
 from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
 from agent.options import AgentOptions
 from agent.state.trajectory import CONTINUE_CUT, Trajectory
+from toolsets.tool import ASKS
 
 _MAX_UNUSABLE_TURNS = 3
 """A conversation ends after this many turns in a row without anything usable."""
@@ -246,3 +249,64 @@ def _continue(
 
 def _is_expected(answer: str, expected: str) -> bool:
     return answer.strip().casefold() == expected.strip().casefold()
+
+
+_NOTE = "state_max_turns"
+
+
+def with_turn_limit(opening: Sequence[Message], options: AgentOptions) -> list[Message]:
+    """`opening` with the turn limit in its system message, if `state_max_turns` is on."""
+    if not options.state_max_turns:
+        return list(opening)
+    text = f"You have at most {options.max_turns} replies for this task."
+    if not opening or opening[0]["role"] != "system":
+        return [Message(role="system", content=text, notes=[_NOTE]), *opening]
+    if text in opening[0]["content"]:
+        return list(opening)
+    system = opening[0].copy()
+    system["content"] += f"\n\n{text}"
+    return [system, *opening[1:]]
+
+
+_ANSWERS = re.compile(
+    r"(?:y|yes|yeah|yep|ok|okay|sure|confirm(?:ed)?|go ahead|proceed|accept(?:ed)?|approved?"
+    r"|n|no|nope|cancel|stop|abort|never ?mind|don't|do not|reject(?:ed)?|change|instead)\b",
+    re.IGNORECASE,
+)
+"""The beginning of an acceptance, a refusal or a correction."""
+
+_INSTRUCTS = re.compile(
+    r"(?:please\s+)?(?:list|show|get|find|search|create|add|make|write|read|open|run|delete|remove"
+    r"|update|explain|tell|give|fetch|compute|calculate|summari[sz]e)\b",
+    re.IGNORECASE,
+)
+"""The beginning of a new instruction."""
+
+
+class Waiting(NamedTuple):
+    """A call whose tool waits for the user, its result so far, and its question."""
+
+    call: ToolCall
+    result: ResultEvent
+    question: str
+
+
+def waiting_call(t: Trajectory) -> Waiting | None:
+    """The first call of the last turn whose tool waits for the user.
+
+    A tool asks with the object that it returns (see `toolsets.tool.as_result`). A reply goes to the
+    tool that asked, unless it is clearly a new instruction.
+    """
+    for call, result in zip(t.last_calls(), t.last_results(), strict=False):
+        question = result["message"].get("details", {}).get(ASKS)
+        if question is not None:
+            return Waiting(call, result, question)
+    return None
+
+
+def wants_other_work(reply: str, *, called: str, tools: Sequence[str]) -> bool:
+    """Whether a user's reply is a new instruction rather than a reply to the tool that asked."""
+    if any(tool != called and re.search(rf"\b{re.escape(tool)}\b", reply) for tool in tools):
+        return True
+    reply = reply.strip()
+    return not _ANSWERS.match(reply) and bool(_INSTRUCTS.match(reply))

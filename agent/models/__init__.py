@@ -4,9 +4,8 @@ model        the protocol, requests, completions and settings
 errors       failed calls: their kinds, and what each leads to
 admission    where a call waits for its turn
 providers    the table of providers and servers that a prefix can name
-connection   headers, proxy and credentials beyond the key
+connection   headers, proxies and credentials beyond the key
 sdk_clients  clients of the openai and anthropic packages, for clouds
-proxies      the proxies that the environment names
 keys         API keys, kept out of all that is written
 parsing      reading what endpoints send
 prices       what a call costs

@@ -180,7 +180,7 @@ def _unknown_prefix(name: str, prefix: str, known: list[str]) -> str:
 
 
 def _check_proxy(base_url: str, proxy: str | None) -> None:
-    from agent.models.proxies import proxy_for
+    from agent.models.connection import proxy_for
 
     proxy_for(base_url, proxy)
 

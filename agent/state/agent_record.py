@@ -7,7 +7,7 @@ from typing import Any
 from agent.messages.message import ExchangeEvent, ReplyEvent
 from agent.messages.parts import Parts
 from agent.messages.tokens import has_ids
-from agent.state.sums import cost_of, usage_of
+from agent.state.tally import cost_of, usage_of
 from agent.wires.lines import Line, lines_of
 from agent.wires.threads import Threads
 

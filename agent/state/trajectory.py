@@ -29,8 +29,7 @@ from agent.messages.message import (
 from agent.messages.reasoning import split_inline_reasoning
 from agent.models.deadline import TimeAtWork
 from agent.state.final_answer import FinalAnswer, finish_in
-from agent.state.sums import cost_of, usage_of
-from agent.state.tally import Tally
+from agent.state.tally import Tally, cost_of, usage_of
 
 if TYPE_CHECKING:
     from agent.wires.threads import Threads

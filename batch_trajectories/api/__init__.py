@@ -2,9 +2,8 @@
 
 start       start a run; how it ended
 record      record the calls of other programs
-stored_run  read a run on disk, during the run or afterwards
-in_flight   the state of conversations in flight
+stored_run  read a run on disk, during the run or afterwards; conversations in flight
 results     write the training files and the summary of a run
 
-Other rooms import record, results, start, stored_run.
+Other rooms import all modules.
 """

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batch_trajectories.api.results import write_results
-from batch_trajectories.basics.console import say
+from batch_trajectories.basics.console import say, silenced
 from batch_trajectories.basics.errors import (
     SIGNALLED,
     ConfigError,
     interrupted,
     machine_failures_as_stops,
 )
-from batch_trajectories.basics.long_work import silenced
 from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, tasks

@@ -8,8 +8,7 @@ option_names   names of options that are gone, and those of other programs
 yaml_file      reads YAML files; its errors name line and column
 locked         a lock that processes of this machine wait for
 per_loop       resources that the conversations of an event loop share
-console        messages and results for the user
-long_work      progress of long work
+console        messages, results and progress for the user
 parts          long work in several processes
 startup        settings of a process: limits, logging, life and privacy
 first_process  reaping orphans as process 1 of a container

@@ -8,6 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 def say(message: str) -> None:
@@ -37,3 +45,143 @@ def open_missing_streams() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - open as long as the process
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - as above
+
+
+PLAIN_EVERY_S = 10.0
+"""How often a log gets a line."""
+
+_SILENT_S = 2.0
+_DRAW_EVERY_S = 0.25
+_WIDTH = 120
+
+T = TypeVar("T")
+
+
+class _Depth:
+    """How many works are inside each other, or inside `silenced`."""
+
+    now = 0
+
+
+class LongWork:
+    """Counts what is done; shows it once the work has taken two seconds.
+
+    Of works inside each other only the outer one is shown.
+    """
+
+    def __init__(self, doing: str, *, total: int | None = None, unit: str = "records") -> None:
+        """`doing` names the work, as `verify`; `unit` is the noun for what is counted, or `B`."""
+        self._doing, self._total, self._unit = doing, total, unit
+        self._done = 0
+        self._began_at = time.monotonic()
+        self._show_at = self._began_at + _SILENT_S
+        self._is_shown = False
+        self._bar: tqdm[Any] | None = None
+
+    def __enter__(self) -> LongWork:
+        self._is_shown = _Depth.now == 0
+        _Depth.now += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _Depth.now -= 1
+        if self._bar is not None:
+            with contextlib.suppress(OSError):
+                self._bar.close()
+
+    def advance(self, count: int = 1) -> None:
+        """Add what has been done."""
+        self._done += count
+        if self._is_shown and time.monotonic() >= self._show_at:
+            self._show()
+
+    def reach(self, done: int) -> None:
+        """Say how much has been done in all."""
+        self.advance(done - self._done)
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            if self._bar is None and draws_lines():
+                self._bar = bar_class()(
+                    desc=self._doing,
+                    total=self._total,
+                    unit=self._unit if self._unit == "B" else f" {self._unit}",
+                    unit_scale=self._unit == "B",
+                    leave=False,
+                    file=sys.stderr,
+                    mininterval=0.0,
+                    **terminal_size(),
+                )
+                self._bar.start_t -= now - self._began_at
+            if self._bar is not None:
+                self._bar.update(self._done - self._bar.n)
+                self._show_at = now + _DRAW_EVERY_S
+                return
+        say(self._line(now - self._began_at))
+        self._show_at = now + PLAIN_EVERY_S
+
+    def _line(self, seconds: float) -> str:
+        size = (self._done, self._total)
+        done, total = (n and n / 1e6 for n in size) if self._unit == "B" else size
+        unit = "MB" if self._unit == "B" else self._unit
+        if not total:
+            return f"{self._doing}: {done:,.0f} {unit} in {seconds:.0f} s"
+        left_s = seconds * (total / done - 1) if done else 0.0
+        left = f", about {max(left_s, 0.0):.0f} s left" if done else ""
+        return f"{self._doing}: {done:,.0f} of {total:,.0f} {unit} in {seconds:.0f} s{left}"
+
+
+def watched(
+    items: Iterable[T], doing: str, *, total: int | None = None, unit: str = "records"
+) -> Iterator[T]:
+    """The items, with their number shown as `LongWork` does."""
+    with LongWork(doing, total=total, unit=unit) as work:
+        for item in items:
+            yield item
+            work.advance()
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Show no progress of long work inside a `with` block."""
+    _Depth.now += 1
+    try:
+        yield
+    finally:
+        _Depth.now -= 1
+
+
+def draws_lines() -> bool:
+    """Whether standard error is a terminal, or that of a notebook."""
+    return sys.stderr is not None and (sys.stderr.isatty() or in_notebook())
+
+
+def in_notebook() -> bool:
+    """Whether this process serves a notebook, as tqdm finds it out."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return "IPKernelApp" in getattr(shell, "config", {})
+
+
+def terminal_size() -> dict[str, Any]:
+    """The size to draw; some terminals report none, and tqdm alone would then draw nothing."""
+    if in_notebook():
+        return {}
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if min(os.get_terminal_size(sys.stderr.fileno())) > 0:
+            return {"dynamic_ncols": True}
+    return {"ncols": _WIDTH, "nrows": 2}
+
+
+def bar_class() -> type[tqdm[Any]]:
+    """The progress line of tqdm for where this process runs."""
+    with warnings.catch_warnings():  # of notebooks without widgets, which get a plain line
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm  # only where something is shown
+    tqdm.monitor_interval = 0  # its thread would keep this process from being forked
+    return tqdm

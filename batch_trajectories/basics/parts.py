@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn, TypeVar
 
+from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import EnvironmentStop
-from batch_trajectories.basics.long_work import LongWork
 
 _MOST = 8
 _REPORT_EVERY = 256

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import gc
 import logging
@@ -109,6 +108,8 @@ def use_pidfd_watcher() -> None:
             os.close(os.pidfd_open(os.getpid()))
         except OSError:
             return
+        import asyncio
+
         asyncio.set_child_watcher(asyncio.PidfdChildWatcher())
 
 

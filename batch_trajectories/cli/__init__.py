@@ -13,9 +13,8 @@ score           score
 build_images    build_images
 fork            fork
 lists           tools, distributions, endpoints, errors
-listings/       the lists that `tools` and `endpoints` print
+listings        the lists that `tools` and `endpoints` print
 export_options  options of `export`
-live            --live
 
 Other rooms import command_line, exit_codes.
 """

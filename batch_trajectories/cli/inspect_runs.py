@@ -41,8 +41,7 @@ def status(run: str | None, output_dir: Path, as_json: bool, watch: float | None
     if run is None and watch is not None:
         raise click.UsageError("--watch needs a RUN")
     from batch_trajectories.api.stored_run import open_run
-    from batch_trajectories.report.run_list import show_runs
-    from batch_trajectories.report.status import show_status
+    from batch_trajectories.report.status import show_runs, show_status
 
     with errors_as_exit_codes():
         if run is None:

@@ -33,7 +33,7 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
     import orjson
 
     from batch_trajectories.basics.errors import ConfigError
-    from batch_trajectories.cli.listings.tool_list import as_text, tool_list
+    from batch_trajectories.cli.listings import tool_list, tools_as_text
     from batch_trajectories.runs.config.loading import load_config
 
     with errors_as_exit_codes():
@@ -43,7 +43,11 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
             found = tool_list(load_config(config_file, {**unused, **flags}))
         except ValueError as error:
             raise ConfigError(str(error)) from error
-    show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() if as_json else as_text(found))
+    show(
+        orjson.dumps(found, option=orjson.OPT_INDENT_2).decode()
+        if as_json
+        else tools_as_text(found)
+    )
 
 
 @click.command()
@@ -53,14 +57,18 @@ def endpoints(config_file: Path | None, as_json: bool) -> None:
     """List all endpoints that a model can name and whether their keys are set."""
     import orjson
 
-    from batch_trajectories.cli.listings.endpoint_list import as_text, endpoint_list
+    from batch_trajectories.cli.listings import endpoint_list, endpoints_as_text
     from batch_trajectories.runs.config.loading import load_config
 
     with errors_as_exit_codes():
         # A config is checked as a whole, and these two have no default.
         unused = {"dataset_file": "-", "run_name": "endpoints"}
         found = endpoint_list(load_config(config_file, unused).endpoints)
-    show(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() if as_json else as_text(found))
+    show(
+        orjson.dumps(found, option=orjson.OPT_INDENT_2).decode()
+        if as_json
+        else endpoints_as_text(found)
+    )
 
 
 @click.command()

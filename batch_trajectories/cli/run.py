@@ -111,7 +111,7 @@ def import_hermes(
     """
     from batch_trajectories.api.results import write_results
     from batch_trajectories.api.start import open_planned
-    from batch_trajectories.runs.maintenance.hermes.importer import import_hermes
+    from batch_trajectories.runs.maintenance.import_hermes import import_hermes
 
     with errors_as_exit_codes():
         plan = make_plan_of(starting, flags, will_start=False)

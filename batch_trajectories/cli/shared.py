@@ -124,7 +124,7 @@ def start(plan: Plan, starting: Starting, *, only: Collection[bytes] | None = No
 
     live: LiveView | None = None
     if starting.live:
-        from batch_trajectories.cli.live import check_live, live_view
+        from batch_trajectories.report.live import check_live, live_view
 
         check_live()
         live = live_view

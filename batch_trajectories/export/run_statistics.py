@@ -24,12 +24,11 @@ from batch_trajectories.export.health import Health, health_as_text
 from batch_trajectories.export.reasons import lines_of
 from batch_trajectories.export.reward_statistics import RewardStatistics
 from batch_trajectories.export.statistics import Statistics
-from batch_trajectories.runs.directory.spending import spent_by, spent_by_judges
+from batch_trajectories.runs.directory.run_totals import spent_by, spent_by_judges
 from batch_trajectories.runs.store.checks import Checks, describe, judgement_of
-from batch_trajectories.runs.store.failures import stored_failures
+from batch_trajectories.runs.store.failures import NO_LIMIT, stored_failures
 from batch_trajectories.runs.store.reader import SomeRecords, over_records
 from batch_trajectories.runs.store.record_types import Record
-from batch_trajectories.runs.store.settled import NO_LIMIT
 
 _SHARES = (0.5, 0.9, 0.99)
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from batch_trajectories.basics.long_work import LongWork
+from batch_trajectories.basics.console import LongWork
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import not_passed

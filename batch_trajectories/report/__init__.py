@@ -3,12 +3,10 @@
 formatting         numbers, times and texts for a terminal
 facts              a conversation as a row of the report's table
 conversation_text  a conversation as text for a terminal
-status             the status of a run
-run_list           the runs in a directory
-live               the full-screen view
+status             the status of a run, and of the runs in a directory
+live               the full-screen view beside a run
 comparison         two runs side by side
 page/              the report page
 
-Other rooms import comparison, conversation_text, formatting, live, page/writer, run_list,
-status.
+Other rooms import comparison, conversation_text, formatting, live, page/writer, status.
 """

@@ -8,13 +8,13 @@ from statistics import fmean, median
 from typing import Any
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.basics.long_work import watched
+from batch_trajectories.basics.console import watched
 from batch_trajectories.report.formatting import count, dollars, one_line
 from batch_trajectories.runs.config.fingerprint import stored_meaning
-from batch_trajectories.runs.directory.spending import spent_by, spent_by_judges
+from batch_trajectories.runs.directory.run_totals import spent_by, spent_by_judges
 from batch_trajectories.runs.store.checks import CheckSums
+from batch_trajectories.runs.store.failures import NO_LIMIT
 from batch_trajectories.runs.store.index import IndexEntry
-from batch_trajectories.runs.store.settled import NO_LIMIT
 
 _SHOWN = 10
 _VALUE_CHARS = 60

@@ -9,7 +9,7 @@ import pytest
 
 from agent.loop.acceptance import MAX_CALLS, RUN_CALLS
 from agent.models.errors import ModelError
-from agent.state.call_ids import make_ids_unique
+from agent.state.events import make_ids_unique
 from tests.playing import Played, call, calls, say
 from tests.playing import play as play_with
 

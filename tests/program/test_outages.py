@@ -17,11 +17,11 @@ import pytest
 
 from agent.models.client.endpoint import EndpointModel
 from agent.models.client.retrying import Retry, RetryingModel
+from agent.models.connection import UnusableProxy
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.proxies import UnusableProxy
 from agent.models.resolve import UnknownModel, resolve_model
-from batch_trajectories.runs.supervisor.outages import Outages
+from batch_trajectories.runs.supervisor.refusals import Outages
 from run_agent import AIAgent
 from tests.answering import Handler, listening
 from tests.running import PATIENCE_S, run, started, wait_until, write_prompts

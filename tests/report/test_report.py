@@ -16,9 +16,7 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.report.facts import row_of, seconds_at_work
-from batch_trajectories.report.page.page import embedded
-from batch_trajectories.report.page.training_form import training_form
-from batch_trajectories.report.page.writer import write_report
+from batch_trajectories.report.page.writer import embedded, training_form, write_report
 from tests.running import SCRIPTED, lines, run, write_rows
 from tests.stored import stored
 

@@ -15,8 +15,7 @@ import orjson
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.report.page.page import embedded
-from batch_trajectories.report.page.writer import write_report
+from batch_trajectories.report.page.writer import embedded, write_report
 from tests.report.test_report import HOSTILE_ID, ROWS, Scripts
 from tests.running import SCRIPTED, lines, run, write_rows
 

@@ -31,7 +31,7 @@ from batch_trajectories.runs.batch_api.batch_log import (
 from batch_trajectories.runs.batch_api.collector import BatchCollector, CollectorLimits
 from batch_trajectories.runs.batch_api.delivery import BatchDelivery
 from batch_trajectories.runs.batch_api.totals import compute_batch_totals
-from batch_trajectories.runs.protocol.batch_calls import item_id, name_of, task_of
+from batch_trajectories.runs.protocol.messages import item_id, name_of, task_of
 from batch_trajectories.runs.store.tasks import task_key
 from batch_trajectories.runs.worker.batch_api_model import (
     BatchAnswer,

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 
 from agent.loop.rules import next_step
 from agent.messages.message import Event
-from agent.state.forking import NotForkable, events_until, paid_for
 from agent.state.trajectory import Trajectory
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.errors import ConfigError
@@ -30,7 +29,12 @@ from batch_trajectories.runs.config.toolsets import catalog_of
 from batch_trajectories.runs.dataset.row_fork import read_fork
 from batch_trajectories.runs.directory.run_dir import read_run_json
 from batch_trajectories.runs.directory.run_lock import locked
-from batch_trajectories.runs.maintenance.fork import forked_config
+from batch_trajectories.runs.maintenance.fork import (
+    NotForkable,
+    events_until,
+    forked_config,
+    paid_for,
+)
 from batch_trajectories.runs.store.tasks import Task
 from tests.agent.test_properties import CALM, Scene, Stage, record_of, scenes, stage, terms_of
 from tests.answering import JSON, answering

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.runs.maintenance.hermes.sharegpt import read_conversation
+from batch_trajectories.runs.maintenance.import_hermes import read_conversation
 from tests.faults.oracle import finished_lines, resume_and_judge
 from tests.running import SCRIPTED, lines, run, write_rows
 

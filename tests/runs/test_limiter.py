@@ -20,8 +20,7 @@ from agent.models.model import Completion
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.runs.config.amounts import EndpointLimits
 from batch_trajectories.runs.protocol.messages import unpack
-from batch_trajectories.runs.supervisor.limiter import MAX_COOL_DOWN_S, Limiter, share_out
-from batch_trajectories.runs.supervisor.limits import RunLimits
+from batch_trajectories.runs.supervisor.limits import MAX_COOL_DOWN_S, Limiter, RunLimits, share_out
 from batch_trajectories.runs.worker.budget_share import WorkerBudget
 from batch_trajectories.runs.worker.call_limiter import CallLimiter, Load, TokenBucket
 from testing.fake_endpoint import FakeEndpoint

@@ -11,8 +11,8 @@ from typing import ClassVar
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.basics import long_work
-from batch_trajectories.basics.long_work import PLAIN_EVERY_S, LongWork, silenced, watched
+from batch_trajectories.basics import console
+from batch_trajectories.basics.console import PLAIN_EVERY_S, LongWork, silenced, watched
 from tests.exporting import make_run, worked
 from tests.running import SCRIPTED, run, write_rows
 
@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(long_work, "time", clock)
+    monkeypatch.setattr(console, "time", clock)
     return clock
 
 
@@ -105,15 +105,15 @@ def test_a_notebook_is_known_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     class IPython:
         get_ipython = staticmethod(Shell)
 
-    assert not long_work.in_notebook()
+    assert not console.in_notebook()
     monkeypatch.setitem(sys.modules, "IPython", IPython)
-    assert long_work.draws_lines()
+    assert console.draws_lines()
 
 
 @pytest.fixture
 def all_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_work, "_SILENT_S", 0.0)
-    monkeypatch.setattr(long_work, "PLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr(console, "_SILENT_S", 0.0)
+    monkeypatch.setattr(console, "PLAIN_EVERY_S", 0.0)
 
 
 @pytest.mark.usefixtures("all_is_long")
@@ -132,7 +132,7 @@ def test_every_long_command_is_watched(tmp_path: Path) -> None:
     )
     (tmp_path / "graders.py").write_text("def one(conversation, workspace, row):\n    return 1\n")
     (tmp_path / "sitecustomize.py").write_text(
-        "import batch_trajectories.basics.long_work as it\nit._SILENT_S = it.PLAIN_EVERY_S = 0.0\n"
+        "import batch_trajectories.basics.console as it\nit._SILENT_S = it.PLAIN_EVERY_S = 0.0\n"
     )
     env = {"PYTHONPATH": str(tmp_path)}
     said = run(tmp_path, **SCRIPTED, env=env).stderr

@@ -22,7 +22,7 @@ from batch_runner import main
 from batch_trajectories.basics.errors import DatasetError, RunLocked
 from batch_trajectories.runs.dataset.row import RowRules
 from batch_trajectories.runs.directory.run_dir import stale_files_of
-from batch_trajectories.runs.sources import file_rows, json_list
+from batch_trajectories.runs.sources import file_rows
 from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset, rows_of_source
 from batch_trajectories.runs.sources.source import source_of
 from testing.fake_endpoint import FakeEndpoint
@@ -123,7 +123,7 @@ def test_each_kind_of_source_gives_the_same_rows(tmp_path: Path, name: str) -> N
 def test_a_json_list_is_read_across_the_borders_of_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_list, "_BLOCK", 7)
+    monkeypatch.setattr(file_rows, "_BLOCK", 7)
     rows = [{"prompt": "x" * n, "n": [n, -1.5e3, None, {"": "]},{"}]} for n in range(40)]
     (tmp_path / "p.json").write_text(json.dumps(rows, indent=1))
     assert read(tmp_path / "p.json") == rows

@@ -14,10 +14,10 @@ import pytest
 from agent.messages.message import UNREADABLE
 from agent.models.dialects.registry import DIALECTS, read_reply
 from agent.models.errors import ModelError
-from batch_trajectories.runs.directory.spending import Spent, spent_by, spent_by_judges
+from batch_trajectories.runs.directory.run_totals import Spent, spent_by, spent_by_judges
 from batch_trajectories.runs.store.checksum import with_checksum
+from batch_trajectories.runs.store.failures import NO_LIMIT
 from batch_trajectories.runs.store.files import set_aside
-from batch_trajectories.runs.store.settled import NO_LIMIT
 from tests.answering import JSON, answering
 from tests.running import PATIENCE_S, kill_session, lines, run, started, wait_until, write_rows
 

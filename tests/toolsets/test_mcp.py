@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.cli.listings.tool_list import as_text
+from batch_trajectories.cli.listings import tools_as_text
 from batch_trajectories.runs.config.fingerprint import meaning_of
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.planning.plan import make_plan
@@ -529,7 +529,7 @@ def test_the_list_of_tools_says_which_are_available(tmp_path: Path) -> None:
     shown = run(tmp_path, "tools", "--json", **given, tools="my_tools:shout")
     assert shown.returncode == 0, shown.stderr
     found = json.loads(shown.stdout)
-    text = as_text(found)
+    text = tools_as_text(found)
     assert "my_tools: Tools of my_tools\n  shout  Say it louder\n" in text
     assert "  raw__echo     Say it again\n" in text
     assert "gone: Tools of the MCP server gone\n  not available: mcp: the server" in text

@@ -18,8 +18,7 @@ from tests.websites import Answer, Site, Visit, site
 from toolsets.context import ToolContext
 from toolsets.net.web_settings import WebSettings
 from toolsets.toolbox import Toolbox
-from toolsets.web.cache import WebCache
-from toolsets.web.web_tools import web_fetch
+from toolsets.web.web_tools import WebCache, web_fetch
 from toolsets.workspace.workspace import Workspace
 
 FETCH = """

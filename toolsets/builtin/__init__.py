@@ -1,7 +1,6 @@
 """The tools of the toolsets `file`, `terminal` and `python`.
 
 file            read, write, patch, list and search files
-terminal        run a shell command
-python          run Python code
+terminal        run shell commands and Python
 command_result  a command's result as the model sees it
 """

@@ -80,7 +80,7 @@ def _file_tools() -> Sequence[Tool]:
 
 
 def _python_tools() -> Sequence[Tool]:
-    from toolsets.builtin.python import python
+    from toolsets.builtin.terminal import python
 
     return (python,)
 

@@ -33,12 +33,12 @@ from agent.models.client.prepared import (
 )
 from agent.models.client.relayed import OnEvent, RelayRequest
 from agent.models.client.tls import describe_failure, is_of_tls
+from agent.models.connection import proxy_for
 from agent.models.dialects.assembly import Assembly
 from agent.models.errors import ModelError
 from agent.models.keys import Key
 from agent.models.model import ModelSettings
 from agent.models.parsing import error_behind_200, refusal_of
-from agent.models.proxies import proxy_for
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from batch_trajectories.basics.long_work import LongWork
+from batch_trajectories.basics.console import LongWork
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import reward_of
 from batch_trajectories.export.conversation.tolerance import Tolerance, refuse_everywhere

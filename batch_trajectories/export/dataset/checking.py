@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from batch_trajectories.basics.long_work import LongWork
+from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.directory import (

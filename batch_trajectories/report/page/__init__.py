@@ -1,9 +1,7 @@
 """The report page: one HTML file with its data.
 
-writer           writes the page
-page             joins template, scripts, style and data
+writer           writes the page: template, scripts, style and data
 pieces           writes the data of large runs to files beside the page
-training_form    a conversation as its training row
 core.js          reads the data
 main.js          the page
 table.js         the table of conversations

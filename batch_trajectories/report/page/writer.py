@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -20,9 +23,8 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tools import once
 from batch_trajectories.export.health import Health, problems_in
 from batch_trajectories.export.reward_statistics import RewardStatistics
-from batch_trajectories.export.training_files import style_of_run
+from batch_trajectories.export.training_files import route, style_of_run
 from batch_trajectories.report.facts import row_of
-from batch_trajectories.report.page.page import render_page
 from batch_trajectories.report.page.pieces import (
     INLINE_BYTES,
     Collected,
@@ -30,14 +32,12 @@ from batch_trajectories.report.page.pieces import (
     put_in_place,
     temporary_of,
 )
-from batch_trajectories.report.page.training_form import training_form
-from batch_trajectories.runs.directory.spending import spent_by, spent_by_judges
+from batch_trajectories.runs.directory.run_totals import spent_by, spent_by_judges
 from batch_trajectories.runs.sources.source import HUB_PREFIX
-from batch_trajectories.runs.store.failures import failures_by_class, stored_failures
+from batch_trajectories.runs.store.failures import NO_LIMIT, failures_by_class, stored_failures
 from batch_trajectories.runs.store.files import StorageError, replace_file
 from batch_trajectories.runs.store.reader import SomeRecords, over_records
 from batch_trajectories.runs.store.record_types import Record, Tools
-from batch_trajectories.runs.store.settled import NO_LIMIT
 
 _BEGINNING = b"<!doctype html>"
 
@@ -202,3 +202,88 @@ class _Distinct:
             self._keys[same] = f"{self._first}-{len(self.values)}"
             self.values[self._keys[same]] = value
         return self._keys[same]
+
+
+def training_form(
+    record: Record, own: Own | None = None, *, key_of: Callable[[str], Any], style: Style
+) -> dict[str, Any]:
+    """The export row of a record, for `dumps_row`; `own` is that of `read_conversation`.
+
+    Keys: `file` ("training", "partial" or "rejects"), `reason` and `detail` (of a reject, else
+    None), `system` (what `key_of` gives for the text of the system turn, which most rows of a run
+    share; None for a reject), `turns` (lists of speaker, text and whether it carries loss, without
+    the system turn), `given` (number of turns with loss that are from the prompt).
+
+    All turns of `gpt` carry loss, also those from the prompt: trainers mask by speaker.
+    """
+    routed = route(record, own, style=style)
+    row = routed.row
+    if routed.place == "rejects":
+        found = {"reason": row["reason"], "detail": row["detail"], "system": None}
+        return {"file": routed.place, **found, "turns": [], "given": 0}
+    system, *turns = row["conversations"]
+    return {
+        "file": routed.place,
+        "reason": None,
+        "detail": None,
+        "system": key_of(system["value"]),
+        "turns": [[turn["from"], turn["value"], turn["from"] == "gpt"] for turn in turns],
+        "given": _given(row),
+    }
+
+
+def _given(row: dict[str, Any]) -> int:
+    own = int(orjson.loads(row["metadata"])["reasoning"]["assistant_turns"])
+    speakers = [turn["from"] for turn in row["conversations"]]
+    return speakers.count("gpt") - own
+
+
+_SCRIPTS = ("core.js", "charts.js", "table.js", "conversation.js", "main.js")
+
+
+def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:
+    """The page with its data: `rows` and `records` are JSON, `meta` describes the run.
+
+    It loads nothing else but files with data. All text of models, tools and users is data in JSON,
+    never markup: scripts insert it as text. The content policy allows only the page's own scripts
+    and, if its data is in files beside it, these script files; no other address, image, frame or
+    form.
+    """
+    style = _read("page.css")
+    script = "\n".join(map(_read, _SCRIPTS))
+    files = " 'self' file:" if meta["row_pieces"] else ""
+    policy = (
+        f"default-src 'none'; script-src {_source(script)}{files}; style-src {_source(style)}; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
+        "trusted-types report-files"
+    )
+    page = _read("page.html")
+    parts = {
+        "POLICY": policy.encode(),
+        "TITLE": _as_text(meta["run_name"]).encode(),
+        "STYLE": style.encode(),
+        "META": embedded(exact_json.dumps(meta)),
+        "ROWS": embedded(rows),
+        "RECORDS": embedded(records),
+        "SCRIPT": script.encode(),
+    }
+    pieces = page.encode().split(b"@@")
+    return b"".join(parts[piece.decode()] if n % 2 else piece for n, piece in enumerate(pieces))
+
+
+def embedded(json: bytes) -> bytes:
+    """JSON for use inside a script element: without `<` it cannot end the element."""
+    return json.replace(b"<", b"\\u003c")
+
+
+def _read(name: str) -> str:
+    return resources.files("batch_trajectories.report.page").joinpath(name).read_text("utf-8")
+
+
+def _source(content: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def _as_text(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -31,7 +31,7 @@ import orjson
 from agent.models.batches.base import ItemResult
 from batch_trajectories.basics import exact_json
 from batch_trajectories.runs.config.amounts import Cost
-from batch_trajectories.runs.protocol.batch_calls import task_of
+from batch_trajectories.runs.protocol.messages import task_of
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object, with_checksum
 from batch_trajectories.runs.store.files import (
     AppendFile,

@@ -20,7 +20,7 @@ from agent.models.errors import RULES, ModelError
 from batch_trajectories.basics.errors import EnvironmentStop, HostError, machine_failure
 from batch_trajectories.runs.batch_api.batch_log import BatchJob, BatchLog
 from batch_trajectories.runs.batch_api.delivery import BatchDelivery
-from batch_trajectories.runs.protocol.batch_calls import task_of
+from batch_trajectories.runs.protocol.messages import task_of
 from batch_trajectories.runs.store.files import AppendFile
 
 log = logging.getLogger(__name__)

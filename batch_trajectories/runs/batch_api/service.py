@@ -22,8 +22,7 @@ from batch_trajectories.runs.config.models import Setups, called_models
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.directory.run_dir import RunDir
 from batch_trajectories.runs.executors.base import WorkerHandle
-from batch_trajectories.runs.protocol.batch_calls import name_of
-from batch_trajectories.runs.protocol.messages import pack
+from batch_trajectories.runs.protocol.messages import name_of, pack
 
 log = logging.getLogger(__name__)
 

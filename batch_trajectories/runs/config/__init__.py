@@ -6,9 +6,8 @@ sandbox_options   SandboxOptions: those about where commands run
 sandboxes         the sandboxes that they ask for, on this machine
 loading           a RunConfig from YAML and flags
 endpoint_config   an entry of `endpoints`
-endpoints         types of options about endpoints
+endpoints         types of options about endpoints; secrets in the clear
 amounts           costs, and the limits of an endpoint
-plain_secrets     secrets that a config states in the clear
 models            models, endpoints, limits and budget of a config
 sampling          draws the model and toolsets of a task
 agents            agents that run as commands: presets, and the options that go with them

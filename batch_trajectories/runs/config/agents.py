@@ -11,7 +11,7 @@ from agent.gateway.command_agent import CommandAgent
 from agent.models.model import ModelSettings
 from agent.options import LIMITS, AgentOptions, parse_json
 from batch_trajectories.basics.validation import did_you_mean
-from batch_trajectories.runs.config.plain_secrets import is_secret
+from batch_trajectories.runs.config.endpoints import is_secret
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.config.run_config import RunConfig

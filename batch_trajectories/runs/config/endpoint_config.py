@@ -21,10 +21,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from agent.models.connection import DIRECT, KEY_REFRESH_S, Connection
+from agent.models.connection import DIRECT, KEY_REFRESH_S, Connection, proxy_for
 from agent.models.model import ModelSettings, endpoint_id
 from agent.models.providers import CLIENTS, NO_KEY, PROVIDERS, Api, Provider, provider_at
-from agent.models.proxies import proxy_for
 from agent.models.resolve import Endpoint, habits_of, root_of
 from agent.options import Float, PositiveFloat, PositiveInt
 from batch_trajectories.basics.validation import did_you_mean
@@ -34,9 +33,10 @@ from batch_trajectories.runs.config.endpoints import (
     Effort,
     ExtraBody,
     PriceConfig,
+    is_secret,
+    names_secret,
     to_prices,
 )
-from batch_trajectories.runs.config.plain_secrets import is_secret, names_secret
 
 _OF_MODELS = ("temperature", "top_p", "max_tokens", "reasoning_effort", "extra_body")
 """Options of an endpoint that override those of the run and affect the data."""

@@ -24,8 +24,8 @@ from typing import Any, BinaryIO, TypedDict
 import orjson
 
 from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import DatasetChanged, DatasetError
-from batch_trajectories.basics.long_work import LongWork
 from batch_trajectories.runs.dataset.column_names import EXPECTED, TELLTALE_COLUMNS
 from batch_trajectories.runs.dataset.lines import ContentDigest, Row, read_row_at, read_rows
 from batch_trajectories.runs.dataset.row import RowRules, with_plain_prompt

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from batch_trajectories.runs.protocol.messages import pack
-from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
+from batch_trajectories.runs.protocol.messages import WorkerSetup, pack
 from batch_trajectories.runs.store.tasks import Task
 
 Inbox = queue.SimpleQueue[tuple["WorkerHandle | None", bytes | None]]

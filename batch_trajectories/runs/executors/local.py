@@ -27,7 +27,7 @@ from types import ModuleType
 
 from batch_trajectories.basics.startup import STOPPING, die_with_parent
 from batch_trajectories.runs.executors.base import Inbox, WorkerHandle
-from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
+from batch_trajectories.runs.protocol.messages import WorkerSetup
 from batch_trajectories.runs.store.files import listed
 from batch_trajectories.runs.worker.worker import run_worker, worker_main
 

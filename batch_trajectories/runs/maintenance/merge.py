@@ -16,8 +16,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from batch_trajectories.basics.console import watched
 from batch_trajectories.basics.errors import ConfigError, RunDirError
-from batch_trajectories.basics.long_work import watched
 from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.fingerprint import stored_meaning
 from batch_trajectories.runs.config.loading import load_config

@@ -1,6 +1,6 @@
 """Check that the files of a run are whole and agree with each other; writes nothing.
 
-Each problem names its file and its consequence; `runs.maintenance.repair` repairs what it can.
+Each problem names its file and its consequence; `upkeep` repairs what it can.
 
 Index, summary and exports must match the records. Journals and workspaces must belong to
 unfinished tasks.
@@ -27,11 +27,10 @@ from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, load_scan
 from batch_trajectories.runs.directory.run_dir import stale_files_of
 from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
-from batch_trajectories.runs.maintenance.problem import Problem
 from batch_trajectories.runs.maintenance.verify_batches import check_batches
-from batch_trajectories.runs.maintenance.verify_exports import check_exports
+from batch_trajectories.runs.maintenance.verify_exports import Problem, check_exports
 from batch_trajectories.runs.store.checksum import DamagedLine, is_whole
-from batch_trajectories.runs.store.failures import is_failure
+from batch_trajectories.runs.store.failures import NO_LIMIT, Settled, is_failure
 from batch_trajectories.runs.store.files import listed, tail_of
 from batch_trajectories.runs.store.index import (
     MARK,
@@ -45,7 +44,6 @@ from batch_trajectories.runs.store.index_file import checked_bytes, is_earlier_i
 from batch_trajectories.runs.store.journal import key_and_order, segments
 from batch_trajectories.runs.store.record_types import decode_record
 from batch_trajectories.runs.store.records import id_in, lines_from
-from batch_trajectories.runs.store.settled import NO_LIMIT, Settled
 from batch_trajectories.runs.store.tasks import SCHEMA_VERSION
 from batch_trajectories.runs.supervisor.budget import is_budget_line
 

@@ -21,8 +21,8 @@ from batch_trajectories.runs.batch_api.batch_log import (
     read_line,
     set_aside_damaged_steps,
 )
-from batch_trajectories.runs.maintenance.problem import Problem
-from batch_trajectories.runs.protocol.batch_calls import task_of
+from batch_trajectories.runs.maintenance.verify_exports import Problem
+from batch_trajectories.runs.protocol.messages import task_of
 from batch_trajectories.runs.store.files import listed
 from batch_trajectories.runs.store.records import lines_from
 

@@ -1,4 +1,4 @@
-"""Check that the training files of a run match its records."""
+"""Problems of a run directory, and the check that its training files match its records."""
 
 from __future__ import annotations
 
@@ -8,12 +8,34 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
 from batch_trajectories.runs.directory.run_totals import RunTotals
-from batch_trajectories.runs.maintenance.problem import Problem
+
+Kind = Literal["unreadable", "contradiction", "derived", "leftover"]
+"""unreadable: damaged data; contradiction: data that disagree about a task; derived: a file that
+does not match the files that it is made from; leftover: a file that is no longer needed."""
+
+
+class Problem(NamedTuple):
+    """A problem, and where it is."""
+
+    kind: Kind
+    file: Path
+    line: int | None
+    """From 1; None for the whole file."""
+    message: str
+
+    def describe(self) -> str:
+        """One line for a person."""
+        place = self.file if self.line is None else f"{self.file}:{self.line}"
+        return f"{place}: {self.message}"
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {**self._asdict(), "file": str(self.file)}
 
 
 class _Entry(NamedTuple):

@@ -22,10 +22,19 @@ Parent to worker:  kept {"number"}
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any, TypedDict
 
 from agent.messages.message import Event
+from agent.models.model import ModelSettings
+from agent.models.scripted import ScriptedTurn
 from batch_trajectories.basics import exact_json
+from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.protocol.record import Provenance
 
 
 class Assignment(TypedDict):
@@ -67,3 +76,52 @@ def unpack(message: bytes) -> tuple[dict[str, Any], bytes]:
 def no_counters() -> Counters:
     """All counters at 0."""
     return Counters(turns=0, input_tokens=0, output_tokens=0, cost_usd=0.0, cost_unknown=False)
+
+
+_HASH_BYTES = 10
+
+
+def name_of(settings: ModelSettings) -> str:
+    """The name of a model between parent and workers; it stays if the endpoint moves."""
+    return f"{settings.api} {settings.reference or settings.name}"
+
+
+def item_id(task: bytes, asked: bytes, time: int) -> str:
+    """The id of a task's call with this question, asked for the `time`-th time (from 0).
+
+    It begins with the task's key and has 53 characters that every provider allows.
+    """
+    digest = blake2b(b"%d %b" % (time, asked), digest_size=_HASH_BYTES).hexdigest()
+    return f"{task.hex()}-{digest}"
+
+
+def task_of(id: str) -> bytes:
+    """The key of the task that a call belongs to."""
+    return bytes.fromhex(id.partition("-")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """The settings of a worker, sent to its process. Contains no secrets."""
+
+    number: int
+    parent_pid: int
+    run_dir: Path
+    config: RunConfig
+    api: str
+    """The dialect of the run's models."""
+    provenance: Provenance
+    script: list[ScriptedTurn] | None
+    limits: Mapping[str, EndpointLimits]
+    """The run's limits on calls, by endpoint."""
+    budget: Cost | None
+    proven: frozenset[str]
+    """Base URLs that have answered before."""
+    images: Mapping[str, str] = field(default_factory=dict)
+    """The digests of images that finished conversations used, by reference."""
+    place: str = ""
+    """Names the storage with the workspaces; "" for the run directory."""
+    is_remote: bool = False
+    """It shares no disk with the parent, which keeps its journal and log."""
+    clock_offset_s: float = 0.0
+    """Add this to the local monotonic clock to get that of the parent's machine."""

@@ -27,12 +27,11 @@ from batch_trajectories.runs.protocol.record import Provenance
 from batch_trajectories.runs.recording.recorder import Recorder
 from batch_trajectories.runs.recording.sessions import SessionFile
 from batch_trajectories.runs.recording.upstream import Models, Upstream
-from batch_trajectories.runs.store.failures import FailureFile
+from batch_trajectories.runs.store.failures import FailureFile, Settled
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.journal import Inflight, next_worker_number
 from batch_trajectories.runs.store.journal_writer import JournalWriter
 from batch_trajectories.runs.store.records import RecordFile
-from batch_trajectories.runs.store.settled import Settled
 from batch_trajectories.runs.supervisor.budget import BudgetLog, spent_before
 from batch_trajectories.runs.supervisor.damaged import set_aside_damaged, shortened
 from batch_trajectories.runs.supervisor.run import Outcome

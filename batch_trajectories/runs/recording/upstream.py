@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agent.gateway.answers import Answer
-from agent.gateway.listing import api_asked, path_below_root
+from agent.gateway.answers import Answer, api_asked, path_below_root
 from agent.gateway.relay import RefusedModel, Route, ask_freely, free_request
 from agent.gateway.server import NO_NAMES
 from agent.models.client.retrying import Retry
@@ -166,7 +165,7 @@ class Upstream:
         return Route(self.calls.pool.get(settings))
 
     async def list_models(self, path: str, headers: Mapping[str, str]) -> Answer:
-        """The endpoint's own list of models; see `agent.gateway.listing`."""
+        """The endpoint's own list of models; see `agent.gateway.answers`."""
         own, setups = self._models.settings, self._models.setups
         api = api_asked(path, headers, own.api)
         settings = setups[api].settings if api in setups else own

@@ -1,8 +1,7 @@
 """From what a user names as the dataset to the JSONL file that a run reads.
 
 source        what a name means: files, a saved directory, a dataset of the Hugging Face hub
-file_rows     rows of JSON, CSV and compressed files
-json_list     elements of a JSON array
+file_rows     rows of JSON, CSV and compressed files; elements of a JSON array
 arrow_rows    rows of Parquet files and of what the `datasets` library reads
 harbor        Harbor task directories
 hub           datasets of the hub, and directories written by `save_to_disk`

@@ -26,8 +26,8 @@ from weakref import finalize
 import orjson
 
 from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import DatasetError, RunLocked
-from batch_trajectories.basics.long_work import LongWork
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.runs.dataset.row import RowRules
 from batch_trajectories.runs.sources.columns import Renaming

@@ -10,9 +10,8 @@ record_types    the types of a record's fields
 index           records.idx, derived from records.jsonl
 index_file      which bytes of it can be trusted
 reader          read records one by one
-failures        failures.jsonl
+failures        failures.jsonl; which tasks need no more work
 scores          scores.jsonl: scores given after the run
-settled         which tasks need no more work
 rewards         rewards by name, of conversations and of turns
 checks          results of checks, and their sums
 

@@ -2,14 +2,16 @@
 
 Lines: {"kind": "attempt", "id", "input_digest", "attempt", "class", "message", "at"}, the same
 with "kind": "death" for a task that was assigned to a worker when it died, and {"kind":
-"bad_row", "file", "line", "reason", "at"}.
+"bad_row", "file", "line", "reason", "at"}. `is_settled` is the one rule for whether a task needs
+more work.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ import orjson
 from batch_trajectories.basics.text import clip, without_values
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object, with_checksum
 from batch_trajectories.runs.store.files import AppendFile, repair_tail
-from batch_trajectories.runs.store.settled import WORKER_DIED
+from batch_trajectories.runs.store.index import IndexEntry
 from batch_trajectories.runs.store.tasks import BadRow, task_key
 
 _REASONS = 20
@@ -180,3 +182,32 @@ def stored_failures(run_dir: Path) -> Iterator[dict[str, Any]]:
         for text in file:
             if (line := read_failure(text)) is not None:
                 yield line
+
+
+WORKER_DIED = "worker_died"
+"""The failure class of a task that killed its workers; it is not retried automatically."""
+
+NO_LIMIT = sys.maxsize
+"""A `max_attempts` that no task reaches."""
+
+
+def is_settled(entry: IndexEntry, max_attempts: int) -> bool:
+    """Whether a task with this record needs no more work.
+
+    After a raise of `max_attempts`, a failed record is tried again.
+    """
+    if entry.status != "failed":
+        return True
+    return entry.error_class == WORKER_DIED or entry.attempt >= max_attempts
+
+
+class Settled:
+    """The keys of the tasks that need no more work."""
+
+    def __init__(self, records: Mapping[bytes, IndexEntry], max_attempts: int) -> None:
+        self._records = records
+        self._max_attempts = max_attempts
+
+    def __contains__(self, key: object) -> bool:
+        entry = self._records.get(key) if isinstance(key, bytes) else None
+        return entry is not None and is_settled(entry, self._max_attempts)

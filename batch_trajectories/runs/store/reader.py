@@ -10,7 +10,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 import orjson
 
-from batch_trajectories.basics.long_work import watched
+from batch_trajectories.basics.console import watched
 from batch_trajectories.basics.parts import Advance, in_parts
 from batch_trajectories.runs.store.checksum import DamagedLine
 from batch_trajectories.runs.store.files import refuse_strange_files

@@ -14,8 +14,8 @@ from zlib import crc32
 
 import orjson
 
+from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import EnvironmentStop, RunDirError
-from batch_trajectories.basics.long_work import LongWork
 from batch_trajectories.runs.store.checksum import DamagedLine
 from batch_trajectories.runs.store.files import (
     AppendFile,

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import orjson
 from tqdm import tqdm
 
-from batch_trajectories.basics.console import say
-from batch_trajectories.basics.long_work import (
+from batch_trajectories.basics.console import (
     PLAIN_EVERY_S,
     bar_class,
     draws_lines,
     in_notebook,
+    say,
     terminal_size,
 )
 from batch_trajectories.runs.protocol.messages import Counters, no_counters

@@ -1,12 +1,13 @@
-"""Holds back failures of tasks while an endpoint refuses all requests and has answered none.
+"""Tells of endpoints that do not answer, and holds failures back while one refuses everything.
 
-Then it is not the rows that are wrong: a server without a tool parser refuses every request with
-tools. Such a run stops, and no task is marked as failed.
+If an endpoint has answered none, it is not the rows that are wrong: a server without a tool parser
+refuses every request with tools. Such a run stops, and no task is marked as failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from agent.models.model import url_of
@@ -111,4 +112,61 @@ class Refusals:
             f"{', '.join(self._urls)}: the first {len(self._held)} requests were refused alike, "
             f"and none was answered: {first.words}. {remedy}; then run the same command "
             "again. No task was marked as failed"
+        )
+
+
+_FORGET_S = 90.0
+"""Workers report an outage at least once a minute while it lasts."""
+
+_MAX_CHARS = 200
+
+
+class _Outage(NamedTuple):
+    words: str
+    heard_at: float
+    ends_at: float
+    """Approximately when the first call is given up."""
+
+
+class Outages:
+    """The outages of a run's endpoints, by base URL."""
+
+    def __init__(self, proven: Iterable[str], *, say: Callable[[str], None]) -> None:
+        """`proven` have answered in earlier starts; `say` shows a message to the user."""
+        self._say = say
+        self._answered = set(proven)
+        self._outages: dict[str, _Outage] = {}
+        self._has_said = False
+
+    def note(self, url: str, words: str, left_s: float) -> None:
+        """A call failed and is retried for `left_s`; the first is reported at once."""
+        now = time.monotonic()
+        known = self._outages.get(url)
+        ends_at = now + left_s
+        if known is not None and now < known.ends_at:
+            ends_at = min(ends_at, known.ends_at)
+        self._outages[url] = _Outage(words[:_MAX_CHARS], now, ends_at)
+        if not self._has_said and url not in self._answered:
+            self._has_said = True
+            self._say(f"waiting for {url}: no call has succeeded yet (see --base_url): {words}")
+
+    def on_replies(self, url: str) -> None:
+        """The endpoint has answered calls."""
+        self._answered.add(url)
+        self._outages.pop(url, None)
+
+    def are_all(self) -> bool:
+        """Whether calls fail and no endpoint has ever answered."""
+        return bool(self._outages) and not self._answered
+
+    def describe(self) -> str:
+        """For the progress line; "" if there is no outage."""
+        now = time.monotonic()
+        for url, outage in list(self._outages.items()):
+            if now - outage.heard_at > _FORGET_S:
+                del self._outages[url]
+        return ", ".join(
+            f"waiting for {url}: {outage.words}"
+            f" (giving up in {max(0.0, outage.ends_at - now):.0f} s)"
+            for url, outage in self._outages.items()
         )

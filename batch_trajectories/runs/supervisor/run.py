@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from agent.models.model import url_of
+from batch_trajectories.basics.console import silenced
 from batch_trajectories.basics.errors import DatasetChanged, RunLocked
-from batch_trajectories.basics.long_work import silenced
 from batch_trajectories.basics.startup import (
     allow_many_files,
     hide_environment,
@@ -31,13 +31,12 @@ from batch_trajectories.runs.dataset.scan_cache import NAME
 from batch_trajectories.runs.directory.run_dir import RunDir
 from batch_trajectories.runs.planning.executor_choice import open_executor
 from batch_trajectories.runs.planning.plan import Plan, describe
+from batch_trajectories.runs.protocol.messages import WorkerSetup
 from batch_trajectories.runs.protocol.record import Provenance
-from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
-from batch_trajectories.runs.store.failures import FailureFile
+from batch_trajectories.runs.store.failures import FailureFile, Settled, is_settled
 from batch_trajectories.runs.store.files import has_batches, listed
 from batch_trajectories.runs.store.journal import Inflight, segments
 from batch_trajectories.runs.store.records import RecordFile, load_index
-from batch_trajectories.runs.store.settled import Settled, is_settled
 from batch_trajectories.runs.supervisor.budget import BudgetLog, spent_before
 from batch_trajectories.runs.supervisor.damaged import set_aside_damaged, shortened
 from batch_trajectories.runs.supervisor.progress import Progress

@@ -26,22 +26,19 @@ from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sampling import setup_of_task
 from batch_trajectories.runs.directory.run_dir import RunDir
 from batch_trajectories.runs.executors.base import Executor, WorkerHandle
-from batch_trajectories.runs.protocol.messages import Assignment, pack, unpack
+from batch_trajectories.runs.protocol.messages import Assignment, WorkerSetup, pack, unpack
 from batch_trajectories.runs.protocol.record import as_stored, make_record
-from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
-from batch_trajectories.runs.store.failures import Failure, FailureFile
+from batch_trajectories.runs.store.failures import WORKER_DIED, Failure, FailureFile
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.index import passed_in
 from batch_trajectories.runs.store.journal import Inflight, next_worker_number
 from batch_trajectories.runs.store.records import RecordFile
-from batch_trajectories.runs.store.settled import WORKER_DIED
 from batch_trajectories.runs.store.tasks import Task
 from batch_trajectories.runs.supervisor.budget import BudgetLog, RunBudget
 from batch_trajectories.runs.supervisor.damaged import shortened
 from batch_trajectories.runs.supervisor.limits import RunLimits
-from batch_trajectories.runs.supervisor.outages import Outages
 from batch_trajectories.runs.supervisor.progress import Progress
-from batch_trajectories.runs.supervisor.refusals import Refusals
+from batch_trajectories.runs.supervisor.refusals import Outages, Refusals
 from batch_trajectories.runs.supervisor.task_queue import TaskQueue
 from batch_trajectories.runs.supervisor.worker_pool import KILL_AFTER_GRACE_S, WorkerPool
 

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.executors.base import Executor, Inbox, WorkerHandle
-from batch_trajectories.runs.protocol.messages import pack
-from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
+from batch_trajectories.runs.protocol.messages import WorkerSetup, pack
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,7 @@
 
 worker           the process: one event loop, many conversations
 task_runner      runs one task, up to its record
-durable_calls    no model call before earlier replies are on disk
-calls            the open models and their limiters
-parent_keys      keys that the parent sends
+calls            the open models, their limiters, and keys that the parent sends
 call_limiter     limits the worker's calls to one endpoint, also per minute
 budget_share     the worker's share of the budget
 batch_api_model  a model whose calls are made by a Batch API

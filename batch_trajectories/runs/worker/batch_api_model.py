@@ -24,7 +24,7 @@ from agent.models.prices import estimate_cost, priced
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.runs.config.amounts import Cost
-from batch_trajectories.runs.protocol.batch_calls import item_id, name_of
+from batch_trajectories.runs.protocol.messages import item_id, name_of
 from batch_trajectories.runs.worker.budget_share import WorkerBudget
 from batch_trajectories.runs.worker.call_limiter import CallLimiter
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agent.models.client.pool import ModelPool
+from agent.models.connection import Connection
 from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
-from agent.models.model import Model, ModelSettings, url_of
+from agent.models.model import Completion, Model, ModelSettings, Request, url_of
 from agent.models.resolve import read_key
+from agent.state.trajectory import Kept
+from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
 from batch_trajectories.runs.protocol.messages import Assignment
 from batch_trajectories.runs.worker.budget_share import WorkerBudget
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from agent.models.client.key_command import RenewableKey
     from agent.models.client.pool import OnRetry
     from batch_trajectories.runs.worker.batch_api_model import BatchApiClient
-    from batch_trajectories.runs.worker.parent_keys import ParentKeys
+
 
 _LOAD_EVERY_S = 0.1
 
@@ -186,3 +189,93 @@ class Calls:
             if load != self._loads[endpoint] or load.replies or load.failures:
                 self._loads[endpoint] = load
                 self._send("load", endpoint=endpoint, load=asdict(load))
+
+
+class Stops(Protocol):
+    """Whether the worker is stopping, and how a task makes it stop."""
+
+    is_stopping: bool
+
+    def halt(self, message: str) -> None:
+        """Stop the whole run with this message."""
+        ...
+
+    def say(self, message: str) -> None:
+        """Show a message to the user, if no worker has shown it before."""
+        ...
+
+
+class StoppableModel:
+    """Makes no call before earlier replies are on disk, or once the worker is stopping."""
+
+    def __init__(self, stops: Stops, model: Model, kept: Kept) -> None:
+        self._stops = stops
+        self._model = model
+        self._kept = kept
+
+    async def complete(self, request: Request) -> Completion:
+        """See `Model.complete`. Raises `Stopped`."""
+        if self._kept is not None:
+            await self._kept()
+        if self._stops.is_stopping:
+            raise Stopped
+        return await self._model.complete(request)
+
+
+class ParentKeys:
+    """The keys of one worker, by command. Needs a running event loop."""
+
+    def __init__(self, send: Callable[..., None]) -> None:
+        """`send(type, **fields)` reaches the parent."""
+        self._send = send
+        self._keys: dict[str, ParentKey] = {}
+
+    def of(self, connection: Connection) -> ParentKey:
+        """The key of an endpoint with a `key_command`."""
+        return self._of(connection.command_id)
+
+    def on_key(self, command: str, number: int, problem: str, key: str) -> None:
+        """The parent has a key, or says why it has none."""
+        self._of(command).set(number, problem, key)
+
+    def _of(self, command: str) -> ParentKey:
+        if (key := self._keys.get(command)) is None:
+            key = self._keys[command] = ParentKey(command, self._send)
+        return key
+
+
+class ParentKey:
+    """See `RenewableKey`."""
+
+    def __init__(self, command: str, send: Callable[..., None]) -> None:
+        self._command = command
+        self._send = send
+        self._key, self._number, self._problem = "", 0, ""
+        self._is_asked_for = False
+        self._heard = asyncio.Event()
+
+    def set(self, number: int, problem: str, key: str) -> None:
+        """Take what the parent says, and wake those who wait for it."""
+        self._key, self._number, self._problem = key or self._key, number, problem
+        self._is_asked_for = False
+        self._heard.set()
+        self._heard = asyncio.Event()
+
+    async def get(self) -> str:
+        """See `RenewableKey`."""
+        while not self._key:
+            await self._heard.wait()
+        return self._key
+
+    async def renew(self, rejected: str) -> bool:
+        """See `RenewableKey`; all calls that were rejected together share one question."""
+        if self._key != rejected:
+            return True
+        heard = self._heard
+        if not self._is_asked_for:
+            self._is_asked_for = True
+            self._send("key_rejected", command=self._command, number=self._number)
+        await heard.wait()
+        if self._problem and self._key == rejected:
+            raise ModelError("auth", self._problem, was_sent=False)
+        return self._key != rejected

@@ -27,21 +27,19 @@ from batch_trajectories.runs.config.models import Setups
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sampling import setup_of_task
 from batch_trajectories.runs.dataset.row import RowTask
-from batch_trajectories.runs.protocol.messages import Assignment, no_counters, pack
+from batch_trajectories.runs.protocol.messages import Assignment, WorkerSetup, no_counters, pack
 from batch_trajectories.runs.protocol.record import (
     as_stored,
     make_record,
     tokens_missing,
     with_scores,
 )
-from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
 from batch_trajectories.runs.store.failures import Failure
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.index import index_fields
 from batch_trajectories.runs.store.journal_writer import Journal
 from batch_trajectories.runs.store.tasks import Task
-from batch_trajectories.runs.worker.calls import Calls
-from batch_trajectories.runs.worker.durable_calls import StoppableModel, Stops
+from batch_trajectories.runs.worker.calls import Calls, StoppableModel, Stops
 from batch_trajectories.runs.worker.workspace_setup import SetupFailed
 from batch_trajectories.runs.worker.workspaces import PreparedWorkspace, Workspaces
 from toolsets.context import ToolContext

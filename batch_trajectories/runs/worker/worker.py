@@ -34,8 +34,13 @@ from batch_trajectories.basics.startup import (
 )
 from batch_trajectories.runs.config.models import set_up_models, uses_key_command
 from batch_trajectories.runs.config.toolsets import catalog_of
-from batch_trajectories.runs.protocol.messages import Assignment, no_counters, pack, unpack
-from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
+from batch_trajectories.runs.protocol.messages import (
+    Assignment,
+    WorkerSetup,
+    no_counters,
+    pack,
+    unpack,
+)
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.journal_writer import JournalWriter
 from batch_trajectories.runs.store.tasks import Task
@@ -147,7 +152,7 @@ class Worker:
         self._journal = self._open_journal()
         keys: ParentKeys | None = None
         if self._config.executor == "local" and uses_key_command(self._setups):
-            from batch_trajectories.runs.worker.parent_keys import ParentKeys
+            from batch_trajectories.runs.worker.calls import ParentKeys
 
             keys = ParentKeys(self.send)
         self._calls = Calls(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.runs.config.sandboxes import image_sandboxes
 from batch_trajectories.runs.dataset.row import RowTask
-from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
+from batch_trajectories.runs.protocol.messages import WorkerSetup
 from batch_trajectories.runs.worker.workspace_setup import (
     IMAGE_FILE,
     SetupFailed,

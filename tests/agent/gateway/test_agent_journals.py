@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from agent.messages.message import OUT_OF_PLACE, Event, reply_in
-from agent.state.forking import NotForkable, events_until
 from agent.state.trajectory import Trajectory
-from batch_trajectories.api.in_flight import conversations_in_flight
+from batch_trajectories.api.stored_run import conversations_in_flight
 from batch_trajectories.runs.config.amounts import Cost
+from batch_trajectories.runs.maintenance.fork import NotForkable, events_until
 from batch_trajectories.runs.store.journal import Inflight, read_journaled_replies, usable_prefix
 from batch_trajectories.runs.store.journal_writer import JournalWriter
 from batch_trajectories.runs.store.tasks import task_key

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from agent.gateway.listing import names_only
+from agent.gateway.answers import names_only
 from agent.gateway.relay import CallLimits, RefusedModel, Route
 from agent.gateway.server import MAX_REQUEST_BYTES
 from agent.models.client.open_model import open_model

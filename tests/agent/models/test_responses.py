@@ -23,7 +23,7 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.resolve import resolve_model, resolve_sibling
 from agent.models.stream_events import StreamEvent, StreamHandler
-from agent.state.call_ids import make_ids_unique
+from agent.state.events import make_ids_unique
 from run_agent import AIAgent
 from tests.agent.models.test_streaming import held, nobody, told
 from tests.answering import Handler, listening

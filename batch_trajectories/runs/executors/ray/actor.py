@@ -7,6 +7,7 @@ worker, over a TCP connection instead of a pipe.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import pickle
@@ -26,10 +27,8 @@ import orjson
 from batch_trajectories.basics.errors import RunError, machine_failure
 from batch_trajectories.basics.startup import hide_environment
 from batch_trajectories.runs.config.sandboxes import problem_of_sandbox, remove_leftover_containers
-from batch_trajectories.runs.executors.ray.code_digest import code_digest
 from batch_trajectories.runs.executors.ray.tcp import connect
-from batch_trajectories.runs.protocol.messages import pack
-from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
+from batch_trajectories.runs.protocol.messages import WorkerSetup, pack
 from batch_trajectories.runs.store.files import listed
 from batch_trajectories.runs.worker.worker import run_worker
 
@@ -152,3 +151,18 @@ def _name_of(scratch: Path) -> str:
         os.link(mine, mark)  # atomic, and only the first worker succeeds
     mine.unlink()
     return mark.read_text()
+
+
+_PACKAGES = ("agent", "batch_trajectories", "toolsets")
+"""The packages that a worker imports."""
+
+
+def code_digest() -> str:
+    """16 hex digits over the modules of workers."""
+    root = Path(__file__).parents[4]
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\0".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]

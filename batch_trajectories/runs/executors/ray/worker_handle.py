@@ -19,8 +19,7 @@ import ray
 from batch_trajectories.runs.executors.base import WorkerHandle
 from batch_trajectories.runs.executors.ray.actor import Welcome
 from batch_trajectories.runs.executors.ray.tcp import hang_up
-from batch_trajectories.runs.protocol.messages import pack, unpack
-from batch_trajectories.runs.protocol.worker_setup import WorkerSetup
+from batch_trajectories.runs.protocol.messages import WorkerSetup, pack, unpack
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.journal_writer import JournalWriter
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent.gateway.answers import names_only
 from agent.gateway.command_agent import CommandAgent, fill
-from agent.gateway.listing import names_only
 from agent.gateway.relay import CallLimits, RefusedModel, Relay, Route
 from agent.gateway.server import Gateway
 from agent.loop.steps import Finish
@@ -42,8 +42,7 @@ from batch_trajectories.runs.worker.agents.agent_program import (
     version_of,
 )
 from batch_trajectories.runs.worker.agents.installed import NotInstalled
-from batch_trajectories.runs.worker.calls import Calls
-from batch_trajectories.runs.worker.durable_calls import Stops
+from batch_trajectories.runs.worker.calls import Calls, Stops
 from batch_trajectories.runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult, Sandbox, SandboxError
