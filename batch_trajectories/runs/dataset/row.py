@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from agent.loop.rules import ConversationSpec
+from agent.loop.rules import ConversationSpec, with_turn_limit
 from agent.messages.message import Event, Message
 from agent.models.scripted import parse_script
 from agent.options import LIMITS, ROW_COLUMN, AgentOptions, of_row
@@ -142,8 +142,6 @@ class RowRules:
         setup = self._setup(columns)
         image = self._image(columns)
         if options.state_max_turns:
-            from agent.loop.opening import with_turn_limit
-
             opening = with_turn_limit(opening, options)
         fork = None
         if self.with_forks:
