@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from batch_trajectories.export.rows.files import CandidateFiles, Loaded, OwnFormat, Why
-from batch_trajectories.runs.store.checksum import without_checksum
 
 
 class _RawFiles(CandidateFiles):
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
-        self.write(split, without_checksum(candidate.record.line))
+        self.write(split, candidate.record.whole_line())
         return None
 
 

@@ -1,7 +1,8 @@
 """The record of one finished task: all that was sent, received and decided, lossless.
 
 Keys, in this order: `id`, `status`, `status_reason` (null or text), `error` (null or {"class",
-"message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns), then
+"message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns; see
+`runs.store.row_texts` for long ones), then
 the conversation (see `Trajectory.to_record`; branches also have `fork`), `check` (null, or the
 result of the row's check; see `run_check`), `scores` (only with `--reward`; see
 `runs.store.checks`), `diff` (what changed in the image's repository; see `runs.worker.diff`; only
@@ -34,6 +35,7 @@ from batch_trajectories.runs.dataset.column_names import FORK_COLUMN
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.failures import Failure
 from batch_trajectories.runs.store.record_types import Record, decode_record
+from batch_trajectories.runs.store.row_texts import shared
 from batch_trajectories.runs.store.tasks import SCHEMA_VERSION, Task
 
 
@@ -139,4 +141,4 @@ def with_scores(record: dict[str, Any], scores: Sequence[Mapping[str, Any]]) -> 
 
 def as_stored(record: dict[str, Any]) -> Record:
     """A record as readers find it; its `line` is one of records.jsonl."""
-    return decode_record(with_checksum(exact_json.dumps(record)))
+    return decode_record(with_checksum(exact_json.dumps(shared(record))))

@@ -15,7 +15,15 @@ import msgspec
 
 from agent.messages.message import Role
 from batch_trajectories.basics import exact_json
-from batch_trajectories.runs.store.checksum import KEY, DamagedLine, check_seal, read_object
+from batch_trajectories.runs.store.checksum import (
+    KEY,
+    DamagedLine,
+    check_seal,
+    read_object,
+    without_checksum,
+)
+from batch_trajectories.runs.store.row_texts import KEY as ROW_TEXTS
+from batch_trajectories.runs.store.row_texts import Texts, restore
 
 Number = int | float
 
@@ -308,6 +316,8 @@ class Record(StoredConversation, kw_only=True):
     input_digest: str
     attempt: int
     row: dict[str, Any]
+    """Whole, with the texts that the line holds only among the messages."""
+    row_texts: Texts = []
     raw_tools: msgspec.Raw = msgspec.field(name="tools")
     model: str | None
     api: str
@@ -342,6 +352,8 @@ class Record(StoredConversation, kw_only=True):
         """
         found = _members_in(self.line)
         found.pop(KEY, None)
+        if found.pop(ROW_TEXTS, None) is not None:
+            found["row"] = msgspec.Raw(msgspec.json.encode(self.row))
         if self.scores is not None:
             found["scores"] = msgspec.Raw(msgspec.json.encode(self.scores))
         found |= {name: msgspec.Raw(json) for name, json in members.items()}
@@ -349,9 +361,21 @@ class Record(StoredConversation, kw_only=True):
 
     def as_dict(self) -> dict[str, Any]:
         """All that the line holds, also keys that are no fields, with the scores of this object."""
-        found: dict[str, Any] = read_object(self.line)
+        found = self._content()
         if self.scores is not None:
             found["scores"] = msgspec.to_builtins(self.scores)
+        return found
+
+    def whole_line(self) -> bytes:
+        """The line without its checksum and references: the same for the same conversation."""
+        if not self.row_texts:
+            return without_checksum(self.line)
+        return exact_json.dumps(self._content()) + b"\n"
+
+    def _content(self) -> dict[str, Any]:
+        found = read_object(self.line)
+        if found.pop(ROW_TEXTS, None) is not None:
+            found["row"] = self.row
         return found
 
 
@@ -366,6 +390,8 @@ def decode_record(line: bytes) -> Record:
     try:
         record = _decode(line)
         record.tools = _shared_tools(bytes(record.raw_tools))
+        if record.row_texts:
+            restore(record.row, record.messages, record.row_texts)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         read_object(line)  # what is no JSON is described there
         raise _damaged(error) from error
