@@ -16,11 +16,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from batch_trajectories.api.ai_agent import AIAgent
     from batch_trajectories.api.start import RunEnd, run
     from batch_trajectories.api.stored_run import StoredRun, open_run
     from batch_trajectories.basics.errors import RunError, RunLocked
     from batch_trajectories.runs.config.run_config import RunConfig
-    from run_agent import AIAgent
 
 __all__ = [
     "AIAgent",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _PLACES = {
-    "AIAgent": "run_agent",
+    "AIAgent": "batch_trajectories.api.ai_agent",
     "RunConfig": "batch_trajectories.runs.config.run_config",
     "RunEnd": "batch_trajectories.api.start",
     "RunError": "batch_trajectories.basics.errors",

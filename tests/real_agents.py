@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batch_trajectories.runs.config.agents import presets
+from batch_trajectories.basics.presets import presets
 from testing.agent_endpoint import ALL, STEPS, AgentEndpoint
 from tests.running import ROOT, lines, session_of, wait_until, workers_of, write_rows
 from toolsets.sandbox.inside.processes import descendants
@@ -315,7 +315,8 @@ def _said(reply: dict[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the agents that were named, one after the other, and print a line each."""
     parser = argparse.ArgumentParser(prog="real_agents", description=__doc__)
-    parser.add_argument("--agents", default=",".join(presets()), help="presets, with commas")
+    every = ",".join(presets("agents"))
+    parser.add_argument("--agents", default=every, help="presets, with commas")
     parser.add_argument("--tasks", type=int, default=20)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--at_once", type=int, default=2, help="conversations per worker, of two")

@@ -144,9 +144,7 @@ def test_the_readme_names_every_exit_code_of_the_errors() -> None:
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_demo_is_what_the_readme_says(tmp_path: Path, workers: int) -> None:
     """26 tasks, all ended; one early, one rejected; with any number of workers."""
-    done = run(
-        tmp_path, config=ROOT / "configs/demo/run.yaml", run_name="demo", num_workers=workers
-    )
+    done = run(tmp_path, config="demo", run_name="demo", num_workers=workers)
     assert done.returncode == 0, done.stderr
     exports = tmp_path / "trajectories" / "demo" / "exports"
     assert len(ids(tmp_path / "trajectories" / "demo.jsonl")) == 24

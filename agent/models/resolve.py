@@ -4,6 +4,8 @@ scripted                 offline, plays the row's script
 PREFIX:NAME              a row of the table in `providers`; without --base_url at OPENAI_BASE_URL or
                          ANTHROPIC_BASE_URL, as by the SDKs
 ENDPOINT:NAME            at an endpoint that the config names under `endpoints`
+PREFIX/NAME              the same as with a colon, unless there is a --base_url: it may be the
+                         server's own name of the model
 NAME or VENDOR/NAME      at --base_url, by the OpenAI chat API unless --api is given
 
 A base URL at the host of a provider in the table means that provider, even if the name has another
@@ -14,7 +16,7 @@ asks.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -81,6 +83,8 @@ def resolve_model(
 
     Raises `UnknownModel`, `UnusableProxy` where no call could leave, and `UnusableClient`.
     """
+    if base_url is None:
+        name = with_colon(name, endpoints)
     prefix, colon, rest = _parts(name)
     if name == SCRIPTED:
         return ModelSettings(
@@ -121,6 +125,12 @@ def resolve_model(
         reference=name,
         **options,
     )
+
+
+def with_colon(name: str, endpoints: Collection[str] = ()) -> str:
+    """PREFIX/NAME as PREFIX:NAME, if the prefix is one of the table or of `endpoints`."""
+    prefix, _, rest = name.partition("/")
+    return f"{prefix}:{rest}" if rest and (prefix in PROVIDERS or prefix in endpoints) else name
 
 
 def _url_in_environment(row: Provider) -> str | None:

@@ -1,5 +1,6 @@
 """Runs from Python: start them and read them. The commands use this, too.
 
+ai_agent    `AIAgent`
 start       start a run; how it ended
 record      record the calls of other programs
 stored_run  read a run on disk, during the run or afterwards; conversations in flight

@@ -6,6 +6,7 @@ exact_json     JSON with integers of any size; how deep it is nested
 validation     checks values; describes what pydantic rejected
 option_names   names of options that are gone, and those of other programs
 yaml_file      reads YAML files; its errors name line and column
+presets        files that come with the program, by name
 locked         a lock that processes of this machine wait for
 per_loop       resources that the conversations of an event loop share
 console        messages, results and progress for the user

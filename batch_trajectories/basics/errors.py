@@ -12,6 +12,7 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class ToolError(Exception):
@@ -145,11 +146,15 @@ class Stopped(Exception):
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra.
+    """The command that installs an extra: beside the installed program, or in the checkout."""
+    from importlib import metadata
 
-    It names the directory because the program is in no registry, where its name may be taken.
-    """
-    return f"pip install -e '.[{extra}]' in the directory of this program"
+    name = "batch-trajectories"
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return f"pip install -e '{Path(__file__).parents[2]}[{extra}]'"
+    return f"pip install '{name}[{extra}]'"
 
 
 def missing(what: str, extra: str) -> ConfigError:

@@ -18,6 +18,7 @@ PACKAGES = (
     "genai_prices",
     "httpx2",
     "huggingface_hub",
+    "jinja2",
     "msgspec",
     "openai",
     "orjson",

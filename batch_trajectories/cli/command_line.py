@@ -316,12 +316,12 @@ def _metavar(name: str, field: Any, choices: list[str], *, is_list: bool) -> str
 
 EXAMPLES = """\b
 Examples:
-  python batch_runner.py --config=configs/demo/run.yaml --run_name=demo
+  python batch_runner.py --config=demo --run_name=demo
   python batch_runner.py --dataset_file=prompts.jsonl --run_name=my_run \\
       --model=openai:gpt-5-mini --batch_size=20 --num_workers=4
   python batch_runner.py --dataset_file=prompts.jsonl --run_name=my_run \\
       --model=my-model --base_url=http://127.0.0.1:8000/v1
-  python batch_runner.py --config=configs/vllm.yaml --dataset_file=prompts.jsonl --run_name=my_run
+  python batch_runner.py --config=vllm --dataset_file=prompts.jsonl --run_name=my_run
   python batch_runner.py estimate --pilot=30 --config=my.yaml --run_name=my_run
   python batch_runner.py status my_run --watch
   python batch_runner.py report my_run

@@ -49,7 +49,9 @@ if TYPE_CHECKING:
     help="Score only what this recipe of `export` can keep.",
 )
 @click.option("--base_url", metavar="URL", help="Root URL of the judge's endpoint.")
-@click.option("--key_env", metavar="NAME", help="Environment variable with its API key.")
+@click.option(
+    "--key_env", "--api_key_env", metavar="NAME", help="Environment variable with its API key."
+)
 @click.option("--temperature", metavar="NUMBER", type=float, help="Its sampling temperature.")
 @click.option("--max_tokens", metavar="N", type=int, help="Token limit of its replies.")
 @click.option("--prices", metavar="JSON", help="Prices as in a run.  [default: those of RUN]")

@@ -49,7 +49,7 @@ def starting_options(function: Any) -> Any:
                 "--config",
                 "config_file",
                 type=LocalPath(path_type=Path),
-                help="YAML file of options; flags win over it.",
+                help="Preset, such as openai, or YAML file of options; flags win over it.",
             ),
             click.option(
                 "--fresh",

@@ -13,7 +13,7 @@ import pytest
 
 from agent.messages.message import Message
 from agent.models.resolve import UnknownModel
-from run_agent import COMPLETED_FILE, FAILED_FILE, AIAgent
+from batch_trajectories.api.ai_agent import COMPLETED_FILE, FAILED_FILE, AIAgent
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import ROOT, WRITE_A_NOTE, lines
 from toolsets.catalog.registry import UnknownToolset

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from agent.session import AgentSession
+from batch_trajectories.api.ai_agent import COMPLETED_FILE, AIAgent
 from batch_trajectories.basics.errors import HostError
-from run_agent import COMPLETED_FILE, AIAgent
 from tests.playing import call, calls, say
 from tests.running import PATIENCE_S, ROOT, lines
 from toolsets.context import ToolContext

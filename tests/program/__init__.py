@@ -6,6 +6,7 @@ test_record         the calls of programs that run elsewhere
 test_run            runs from start to end, killed and resumed
 test_user_turns     conversations with several messages of the user: kills, checks
 test_plain_run      what a run loads that uses no feature
+test_wheel          the wheel: its names, presets, types, and the demo outside of a checkout
 test_run_options    options of conversations in whole runs
 test_token_runs     runs that record token ids, killed and resumed
 test_token_agents   token ids of agents and recorded sessions

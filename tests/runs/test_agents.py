@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from agent.models.model import ModelSettings
 from agent.wires.canonical import cut
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.runs.config.agents import model_asked, presets
+from batch_trajectories.basics.presets import CONFIGS, presets
+from batch_trajectories.runs.config.agents import model_asked
 from batch_trajectories.runs.config.fingerprint import digest_of, meaning_of, with_defaults
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.models import set_up_models
@@ -34,15 +36,13 @@ def config(**options: Any) -> RunConfig:
     return load_config(None, given)
 
 
-def test_all_presets_are_valid_and_named_after_their_files() -> None:
-    names = list(presets())
-    assert names == [
-        *("claude-code", "codex", "gemini-cli", "mini-swe-agent", "opencode", "qwen-code")
-    ]
-    for name in names:
-        agent = config(agent=name).agent
-        assert agent is not None
-        assert agent.name == name
+@pytest.mark.parametrize("name", presets("agents"))
+def test_a_preset_is_valid_named_after_its_file_and_on_the_page(name: str) -> None:
+    agent = config(agent=name).agent
+    assert agent is not None
+    assert agent.name == name
+    page = (CONFIGS.parent / "docs" / "agents.md").read_text()
+    assert re.search(rf"^`{name}` \| ", page, re.M), f"docs/agents.md does not name {name}"
 
 
 UUID = "51180b64-6f44-4828-a5ab-{n:012}"
@@ -110,7 +110,7 @@ def test_a_missing_key_is_named_without_all_the_others() -> None:
 @pytest.mark.parametrize(
     ("agent", "words"),
     [
-        ("codx", "neither a preset nor a YAML file; did you mean 'codex'?"),
+        ("codx", "no such preset: 'codx'; did you mean 'codex'?"),
         ("no.yaml", "no.yaml: "),
         ("{", "not JSON"),
         ({"command": ["x", "{prompt}"]}, "speaks"),

@@ -171,3 +171,21 @@ def test_a_result_that_could_not_be_written_is_reported(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command("errors"), stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.stderr == "error: cannot write the result: No space left on device\n"
+
+
+def test_a_bare_name_is_a_preset_and_everything_else_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("openai"), FLAGS).model == "responses:gpt-5-mini"
+    for name in ("openai.yaml", "mine", "sub/openai"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("model: own:m")
+        assert load_config(Path(name), FLAGS).model == "own:m"
+    demo = load_config(Path("demo"), {"run_name": "r"})
+    assert demo.dataset_file.is_file()
+    with pytest.raises(ConfigError) as raised:
+        load_config(Path("opnai"), FLAGS)
+    assert str(raised.value) == "--config: no such preset: 'opnai'; did you mean 'openai'?"
+    with pytest.raises(ConfigError, match="known: anthropic, careful, demo, ollama, openai"):
+        load_config(Path("nothing"), FLAGS)

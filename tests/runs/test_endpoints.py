@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,30 @@ def test_models_of_earlier_versions_are_named_in_full() -> None:
         assert in_todays_words({"model": name}, None) == {"model": name}
     several = {"model": "a/b", "models": {"c": 1, "openai:m": 2}}
     assert in_todays_words(several, None) == {"models": {"openrouter:c": 1, "openai:m": 2}}
+
+
+def test_a_slash_means_the_same_as_a_colon_unless_there_is_a_base_url() -> None:
+    own = {"mine": {"base_url": "http://127.0.0.1:1/v1"}}
+    for slash, colon, more in (
+        ("openai/gpt-5", "openai:gpt-5", {}),
+        ("openrouter/vendor/m:free", "openrouter:vendor/m:free", {}),
+        ("mine/vendor/m", "mine:vendor/m", {"endpoints": own}),
+        ("mine/vendor/m", "mine:vendor/m", {"endpoints": json.dumps(own)}),
+    ):
+        by_slash, by_colon = config(model=slash, **more), config(model=colon, **more)
+        assert by_slash == by_colon
+        assert meaning_of(by_slash) == meaning_of(by_colon)
+    both = config(
+        models={"openai/a": 1, "groq/openai/b": 2}, prices={"openai/a": {"input": 1, "output": 2}}
+    )
+    assert both.models == {"openai:a": 1, "groq:openai/b": 2}
+    assert [*both.prices] == ["openai:a"]
+    server = config(model="openai/gpt-oss-20b", base_url="http://127.0.0.1:8000/v1")
+    assert server.model == "openai/gpt-oss-20b"
+    with pytest.raises(ConfigError, match="'vendor/m' has no provider and no --base_url"):
+        set_up_models(config(model="vendor/m"))
+
+
+def test_an_endpoint_may_call_the_variable_of_its_key_as_other_programs_do() -> None:
+    entry = {"base_url": "http://127.0.0.1:1/v1", "api_key_env": "MINE"}
+    assert config(endpoints={"a": entry}).endpoints["a"].key_env == "MINE"

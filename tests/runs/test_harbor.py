@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from batch_trajectories.basics.errors import DatasetError
+from batch_trajectories.basics.presets import presets
 from batch_trajectories.runs.dataset.row import RowRules, RowTask
 from batch_trajectories.runs.dataset.row_check import Check
 from batch_trajectories.runs.dataset.row_files import Executable
 from batch_trajectories.runs.dataset.row_image import RowLimits, add_asked
-from batch_trajectories.runs.sources import rows_file
 from batch_trajectories.runs.sources.harbor import HarborTask, tasks_in
 from batch_trajectories.runs.sources.kept_dataset import keep_dataset, rows_of_source
 from batch_trajectories.runs.sources.rows_file import load_rows_file
@@ -364,11 +364,11 @@ class TestDataset:
             ).path  # fmt: skip
 
         first = kept()
-        kinds = tmp_path / "kinds"
-        kinds.mkdir()
-        text = (rows_file.DIRECTORY / "harbor.yaml").read_text()
+        kinds = tmp_path / "kinds" / "rows"
+        kinds.mkdir(parents=True)
+        text = presets("rows")["harbor"].read_text()
         (kinds / "harbor.yaml").write_text(text.replace("prompt:", 'hint: "x"\n  prompt:'))
-        monkeypatch.setattr(rows_file, "DIRECTORY", kinds)
+        monkeypatch.setattr("batch_trajectories.basics.presets.CONFIGS", kinds.parent)
         assert kept() == first
         assert kept(fresh=True) != first
         (tasks / "good-1" / "instruction.md").write_text("Another.")

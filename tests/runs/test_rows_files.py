@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.presets import presets
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.dataset.row import RowRules
 from batch_trajectories.runs.dataset.row_setup import RowSetup
-from batch_trajectories.runs.sources.rows_file import DIRECTORY, load_rows_file
+from batch_trajectories.runs.sources.rows_file import load_rows_file
 from tests.playing import say
 from tests.running import SCRIPTED, lines, run, write_rows
 from toolsets.sandbox.image import ImageSpec
@@ -101,7 +102,7 @@ class TestPresets:
         assert check.tests is not None
 
     def test_there_is_a_row_for_each_preset(self) -> None:
-        assert {path.stem for path in DIRECTORY.glob("*.yaml")} == {*ROWS, "harbor"}
+        assert presets("rows").keys() == {*ROWS, "harbor"}
 
     def test_swe_bench_takes_the_image_that_a_row_names(self) -> None:
         row = load_rows_file("swe-bench").row({**ROWS["swe-bench"], "image_name": "own:1"})
@@ -275,7 +276,7 @@ class TestTemplates:
 def test_an_unknown_kind_names_the_known_ones(tmp_path: Path) -> None:
     refused = run(tmp_path, **SCRIPTED, rows="swe-bnch")
     assert refused.returncode == 2
-    assert "--rows=swe-bnch: no such kind of rows; did you mean 'swe-bench'?" in refused.stderr
+    assert "--rows: no such preset: 'swe-bnch'; did you mean 'swe-bench'?" in refused.stderr
 
 
 def test_options_of_a_rows_file_are_defaults(tmp_path: Path) -> None:

@@ -339,7 +339,7 @@ AIAgent("scripted", enabled_toolsets="web")
     )
     assert done.stderr.splitlines()[-1] == (
         "toolsets.catalog.registry.UnavailableToolset: toolset 'web' cannot be offered: "
-        "it needs further packages: pip install -e '.[web]' in the directory of this program"
+        "it needs further packages: pip install 'batch-trajectories[web]'"
     )
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.gateway.command_agent import CommandAgent
 from agent.models.model import ModelSettings
 from agent.options import LIMITS, AgentOptions, parse_json
-from batch_trajectories.basics.validation import did_you_mean
+from batch_trajectories.basics.presets import preset_or_path
 from batch_trajectories.runs.config.endpoints import is_secret
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.config.run_config import RunConfig
-
-_DIRECTORY = Path(__file__).parents[3] / "configs" / "agents"
 
 DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0}
 """Of options whose usual defaults are for conversations of this program."""
@@ -30,24 +27,13 @@ _NOT_OF_AGENTS = (
 tools."""
 
 
-def presets() -> dict[str, Path]:
-    """The agents that are known by name."""
-    return {path.stem: path for path in sorted(_DIRECTORY.glob("*.yaml"))}
-
-
 def read_agent(value: Any) -> Any:
     """Before-validator: the name of a preset, a YAML file or JSON becomes a mapping."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
         return parse_json(value)
-    known = presets()
-    path = known.get(value)
-    if path is None and value.endswith((".yaml", ".yml")):
-        path = Path(value)
-    if path is None:
-        hint = did_you_mean(value, known) or f"known: {', '.join(known)}"
-        raise ValueError(f"{value!r} is neither a preset nor a YAML file; {hint}")
+    path, _ = preset_or_path(value, "agents")
     # Only where an agent is named: --help does without YAML.
     from batch_trajectories.basics.yaml_file import read_yaml
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -138,7 +139,9 @@ class EndpointConfig(BaseModel):
     """None only with `client`, which knows it."""
     api: Api | None = None
     """None: that of the known provider with this URL, else openai_chat."""
-    key_env: str | None = Field(None, min_length=1)
+    key_env: str | None = Field(
+        None, min_length=1, validation_alias=AliasChoices("key_env", "api_key_env")
+    )
     """Environment variable that holds the API key. None: a known provider's own at its URL, and
     elsewhere "none": no key is sent unless it is named."""
     headers: Headers = {}

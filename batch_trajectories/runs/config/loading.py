@@ -12,6 +12,7 @@ from agent.options import split_commas
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.option_names import unknown, with_todays_names
+from batch_trajectories.basics.presets import preset_or_path
 from batch_trajectories.basics.text import clip
 from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, mistakes_in
 from batch_trajectories.runs.config.endpoints import HOLDS_SECRET
@@ -24,7 +25,8 @@ _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages")
 
 
 def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
-    """Read `config_file` (YAML), override it by the flags that are not None, and check the result.
+    """Read `config_file` (YAML, or a preset's name), override it by the flags that are not None,
+    and check the result.
 
     Input paths in the file are relative to the file; those in flags to the current directory.
     Raises `ConfigError` that names the file, the key and what is allowed.
@@ -34,7 +36,13 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
         # Python decodes arguments that are not UTF-8 to lone surrogates.
         if not is_text(value):
             raise ConfigError(f"--{key}: not UTF-8 (got {clip(repr(value), max_chars=200)})")
-    values = _read_config(config_file) if config_file is not None else {}
+    values = {}
+    if config_file is not None:
+        try:
+            config_file, _ = preset_or_path(str(config_file))
+        except ValueError as error:
+            raise ConfigError(f"--config: {error}") from error
+        values = _read_config(config_file)
     values.update(flags)
     if _is_path(path := values.get("prefill_messages")):
         try:

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from agent.gateway.command_agent import CommandAgent
 from agent.models.providers import FIRST, Api
-from agent.models.resolve import SCRIPTED
+from agent.models.resolve import SCRIPTED, with_colon
 from agent.options import (
     AgentOptions,
     Float,
@@ -82,8 +82,7 @@ class RunConfig(SandboxOptions):
     )
     rows: str | None = running(
         None,
-        "Kind of rows: harbor, r2e-gym, swe-bench, swe-rebench, swe-smith, or the path of a rows "
-        "file (docs/data.md).",
+        "Kind of rows: a preset such as swe-bench, or the path of a rows file (docs/data.md).",
         min_length=1,
     )
     run_name: Annotated[str, AfterValidator(plain_name)] = running(
@@ -122,8 +121,8 @@ class RunConfig(SandboxOptions):
     )
     agent: Annotated[CommandAgent | None, BeforeValidator(read_agent)] = meaning(
         None,
-        "Your own agent, run as a command: claude-code, codex, gemini-cli, mini-swe-agent, "
-        "opencode, qwen-code, a YAML file, or JSON (docs/agents.md).",
+        "Your own agent, run as a command: a preset such as claude-code, a YAML file, or JSON "
+        "(docs/agents.md).",
     )
     system_prompt: str | None = meaning(None, "System prompt for rows without one.")
     enabled_toolsets: Names | None = meaning(
@@ -282,6 +281,18 @@ class RunConfig(SandboxOptions):
     def _has_limits_of_agents(cls, values: Any) -> Any:
         has_agent = isinstance(values, dict) and values.get("agent") is not None
         return {**DEFAULTS, **values} if has_agent else values
+
+    @model_validator(mode="after")
+    def _has_one_name_per_model(self) -> RunConfig:
+        """`openai/NAME` becomes `openai:NAME`, for the fingerprint, prices and rows."""
+        if self.base_url is None:
+            own, models = self.endpoints, self.models
+            self.__dict__.update(
+                model=with_colon(self.model, own),
+                models=models and {with_colon(name, own): models[name] for name in models},
+                prices={with_colon(name, own): price for name, price in self.prices.items()},
+            )
+        return self
 
     @model_validator(mode="after")
     def _goes_with_its_agent(self) -> RunConfig:

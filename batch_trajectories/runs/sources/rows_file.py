@@ -9,15 +9,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.presets import preset_or_path
 from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.basics.yaml_file import YamlFileError, construct, read_yaml_nodes
 from batch_trajectories.runs.dataset.column_names import ERROR_COLUMN
@@ -28,8 +27,6 @@ from batch_trajectories.runs.sources.templates import (
     TemplateError,
     variables_of,
 )
-
-DIRECTORY = Path(__file__).parents[3] / "configs" / "rows"
 
 _KEYS = ("options", "columns", "keep")
 OPTIONS = ("row_setup", "workspace", "check_in")
@@ -79,14 +76,11 @@ class RowsFile:
 
 def load_rows_file(name: str) -> RowsFile:
     """Read a rows file. Raises `ConfigError`, which names the file, the line and the field."""
-    shown, path = name, Path(name)
-    is_ours = re.fullmatch(r"[\w-]+", name) is not None
-    if is_ours:
-        shown, path = f"configs/rows/{name}.yaml", DIRECTORY / f"{name}.yaml"
-        if not path.is_file():
-            known = sorted(file.stem for file in DIRECTORY.glob("*.yaml"))
-            hint = did_you_mean(name, known) or f"known: {', '.join(known)}, or the path of a file"
-            raise ConfigError(f"--rows={name}: no such kind of rows; {hint}")
+    try:
+        path, is_ours = preset_or_path(name, "rows")
+    except ValueError as error:
+        raise ConfigError(f"--rows: {error}") from error
+    shown = f"configs/rows/{name}.yaml" if is_ours else name
     try:
         content, node = read_yaml_nodes(path, "rows file", shown=shown)
     except YamlFileError as error:
