@@ -52,8 +52,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True, timeout=300)
     python = home / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps"]
-    subprocess.run([*pip, wheel], check=True, timeout=300)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
+    subprocess.run([*pip, str(wheel)], check=True, timeout=300)
     (site,) = sorted(home.glob("lib/python*/site-packages"))
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
@@ -71,7 +71,7 @@ def test_its_top_level_names_are_those_that_users_import(wheel: Path) -> None:
 
 def test_the_demo_runs_by_its_name(python: Path, tmp_path: Path) -> None:
     (tmp_path / "api.py").write_text("MINE = True\n")
-    batch_runner = [python.with_name("batch-runner"), "--config=demo", "--run_name=demo"]
+    batch_runner = [str(python.with_name("batch-runner")), "--config=demo", "--run_name=demo"]
     done = subprocess.run(batch_runner, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert len(ids(tmp_path / "trajectories" / "demo.jsonl")) == 24
