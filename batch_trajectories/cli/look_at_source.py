@@ -147,6 +147,7 @@ def _use_of(name: str, columns: dict[str, Any]) -> str:
         USER_COLUMN,
     )
     from batch_trajectories.runs.dataset.scan import ID_COLUMNS
+    from batch_trajectories.runs.store.checks import expected_column
 
     own_id = next((column for column in ID_COLUMNS if column in columns), None)
     if name == "prompt":
@@ -157,7 +158,7 @@ def _use_of(name: str, columns: dict[str, Any]) -> str:
         return "the id of the row"
     uses = {
         "agent_options": "options of its conversation",
-        "expected": "compared with the answer, with --check_expected",
+        expected_column(columns): "compared with the answer, with --check_expected",
         "user_replies": "answers of the user, with --awaiting_input",
         TURNS_COLUMN: "further messages of the user",
         USER_COLUMN: "the simulated user's part, with --simulated_user",

@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from agent.options import AgentOptions
+from batch_runner import main
 from batch_trajectories.export.reward_statistics import RewardStatistics
+from batch_trajectories.export.scoring.judge_prompt import load_prompt
 from batch_trajectories.report.facts import row_of
+from batch_trajectories.runs.dataset.row import RowRules
 from batch_trajectories.runs.store.checks import (
     Checks,
     CheckSums,
@@ -500,6 +505,47 @@ class TestWrongAnswers:
         for side, answer in (("chosen", "4"), ("rejected", "5")):
             assert "tool_calls" not in pair[side][-1]
             assert pair[side][-1]["content"] == answer
+
+
+ONLY_TARGET = {"target": "4", "expected": None}
+
+
+class TestTarget:
+    """The name of `expected` in datasets for inspect_ai."""
+
+    def test_an_answer_is_compared_with_it(self) -> None:
+        rules = RowRules(options=AgentOptions(check_expected=True))
+        row = {"prompt": "2+2?", **ONLY_TARGET}
+        assert rules.read(row).spec.expected == "4"
+        assert rules.rollout_columns(row)["target"] == "4"
+        with pytest.raises(ValueError, match="`target` must be text or a number"):
+            rules.read({**row, "target": ["4", "four"]})
+
+    def test_it_changes_nothing_beside_expected(self) -> None:
+        rules = RowRules(options=AgentOptions(check_expected=True))
+        row = {"prompt": "2+2?", "expected": "4", "target": "5"}
+        assert rules.read(row).spec.expected == "4"
+        assert "target" not in rules.rollout_columns(row)
+
+    def test_records_are_judged_filtered_and_shown_by_it(self, tmp_path: Path) -> None:
+        record = stored(right("4", row=ONLY_TARGET))
+        assert judgement_of(record).passed is True
+        assert "known to be right:\n<expected>\n4\n" in load_prompt(None).question(record)
+        source = make_run(tmp_path, right("4"), right("5"), prompts=[ONLY_TARGET] * 2)
+        filters = {"answer": {"match": "exact"}}
+        assert rejects(source, formats="openai", filters=filters) == {"t1": "answer"}
+
+    def test_trainers_get_it(self, tmp_path: Path) -> None:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        source = make_run(tmp_path, right("4"), prompts=[ONLY_TARGET])
+        directory, _ = exported(source, formats="prompts")
+        (row,) = parquet.read_table(directory / "prompts" / "train.parquet").to_pylist()
+        assert row["reward_model"]["ground_truth"] == "4"
+
+    def test_look_says_so(self, tmp_path: Path) -> None:
+        dataset = write_rows(tmp_path / "p.jsonl", {"prompt": "2+2?", "target": "4"})
+        done = CliRunner().invoke(main, ["look", str(dataset)])
+        assert re.search(r"target .*compared with the answer", done.output), done
 
 
 def right(answer: str, **changes: Any) -> dict[str, Any]:

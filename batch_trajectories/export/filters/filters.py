@@ -21,7 +21,12 @@ from batch_trajectories.export.filters.contamination import Questions, load_ques
 from batch_trajectories.export.filters.secrets import Scanner, make_scanner
 from batch_trajectories.export.leaks import leaks_of
 from batch_trajectories.export.rows.recipe import AnswerCheck, Filters
-from batch_trajectories.runs.store.checks import CHECK_FAILED, ended_by_wrong_answer
+from batch_trajectories.runs.store.checks import (
+    CHECK_FAILED,
+    EXPECTED,
+    ended_by_wrong_answer,
+    expected_column,
+)
 from batch_trajectories.runs.store.record_types import Record, StoredError
 from toolsets.catalog.places import OwnToolError, import_place
 
@@ -247,16 +252,17 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
     def wrong(record: Record) -> str | None:
         if (answer := answer_of(record)) is None:
             return _NO_ANSWER
-        if (expected := record.row.get(check.column)) is None:
-            return f"the row has no {check.column!r}"
+        column = expected_column(record.row) if check.column == EXPECTED else check.column
+        if (expected := record.row.get(column)) is None:
+            return f"the row has no {column!r}"
         try:
             right = is_right(answer, str(expected))
         except re.error as error:
             raise ConfigError(
-                f"filters.answer: {record.id}: {check.column!r} is {expected!r}, no regular "
+                f"filters.answer: {record.id}: {column!r} is {expected!r}, no regular "
                 f"expression: {error}; fix that row"
             ) from error
-        return None if right else f"not the {check.column!r} of the row"
+        return None if right else f"not the {column!r} of the row"
 
     return wrong
 

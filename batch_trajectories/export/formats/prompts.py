@@ -19,12 +19,11 @@ from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.rows.files import FormatFiles, Loaded, OwnFormat, Why
 from batch_trajectories.export.rows.row_files import Hashing, MakeWriter
 from batch_trajectories.export.rows.tables import RowTables
+from batch_trajectories.runs.store.checks import expected_column
 from batch_trajectories.runs.store.record_types import Record
 
 DATA_SOURCE = "data_source"
 """The column of the dataset that names the source of a prompt; without it, it is the run."""
-
-EXPECTED = "expected"
 
 
 def row_of(
@@ -39,7 +38,7 @@ def row_of(
     row = first.row
     rewards = [reward_of(record, reward_name) for record in records]
     known = [reward for reward in rewards if reward is not None]
-    expected = row.get(EXPECTED)
+    expected = row.get(expected_column(row))
     return {
         "prompt": _messages(first),
         "data_source": str(row.get(DATA_SOURCE) or run),

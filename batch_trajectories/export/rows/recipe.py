@@ -38,7 +38,7 @@ from batch_trajectories.export.rows.format import Copies, Format, RowFormat, for
 from batch_trajectories.export.rows.format_names import OTHER_NAMES, names
 from batch_trajectories.runs.config.loading import read_mapping
 from batch_trajectories.runs.config.option_types import AcceptedRows
-from batch_trajectories.runs.store.checks import THRESHOLD
+from batch_trajectories.runs.store.checks import EXPECTED, THRESHOLD
 
 
 def _format_name(name: str) -> str:
@@ -83,7 +83,8 @@ class _Part(BaseModel):
 class AnswerCheck(_Part):
     """A comparison of the final answer with a column of the dataset."""
 
-    column: str = "expected"
+    column: str = EXPECTED
+    """`expected` stands for `target`, too, where a row has only that."""
     match: Literal["exact", "numeric", "regex", "python"] = "exact"
     """exact: the same text except for case and outer space; numeric: the last number of the answer;
     regex: the column is a pattern; python: `function` decides."""

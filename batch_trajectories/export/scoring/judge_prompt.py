@@ -15,6 +15,7 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import clip
 from batch_trajectories.export.conversation.ending import answer_of
 from batch_trajectories.export.conversation.texts import user_texts
+from batch_trajectories.runs.store.checks import EXPECTED, expected_column
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.rewards import parse_rewards
 
@@ -71,8 +72,9 @@ class JudgePrompt:
                     return answer_of(record) or "(no answer)"
                 case "conversation":
                     return "\n\n".join(_conversation(record))
-                case column:
-                    value = record.row.get(column.removeprefix("row."))
+                case name:
+                    own = expected_column(record.row) if name == EXPECTED else name
+                    value = record.row.get(own.removeprefix("row."))
                     return "(not given)" if value is None else str(value)
 
         return _PLACES.sub(text_of, self._text)

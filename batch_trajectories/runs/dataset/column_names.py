@@ -4,9 +4,6 @@ from __future__ import annotations
 
 CHAT_COLUMNS = ("messages", "conversations")
 
-EXPECTED = "expected"
-"""The column with the expected answer, for `check_expected`."""
-
 ERROR_COLUMN = "row_error"
 """Why a row has no prompt: what it was made from cannot be used."""
 

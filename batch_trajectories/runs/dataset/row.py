@@ -19,7 +19,6 @@ from batch_trajectories.runs.dataset.column_names import (
     AGENT_COLUMN,
     CHAT_COLUMNS,
     ERROR_COLUMN,
-    EXPECTED,
     FORK_COLUMN,
     IMAGE_COLUMNS,
     INSIDE_COLUMNS,
@@ -28,6 +27,7 @@ from batch_trajectories.runs.dataset.column_names import (
     TURNS_COLUMN,
     USER_COLUMN,
 )
+from batch_trajectories.runs.store.checks import EXPECTED, expected_column
 
 if TYPE_CHECKING:
     from agent.gateway.command_agent import CommandAgent
@@ -169,7 +169,7 @@ class RowRules:
             names.append("script")
         options = of_row(self.options, columns)
         if options.check_expected:
-            names.append(EXPECTED)
+            names.append(expected_column(columns))
         if options.awaiting_input:
             names.append("user_replies")
         names.append(TURNS_COLUMN)
@@ -408,9 +408,10 @@ def _user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[str,
 
 
 def _expected(columns: Mapping[str, Any]) -> str:
-    expected = columns.get(EXPECTED)
+    column = expected_column(columns)
+    expected = columns.get(column)
     if isinstance(expected, bool) or not isinstance(expected, str | int | float):
         raise ValueError(
-            f"`expected` must be text or a number, for check_expected (got {kind_of(expected)})"
+            f"`{column}` must be text or a number, for check_expected (got {kind_of(expected)})"
         )
     return str(expected)

@@ -26,10 +26,11 @@ import orjson
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import DatasetChanged, DatasetError
-from batch_trajectories.runs.dataset.column_names import EXPECTED, TELLTALE_COLUMNS
+from batch_trajectories.runs.dataset.column_names import TELLTALE_COLUMNS
 from batch_trajectories.runs.dataset.lines import ContentDigest, Row, read_row_at, read_rows
 from batch_trajectories.runs.dataset.row import RowRules, with_plain_prompt
 from batch_trajectories.runs.dataset.shards import Shard
+from batch_trajectories.runs.store.checks import EXPECTED
 from batch_trajectories.runs.store.tasks import BadRow, Task, task_key
 
 ID_COLUMNS = ("id", "task_id", "instance_id")

@@ -22,13 +22,13 @@ from batch_trajectories.runs.config.models import Setups, called_models, set_up_
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sandboxes import image_sandboxes, problem_of_sandbox
 from batch_trajectories.runs.config.toolsets import catalog_of, with_listed_servers
-from batch_trajectories.runs.dataset.column_names import EXPECTED
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, cached_scan
 from batch_trajectories.runs.dataset.shards import parse_shard
 from batch_trajectories.runs.directory.run_lock import refuse_held
 from batch_trajectories.runs.planning.executor_choice import check_executor
 from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset
+from batch_trajectories.runs.store.checks import EXPECTED
 from batch_trajectories.runs.store.files import temporary_for, training_file_of
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus

@@ -1,10 +1,10 @@
 """The results of checks and scores, whether a conversation passed, and the sums of both.
 
 A record is *checked* if the `check` of its row judged it, or its answer was compared with the
-row's `expected` (`check_expected`): it then has a verdict and a reward. It is *scored* if a
-function, a judge or a check gave it a reward. It can be both, or neither. `has_passed` is the one
-rule for all counts, filters and exports. Where a check timed out, could not run or said nothing,
-its `error` is why (`CHECK_FAILED`): it gave neither, and the answer is not compared.
+row's `expected` or `target` (`check_expected`): it then has a verdict and a reward. It is *scored*
+if a function, a judge or a check gave it a reward. It can be both, or neither. `has_passed` is the
+one rule for all counts, filters and exports. Where a check timed out, could not run or said
+nothing, its `error` is why (`CHECK_FAILED`): it gave neither, and the answer is not compared.
 
 `scores` in a record are results of functions and judges, oldest first. Each has the keys `source`
 (MODULE:FUNCTION or judge:MODEL), `version` (a digest of the code or the prompt), `rewards` (by
@@ -14,7 +14,7 @@ name; null if it failed), `error` (null, or why it failed), and `turn_rewards` i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,8 +28,16 @@ THRESHOLD = 0.5
 CHECK_FAILED = "check_failed"
 """Stands in counts for a check that itself failed."""
 
+EXPECTED = "expected"
+"""The column with the expected answer."""
+
 _WRONG_ANSWER = "not the expected"
 """The reason of a conversation that ended with a wrong answer begins with this."""
+
+
+def expected_column(row: Mapping[str, Any]) -> str:
+    """`expected`, or `target` (its name in inspect_ai) if a row has only that."""
+    return "target" if row.get(EXPECTED) is None and row.get("target") is not None else EXPECTED
 
 
 def has_passed(
@@ -134,7 +142,7 @@ def _finite(number: Any) -> float | None:
 
 def _by_expected_answer(record: Record) -> Judgement:
     options = record.options or {}
-    if not options.get("check_expected") or record.row.get("expected") is None:
+    if not options.get("check_expected") or record.row.get(expected_column(record.row)) is None:
         return _UNCHECKED
     if record.status == "completed":
         return Judgement(verdict=True, reward=1.0)
