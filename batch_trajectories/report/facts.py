@@ -50,7 +50,6 @@ def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
         "cached_tokens": usage.get("cache_read_tokens"),
         "cost_usd": record.cost_usd,
         "duration_s": round(seconds_at_work(record), 3),
-        "started_at": turns[0].started_at if turns else None,
         "finished_at": record.finished_at,
         "passed": judgement.passed,
         "reward": judgement.reward,

@@ -17,7 +17,7 @@ from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.report.facts import row_of, seconds_at_work
 from batch_trajectories.report.page.writer import embedded, training_form, write_report
-from tests.running import SCRIPTED, lines, run, write_rows
+from tests.running import ROOT, SCRIPTED, lines, run, write_rows
 from tests.stored import stored
 
 HOSTILE = (
@@ -202,6 +202,19 @@ def test_a_large_report_keeps_its_data_in_files_beside_it(run_dir: Path, tmp_pat
     assert [row["id"] for row in rows] == [record["id"] for record in records]
     assert "\n" not in (written.files / "chunk-0.js").read_text().rstrip("\n")
     assert {path.stat().st_mode & 0o777 for path in written.files.iterdir()} == {0o600}
+
+
+def test_the_page_reads_what_rows_hold_and_all_of_it(run_dir: Path, tmp_path: Path) -> None:
+    """A column of the table is a key in `facts.py` and a column in `table.js`: not one alone."""
+    written = write_report(StoredRun(run_dir), tmp_path / "page.html")
+    held = set(Scripts(written.path.read_text()).json("meta-data")["columns"])
+    folder = ROOT / "batch_trajectories" / "report" / "page"
+    scripts = "\n".join(path.read_text() for path in folder.glob("*.js"))
+    of_pages = {"text", "dataset", "classList"}  # what a script adds, and rows of HTML
+    read = {*re.findall(r"\brow\.(\w+)", scripts), *re.findall(r"\bkey: \"(\w+)\"", scripts)}
+    assert read - of_pages <= held
+    named = {*read, *re.findall(r"[.\"](\w+)", scripts)}
+    assert held <= named, "no script shows or uses these"
 
 
 def calls_in(path: Path, report_id: str, kind: str) -> list[Any]:
