@@ -11,17 +11,12 @@ from dataclasses import dataclass, field, replace
 from agent.loop.acceptance import RUN_CALLS
 from agent.loop.loop import run_agent
 from agent.loop.rules import ConversationSpec, next_step
-from agent.loop.simulated_user import (
-    UsersModel,
-    seen_by_user,
-    stored_opening,
-)
 from agent.loop.steps import Finish, NextStep, ResumeTool, RunTools
-from agent.loop.subagents import SubagentTool
-from agent.loop.tools import AgentTools
+from agent.loop.tools import AgentTools, CallableAgent
 from agent.messages.message import (
     PREPARATION,
     SIMULATED_USER,
+    SUMMARY,
     USER_TURN,
     Event,
     Message,
@@ -37,9 +32,6 @@ from agent.options import AgentOptions, Subagent, inherited_from
 from agent.setup import Home
 from agent.state.events import Clock, continued_event, result_event
 from agent.state.trajectory import Journal, Trajectory
-from agent.views import preparation, summary
-from agent.views.react import ReActModel
-from agent.views.views import compacted_from, with_views
 from batch_trajectories.basics.option_names import FIXED
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
@@ -106,25 +98,35 @@ class ConversationRunner:
             self.toolbox,
             self.trajectory,
             self.spec.options,
-            subagents={
-                subagent.name: SubagentTool(subagent, self._run_subagent)
-                for subagent in self.subagents
-                if self.callable_names is None or subagent.name in self.callable_names
-            },
+            subagents=self._subagent_tools() if self.subagents else {},
             approve=self.host.setup.approve,
             approved=self.approved,
         )
 
+    def _subagent_tools(self) -> dict[str, CallableAgent]:
+        from agent.loop.subagents import SubagentTool
+
+        return {
+            subagent.name: SubagentTool(subagent, self._run_subagent)
+            for subagent in self.subagents
+            if self.callable_names is None or subagent.name in self.callable_names
+        }
+
     def _model_with_views(self) -> Model:
         options = self.spec.options
-        writer = self.model
+        model = writer = self.model
         if options.text_protocol == "react":
-            writer = ReActModel(writer, max_turns=options.max_turns)
-        model = with_views(writer, options)
+            from agent.views.react import ReActModel
+
+            model = writer = ReActModel(writer, max_turns=options.max_turns)
+        if options.ephemeral_system_prompt or options.prefill_messages or options.compact_after:
+            from agent.views.views import with_views
+
+            model = with_views(writer, options)
         if options.summarize_over_tokens or options.summarize_over_messages:
-            model = summary.SummarizingModel(
-                model, writer, self.trajectory, options, self._record_inner
-            )
+            from agent.views.summary import SummarizingModel
+
+            model = SummarizingModel(model, writer, self.trajectory, options, self._record_inner)
         return model
 
     def _record_inner(self, key: str, name: str, event: Event) -> None:
@@ -175,6 +177,8 @@ class ConversationRunner:
 
     async def _ask_user(self) -> Finish | None:
         """Have the simulated user write its next message; returns an ending if that failed."""
+        from agent.loop.simulated_user import UsersModel, seen_by_user, stored_opening
+
         user = self.spec.options.simulated_user
         assert user is not None
         key = user_key(self.trajectory.notes_of(USER_TURN) + 1)
@@ -203,6 +207,8 @@ class ConversationRunner:
 
     async def _prepare(self, task: str) -> Finish | None:
         """Gather context and add it to the prompts; returns an ending if that failed."""
+        from agent.views import preparation
+
         prompt = self.trajectory.messages
         options = self.spec.options
         own = options.model_copy(update=_OFF_IN_PREPARATION)
@@ -240,9 +246,18 @@ _OFF_IN_PREPARATION = {
 
 def was_compacted(trajectory: Trajectory, options: AgentOptions) -> bool:
     """Whether the model was shown any part of a conversation shortened or summarized."""
-    summarized, _ = summary.latest_summary(trajectory)
+    if any(inner.name == SUMMARY for inner in trajectory.inner.values()):
+        from agent.views.summary import latest_summary
+
+        upto, _ = latest_summary(trajectory)
+        if upto:
+            return True
+    if not options.compact_after:
+        return False
+    from agent.views.views import compacted_from
+
     messages = trajectory.messages
-    return bool(summarized) or compacted_from(messages, options.compact_after) < len(messages)
+    return compacted_from(messages, options.compact_after) < len(messages)
 
 
 _INTERRUPTED = (

@@ -8,17 +8,14 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
-from agent.loop.subagents import schema_of
 from agent.loop.tools import Approve, check_names, offered
 from agent.messages.message import SIMULATED_USER, USER_TURN, is_cost_only, user_key
 from agent.models.client.pool import ModelPool
 from agent.models.model import Model, ModelSettings
-from agent.models.prices import is_known
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_sibling
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
 from agent.options import AgentOptions, SimulatedUser, Subagent
 from agent.state.trajectory import Kept, Trajectory
-from toolsets.catalog.places import import_place
 from toolsets.catalog.registry import TOOLSETS, Toolset, resolve_toolsets, tools_of
 from toolsets.context import ToolContext
 from toolsets.tool import Tool
@@ -57,7 +54,12 @@ class Setup:
 
     def unpriced(self) -> str | None:
         """The name of a model whose price is unknown, or None."""
-        return next((model.name for model in self.models() if not is_known(model)), None)
+        called = [model for model in self.models() if model.api != SCRIPTED]
+        if not called:
+            return None
+        from agent.models.prices import is_known
+
+        return next((model.name for model in called if not is_known(model)), None)
 
     def names(self) -> list[str]:
         """The names of the toolsets, without those of subagents."""
@@ -171,6 +173,8 @@ def key_for(settings: ModelSettings, caller: ModelSettings, api_key: str | None)
 
 
 def _load(place: str) -> Approve:
+    from toolsets.catalog.places import import_place
+
     hook = import_place(place, "approve")
     if not callable(hook):
         raise ValueError(f"approve: {place!r} is not callable")
@@ -180,8 +184,12 @@ def _load(place: str) -> Approve:
 
 def schemas_for(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]:
     """The schemas of everything that the model of a conversation can call."""
-    own = [schema_of(agent) for agent in options.subagents]
-    return offered([*(tool.schema for tool in setup.tools), *own], options)
+    own: list[Mapping[str, Any]] = [tool.schema for tool in setup.tools]
+    if options.subagents:
+        from agent.loop.subagents import schema_of
+
+        own += [schema_of(agent) for agent in options.subagents]
+    return offered(own, options)
 
 
 @dataclass(frozen=True, slots=True)

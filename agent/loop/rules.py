@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from agent.loop.plan import PLAN, plan_note
-from agent.loop.simulated_user import users_message
 from agent.loop.steps import AddNote, AskUser, CallModel, Finish, NextStep, ResumeTool, RunTools
 from agent.messages.message import COST_ONLY, USER_TURN, Message, ResultEvent, ToolCall
 from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
@@ -141,7 +139,15 @@ def _too_many_reasks(t: Trajectory, options: AgentOptions) -> Finish | None:
 def _opening_step(t: Trajectory, options: AgentOptions) -> NextStep:
     if not options.plan:
         return CallModel()
-    return CallModel("none") if t.notes_of(PLAN) else plan_note(t) or CallModel()
+    from agent.loop.plan import PLAN
+
+    return CallModel("none") if t.notes_of(PLAN) else _plan_note(t) or CallModel()
+
+
+def _plan_note(t: Trajectory) -> AddNote | None:
+    from agent.loop.plan import plan_note
+
+    return plan_note(t)
 
 
 def _may_continue(t: Trajectory, options: AgentOptions) -> bool:
@@ -154,7 +160,9 @@ def _may_continue(t: Trajectory, options: AgentOptions) -> bool:
 
 def _waiting(t: Trajectory, spec: ConversationSpec) -> NextStep | None:
     """The step for a tool that asked for the user's input."""
-    if not spec.options.awaiting_input or (waiting := waiting_call(t)) is None:
+    if not spec.options.awaiting_input:
+        return None
+    if (waiting := waiting_call(t)) is None:
         return None
     if t.replies_used >= len(spec.user_replies):
         return Finish("awaiting_input", waiting.question)
@@ -172,7 +180,7 @@ def _after_results(t: Trajectory, options: AgentOptions) -> NextStep:
         )
     if end := _too_many_errors(t, options):
         return end
-    if options.plan and (note := plan_note(t)):
+    if options.plan and (note := _plan_note(t)):
         return _continue(t, options, note)
     if limit and 2 <= t.tally.streak == limit - 1:
         return _continue(t, options, AddNote("repeat", _REPEATED))
@@ -185,7 +193,7 @@ def _after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:
         return _too_many_errors(t, options) or _continue(
             t, options, AddNote("no_action", _NO_ACTION)
         )
-    if options.plan and (note := plan_note(t)):
+    if options.plan and (note := _plan_note(t)):
         return _continue(t, options, note)
     return _answered(t, spec)
 
@@ -198,6 +206,8 @@ def _answered(t: Trajectory, spec: ConversationSpec) -> NextStep:
     user = spec.options.simulated_user
     if user is None:
         return _check_answer(t, spec)
+    from agent.loop.simulated_user import users_message
+
     text = users_message(t, sent + 1)
     if not text:
         return AskUser() if sent < user.max_turns else _check_answer(t, spec)

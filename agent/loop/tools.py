@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import orjson
 
-from agent.loop.references import STORED_AS, UnusableReference, name_for, resolve, tag
 from agent.messages.message import OWN_CHARS, ToolCall
 from agent.options import AgentOptions
 from agent.state.final_answer import RESERVED, SCHEMAS, finish_in
@@ -155,6 +154,8 @@ def _finishing(next_caller: Caller) -> Caller:
 
 
 def _referring(next_caller: Caller, trajectory: Trajectory) -> Caller:
+    from agent.loop.references import STORED_AS, UnusableReference, name_for, resolve, tag
+
     async def call(call: ToolCall, user_reply: str | None) -> ToolResult:
         function = call["function"]
         if "$$" in function["arguments"]:

@@ -30,12 +30,12 @@ def run(
     **flags: Any,
 ) -> None:
     """Run all prompts of a dataset, or resume the run (the default command)."""
-    from batch_trajectories.runs.planning.plan import describe, name_bad_rows, warn
-    from batch_trajectories.runs.planning.preview import preview
-
     with errors_as_exit_codes():
         plan = make_plan_of(starting, flags, will_start=not dry_run)
         if dry_run:
+            from batch_trajectories.runs.planning.plan import describe, name_bad_rows, warn
+            from batch_trajectories.runs.planning.preview import preview
+
             warn(plan, say)
             name_bad_rows(plan, say)
             show(describe(plan))

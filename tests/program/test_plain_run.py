@@ -77,8 +77,8 @@ def test_a_plain_prompt_runs_few_modules(tmp_path: Path) -> None:
     modules = modules_of(tmp_path, model="scripted")
     assert "toolsets/sandbox/bwrap" in modules.run
     assert "batch_trajectories/runs/worker/task_runner" in modules.run, "the worker is traced, too"
-    assert len(modules.run) <= 167, sorted(modules.run)
-    assert len(modules.loaded) <= 178, sorted(modules.loaded)
+    assert len(modules.run) <= 138, sorted(modules.run)
+    assert len(modules.loaded) <= 144, sorted(modules.loaded)
 
 
 @pytest.mark.slow

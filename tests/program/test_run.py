@@ -870,7 +870,7 @@ def test_workers_import_nothing_that_the_command_has_not(tmp_path: Path) -> None
     ours = {"agent", "batch_trajectories", "toolsets", "aiohttp", "genai_prices", "pydantic"}
     named = {name: times for name, times in imported.items() if name.split(".")[0] in ours}
     assert "batch_trajectories.runs.worker.worker" in named
-    assert set(named.values()) == {1}
+    assert [name for name, times in named.items() if times > 1] == []
     assert not {"httpx2", "toolsets.browser.browser_tools", "ray"} & imported.keys()
     assert not NOT_FOR_A_PLAIN_RUN & imported.keys()
 

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     PrivateAttr,
     StringConstraints,
+    TypeAdapter,
     model_validator,
 )
 
@@ -105,6 +106,11 @@ class McpServer(BaseModel):
     def mentions_workspace(self) -> bool:
         """Whether its settings have the placeholder of the workspace."""
         return any(WORKSPACE in part for part in (*self.argv, *self.env.values(), self.cwd or ""))
+
+
+def read_servers(entries: dict[str, Any]) -> dict[str, McpServer]:
+    """The `mcp` entries of a config by name. Raises `ValidationError`."""
+    return TypeAdapter(dict[ServerName, McpServer]).validate_python(entries)
 
 
 @dataclass(frozen=True, slots=True)

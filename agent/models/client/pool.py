@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from agent.models.admission import CallAdmission
 from agent.models.model import ModelSettings
 
 if TYPE_CHECKING:
+    from agent.models.admission import CallAdmission
     from agent.models.client.key_command import RenewableKey
     from agent.models.client.retrying import Retry, RetryingModel
 

@@ -11,13 +11,11 @@ import msgspec
 
 from agent.messages.message import SUMMARY
 from agent.messages.tokens import trimmed_replies
-from agent.views.views import compacted_from
 from batch_trajectories.export.conversation.rewards import reward_facts
 from batch_trajectories.export.conversation.row_json import compact_json
 from batch_trajectories.export.conversation.texts import patch_of
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
-from batch_trajectories.export.leaks import leaks_of
 from batch_trajectories.runs.store.record_types import Record, StoredMessage
 
 COUNTS = (
@@ -69,8 +67,12 @@ def views_of(record: Record) -> dict[str, int]:
 def _compacted(record: Record) -> dict[str, int]:
     turns, messages = record.turns, record.messages
     after = (record.options or {}).get("compact_after") or 0
-    later = messages[compacted_from(msgspec.to_builtins(messages), after) :]
-    replies = sum(message.role == "assistant" for message in later)
+    replies = 0
+    if after:
+        from agent.views.views import compacted_from
+
+        later = messages[compacted_from(msgspec.to_builtins(messages), after) :]
+        replies = sum(message.role == "assistant" for message in later)
     # An empty or cut summary was not used and has no turn.
     begun = [
         inner.turns[0].started_at for inner in record.inner if inner.name == SUMMARY and inner.turns
@@ -127,8 +129,11 @@ def metadata_for(
             metadata["repairs"] = repairs
     if record.check is not None or record.scores or record.options:
         metadata |= reward_facts(record)
-    if leaks := leaks_of(record):
-        metadata["leak_suspected"] = [leak._asdict() for leak in leaks]
+    if record.check is not None:
+        from batch_trajectories.export.leaks import leaks_of
+
+        if leaks := leaks_of(record):
+            metadata["leak_suspected"] = [leak._asdict() for leak in leaks]
     if record.diff is not None:
         with suppress(Rejected):
             metadata["patch"] = patch_of(record)

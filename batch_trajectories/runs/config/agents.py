@@ -27,8 +27,15 @@ _NOT_OF_AGENTS = (
 tools."""
 
 
-def read_agent(value: Any) -> Any:
-    """Before-validator: the name of a preset, a YAML file or JSON becomes a mapping."""
+def agent_of(value: Any) -> CommandAgent:
+    """The agent that a preset's name, a YAML file, JSON or a mapping describes.
+
+    Raises `ValueError`, also `ValidationError`.
+    """
+    return CommandAgent.model_validate(_read(value))
+
+
+def _read(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):

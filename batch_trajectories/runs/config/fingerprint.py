@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import orjson
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from agent.gateway.command_agent import NO_MEANING
 from agent.models.resolve import SCRIPTED
 from agent.options import is_marked
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.option_names import FIXED, with_todays_names
 from batch_trajectories.runs.config.run_config import RunConfig
-from toolsets.mcp.mcp_settings import McpServer
+
+if TYPE_CHECKING:
+    from toolsets.mcp.mcp_settings import McpServer
 
 
 def meaning_of(config: RunConfig) -> dict[str, Any]:
@@ -99,6 +100,8 @@ def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in given.items()
     }
     if whole["agent"] is not None:
+        from agent.gateway.command_agent import NO_MEANING
+
         whole["agent"] = {
             name: value for name, value in whole["agent"].items() if name not in NO_MEANING
         }

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agent.gateway.command_agent import CommandAgent
 from agent.models.model import ModelSettings
 from agent.models.providers import Api, holds_at, provider_at
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_model, resolve_sibling
@@ -16,6 +15,9 @@ from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
 from batch_trajectories.runs.config.endpoints import to_prices
 from batch_trajectories.runs.config.run_config import RunConfig
 from toolsets.catalog.registry import TOOLSETS, Toolset
+
+if TYPE_CHECKING:
+    from agent.gateway.command_agent import CommandAgent
 
 Setups = Mapping[str, Setup]
 """The setups of conversations by model name, as the user wrote it."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from agent.options import Float, parse_json, split_commas
 from batch_trajectories.basics.text import valid_utf8
+
+if TYPE_CHECKING:
+    from agent.gateway.command_agent import CommandAgent
+    from batch_trajectories.runs.config.endpoint_config import EndpointConfig
+    from toolsets.mcp.mcp_settings import McpServer
 
 Resource = Annotated[Float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Weight = Annotated[Float, Field(ge=0, allow_inf_nan=False)]
@@ -116,3 +121,44 @@ def _assignments(value: Any, form: str) -> Any:
             raise ValueError(f"{name!r} is given twice")
         found[name] = given
     return found
+
+
+# Options that few runs have: what reads them is imported where one is given.
+
+
+def _read_agent(value: Any) -> CommandAgent | None:
+    if value is None:
+        return None
+    from batch_trajectories.runs.config.agents import agent_of
+
+    return agent_of(value)
+
+
+def _read_endpoints(entries: dict[str, Any]) -> dict[str, EndpointConfig]:
+    if not entries:
+        return {}
+    from batch_trajectories.runs.config.endpoint_config import read_endpoints
+
+    return read_endpoints(entries)
+
+
+def _read_servers(entries: dict[str, Any] | None) -> dict[str, McpServer] | None:
+    if not entries:
+        return entries
+    from toolsets.mcp.mcp_settings import read_servers
+
+    return read_servers(entries)
+
+
+if TYPE_CHECKING:
+    OwnAgent = CommandAgent | None
+    Endpoints = dict[str, EndpointConfig]
+    McpServers = dict[str, McpServer] | None
+else:
+    OwnAgent = Annotated[Any, BeforeValidator(_read_agent)]
+    Endpoints = Annotated[
+        dict[str, Any], BeforeValidator(parse_json), AfterValidator(_read_endpoints)
+    ]
+    McpServers = Annotated[
+        dict[str, Any] | None, BeforeValidator(parse_json), AfterValidator(_read_servers)
+    ]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from agent.gateway.command_agent import CommandAgent
 from agent.models.providers import FIRST, Api
 from agent.models.resolve import SCRIPTED, with_colon
 from agent.options import (
@@ -29,12 +28,14 @@ from agent.options import (
     meaning,
     parse_json,
 )
-from batch_trajectories.runs.config.agents import DEFAULTS, check_options, read_agent
 from batch_trajectories.runs.config.endpoints import BaseUrl, Effort, ExtraBody, PriceConfig
 from batch_trajectories.runs.config.option_types import (
     AcceptedRows,
+    Endpoints,
     LocalPath,
+    McpServers,
     Names,
+    OwnAgent,
     Resource,
     Weight,
     is_text,
@@ -47,25 +48,11 @@ from batch_trajectories.runs.config.option_types import (
 from batch_trajectories.runs.config.sandbox_options import SandboxOptions
 from batch_trajectories.runs.dataset.row import ColumnUse, RowRules
 from batch_trajectories.runs.dataset.shards import plain_shard
-from toolsets.mcp.mcp_settings import McpServer, ServerName
 from toolsets.sandbox.factory import sandbox_kind
 
 if TYPE_CHECKING:
-    from batch_trajectories.runs.config.endpoint_config import EndpointConfig
     from toolsets.catalog.distributions import Distribution
     from toolsets.net.web_settings import WebSettings
-
-    Endpoints = dict[str, EndpointConfig]
-else:
-    Endpoints = dict[str, Any]
-
-
-def _read_endpoints(entries: dict[str, Any]) -> dict[str, EndpointConfig]:
-    if not entries:
-        return {}
-    from batch_trajectories.runs.config.endpoint_config import read_endpoints
-
-    return read_endpoints(entries)
 
 
 class RunConfig(SandboxOptions):
@@ -99,9 +86,7 @@ class RunConfig(SandboxOptions):
         "Several models, {NAME: WEIGHT}, of which each conversation draws one.",
         min_length=1,
     )
-    endpoints: Annotated[
-        Endpoints, BeforeValidator(parse_json), AfterValidator(_read_endpoints)
-    ] = running(
+    endpoints: Endpoints = running(
         {},
         "Your own endpoints, {NAME: {base_url, api, key_env, ...}} (docs/endpoints.md); their "
         "models are NAME:MODEL.",
@@ -119,7 +104,7 @@ class RunConfig(SandboxOptions):
         "Environment variable with the API key; 'none' sends no key.",
         min_length=1,
     )
-    agent: Annotated[CommandAgent | None, BeforeValidator(read_agent)] = meaning(
+    agent: OwnAgent = meaning(
         None,
         "Your own agent, run as a command: a preset such as claude-code, a YAML file, or JSON "
         "(docs/agents.md).",
@@ -134,7 +119,7 @@ class RunConfig(SandboxOptions):
         None,
         "Your own tools: MODULE:ATTRIBUTE, FILE.py:ATTRIBUTE or an entry point.",
     )
-    mcp: Annotated[dict[ServerName, McpServer] | None, BeforeValidator(parse_json)] = meaning(
+    mcp: McpServers = meaning(
         None,
         "MCP servers, {NAME: {command or url, ...}}; each is a toolset.",
     )
@@ -279,8 +264,11 @@ class RunConfig(SandboxOptions):
     @model_validator(mode="before")
     @classmethod
     def _has_limits_of_agents(cls, values: Any) -> Any:
-        has_agent = isinstance(values, dict) and values.get("agent") is not None
-        return {**DEFAULTS, **values} if has_agent else values
+        if not isinstance(values, dict) or values.get("agent") is None:
+            return values
+        from batch_trajectories.runs.config.agents import DEFAULTS
+
+        return {**DEFAULTS, **values}
 
     @model_validator(mode="after")
     def _has_one_name_per_model(self) -> RunConfig:
@@ -297,6 +285,8 @@ class RunConfig(SandboxOptions):
     @model_validator(mode="after")
     def _goes_with_its_agent(self) -> RunConfig:
         if self.agent is not None:
+            from batch_trajectories.runs.config.agents import check_options
+
             check_options(self)
         return self
 

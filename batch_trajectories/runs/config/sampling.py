@@ -9,7 +9,6 @@ from batch_trajectories.runs.config.models import Setups
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.column_names import MODEL_COLUMN
 from batch_trajectories.runs.store.tasks import Task
-from toolsets.catalog.distributions import draw_toolsets
 
 
 def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
@@ -18,6 +17,8 @@ def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
     distribution = config.toolset_percentages()
     if distribution is None:
         return setup
+    from toolsets.catalog.distributions import draw_toolsets
+
     # Disabled toolsets are not in `setup` and cannot be drawn.
     left = {name: distribution[name] for name in setup.names()}
     drawn_as = f"{config.seed}/{_drawn_as(config, task)}"

@@ -14,6 +14,8 @@ from batch_trajectories.runs.directory.run_dir import RunDir
 from batch_trajectories.runs.executors.base import Executor
 from batch_trajectories.runs.executors.local import LocalExecutor, fork_workers
 from toolsets.catalog.registry import ALL, TOOLSETS
+from toolsets.sandbox import SANDBOXES
+from toolsets.sandbox.factory import sandbox_kind
 
 
 def check_executor(config: RunConfig) -> None:
@@ -40,6 +42,8 @@ def fork_ahead(config: RunConfig) -> None:
         for name, toolset in TOOLSETS.items():
             if name in wanted or (toolset.in_all and set(wanted) & set(ALL)):
                 len(toolset.tools)  # which imports them, once for all
+        if config.sandbox in SANDBOXES:  # others are the user's
+            sandbox_kind(config.sandbox)
         if config.mcp:
             import toolsets.mcp.servers  # noqa: F401 - as above
         if config.model_weights().keys() != {SCRIPTED}:
@@ -52,6 +56,7 @@ def fork_ahead(config: RunConfig) -> None:
 
 def _load_clients(config: RunConfig) -> None:
     """Import what calls of the run's models need."""
+    import batch_trajectories.runs.worker.call_limiter  # noqa: F401 - workers would each import it
     from agent.models.client.open_model import load_client
 
     for name in config.model_weights():

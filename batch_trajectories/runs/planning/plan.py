@@ -11,7 +11,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from agent.models.model import ModelSettings, Price
-from agent.models.prices import table_price
 from agent.models.resolve import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.setup import Setup, schemas_for
@@ -266,6 +265,8 @@ def _describe(settings: ModelSettings, weight: float | None) -> str:
         return words
     if (own := settings.own_price) is not None:
         return f"{words}, your prices: {_price(own)}"
+    from agent.models.prices import table_price
+
     known = table_price(settings)
     return f"{words}, {'price unknown' if known is None else f'known prices: {_price(known)}'}"
 

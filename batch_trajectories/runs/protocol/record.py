@@ -20,9 +20,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agent.gateway.command_agent import CommandAgent
 from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.messages.message import ReplyEvent, is_cost_only
@@ -37,6 +36,9 @@ from batch_trajectories.runs.store.failures import Failure
 from batch_trajectories.runs.store.record_types import Record, decode_record
 from batch_trajectories.runs.store.row_texts import shared
 from batch_trajectories.runs.store.tasks import SCHEMA_VERSION, Task
+
+if TYPE_CHECKING:
+    from agent.gateway.command_agent import CommandAgent
 
 
 @dataclass(frozen=True, slots=True)

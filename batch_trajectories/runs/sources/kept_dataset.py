@@ -30,7 +30,6 @@ from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import DatasetError, RunLocked
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.runs.dataset.row import RowRules
-from batch_trajectories.runs.sources.columns import Renaming
 from batch_trajectories.runs.sources.source import DataSource, source_of
 from batch_trajectories.runs.store.files import (
     alone_in,
@@ -43,6 +42,7 @@ from batch_trajectories.runs.store.files import (
 )
 
 if TYPE_CHECKING:
+    from batch_trajectories.runs.sources.columns import Renaming
     from batch_trajectories.runs.sources.file_rows import Row
     from batch_trajectories.runs.sources.rows_file import RowsFile
 
@@ -113,6 +113,8 @@ def keep_dataset(
     }
     left_out: set[str] = set()
     found = rows_of_source(source, left_out, revision)
+    from batch_trajectories.runs.sources.columns import Renaming
+
     writer = _Writer(source, Renaming(columns, rows_file), rules, max_samples)
 
     def write(directory: Path) -> KeptDataset:

@@ -6,12 +6,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
 import orjson
 
 from batch_trajectories.basics.console import watched
-from batch_trajectories.basics.parts import Advance, in_parts
 from batch_trajectories.runs.store.checksum import DamagedLine
 from batch_trajectories.runs.store.files import refuse_strange_files
 from batch_trajectories.runs.store.index import Index
@@ -19,6 +18,9 @@ from batch_trajectories.runs.store.record_types import Record, decode_record
 from batch_trajectories.runs.store.records import AFTER_ID, HEAD, load_index, unreadable_record
 from batch_trajectories.runs.store.scores import Scores
 from batch_trajectories.runs.store.tasks import task_key
+
+if TYPE_CHECKING:
+    from batch_trajectories.basics.parts import Advance
 
 _DIGEST = b',"input_digest":"'
 _HEAD_BYTES = 512
@@ -110,6 +112,8 @@ def over_records(run_dir: Path, do: Callable[[SomeRecords], R], *, doing: str) -
 
     Large runs are divided among processes. `doing` names the work for its progress.
     """
+    from batch_trajectories.basics.parts import in_parts
+
     scores = Scores(run_dir)
     with open_index(run_dir) as (index, records):
         places = [(entry.offset, entry.length, key) for key, entry in index.counting()]

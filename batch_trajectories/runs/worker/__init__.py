@@ -15,5 +15,5 @@ diff             what a conversation changed in a repository
 check            the check of a row
 remote_journal   a journal that the parent writes
 
-Other rooms import agents/agent_program, calls, worker.
+Other rooms import agents/agent_program, call_limiter, calls, worker.
 """

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.runs.config.amounts import Cost
+
+if TYPE_CHECKING:
+    from agent.models.admission import CostEstimate
 
 _NOTHING = Cost()
 

@@ -17,13 +17,12 @@ from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
 from batch_trajectories.runs.protocol.messages import Assignment
 from batch_trajectories.runs.worker.budget_share import WorkerBudget
-from batch_trajectories.runs.worker.call_limiter import CallLimiter, Load
 
 if TYPE_CHECKING:
     from agent.models.client.key_command import RenewableKey
     from agent.models.client.pool import OnRetry
     from batch_trajectories.runs.worker.batch_api_model import BatchApiClient
-
+    from batch_trajectories.runs.worker.call_limiter import CallLimiter, Load
 
 _LOAD_EVERY_S = 0.1
 
@@ -70,7 +69,11 @@ class Calls:
             from batch_trajectories.runs.worker.batch_api_model import BatchApiClient
 
             self._batch_client = BatchApiClient(send)
-        self._loads = dict.fromkeys(limits, Load())
+        self._loads: dict[str, Load] = {}
+        if limits:
+            from batch_trajectories.runs.worker.call_limiter import Load
+
+            self._loads = dict.fromkeys(limits, Load())
         self.pool = ModelPool(
             key_of=self._key_of,
             on_retry=on_retry,
@@ -156,6 +159,8 @@ class Calls:
         return read_key(settings)
 
     def _limiter(self, endpoint: str, limits: EndpointLimits) -> CallLimiter:
+        from batch_trajectories.runs.worker.call_limiter import CallLimiter
+
         return CallLimiter(
             permits=0,  # until the parent sends some
             rpm=limits.rpm and limits.rpm * self._part,
