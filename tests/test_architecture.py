@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections import defaultdict
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,8 @@ are no rooms.
 
 FOUND_BY_NAME = {"export/formats"}
 """Folders whose modules are found by their names, so that no list has to name them."""
+
+SANDBOX = "toolsets/sandbox/"
 
 MAX_OPEN = 15
 MAX_MODULES = 15
@@ -184,6 +187,20 @@ def test_imports_run_one_way(path: Path) -> None:
     assert mine >= 0, f"{name_of(path)} is in no node"
     wrong = {name for name in imports_of(path) if node_of(name) > mine}
     assert not wrong, f"{name_of(path)} imports from further down the list: {sorted(wrong)}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Also not for types. A kind of sandbox and its sandboxes in images know each other."""
+    graph = {
+        name_of(path): {
+            name
+            for name in imports_of(path) - {name_of(path)}
+            if not (name.startswith(SANDBOX) and name_of(path).startswith(SANDBOX))
+        }
+        for path in modules()
+        if path.name != "__init__.py"
+    }
+    TopologicalSorter(graph).prepare()  # raises `CycleError`
 
 
 @BY_NAME

@@ -12,13 +12,13 @@ from agent.models.model import ModelSettings
 from agent.wires.canonical import cut
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.presets import CONFIGS, presets
-from batch_trajectories.runs.config.agents import model_asked
 from batch_trajectories.runs.config.fingerprint import digest_of, meaning_of, with_defaults
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.models import set_up_models
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sandboxes import problem_of_sandbox
 from batch_trajectories.runs.worker.agents.agent_program import free_memory_mb, with_checked_agent
+from batch_trajectories.runs.worker.agents.agent_runner import model_asked
 from tests.toolsets.test_sandbox import needs_bwrap
 
 AGENT: dict[str, Any] = {"command": ["sh", "-c", "{prompt}"], "speaks": ["openai_chat"]}

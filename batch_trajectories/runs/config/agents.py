@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from agent.gateway.command_agent import CommandAgent
-from agent.models.model import ModelSettings
 from agent.options import LIMITS, AgentOptions, parse_json
 from batch_trajectories.basics.presets import preset_or_path
 from batch_trajectories.runs.config.endpoints import is_secret
-
-if TYPE_CHECKING:
-    from batch_trajectories.runs.config.run_config import RunConfig
 
 DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0}
 """Of options whose usual defaults are for conversations of this program."""
@@ -52,22 +47,17 @@ def _read(value: Any) -> Any:
     return {"name": path.stem, **loaded}
 
 
-def check_options(config: RunConfig) -> None:
-    """Raise `ValueError` for an option that means nothing with the agent of a config."""
-    agent = config.agent
-    assert agent is not None
+def check_options(agent: CommandAgent, given: Collection[str]) -> None:
+    """Raise `ValueError` if an option of `given`, which are not at their defaults, means nothing."""
     own = [name for name in AgentOptions.model_fields if name not in LIMITS]
     for name in (*own, *_NOT_OF_AGENTS):
-        if name == "docker_image" and config.is_inside:
-            continue
-        field = type(config).model_fields[name]
-        if getattr(config, name) != field.get_default(call_default_factory=True):
+        if name in given:
             raise ValueError(
                 f"{name}: means nothing with agent {agent.name!r}, which writes its own requests "
                 f"and has its own tools; leave {name} out, or set it in the agent's own "
                 "configuration (`command`, `env`, `files`)"
             )
-    if config.executor == "ray":
+    if "executor" in given:
         raise ValueError("executor: agents run on this machine only; leave --executor=ray out")
     for name, text in agent.env.items():
         if is_secret(text or ""):
@@ -75,13 +65,3 @@ def check_options(config: RunConfig) -> None:
                 f"agent.env.{name}: seems to hold a secret, which would be in the sandbox and in "
                 "files; models are called with the run's own key (--key_env), outside of it"
             )
-
-
-def model_asked(
-    agent: CommandAgent, settings: ModelSettings, aliases: Mapping[str, ModelSettings], asked: str
-) -> ModelSettings | None:
-    """The model for a name that an agent asks for; None if it is not one of the run's."""
-    if asked in (settings.name, settings.reference):
-        return settings
-    names = [name for name in agent.aliases if fnmatchcase(asked, name)]
-    return aliases[max(names, key=len)] if names else None

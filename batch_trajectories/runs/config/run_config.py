@@ -287,7 +287,12 @@ class RunConfig(SandboxOptions):
         if self.agent is not None:
             from batch_trajectories.runs.config.agents import check_options
 
-            check_options(self)
+            given = {
+                name
+                for name, field in type(self).model_fields.items()
+                if getattr(self, name) != field.get_default(call_default_factory=True)
+            }
+            check_options(self.agent, given - ({"docker_image"} if self.is_inside else set()))
         return self
 
     @model_validator(mode="before")

@@ -11,9 +11,10 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from agent.gateway.relay import CallLimits, RefusedModel, Relay, Route
 from agent.gateway.server import Gateway
 from agent.loop.steps import Finish
 from agent.messages.message import AgentExitEvent, AgentRestartedEvent, Event, ReplyEvent
+from agent.models.model import ModelSettings
 from agent.setup import Setup
 from agent.state.trajectory import Trajectory
 from agent.wires.lines import lines_of
 from batch_trajectories.basics.errors import AgentFailed, Stopped
 from batch_trajectories.basics.text import clip
-from batch_trajectories.runs.config.agents import model_asked
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.row import RowTask
 from batch_trajectories.runs.worker.agents.agent_program import (
@@ -343,3 +344,13 @@ def _ending(task: AgentTask, relay: Relay, result: ExecResult) -> Finish:
         when = f"it holds {result.full_mb} MB"
     output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
     raise AgentFailed(f"agent {task.agent.name!r} {how} {when}: {output or 'no output'}")
+
+
+def model_asked(
+    agent: CommandAgent, settings: ModelSettings, aliases: Mapping[str, ModelSettings], asked: str
+) -> ModelSettings | None:
+    """The model for a name that an agent asks for; None if it is not one of the run's."""
+    if asked in (settings.name, settings.reference):
+        return settings
+    names = [name for name in agent.aliases if fnmatchcase(asked, name)]
+    return aliases[max(names, key=len)] if names else None
