@@ -48,7 +48,7 @@ def _read(value: Any) -> Any:
 
 
 def check_options(agent: CommandAgent, given: Collection[str]) -> None:
-    """Raise `ValueError` if an option of `given`, which are not at their defaults, means nothing."""
+    """Raise `ValueError` if an option of `given`, not at its default, means nothing to `agent`."""
     own = [name for name in AgentOptions.model_fields if name not in LIMITS]
     for name in (*own, *_NOT_OF_AGENTS):
         if name in given:
