@@ -32,7 +32,7 @@ from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.row import RowRules
 from batch_trajectories.runs.sources.rows_file import load_rows_file
-from batch_trajectories.runs.store.rewards import printed_rewards
+from batch_trajectories.runs.store.checks import printed_rewards
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import ROOT, lines, write_rows
 

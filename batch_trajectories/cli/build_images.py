@@ -37,7 +37,7 @@ def build_images(tasks: Path, container_engine: Engine, save: Path | None) -> No
     from batch_trajectories.basics.errors import DatasetError, EnvironmentStop
     from batch_trajectories.runs.dataset.column_names import ERROR_COLUMN
     from batch_trajectories.runs.sources.harbor import tasks_in
-    from toolsets.images.image_error import ImageError
+    from toolsets.images.names import ImageError
     from toolsets.sandbox.engine import build_image, docker_problem, save_image
 
     with errors_as_exit_codes():

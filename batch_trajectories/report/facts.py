@@ -10,9 +10,8 @@ from agent.messages.message import USER_TURN
 from agent.messages.reasoning import split_inline_reasoning
 from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
 from batch_trajectories.export.leaks import leaks_of
-from batch_trajectories.runs.store.checks import judgement_of, rewards_of
+from batch_trajectories.runs.store.checks import MAIN, judgement_of, rewards_of
 from batch_trajectories.runs.store.record_types import Record, StoredMessage
-from batch_trajectories.runs.store.rewards import MAIN
 
 _SNIPPET_CHARS = 140
 

@@ -24,9 +24,9 @@ from testing.fake_images import (
 from tests.running import PATIENCE_S
 from toolsets.images import layers as layers_module
 from toolsets.images.archives import images_in
-from toolsets.images.image_error import ImageError
+from toolsets.images.names import ImageError
 from toolsets.images.store import ImageStore, UnpackedImage
-from toolsets.images.users import user_of
+from toolsets.sandbox.image_bwrap import user_of
 from toolsets.workspace.removal import remove_tree
 
 

@@ -837,7 +837,7 @@ def test_commands_that_only_read_a_run_import_nothing_that_runs_tasks(tmp_path: 
 NOT_FOR_A_PLAIN_RUN = {
     *("tarfile", "gzip", "grp", "pwd", "tomllib", "yaml"),
     *("toolsets.images.store", "toolsets.images.archives", "toolsets.images.layers"),
-    *("toolsets.images.names", "toolsets.images.users", "toolsets.sandbox.image_bwrap"),
+    *("toolsets.images.names", "toolsets.sandbox.image_bwrap", "toolsets.sandbox.image_bwrap"),
     *("toolsets.sandbox.inside.namespaces", "agent.wires.canonical"),
     *("agent.wires.lines", "agent.wires.threads"),
     *("agent.state.agent_record", "agent.wires.wire", "batch_trajectories.basics.yaml_file"),

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.runs.scoring.functions import RewardFunctions
-from batch_trajectories.runs.store.checks import Judgement, judgement_of, rewards_of
-from batch_trajectories.runs.store.rewards import parse_rewards
+from batch_trajectories.runs.store.checks import Judgement, judgement_of, parse_rewards, rewards_of
 from tests.exporting import worked
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, started, wait_until, write_rows

@@ -36,9 +36,8 @@ from tests.running import (
 )
 from toolsets.catalog.registry import tools_of
 from toolsets.context import ToolContext
-from toolsets.mcp.argument_check import check_by
 from toolsets.mcp.mcp_settings import McpError, McpServer
-from toolsets.mcp.servers import McpServers, list_servers
+from toolsets.mcp.servers import McpServers, check_by, list_servers
 from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, ToolResult
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace

@@ -19,8 +19,7 @@ from typing import IO, Any
 
 import orjson
 
-from toolsets.images.image_error import ImageError
-from toolsets.images.names import DIGEST, full_name
+from toolsets.images.names import DIGEST, ImageError, full_name
 
 _MAX_DOCUMENT_BYTES = 16 << 20
 _MAX_NESTING = 3

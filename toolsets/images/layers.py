@@ -24,7 +24,7 @@ from typing import IO, Any
 import orjson
 
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
-from toolsets.images.image_error import ImageError
+from toolsets.images.names import ImageError
 from toolsets.workspace.removal import remove_tree
 
 TREE, STATE = "rootfs", "state.json"

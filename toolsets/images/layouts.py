@@ -12,8 +12,8 @@ import orjson
 
 from batch_trajectories.basics.locked import locked
 from toolsets.images.archives import images_of, opener
-from toolsets.images.image_error import ImageError
 from toolsets.images.layers import MAGIC_GZIP, MAGIC_ZSTD
+from toolsets.images.names import ImageError
 
 _TYPE = "application/vnd.oci.image"
 _NAME = "org.opencontainers.image.ref.name"

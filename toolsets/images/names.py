@@ -1,8 +1,15 @@
-"""References to images, and whether two mean the same."""
+"""References to images, whether two mean the same, and the error of an image."""
 
 from __future__ import annotations
 
 import re
+
+from batch_trajectories.basics.errors import ToolError
+
+
+class ImageError(ToolError):
+    """An image is missing, damaged, or holds what cannot be unpacked."""
+
 
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _DEFAULT_PREFIXES = ("docker.io/", "index.docker.io/", "localhost/", "library/")

@@ -20,9 +20,8 @@ import orjson
 from batch_trajectories.basics.errors import HostError, machine_failure
 from batch_trajectories.basics.locked import locked
 from toolsets.images.archives import StoredImage, images_in, opener
-from toolsets.images.image_error import ImageError
 from toolsets.images.layers import STATE, TREE, Unpacking, read_inside
-from toolsets.images.names import digest_of, full_name
+from toolsets.images.names import ImageError, digest_of, full_name
 from toolsets.workspace.removal import remove_tree
 
 _log = logging.getLogger(__name__)

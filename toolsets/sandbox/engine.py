@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from batch_trajectories.basics.locked import locked
-from toolsets.images.image_error import ImageError
+from toolsets.images.names import ImageError
 from toolsets.sandbox.base import Pull, SandboxError
 
 RUN_LABEL = "batch-trajectories.run"

@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.runs.store.checks import THRESHOLD, Judgement, judgement_of, rewards_of
+from batch_trajectories.runs.store.checks import (
+    BY_TURN,
+    MAIN,
+    THRESHOLD,
+    Judgement,
+    judgement_of,
+    rewards_of,
+)
 from batch_trajectories.runs.store.record_types import Record
-from batch_trajectories.runs.store.rewards import BY_TURN, MAIN
 
 
 def reward_of(record: Record, name: str | None = None) -> float | None:

@@ -2,7 +2,6 @@
 
 directory  the directory, its manifest, files for loaders
 build      from records to rows
-splits     which split a prompt belongs to
 card       the dataset card
 checking   compares a dataset with its records
 rendering  renders rows through a chat template

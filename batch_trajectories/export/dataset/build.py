@@ -6,6 +6,7 @@ selected record is used or rejected. The same records and recipe give the same b
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import reward_of
 from batch_trajectories.export.conversation.tolerance import Tolerance, refuse_everywhere
 from batch_trajectories.export.conversation.validity import Rejected
-from batch_trajectories.export.dataset.splits import Splits
 from batch_trajectories.export.filters.duplicates import NearDuplicates, said_in
 from batch_trajectories.export.filters.filters import RecordFilters
 from batch_trajectories.export.record_order import RecordOrder, RecordReader, Seen
@@ -30,6 +30,7 @@ from batch_trajectories.export.rows.format import Format
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, Hashing, Written
 from batch_trajectories.export.statistics import Statistics
+from batch_trajectories.runs.dataset.row import opening_messages
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.directory.run_dir import read_run_json, versions_of
 from batch_trajectories.runs.store.failures import load_failed_attempts
@@ -323,3 +324,37 @@ def _versions(recipe: Recipe) -> dict[str, str]:
     if recipe.filters.secrets == "all":
         names.append("detect-secrets")
     return versions_of(names)
+
+
+class Splits:
+    """Draws the split of each prompt.
+
+    All samples of a prompt, and rows with the same text, are in one split, which depends only on
+    prompt, seed and shares: added rows do not move others.
+    """
+
+    def __init__(self, shares: Mapping[str, float], *, seed: int) -> None:
+        """`shares` sum to 1."""
+        self._seed = seed
+        self._ends: list[tuple[str, float]] = []
+        end = 0.0
+        for name, share in shares.items():
+            end += share
+            self._ends.append((name, end))
+
+    def of(self, record: Record) -> str:
+        """The name of the split that a record belongs to."""
+        if len(self._ends) == 1:
+            return self._ends[0][0]
+        content = f"{self._seed}\n".encode() + _prompt(record)
+        drawn = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
+        return next((name for name, end in self._ends if drawn < end), self._ends[-1][0])
+
+
+def _prompt(record: Record) -> bytes:
+    """The user's text in the row; the id of the prompt if the row has none."""
+    try:
+        opening = opening_messages(record.row, None)
+    except ValueError:
+        return record.prompt_id.encode()
+    return orjson.dumps([m["content"] for m in opening if m["role"] == "user"])

@@ -25,6 +25,7 @@ from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.rows.files import CandidateFiles, Export, Loaded, OwnFormat, Why
+from batch_trajectories.runs.store.checks import BY_TURN
 from batch_trajectories.runs.store.record_types import (
     DiscardedReply,
     InnerRecord,
@@ -32,7 +33,6 @@ from batch_trajectories.runs.store.record_types import (
     StoredConversation,
     StoredTurn,
 )
-from batch_trajectories.runs.store.rewards import BY_TURN
 
 MAIN_THREAD = "main"
 """The `thread` of a conversation that is no subagent's."""

@@ -6,7 +6,6 @@ by_judge      scores of a judge model
 asking        keeps calls in flight
 judge_prompt  the questions to the judge, and its replies
 judge_budget  the budget of the judge's calls
-verdicts      replies to the judge that exports once had
 
 Other rooms import by_functions, by_judge, judge_prompt.
 """

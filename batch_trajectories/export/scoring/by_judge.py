@@ -19,7 +19,7 @@ from agent.models.prices import is_known
 from agent.models.resolve import SCRIPTED, read_key
 from agent.session import run_here
 from batch_trajectories.basics.console import say
-from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.export.reasons import Reasons
 from batch_trajectories.export.scoring.asking import (
@@ -31,10 +31,11 @@ from batch_trajectories.export.scoring.asking import (
 from batch_trajectories.export.scoring.judge_budget import JudgeBudget
 from batch_trajectories.export.scoring.judge_prompt import JudgePrompt, rewards_in_reply
 from batch_trajectories.export.scoring.score_file import Scored, ScoreFile, Wanted, open_scores
-from batch_trajectories.export.scoring.verdicts import read_verdicts
 from batch_trajectories.runs.config.models import settings_of
 from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.store.checksum import read_object
 from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.runs.store.records import lines_from
 from batch_trajectories.runs.store.scores import score_key
 
 _Scored = tuple[str, str, dict[str, Any]]
@@ -203,3 +204,27 @@ def _paid(completion: Completion) -> dict[str, Any]:
         "usage": completion.usage,
         "cost_usd": completion.cost_usd,
     }
+
+
+NAME = "verdicts.jsonl"
+
+
+def read_verdicts(run_dir: Path) -> dict[str, str]:
+    """The replies by key; the last of a key counts. Raises `RunDirError` for other lines.
+
+    `verdicts.jsonl` in the run directory holds a line for each: {"key", "id", "judge", "reply"
+    (null where the call failed), ...}. The key is a hash of the judge and its whole prompt. Nothing
+    writes the file any more; what it holds is paid for.
+    """
+    replies: dict[str, str] = {}
+    for number, (_, content) in enumerate(lines_from(run_dir / NAME, 0), start=1):
+        try:
+            line = read_object(content)
+            if line["reply"] is not None:
+                replies[str(line["key"])] = str(line["reply"])
+        except (ValueError, KeyError) as error:
+            raise RunDirError(
+                f"{run_dir / NAME}:{number}: not a verdict; `verify --repair` sets it aside, and "
+                "its question is asked again"
+            ) from error
+    return replies

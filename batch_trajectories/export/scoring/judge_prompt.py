@@ -15,9 +15,8 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import clip
 from batch_trajectories.export.conversation.ending import answer_of
 from batch_trajectories.export.conversation.texts import user_texts
-from batch_trajectories.runs.store.checks import EXPECTED, expected_column
+from batch_trajectories.runs.store.checks import EXPECTED, expected_column, parse_rewards
 from batch_trajectories.runs.store.record_types import Record
-from batch_trajectories.runs.store.rewards import parse_rewards
 
 NAME = "judge"
 """The name of a reward that a judge gives as a number alone."""

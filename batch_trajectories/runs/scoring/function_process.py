@@ -28,7 +28,7 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import machine_failure
 from batch_trajectories.basics.startup import die_with_parent
 from batch_trajectories.basics.text import clip, valid_utf8
-from batch_trajectories.runs.store.rewards import parse_rewards
+from batch_trajectories.runs.store.checks import parse_rewards
 from toolsets.catalog.places import OwnToolError, import_place
 
 _SHOWN = 1000

@@ -13,8 +13,7 @@ index_file      which bytes of it can be trusted
 reader          read records one by one
 failures        failures.jsonl; which tasks need no more work
 scores          scores.jsonl: scores given after the run
-rewards         rewards by name, of conversations and of turns
-checks          results of checks, and their sums
+checks          results of checks, rewards by name and by turn, and their sums
 
 Other rooms import all modules.
 """

@@ -18,7 +18,7 @@ from batch_trajectories.runs.dataset.test_outcomes import (
     outcomes,
     wrong_outcomes,
 )
-from batch_trajectories.runs.store.rewards import (
+from batch_trajectories.runs.store.checks import (
     MAIN,
     Rewards,
     finite_number,
@@ -84,7 +84,7 @@ async def run_check(
 
     It has passed if its exit code is 0, or as its tests or its reward say. Keys: `passed`,
     `reward`, `exit_code` (None if it did not end), `stdout` and `stderr` (shortened), `duration_s`;
-    `tests`, `rewards` and `turn_rewards` where the check has them (see `runs.store.rewards`). If it
+    `tests`, `rewards` and `turn_rewards` where the check has them (see `runs.store.checks`). If it
     timed out, could not run, or gave no reward or rewards for another number of turns, `passed` and
     `reward` are None, and `error` is why. Raises `SetupFailed` if no sandbox could be opened.
     """
