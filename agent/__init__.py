@@ -13,6 +13,6 @@ runner         assembles one conversation, and runs or resumes it
 session        several prompts to one agent, for AIAgent
 flat/          conversations as flat lists, for callers with a loop of their own
 
-Other rooms import loop/loop, loop/rules, loop/steps, loop/tools, options, runner, session,
-setup, views/views.
+Other rooms import loop/loop, loop/references, loop/rules, loop/steps, loop/tools, options,
+runner, session, setup, views/views.
 """
