@@ -240,6 +240,6 @@ def _kind(place: str) -> str:
 
 
 def _push(directory: Path, repo: str, manifest: Mapping[str, Any], *, for_real: bool) -> None:
-    from batch_trajectories.export.dataset.pushing import plan, push
+    from batch_trajectories.export.dataset.directory import plan_upload, upload
 
-    show(push(directory, repo, manifest) if for_real else plan(directory, repo, manifest))
+    show(upload(directory, repo, manifest) if for_real else plan_upload(directory, repo, manifest))

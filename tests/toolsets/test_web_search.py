@@ -17,8 +17,7 @@ from toolsets.context import ToolContext
 from toolsets.net.web_settings import KEY_VARIABLES, WebSettings
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
-from toolsets.web.search import PROVIDERS
-from toolsets.web.web_tools import web_problem, web_search
+from toolsets.web.web_tools import PROVIDERS, web_problem, web_search
 from toolsets.workspace.workspace import Workspace
 
 KEY = "canary-key-1234"

@@ -2,10 +2,9 @@
 
 score_file    scores.jsonl: what has a score, and appending
 by_functions  scores of reward functions
-by_judge      scores of a judge model
+by_judge      scores of a judge model, and the budget of its calls
 asking        keeps calls in flight
 judge_prompt  the questions to the judge, and its replies
-judge_budget  the budget of the judge's calls
 
 Other rooms import by_functions, by_judge, judge_prompt.
 """

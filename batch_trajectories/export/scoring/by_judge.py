@@ -7,11 +7,14 @@ repeated, for it is paid.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from agent.messages.message import Message
+from agent.models.admission import CostEstimate
 from agent.models.client.open_model import open_model
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Model, ModelSettings, Request
@@ -19,7 +22,7 @@ from agent.models.prices import is_known
 from agent.models.resolve import SCRIPTED, read_key
 from agent.session import run_here
 from batch_trajectories.basics.console import say
-from batch_trajectories.basics.errors import ConfigError, RunDirError
+from batch_trajectories.basics.errors import ConfigError, RunDirError, RunError
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.export.reasons import Reasons
 from batch_trajectories.export.scoring.asking import (
@@ -28,15 +31,16 @@ from batch_trajectories.export.scoring.asking import (
     ask_all,
     stop_where_useless,
 )
-from batch_trajectories.export.scoring.judge_budget import JudgeBudget
 from batch_trajectories.export.scoring.judge_prompt import JudgePrompt, rewards_in_reply
 from batch_trajectories.export.scoring.score_file import Scored, ScoreFile, Wanted, open_scores
+from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.config.models import settings_of
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.store.checksum import read_object
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.records import lines_from
 from batch_trajectories.runs.store.scores import score_key
+from batch_trajectories.runs.supervisor.budget import BudgetLog
 
 _Scored = tuple[str, str, dict[str, Any]]
 """The key and the id of a record, and its score."""
@@ -206,7 +210,7 @@ def _paid(completion: Completion) -> dict[str, Any]:
     }
 
 
-NAME = "verdicts.jsonl"
+_VERDICTS = "verdicts.jsonl"
 
 
 def read_verdicts(run_dir: Path) -> dict[str, str]:
@@ -217,14 +221,91 @@ def read_verdicts(run_dir: Path) -> dict[str, str]:
     writes the file any more; what it holds is paid for.
     """
     replies: dict[str, str] = {}
-    for number, (_, content) in enumerate(lines_from(run_dir / NAME, 0), start=1):
+    for number, (_, content) in enumerate(lines_from(run_dir / _VERDICTS, 0), start=1):
         try:
             line = read_object(content)
             if line["reply"] is not None:
                 replies[str(line["key"])] = str(line["reply"])
         except (ValueError, KeyError) as error:
             raise RunDirError(
-                f"{run_dir / NAME}:{number}: not a verdict; `verify --repair` sets it aside, and "
+                f"{run_dir / _VERDICTS}:{number}: not a verdict; `verify --repair` sets it aside, and "
                 "its question is asked again"
             ) from error
     return replies
+
+
+_BUDGET_LOG = "judge_budget.jsonl"
+
+
+class OutOfBudget(RunError):
+    """What is left of the budget is less than the next call may cost."""
+
+    exit_code = 3
+
+
+class JudgeBudget:
+    """Lets calls through while the budget covers them; see `CallAdmission`.
+
+    The worst case of a call is reserved before it and settled after it, both on disk, so a call
+    whose reply a crash has lost counts as spent.
+    """
+
+    has_answered = False
+
+    def __init__(self, run_dir: Path, budget_usd: float, *, known_usd: float) -> None:
+        """`known_usd` is the cost of the replies on disk."""
+        self._log = BudgetLog(run_dir, run_dir / "quarantine", name=_BUDGET_LOG)
+        self._budget_usd = budget_usd
+        self._left_usd = budget_usd - max(known_usd, self._log.balance.usd)
+        self._in_flight = 0
+        self._settled = asyncio.Event()
+
+    async def enter(self, claim: Callable[[], CostEstimate]) -> _Permit:
+        """Reserve the worst case of a call.
+
+        Waits while calls in flight may leave enough of theirs, else raises `OutOfBudget`.
+        """
+        worst_usd = claim().usd
+        assert worst_usd is not None, "the price and the reply limit were checked at the start"
+        while worst_usd > self._left_usd:
+            if not self._in_flight:
+                raise OutOfBudget(
+                    f"--max_judge_cost_usd={self._budget_usd:g}: ${max(self._left_usd, 0.0):.4f} "
+                    f"is left, and the next call may cost ${worst_usd:.4f}. Finished scores are "
+                    "saved; raise the budget and run the same command again to continue."
+                )
+            self._settled.clear()
+            await self._settled.wait()
+        self._left_usd -= worst_usd
+        self._in_flight += 1
+        self._log.append("lent", Cost(worst_usd))
+        return _Permit(self, worst_usd)
+
+    def settle(self, worst_usd: float, outcome: Completion | ModelError | None) -> None:
+        """A call is over: return what it did not spend."""
+        spent_usd = worst_usd
+        if isinstance(outcome, ModelError):
+            spent_usd = worst_usd if outcome.may_have_cost else 0.0
+        elif outcome is not None and outcome.cost_usd is not None:
+            spent_usd = outcome.cost_usd
+        self._left_usd += worst_usd - spent_usd
+        self._in_flight -= 1
+        self._settled.set()
+        self._log.append("returned", Cost(worst_usd - spent_usd))
+
+    def close(self) -> None:
+        """Close the log."""
+        self._log.close()
+
+
+class _Permit:
+    """One call whose worst case is reserved."""
+
+    def __init__(self, budget: JudgeBudget, worst_usd: float) -> None:
+        self._budget = budget
+        self._worst_usd = worst_usd
+        self.sent_at = time.monotonic()
+
+    def leave(self, outcome: Completion | ModelError | None) -> None:
+        """See `Permit`."""
+        self._budget.settle(self._worst_usd, outcome)

@@ -1,8 +1,7 @@
 """Rewards from functions of the user's, which run in processes of their own.
 
-functions         starts the processes and asks them
+functions         starts the processes, asks them, and answers about files of images
 function_process  the program of such a process; paths inside images
-image_requests    answers what a function asks about the files there
 
-Other rooms import functions, image_requests.
+Other rooms import functions.
 """

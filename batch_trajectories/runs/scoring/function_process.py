@@ -132,7 +132,7 @@ def _send(replies: IO[bytes], reply: dict[str, Any]) -> None:
 
 
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
-"""Makes a request to the worker; see `runs.scoring.image_requests`."""
+"""Makes a request to the worker; see `answer` of `runs.scoring.functions`."""
 
 
 class ImagePath(PurePosixPath):

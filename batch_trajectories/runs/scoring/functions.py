@@ -8,6 +8,7 @@ machine, stop the run.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import os
@@ -16,16 +17,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError, HostError, ToolError
 from batch_trajectories.basics.text import clip
-from batch_trajectories.runs.scoring.image_requests import Inside, answer
+from toolsets.context import ToolContext
+from toolsets.workspace.workspace import PathError
 
 log = logging.getLogger(__name__)
 
@@ -249,3 +251,41 @@ def _end_of(errors: int) -> str:
     size = os.fstat(errors).st_size
     text = os.pread(errors, _SHOWN, max(0, size - _SHOWN)).decode(errors="replace").strip()
     return f": {clip(text, max_chars=_SHOWN)}" if text else ""
+
+
+_MAX_FILE_BYTES = 32 << 20
+
+
+class Inside(NamedTuple):
+    """The workspace of a conversation that is inside an image."""
+
+    home: str
+    """Its path in the image."""
+    open: Callable[[], Awaitable[ToolContext]]
+    """Opens it; a sandbox starts when it is first used. Raises `ToolError`."""
+
+
+def answer(context: ToolContext, request: dict[str, Any]) -> dict[str, Any]:
+    """Answer a request of `ImagePath`; waits, so call it in a thread. Raises `HostError`.
+
+    `op` is "read" (`content`), "probe" (whether a file can be read), "listing" or "walk" (`names`).
+    What failed is `missing` or `error`.
+    """
+    files, path = context.workspace, request["path"]
+    try:
+        match request["op"]:
+            case "probe":
+                files.read_bytes(path, 1)
+                return {}
+            case "read":
+                content = files.read_bytes(path, _MAX_FILE_BYTES + 1)
+                if len(content) > _MAX_FILE_BYTES:
+                    return {"error": f"path {path!r} is larger than {_MAX_FILE_BYTES} bytes"}
+                return {"content": base64.b64encode(content).decode()}
+            case "listing":
+                return {"names": [entry.path for entry in files.listing(path)]}
+        return {"names": [entry.path for entry in files.walk(path)]}
+    except PathError as error:
+        return {"missing" if error.is_missing else "error": str(error)}
+    except ToolError as error:
+        return {"error": str(error)}

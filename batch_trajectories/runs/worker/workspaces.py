@@ -34,7 +34,7 @@ from toolsets.workspace.workspace import Workspace
 if TYPE_CHECKING:
     from batch_trajectories.runs.dataset.row_check import Check
     from batch_trajectories.runs.dataset.row_setup import RowSetup
-    from batch_trajectories.runs.scoring.image_requests import Inside
+    from batch_trajectories.runs.scoring.functions import Inside
     from toolsets.browser.process import Browsers
     from toolsets.net.web_settings import WebSettings
     from toolsets.sandbox.image import ImageSandboxes, ImageSpec
@@ -286,7 +286,7 @@ class Workspaces:
         if self._in_images is None:
             yield None
             return
-        from batch_trajectories.runs.scoring.image_requests import Inside
+        from batch_trajectories.runs.scoring.functions import Inside
 
         opened: list[ToolContext] = []
 

@@ -31,8 +31,7 @@ from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.directory.run_dir import RunDir, read_run_json
 from batch_trajectories.runs.executors.base import Inbox, WorkerHandle
 from batch_trajectories.runs.executors.local import environment_of
-from batch_trajectories.runs.executors.ray.actor import RayWorkerActor, code_digest
-from batch_trajectories.runs.executors.ray.tcp import listen, welcome
+from batch_trajectories.runs.executors.ray.actor import RayWorkerActor, code_digest, listen, welcome
 from batch_trajectories.runs.executors.ray.worker_handle import RayWorker, Run
 from batch_trajectories.runs.protocol.messages import WorkerSetup, pack
 from batch_trajectories.runs.store.files import open_own

@@ -17,8 +17,7 @@ from typing import Any
 import ray
 
 from batch_trajectories.runs.executors.base import WorkerHandle
-from batch_trajectories.runs.executors.ray.actor import Welcome
-from batch_trajectories.runs.executors.ray.tcp import hang_up
+from batch_trajectories.runs.executors.ray.actor import Welcome, hang_up
 from batch_trajectories.runs.protocol.messages import WorkerSetup, pack, unpack
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.journal_writer import JournalWriter
