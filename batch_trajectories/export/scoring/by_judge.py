@@ -228,8 +228,8 @@ def read_verdicts(run_dir: Path) -> dict[str, str]:
                 replies[str(line["key"])] = str(line["reply"])
         except (ValueError, KeyError) as error:
             raise RunDirError(
-                f"{run_dir / _VERDICTS}:{number}: not a verdict; `verify --repair` sets it aside, and "
-                "its question is asked again"
+                f"{run_dir / _VERDICTS}:{number}: not a verdict; `verify --repair` sets it aside, "
+                "and its question is asked again"
             ) from error
     return replies
 
