@@ -13,4 +13,5 @@ test_entrypoints    what images start by themselves
 test_agent_images   agents that are commands, in the images of their rows
 test_podman_runs    the same runs in containers of a real Podman
 test_ray_runs       the same runs on nodes of a Ray cluster
+test_dockerfile     the image of the program itself
 """

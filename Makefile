@@ -1,0 +1,24 @@
+# The fast loop: `make` checks the code, `make test ROOM=export` runs the tests of one room.
+PYTHON ?= .venv/bin/python
+ROOM ?= runs
+WORKERS ?= auto
+
+.PHONY: check setup test tests options
+
+check:
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+setup:
+	python3 -m venv .venv
+	$(PYTHON) -m pip install -q -e '.[test]'
+
+test:
+	$(PYTHON) -m pytest -q -n $(WORKERS) -m 'not slow and not long and not hypothesis' tests/$(ROOM)
+
+tests:
+	$(PYTHON) -m pytest -q
+
+options:
+	$(PYTHON) -m tests.option_docs > docs/options.md
