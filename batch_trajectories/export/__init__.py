@@ -8,7 +8,6 @@ reward_statistics  rewards by name and by prompt, pass@k
 reasons         why something failed, by kind
 statistics      counts over records
 record_order    records in the order of the dataset
-leaks           calls that look for the solution of a task
 health          named checks of what a run produced
 run_statistics  the command `stats`
 funnel          from rows to training rows: what is lost at each step

@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from agent.models.scripted import API as SCRIPTED
+from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
 from batch_trajectories.export.conversation.tools import names_of
-from batch_trajectories.export.leaks import leaks_of
 from batch_trajectories.runs.store.checks import judgement_of
 from batch_trajectories.runs.store.record_types import Record, StoredMessage
 

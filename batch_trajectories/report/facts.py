@@ -8,8 +8,8 @@ from typing import Any
 
 from agent.messages.message import USER_TURN
 from agent.messages.reasoning import split_inline_reasoning
+from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
-from batch_trajectories.export.leaks import leaks_of
 from batch_trajectories.runs.store.checks import MAIN, judgement_of, rewards_of
 from batch_trajectories.runs.store.record_types import Record, StoredMessage
 

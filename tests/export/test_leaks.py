@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.export.leaks import leaks_of
+from batch_trajectories.export.conversation.leaks import leaks_of
 from tests.running import SCRIPTED, lines, run, write_rows
 from tests.stored import stored
 

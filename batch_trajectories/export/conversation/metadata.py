@@ -130,7 +130,7 @@ def metadata_for(
     if record.check is not None or record.scores or record.options:
         metadata |= reward_facts(record)
     if record.check is not None:
-        from batch_trajectories.export.leaks import leaks_of
+        from batch_trajectories.export.conversation.leaks import leaks_of
 
         if leaks := leaks_of(record):
             metadata["leak_suspected"] = [leak._asdict() for leak in leaks]

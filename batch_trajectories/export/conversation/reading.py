@@ -15,10 +15,14 @@ import msgspec
 
 from agent.messages.parts import EARLIER, kind_of_part, parts_of
 from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
-from batch_trajectories.export.conversation.authors import with_authors
+from batch_trajectories.export.conversation.authors import (
+    ends_with_a_call,
+    in_order,
+    is_agents,
+    with_authors,
+)
 from batch_trajectories.export.conversation.ending import is_answered, plain_ending
 from batch_trajectories.export.conversation.metadata import metadata_for
-from batch_trajectories.export.conversation.order import ends_with_a_call, in_order, is_agents
 from batch_trajectories.export.conversation.own_work import Own, is_reasoning_hidden, tool_stats
 from batch_trajectories.export.conversation.row_json import (
     Token,

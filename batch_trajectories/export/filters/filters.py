@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.ending import answer_of
+from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.metadata import views_of
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.rewards import judged, reward_of
@@ -19,7 +20,6 @@ from batch_trajectories.export.conversation.texts import texts_of
 from batch_trajectories.export.conversation.tools import names_of
 from batch_trajectories.export.filters.contamination import Questions, load_questions
 from batch_trajectories.export.filters.secrets import Scanner, make_scanner
-from batch_trajectories.export.leaks import leaks_of
 from batch_trajectories.export.rows.recipe import AnswerCheck, Filters
 from batch_trajectories.runs.store.checks import (
     CHECK_FAILED,

@@ -18,8 +18,8 @@ from typing import Any
 from agent.messages.message import SIMULATED_USER
 from agent.models.parsing import count_or_none
 from batch_trajectories.basics.exact_json import within_64_bits
+from batch_trajectories.export.conversation.authors import in_order
 from batch_trajectories.export.conversation.metadata import metadata_of
-from batch_trajectories.export.conversation.order import in_order
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_entries, system_of
 from batch_trajectories.export.conversation.style import Style, styled

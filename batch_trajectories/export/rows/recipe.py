@@ -121,7 +121,7 @@ class Filters(_Part):
     hold these parts in full."""
     leak_suspected: Literal["keep", "reject"] = "keep"
     """`reject` leaves out conversations whose calls looked where the solution may lie; see
-    `export.leaks`."""
+    `export.conversation.leaks`."""
     max_interrupted_calls: NonNegativeInt | None = None
     """Maximum number of tool calls that a crash interrupted."""
     max_tool_errors: NonNegativeInt | None = None

@@ -73,7 +73,7 @@ class StoredMessage(StoredPart):
     repairs: list[dict[str, str]] | None = None
     unusable: str | None = None
     own_chars: int | None = None
-    """Set where `export.conversation.order` adds others' words to a result: the length of its own
+    """Set where `export.conversation.authors` adds others' words to a result: the length of its own
     text; no key of records."""
 
 
