@@ -11,7 +11,9 @@ from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 Api = Literal["openai_chat", "openai_responses", "anthropic_messages", "gemini"]
-"""The last one only for agents that run as commands: this program writes no requests in it."""
+
+ONLY_RELAYED: frozenset[str] = frozenset({"gemini"})
+"""Those only for agents that run as commands: this program writes no requests in them."""
 
 NO_KEY = "none"
 """What `key_env` says of an endpoint that needs no key."""

@@ -16,6 +16,7 @@ asks.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -198,7 +199,7 @@ def _check_proxy(base_url: str, proxy: str | None) -> None:
 def root_of(base_url: str, api: str) -> str:
     """A base URL with the path that requests of a dialect begin at, where the provider is known.
 
-    Those of the Anthropic and the Gemini dialect name the version themselves.
+    Only those of OpenAI's do not name the version themselves.
     """
     if (known := provider_at(base_url)) is None:
         return base_url
@@ -207,10 +208,8 @@ def root_of(base_url: str, api: str) -> str:
     full = urlsplit(known.base_url).path or "/v1"
     if full.startswith(path):
         path = full
-    if api == "anthropic_messages":
-        path = path.removesuffix("/v1")
-    elif api == "gemini":
-        path = ""
+    if not api.startswith("openai_"):
+        path = re.sub(r"/v\d\w*(/.*)?$", "", path)
     return base_url if path == given else f"{url.scheme}://{url.netloc}{path}"
 
 

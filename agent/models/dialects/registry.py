@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from agent.messages.message import Message, Usage
 from agent.models.dialects.assembly import Assembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import load_object, text_or_none
+from agent.models.providers import ONLY_RELAYED, Api
 from agent.models.stream_events import StreamHandler
 
 
@@ -31,11 +32,11 @@ class Dialect(NamedTuple):
     """Puts a streamed reply together, and passes its parts to the handler."""
 
 
-DIALECTS = ("openai_chat", "openai_responses", "anthropic_messages")
-"""Those that our own requests are sent in, as `ModelSettings.api` names them."""
+RELAYED = get_args(Api)
+"""All, as `ModelSettings.api` names them."""
 
-RELAYED = (*DIALECTS, "gemini")
-"""Those, and the ones in which only requests of agents can be sent."""
+DIALECTS = tuple(api for api in RELAYED if api not in ONLY_RELAYED)
+"""Those that our own requests are sent in."""
 
 
 @cache

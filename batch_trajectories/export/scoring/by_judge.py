@@ -19,6 +19,7 @@ from agent.models.client.open_model import open_model
 from agent.models.errors import ModelError
 from agent.models.model import Completion, Model, ModelSettings, Request
 from agent.models.prices import is_known
+from agent.models.providers import ONLY_RELAYED
 from agent.models.resolve import SCRIPTED, read_key
 from agent.session import run_here
 from batch_trajectories.basics.console import say
@@ -86,7 +87,7 @@ def _settings(config: RunConfig) -> ModelSettings:
         settings = settings_of(config, config.model)
     except ValueError as error:
         raise ConfigError(f"--judge: {error}") from error
-    if settings.api in (SCRIPTED, "gemini"):
+    if settings.api in (SCRIPTED, *ONLY_RELAYED):
         raise ConfigError(
             f"--judge: {config.model!r} cannot judge: it is called by the API {settings.api}"
         )

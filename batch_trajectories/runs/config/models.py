@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agent.models.model import ModelSettings
-from agent.models.providers import Api, holds_at, provider_at
+from agent.models.providers import ONLY_RELAYED, Api, holds_at, provider_at
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_model, resolve_sibling
 from agent.setup import Setup, set_up
 from batch_trajectories.basics.errors import ConfigError
@@ -161,7 +161,7 @@ def _api_of_agent(config: RunConfig) -> Api | None:
 def _check_dialects(setup: Setup) -> None:
     """Raise `ValueError` for a model that only agents can call."""
     for model in setup.models():
-        if model.api == "gemini":
+        if model.api in ONLY_RELAYED:
             raise ValueError(
                 f"api: {model.reference!r}: the API gemini is only for agents that run as commands "
                 "(--agent=gemini-cli); without --api, Gemini's models are called by openai_chat"

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from agent.gateway.answers import Answer, api_asked, path_below_root
 from agent.gateway.relay import RefusedModel, Route, ask_freely, free_request
@@ -18,7 +18,7 @@ from agent.models.client.retrying import Retry
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.prices import is_known
-from agent.models.providers import provider_at
+from agent.models.providers import ONLY_RELAYED, Api, provider_at
 from agent.setup import Setup, set_up
 from agent.wires.wires import WIRES
 from batch_trajectories.basics.errors import ConfigError
@@ -65,7 +65,7 @@ class Models:
     def setups(self) -> dict[str, Setup]:
         """The setups of the endpoints, by a name for each."""
         found = {}
-        for api in ("openai_chat", "openai_responses", "anthropic_messages", "gemini"):
+        for api in get_args(Api):
             try:
                 found[api] = replace(self.setup, settings=self._at(api, self.settings))
             except RefusedModel:
@@ -95,7 +95,7 @@ class Models:
             return settings
         base_url = settings.base_url or ""
         is_own = provider_at(base_url) is None and settings.connection.client is None
-        if is_own and "gemini" not in (api, settings.api):
+        if is_own and not ONLY_RELAYED & {api, settings.api}:
             root = base_url.rstrip("/").removesuffix("/v1")
             base_url = root if api == "anthropic_messages" else f"{root}/v1"
         elif not {api, settings.api} <= _OPENAI:
