@@ -122,31 +122,28 @@ async def _ask(
         deadline=deadline,
         on_unreadable=pay,
     )
-    if deadline is None:
-        completion = await model.complete(request)
-        waited_s = 0.0
-    else:
-        try:
-            async with deadline:
-                completion = await model.complete(request)
-        except TimeoutError:
-            if not deadline.has_passed:
-                raise
-            return cut_event(turn, clock, waited_s=deadline.waited_s)
-        waited_s = deadline.waited_s
+    try:
+        async with deadline:
+            completion = await model.complete(request)
+    except TimeoutError:
+        if not deadline.has_passed:
+            raise
+        return cut_event(turn, clock, waited_s=deadline.waited_s)
     make_ids_unique(completion.message, trajectory.call_ids, turn=turn)
     why = why_unusable(completion, request, spec.options)
     if spec.options.repair_tool_names and why is None:
         repair_names(completion.message, tools.names)
     before = trajectory.replies
-    return reply_event(turn, completion, clock, discarded=why, waited_s=waited_s, before=before)
+    return reply_event(
+        turn, completion, clock, discarded=why, waited_s=deadline.waited_s, before=before
+    )
 
 
-def _deadline(trajectory: Trajectory, spec: ConversationSpec) -> Deadline | None:
-    """The deadline of the next call; None without a time limit."""
+def _deadline(trajectory: Trajectory, spec: ConversationSpec) -> Deadline:
+    """The deadline of the next call."""
     limit = spec.options.max_conversation_s
     if limit is None:
-        return None
+        return Deadline(None)
     return Deadline(limit - trajectory.outermost().seconds_at_work())
 
 
@@ -190,9 +187,9 @@ async def _call(
     spec: ConversationSpec,
 ) -> ToolResult:
     """Run a call. The time limit cuts off a tool; a subagent checks it in its own conversation."""
-    deadline = _deadline(trajectory, spec)
-    if deadline is None or tools.is_subagent(call["function"]["name"]):
+    if spec.options.max_conversation_s is None or tools.is_subagent(call["function"]["name"]):
         return await tools.call(call, user_reply)
+    deadline = _deadline(trajectory, spec)
     try:
         async with deadline:
             return await tools.call(call, user_reply)

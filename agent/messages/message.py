@@ -158,8 +158,8 @@ class ReplyEvent(TypedDict):
     """With `token_ids`, if the endpoint gave any."""
     inherited: NotRequired[bool]
     waited_s: NotRequired[float]
-    """Seconds of `duration_s` spent waiting for limits or a batch; only with
-    `max_conversation_s`."""
+    """Seconds of `duration_s` spent waiting for limits or a batch, if any. Records of earlier
+    versions have them only with `max_conversation_s`."""
     batch_item: NotRequired[str]
     """The item of a batch job that this reply is for, even if a live call brought it."""
 

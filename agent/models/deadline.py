@@ -35,12 +35,15 @@ class TimeAtWork:
 
 
 class Deadline:
-    """Raises `TimeoutError` inside its `async with` once `left_s` have passed."""
+    """Raises `TimeoutError` inside its `async with` once `left_s` have passed, if there is a limit.
 
-    def __init__(self, left_s: float) -> None:
+    Without one it only measures what does not count.
+    """
+
+    def __init__(self, left_s: float | None) -> None:
         import asyncio  # imported here, to keep --help fast
 
-        self._timeout = asyncio.timeout(max(left_s, 0.0) + _MARGIN_S)
+        self._timeout = asyncio.timeout(None if left_s is None else max(left_s, 0.0) + _MARGIN_S)
         self.waited_s = 0.0
         """Time that did not count; see `waiting`."""
 
@@ -62,7 +65,8 @@ class Deadline:
 
         clock = asyncio.get_running_loop()
         began, when = clock.time(), self._timeout.when()
-        self._timeout.reschedule(None)
+        if when is not None:
+            self._timeout.reschedule(None)
         try:
             yield
         finally:

@@ -40,6 +40,10 @@ class Clock:
         return round(time.monotonic() - self._began, 6)
 
 
+_WAITED_S = 0.001
+"""Shorter waits are not worth their bytes in the journal."""
+
+
 def reply_event(
     turn: int,
     completion: Completion,
@@ -67,7 +71,7 @@ def reply_event(
     )
     if discarded is not None:
         event["discarded"] = discarded
-    if waited_s:
+    if waited_s >= _WAITED_S:
         event["waited_s"] = waited_s
     if completion.extra:
         event["extra"] = dict(completion.extra)
@@ -83,7 +87,7 @@ def reply_event(
 def cut_event(turn: int, clock: Clock, *, waited_s: float) -> CutEvent:
     """The model call for turn `turn` was cut off; see `CutEvent`."""
     event = CutEvent(kind="cut", turn=turn, started_at=clock.started_at, duration_s=clock.seconds())
-    if waited_s:
+    if waited_s >= _WAITED_S:
         event["waited_s"] = waited_s
     return event
 

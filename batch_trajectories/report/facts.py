@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agent.messages.message import USER_TURN
 from agent.messages.reasoning import split_inline_reasoning
+from agent.models.deadline import TimeAtWork
 from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
 from batch_trajectories.runs.store.checks import MAIN, judgement_of, rewards_of
-from batch_trajectories.runs.store.record_types import Record, StoredMessage
+from batch_trajectories.runs.store.record_types import (
+    CutCall,
+    Record,
+    StoredConversation,
+    StoredMessage,
+    StoredTurn,
+)
 
 _SNIPPET_CHARS = 140
 
@@ -63,20 +70,25 @@ def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
 
 
 def seconds_at_work(record: Record) -> float:
-    """The seconds spent in model calls and tool calls; parallel calls of a turn count once.
+    """The time of all model and tool calls, as `--max_conversation_s` counts it.
 
-    Without the parent's turns of a branch. Not the time from beginning to end, which may include
-    pauses between starts.
+    Without the parent's turns of a branch, and without waits as far as the record says them.
     """
-    spans: dict[int, tuple[float, float]] = {}
-    for call in record.own_tool_calls:
-        began, ended = call.started_at, call.started_at + (call.duration_s or 0.0)
-        before = spans.get(call.turn, (began, ended))
-        spans[call.turn] = (min(began, before[0]), max(ended, before[1]))
-    return float(
-        sum(turn.duration_s for turn in record.own_turns)
-        + sum(ended - began for began, ended in spans.values())
-    )
+    at_work = TimeAtWork()
+    for began, ended in sorted(_spans(record)):
+        at_work.add(began, ended)
+    return at_work.seconds
+
+
+def _spans(part: StoredConversation) -> Iterator[tuple[float, float]]:
+    replies = [reply for reply in part.discarded if reply.inherited is None]
+    calls: list[StoredTurn | CutCall] = [*part.own_turns, *replies, *part.cut_calls]
+    for call in calls:
+        yield call.started_at + (call.waited_s or 0.0), call.started_at + call.duration_s
+    for tool in part.own_tool_calls:
+        yield tool.started_at, tool.started_at + (tool.duration_s or 0.0)
+    for inner in part.inner:
+        yield from _spans(inner)
 
 
 def flags_of(record: Record) -> list[str]:

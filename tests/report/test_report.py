@@ -288,23 +288,37 @@ def test_a_row_counts_what_the_model_did(run_dir: Path) -> None:
     assert hostile["reasoned"] == 2
 
 
-def test_time_at_work_leaves_pauses_out_and_counts_parallel_calls_once() -> None:
-    calls = [(1, 10.0, 2.0), (1, 10.5, 2.0), (2, 900.0, 1.0)]
-    record = {
-        "turns": [{"duration_s": 3.0}, {"duration_s": 4.0}],
-        "tool_calls": [
-            {
-                "turn": t,
-                "call": n,
-                "name": "t",
-                "is_error": False,
-                "started_at": at,
-                "duration_s": s,
-            }
-            for n, (t, at, s) in enumerate(calls)
-        ],
+def test_time_at_work_is_that_of_the_limit_of_conversations() -> None:
+    """Pauses and waits do not count; calls that overlap, also inner ones, count once."""
+    tool = {"name": "t", "is_error": False}
+    subagent = {
+        "key": "1.0",
+        "name": "sub",
+        "turns": [{"started_at": 11.0, "duration_s": 1.0}],
     }
-    assert seconds_at_work(stored(record)) == pytest.approx(3.0 + 4.0 + 2.5 + 1.0)
+    record = {
+        "turns": [
+            {"started_at": 5.0, "duration_s": 3.0, "waited_s": 2.0},
+            {"started_at": 800.0, "duration_s": 4.0},
+        ],
+        "tool_calls": [
+            {**tool, "turn": 1, "call": 0, "started_at": 10.0, "duration_s": 2.0},
+            {**tool, "turn": 1, "call": 1, "started_at": 10.5, "duration_s": 2.0},
+            {**tool, "turn": 2, "call": 0, "started_at": 900.0, "duration_s": 1.0},
+        ],
+        "discarded": [
+            {
+                "started_at": 20.0,
+                "duration_s": 0.25,
+                "discarded": "cut",
+                "message": {"role": "assistant", "content": ""},
+            }
+        ],
+        "cut_calls": [{"turn": 3, "started_at": 950.0, "duration_s": 9.0, "waited_s": 8.0}],
+        "inner": [subagent],
+    }
+    expected = (3.0 - 2.0) + 4.0 + 2.5 + 1.0 + 0.25 + 1.0
+    assert seconds_at_work(stored(record)) == pytest.approx(expected)
 
 
 def test_embedded_json_is_the_same_json() -> None:

@@ -67,8 +67,8 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
     if not own.turns:
         raise Rejected(Reason.NO_REPLY, f"status {record.status}: the model never replied")
     completed = record.status == "completed"
-    read = _usual(record, own) if completed else None
-    messages, tools, entries, flaws, completion = read or _general(record, own)
+    usual = _usual(record, own) if completed else None
+    messages, tools, entries, flaws, completion = usual or _general(record, own)
     is_rewritten = completion == "final_answer"
     stats = tool_stats(messages[own.start :]) if is_rewritten else own.counts.tools
     # Notes on a parent's turns are in the parent's row.
@@ -76,7 +76,7 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
     if len(own.turns) < len(record.turns):
         noted = own.messages
     return Conversation(
-        system=system_of(messages),
+        system=system_of(messages[:1] if usual else messages),
         entries=entries,
         tools=tools,
         completed=completed,
@@ -91,7 +91,7 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
         ),
         num_tool_calls=sum([tool["count"] for tool in stats]),
         flaws=flaws,
-        has_others=any(type(e) is Turn and e.author != "model" for e in entries),
+        has_others=not usual and any(type(e) is Turn and e.author != "model" for e in entries),
     )
 
 

@@ -140,6 +140,14 @@ class StoredTurn(StoredPart):
         return ids is not None and ids.prompt is not None and ids.completion is not None
 
 
+class CutCall(StoredPart):
+    """A model call that the time limit of its conversation cut off."""
+
+    started_at: Number
+    duration_s: Number
+    waited_s: Number | None = None
+
+
 class DiscardedReply(StoredTurn, kw_only=True):
     """A paid reply that is not part of the conversation, with the reason."""
 
@@ -284,6 +292,7 @@ class StoredConversation(StoredPart):
     usage: UsageSums | None
     cost_usd: Number | None
     model_returned: str | None
+    cut_calls: list[CutCall] = []
 
     @property
     def own_turns(self) -> list[StoredTurn]:
