@@ -47,6 +47,7 @@ runs/sources
 runs/config
 runs/scoring
 runs/directory
+runs/audit
 runs/protocol
 runs/worker
 runs/executors  runs/executors/ray

@@ -223,7 +223,7 @@ def _send(t: Trajectory, options: AgentOptions, text: str) -> NextStep:
 
 def _check_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
     options = spec.options
-    if spec.expected is None or _is_expected(t.final_text(), spec.expected):
+    if spec.expected is None or is_expected(t.final_text(), spec.expected):
         return Finish("completed")
     attempts = 1 + t.notes_of("expected")
     if attempts >= options.expected_attempts:
@@ -257,7 +257,8 @@ def _continue(
     return AddNote(_SUMMARY, _SUM_UP) if options.final_summary else Finish("max_turns")
 
 
-def _is_expected(answer: str, expected: str) -> bool:
+def is_expected(answer: str, expected: str) -> bool:
+    """Whether an answer is the expected one, but for its letters' case and the space around it."""
     return answer.strip().casefold() == expected.strip().casefold()
 
 

@@ -4,7 +4,7 @@ command_line    the commands by name; click classes: options from RunConfig, hel
 option_groups   the options of --help, the groups of --help_all
 exit_codes      error messages and exit codes
 shared          options and functions that commands share
-run             run, estimate, import_hermes
+run             run, estimate, check_tasks, import_hermes
 record          record
 inspect_runs    status, export, verify, merge
 look            report, show, compare, stats

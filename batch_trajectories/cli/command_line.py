@@ -14,12 +14,16 @@ from batch_trajectories.basics.text import join_commas
 _SHOWS_ALL = f"{__name__}.shows_all"
 """The key in a context's `meta` that makes the help show all options."""
 
+_OF_AUDITS = "audit"
+"""The field of a config that only `check_tasks` sets."""
+
 COMMAND_GROUPS: dict[str, dict[str, str]] = {
     "Commands to run": {
         "run": "run.run",
         "record": "record.record",
         "look": "look_at_source.look",
         "build_images": "build_images.build_images",
+        "check_tasks": "run.check_tasks",
         "estimate": "run.estimate",
         "fork": "fork.fork",
         "import_hermes": "run.import_hermes",
@@ -153,7 +157,7 @@ class RunCommand(click.Command):
 
         known = {param.name for param in self.params}
         for name, field in RunConfig.model_fields.items():
-            if name not in known:
+            if name not in known and name != _OF_AUDITS:
                 self.params.append(
                     _hidden(name, _refuse_rare)
                     if is_marked(field, "rare")

@@ -1,7 +1,8 @@
-"""Commands that take the options of a run: run, estimate, import_hermes."""
+"""Commands that take the options of a run: run, estimate, check_tasks, import_hermes."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,31 @@ def import_hermes(
             totals = write_results(run_dir.path, plan.scan, plan.config)
     show(imported.describe())
     show_run(run_dir.path, totals)
+
+
+@click.command(cls=RunCommand, name="check_tasks")
+@starting_options
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1, max=1000),
+    metavar="N",
+    default=3,
+    help="How often each check runs with the solution and without it.  [default: 3]",
+)
+def check_tasks(starting: Starting, repeats: int, **flags: Any) -> None:
+    """Audit the tasks of a dataset, without a model: can each be passed, and only honestly?
+
+    Takes the options of the run that is to use them. The same command resumes. Verdicts with
+    evidence are in tasks.jsonl of the audit's directory; exit code 1 if a row is not sound.
+    """
+    from batch_trajectories.api.audit import audit
+    from batch_trajectories.runs.audit.audited import audited
+
+    with errors_as_exit_codes():
+        plan = make_plan_of(starting, flags, adapt=lambda config: audited(config, repeats=repeats))
+        accepted = starting.accept_config_change
+        ended = audit(plan, fresh=starting.fresh, accept_config_change=accepted)
+    show(ended.as_table())
+    if ended.reason is not None:
+        fail(ended.reason, ended.exit_code)
+    sys.exit(ended.exit_code)

@@ -17,6 +17,7 @@ from batch_trajectories.cli.command_line import LocalPath
 if TYPE_CHECKING:
     from batch_trajectories.api.start import LiveView, RunEnd
     from batch_trajectories.export.conversation.style import Style
+    from batch_trajectories.runs.config.run_config import RunConfig
     from batch_trajectories.runs.directory.run_totals import RunTotals
     from batch_trajectories.runs.planning.plan import Plan
 
@@ -101,15 +102,24 @@ def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
     return [name for name in runs_in(output_dir) if name.startswith(incomplete)]
 
 
-def make_plan_of(starting: Starting, flags: dict[str, Any], *, will_start: bool = True) -> Plan:
-    """The plan of a config file and flags; `will_start` says that `start` comes next."""
+def make_plan_of(
+    starting: Starting,
+    flags: dict[str, Any],
+    *,
+    will_start: bool = True,
+    adapt: Callable[[RunConfig], RunConfig] = lambda config: config,
+) -> Plan:
+    """The plan of a config file and flags; `will_start` says that `start` comes next.
+
+    `adapt` makes the config of the plan of the one that was given.
+    """
     from batch_trajectories.basics.startup import no_garbage_collection
 
     with no_garbage_collection():
         from batch_trajectories.runs.config.loading import load_config
         from batch_trajectories.runs.planning.plan import make_plan
 
-        config = load_config(starting.config_file, flags)
+        config = adapt(load_config(starting.config_file, flags))
         if will_start:
             import batch_trajectories.api.start  # noqa: F401 - what is imported by now, workers need not import
             from batch_trajectories.runs.planning.executor_choice import fork_ahead

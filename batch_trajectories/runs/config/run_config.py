@@ -395,7 +395,7 @@ class RunConfig(SandboxOptions):
         return {name.partition(":")[0] for name in names}
 
     def _script_use(self, api: str) -> ColumnUse:
-        if api != SCRIPTED:
+        if api != SCRIPTED or self.audit:
             return "ignored"
         return "needed" if self.script_file is None else "allowed"
 

@@ -60,6 +60,7 @@ class SandboxOptions(AgentOptions):
         (),
         "Variables of this machine that `env` of rows may name as ${NAME}.",
     )
+    audit: bool = meaning(False, "A run of `check_tasks`: steps in place of conversations.")
     reward: Names = running(
         (),
         "Functions that give rewards: MODULE:FUNCTION or FILE.py:FUNCTION (docs/rewards.md).",

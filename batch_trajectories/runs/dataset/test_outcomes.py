@@ -36,10 +36,17 @@ def outcomes(patterns: Iterable[str], output: str) -> dict[str, str]:
     return {_plain(name): status for _, name, status in found}
 
 
+def statuses_of(tests: Outcomes, found: Mapping[str, str]) -> dict[str, str]:
+    """The status of each test that is named."""
+    named, key = (tests.must_pass, _plain) if tests.expected is None else (tests.expected, _exact)
+    ran = {key(name): status for name, status in found.items()}
+    return {name: ran.get(key(name), MISSING) for name in named}
+
+
 def wrong_outcomes(tests: Outcomes, found: Mapping[str, str]) -> dict[str, str]:
     """The tests that did not end as they should, with the status they have."""
     if tests.expected is None:
-        statuses = {name: found.get(_plain(name), MISSING) for name in tests.must_pass}
+        statuses = statuses_of(tests, found)
         return {name: got for name, got in statuses.items() if got not in tests.passed}
     expected = {_exact(name): status for name, status in tests.expected.items()}
     ran = {_exact(name): status for name, status in found.items()}

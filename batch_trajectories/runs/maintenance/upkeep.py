@@ -142,6 +142,7 @@ def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
         rules=_scan_arguments(config.run_dir, identity, config)["rules"],
         max_samples=config.max_samples,
         writes=False,
+        with_solutions=config.audit,
         say=say,
     )
 

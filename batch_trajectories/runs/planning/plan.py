@@ -116,6 +116,7 @@ def make_plan(
         max_samples=config.max_samples,
         writes=writes,
         fresh=fresh,
+        with_solutions=config.audit,
         say=say,
     )
     try:

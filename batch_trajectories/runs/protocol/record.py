@@ -6,13 +6,13 @@ Keys, in this order: `id`, `status`, `status_reason` (null or text), `error` (nu
 the conversation (see `Trajectory.to_record`; branches also have `fork`), `check` (null, or the
 result of the row's check; see `run_check`), `scores` (only with `--reward`; see
 `runs.store.checks`), `diff` (what changed in the image's repository; see `runs.worker.diff`; only
-with `--workspace=image`), `tools` (schemas as offered), `options` (those of the conversation that
-are not defaults), `view_compacted` (the model saw parts shortened or as a summary),
-`view_trimmed` (only with `--token_ids`: it saw earlier replies without the newlines around their
-text), and the provenance: `model` (as requested), `api`, `endpoint`, `toolsets`, `sandbox`, `image`
-(with `--workspace=image`: its `reference` in the row and its `digest`, that of the
-configuration), `seed`, `config_digest`, `versions`, `finished_at` (epoch seconds),
-`schema_version`. On disk a checksum follows (see `runs.store.checksum`).
+with `--workspace=image`), `audit` (only of `check_tasks`; see `runs.audit.verdicts`), `tools`
+(schemas as offered), `options` (those of the conversation that are not defaults), `view_compacted`
+(the model saw parts shortened or as a summary), `view_trimmed` (only with `--token_ids`: it saw
+earlier replies without the newlines around their text), and the provenance: `model` (as requested),
+`api`, `endpoint`, `toolsets`, `sandbox`, `image` (with `--workspace=image`: its `reference` in the
+row and its `digest`, that of the configuration), `seed`, `config_digest`, `versions`, `finished_at`
+(epoch seconds), `schema_version`. On disk a checksum follows (see `runs.store.checksum`).
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def make_record(
     failure: Failure | None,
     check: dict[str, Any] | None = None,
     diff: dict[str, Any] | None = None,
+    audit: dict[str, Any] | None = None,
     attempt: int,
     provenance: Provenance,
     agent: CommandAgent | None = None,
@@ -88,6 +89,7 @@ def make_record(
         **conversation,
         "check": check,
         **({} if diff is None else {"diff": diff}),
+        **({} if audit is None else {"audit": audit}),
         "tools": tools,
         "options": spec.options.given(),
         "view_compacted": was_compacted(trajectory, spec.options),

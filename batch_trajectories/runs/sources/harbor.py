@@ -3,8 +3,9 @@
 A dataset is a directory of task directories, at most three levels deep, or a single one. A row has
 `id` (the path of the directory), `instruction`, `task` (what task.toml holds), `image`, `network`,
 `check_network`, `check_user`, `limits`, `tests` (files by their path in the container),
-`interpreter` (of tests/test.sh) and `artifacts` (true if the task collects files). A task that
-needs what is not supported becomes a row with `row_error`: it is refused before anything runs.
+`interpreter` (of tests/test.sh) and `artifacts` (true if the task collects files); for audits also
+`solution` (see `runs.audit.reference`). A task that needs what is not supported becomes a row with
+`row_error`: it is refused before anything runs.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from batch_trajectories.runs.dataset.column_names import ERROR_COLUMN
 TASK_FILE = "task.toml"
 
 _TEST = "test.sh"
+_SOLVE = "solve.sh"
 _SHELL = "/bin/sh"
 _MAX_FOLDERS = 2
 """Between a dataset and its tasks."""
-_MAX_TESTS_BYTES = 64 << 20
+_MAX_FILES_BYTES = 64 << 20
 _BUILD_TIMEOUT_S = 600.0
 
 _COMPOSE = re.compile(r"(docker-)?compose([.-][\w.-]+)?\.ya?ml")
@@ -102,10 +104,13 @@ class HarborTask(NamedTuple):
         raw = self._settings().get("environment", {}).get("build_timeout_sec", _BUILD_TIMEOUT_S)
         return float(raw) if isinstance(raw, int | float) and raw > 0 else _BUILD_TIMEOUT_S
 
-    def row(self) -> dict[str, Any]:
+    def row(self, *, with_solution: bool = False) -> dict[str, Any]:
         """The row of the task, or its id and why it cannot run."""
         try:
-            return self._row()
+            row = self._row()
+            if with_solution and (solution := self._solution()) is not None:
+                row["solution"] = solution
+            return row
         except _Refused as refused:
             reason = str(refused)
             keys = refused.keys
@@ -219,18 +224,31 @@ class HarborTask(NamedTuple):
             raise _Refused(
                 "tests/test.sh is missing" + ("; windows is not supported" if windows else "")
             )
+        return self._files("tests", program=_TEST)
+
+    def _solution(self) -> dict[str, Any] | None:
+        """What solves the task: files of solution/, and the command that runs them."""
+        if not (self.path / "solution" / _SOLVE).is_file():
+            return None
+        env = self._settings().get("solution", {}).get("env", {})
+        files = self._files("solution", program=_SOLVE)
+        return {"files": files, "command": f"/solution/{_SOLVE}", "env": env}
+
+    def _files(self, folder: str, *, program: str) -> dict[str, Any]:
+        """The files of a folder of the task by their paths in the container."""
+        directory = self.path / folder
         found: dict[str, Any] = {}
         size = 0
         for path in _files_in(directory):
             relative = path.relative_to(directory).as_posix()
             if (shown := valid_utf8(relative)) != relative:
-                raise _Refused(f"tests/{shown}: its name is not UTF-8")
-            content = self._content(f"tests/{relative}")
+                raise _Refused(f"{folder}/{shown}: its name is not UTF-8")
+            content = self._content(f"{folder}/{relative}")
             size += len(content)
-            if size > _MAX_TESTS_BYTES:
-                raise _Refused(f"tests/ has more than {_MAX_TESTS_BYTES >> 20} MiB")
-            is_executable = relative == _TEST or path.stat().st_mode & 0o111 != 0
-            found[f"/tests/{relative}"] = _as_content(content, is_executable=is_executable)
+            if size > _MAX_FILES_BYTES:
+                raise _Refused(f"{folder}/ has more than {_MAX_FILES_BYTES >> 20} MiB")
+            is_executable = relative == program or path.stat().st_mode & 0o111 != 0
+            found[f"/{folder}/{relative}"] = _as_content(content, is_executable=is_executable)
         return found
 
     def _interpreter(self) -> str:
@@ -259,12 +277,13 @@ def _tasks_beneath(directory: Path, folder: str) -> Iterator[HarborTask]:
             yield from _tasks_beneath(path, f"{folder}{path.name}/")
 
 
-def files_of(tasks: Iterable[HarborTask]) -> list[Path]:
+def files_of(tasks: Iterable[HarborTask], *, with_solutions: bool = False) -> list[Path]:
     """The files that decide the rows of tasks."""
+    left_out = () if with_solutions else ("solution",)
     found = []
     for task in tasks:
         for path in _files_in(task.path):
-            if path.relative_to(task.path).parts[0] != "solution" and path.is_file():
+            if path.relative_to(task.path).parts[0] not in left_out and path.is_file():
                 found.append(path)
     return found
 

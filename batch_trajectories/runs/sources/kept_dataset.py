@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b, file_digest
 from operator import itemgetter
 from pathlib import Path
@@ -71,20 +71,22 @@ def keep_dataset(
     max_samples: int | None,
     writes: bool,
     fresh: bool = False,
+    with_solutions: bool = False,
     say: Callable[[str], object],
 ) -> KeptDataset:
     """The dataset as a JSONL file: the user's own, or the one in the run directory.
 
     Reads the source only where the run directory does not hold it yet, and of it no more than
     `max_samples` rows that `rules` can use. Without `writes`, what is missing goes into a temporary
-    directory. With `fresh`, a hub's dataset is that of the hub now. Raises `DatasetError`,
+    directory. With `fresh`, a hub's dataset is that of the hub now. `with_solutions`: rows have
+    their solutions, which only audits read. Raises `DatasetError`,
     `StorageError`, and `EnvironmentStop` where a hub cannot be reached.
     """
-    source = source_of(name)
+    source = replace(source_of(name), with_solutions=with_solutions)
     if source.tasks and rows is None:
         msg = f"{name}: this directory holds Harbor tasks; add --rows=harbor"
         raise DatasetError(msg)
-    rows_file = None if rows is None else _rows_file(rows)
+    rows_file = None if rows is None else _rows_file(rows, with_solutions=with_solutions)
     if source.plain_file is not None and not columns and rows_file is None:
         return KeptDataset(source.plain_file)
     before = _sizes_and_times(source)
@@ -164,7 +166,7 @@ def rows_of_source(
         from batch_trajectories.runs.sources.hub import saved_rows
 
         yield from saved_rows(source.saved, left_out)
-    yield from (task.row() for task in source.tasks)
+    yield from (task.row(with_solution=source.with_solutions) for task in source.tasks)
     from batch_trajectories.runs.sources.file_rows import rows_of_file
 
     for file in source.files:
@@ -274,12 +276,12 @@ class _Writer:
         return True
 
 
-def _rows_file(name: str) -> RowsFile:
+def _rows_file(name: str, *, with_solutions: bool) -> RowsFile:
     from batch_trajectories.runs.sources.rows_file import (
         load_rows_file,  # YAML, which a plain dataset does not need
     )
 
-    return load_rows_file(name)
+    return load_rows_file(name, with_solutions=with_solutions)
 
 
 def _files_of(source: DataSource) -> list[Path]:
@@ -289,7 +291,7 @@ def _files_of(source: DataSource) -> list[Path]:
     if source.tasks:
         from batch_trajectories.runs.sources.harbor import files_of
 
-        return files_of(source.tasks)
+        return files_of(source.tasks, with_solutions=source.with_solutions)
     return [file.path for file in source.files]
 
 

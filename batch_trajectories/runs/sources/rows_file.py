@@ -3,6 +3,8 @@
     options: {row_setup: true}   options of the run, unless they are given
     columns: {prompt: "{{problem_statement}}", ...}   see `runs.sources.templates`
     keep: [repo]                 columns of the dataset that stay; without it, all others do
+    reference: {patch: ...}      the solution, which only `check_tasks` reads; see
+                                 `runs.audit.reference`
 
 `--rows` takes the path of a rows file or the name of one in configs/rows.
 """
@@ -28,7 +30,8 @@ from batch_trajectories.runs.sources.templates import (
     variables_of,
 )
 
-_KEYS = ("options", "columns", "keep")
+REFERENCE = "reference"
+_KEYS = ("options", "columns", "keep", REFERENCE)
 OPTIONS = ("row_setup", "workspace", "check_in")
 """What rows need to be used as they are; everything else is for the user to decide."""
 
@@ -74,8 +77,11 @@ class RowsFile:
         return {**rest, **made}
 
 
-def load_rows_file(name: str) -> RowsFile:
-    """Read a rows file. Raises `ConfigError`, which names the file, the line and the field."""
+def load_rows_file(name: str, *, with_solutions: bool = False) -> RowsFile:
+    """Read a rows file; rows have a column `reference` only `with_solutions`.
+
+    Raises `ConfigError`, which names the file, the line and the field.
+    """
     try:
         path, is_ours = preset_or_path(name, "rows")
     except ValueError as error:
@@ -86,14 +92,15 @@ def load_rows_file(name: str) -> RowsFile:
     except YamlFileError as error:
         raise ConfigError(str(error)) from error
     try:
-        found = _read(shown, blake2b(content, digest_size=6).hexdigest(), node)
+        digest = blake2b(content, digest_size=6).hexdigest()
+        found = _read(shown, digest, node, with_solutions=with_solutions)
     except TemplateError as error:
         raise ConfigError(str(error)) from error
     found.is_ours = is_ours
     return found
 
 
-def _read(file: str, digest: str, node: yaml.Node | None) -> RowsFile:
+def _read(file: str, digest: str, node: yaml.Node | None, *, with_solutions: bool) -> RowsFile:
     if not isinstance(node, yaml.MappingNode):
         raise TemplateError(f"{file}: a rows file must have `key: value` lines")
     parts: dict[str, yaml.Node] = {}
@@ -110,6 +117,10 @@ def _read(file: str, digest: str, node: yaml.Node | None) -> RowsFile:
         str(key.value): Template(value, file, f"columns.{key.value}")
         for key, value in columns.value
     }
+    if (reference := parts.get(REFERENCE)) is not None:
+        template = Template(reference, file, REFERENCE)
+        if with_solutions:
+            templates[REFERENCE] = template
     return RowsFile(digest, templates, _options(file, parts), _keep(file, parts))
 
 

@@ -80,6 +80,8 @@ class DataSource:
     """A directory written by `save_to_disk`."""
     hub: HubName | None = None
     tasks: tuple[HarborTask, ...] = ()
+    with_solutions: bool = False
+    """The rows of tasks have their solutions."""
 
     @property
     def plain_file(self) -> Path | None:

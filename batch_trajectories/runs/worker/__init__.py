@@ -7,6 +7,7 @@ call_limiter     limits the worker's calls to one endpoint, also per minute
 budget_share     the worker's share of the budget
 batch_api_model  a model whose calls are made by a Batch API
 agents/          agents that run as commands
+audit/           the steps of `check_tasks`
 replay           repeats the tool calls of a branch's parent
 workspaces       workspaces and sandboxes of tasks
 workspace_setup  files and commands of a row

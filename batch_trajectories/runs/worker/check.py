@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from batch_trajectories.runs.dataset.test_outcomes import (
     MISSING,
     PatternTimeout,
     outcomes,
+    statuses_of,
     wrong_outcomes,
 )
 from batch_trajectories.runs.store.checks import (
@@ -200,14 +202,15 @@ async def _of_tests(context: ToolContext, check: Check, result: ExecResult) -> d
     wrong = wrong_outcomes(tests, found)
     if tests.log is None and result.truncated and MISSING in wrong.values():
         raise CheckFailed("`check.tests`: the output is too long to be kept; print it to a `log`")
-    total = len(tests.must_pass) if tests.expected is None else len(tests.expected)
+    statuses = Counter(statuses_of(tests, found).values())
     return {
         "passed": not wrong,
         "reward": float(not wrong),
         "tests": {
-            "expected": total,
+            "expected": statuses.total(),
             "found": len(found),
             "wrong": len(wrong),
+            "statuses": dict(statuses),
             "first_wrong": dict(list(wrong.items())[:_WRONG_SHOWN]),
         },
     }

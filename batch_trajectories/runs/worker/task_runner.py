@@ -8,6 +8,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,22 @@ if TYPE_CHECKING:
     from batch_trajectories.runs.worker.agents.agent_runner import AgentRunner
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Work:
+    """A task that is being worked on, and what has come of it."""
+
+    task: Task
+    assignment: Assignment
+    row: RowTask
+    trajectory: Trajectory
+    context: ToolContext
+    end: Finish = field(default=Finish("failed"))
+    diff: dict[str, Any] | None = None
+    check: dict[str, Any] | None = None
+    audit: dict[str, Any] | None = None
+    """What a step of `check_tasks` found."""
 
 
 class TaskRunner:
@@ -141,7 +158,8 @@ class TaskRunner:
         # The record includes all replies so far: they were paid for.
         trajectory = self._trajectories.get(task.key) or row.trajectory(assignment["events"])
         close_calls(trajectory, "failed", lambda event: None)
-        record = self._record(task, assignment, trajectory, row, Finish("failed"), failure)
+        context = self._spaces.open(task.key, row, resumed=False)
+        record = self._record(Work(task, assignment, row, trajectory, context), failure)
         return _finished(task, record, failure)
 
     async def _carry_out(self, task: Task, assignment: Assignment) -> bytes:
@@ -152,23 +170,13 @@ class TaskRunner:
         row = self._rules.read(task.columns)
         # An agent that runs as a command begins again with the workspace of its first start.
         resumed = _has_begun(assignment) and row.agent is None
-        context = self._spaces.open(task.key, row, resumed=resumed)
         trajectory = row.trajectory(assignment["events"])
         self._trajectories[task.key] = trajectory
-        end = Finish("failed")
-        failure = check = diff = None
+        context = self._spaces.open(task.key, row, resumed=resumed)
+        work = Work(task, assignment, row, trajectory, context)
+        failure = None
         try:
-            prepared = await self._spaces.prepare(context, row, place=assignment["place"])
-            context = prepared.context
-            if row.agent is not None and self._agents is not None:
-                row = row._replace(agent=await self._agents.with_version(row.agent))
-                end, agent = await self._run_agent(task, assignment, trajectory, row, context)
-                row = row._replace(agent=agent)
-                context = await self._spaces.reopened(context, row)
-            else:
-                end = await self._converse(task, assignment, trajectory, row, prepared)
-            diff = await self._spaces.diff(context, row)
-            check = await self._judged(task, assignment, context, row, trajectory, diff)
+            await self.do(work)
         except ModelError as error:
             if self._calls.is_the_endpoints(error):
                 self._stops.halt(self._calls.describe(error))
@@ -178,86 +186,83 @@ class TaskRunner:
                 task.id, task.input_digest, assignment["attempt"], error.kind, str(error)
             )
         except (SetupFailed, AgentFailed) as error:
-            end = Finish("failed")
+            work.end = Finish("failed")
             failure = Failure(
                 task.id, task.input_digest, assignment["attempt"], error.error_class, str(error)
             )
         finally:
-            await context.close(remove=False)
+            await work.context.close(remove=False)
         calls = trajectory.agent_calls
         turns = trajectory.turns if calls is None else len(calls.live)
-        log.info("%s: %s after %s", task.id, end.status, plural(turns, "turn"))
+        log.info("%s: %s after %s", task.id, work.end.status, plural(turns, "turn"))
         if failure and assignment["attempt"] < self._config.max_attempts:
             return pack("failed", key=task.key.hex(), failure=failure._asdict())
-        self._not_durable[task.key] = context
-        record = self._record(task, assignment, trajectory, row, end, failure, check, diff)
-        if self._rewards is not None and end.status != "failed":
-            async with self._spaces.inside(context, row) as inside:
-                scores = await self._rewards.scores(record, inside or context.workspace.root)
+        self._not_durable[task.key] = work.context
+        record = self._record(work, failure)
+        if self._rewards is not None and work.end.status != "failed":
+            async with self._spaces.inside(work.context, work.row) as inside:
+                root = inside or work.context.workspace.root
+                scores = await self._rewards.scores(record, root)
             record = with_scores(record, scores)
         return _finished(task, record, failure)
 
-    def _record(
-        self,
-        task: Task,
-        assignment: Assignment,
-        trajectory: Trajectory,
-        row: RowTask,
-        end: Finish,
-        failure: Failure | None,
-        check: dict[str, Any] | None = None,
-        diff: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        return make_record(
-            task,
-            trajectory,
-            end=end,
-            spec=row.spec,
-            setup=setup_of_task(self._setups, self._config, task),
-            failure=failure,
-            check=check,
-            diff=diff,
-            attempt=assignment["attempt"],
-            provenance=self._setup.provenance,
-            agent=row.agent,
-            image=self._spaces.image(row),
-        )
+    async def do(self, work: Work) -> None:
+        """Set up the workspace, hold the conversation and judge it; sets what comes of it."""
+        prepared = await self._prepared(work)
+        if work.row.agent is not None and self._agents is not None:
+            work.row = work.row._replace(agent=await self._agents.with_version(work.row.agent))
+            work.end, agent = await self._run_agent(work)
+            work.row = work.row._replace(agent=agent)
+            work.context = await self._spaces.reopened(work.context, work.row)
+        else:
+            work.end = await self._converse(work, prepared)
+        await self._judge(work)
 
-    async def _judged(
-        self,
-        task: Task,
-        assignment: Assignment,
-        context: ToolContext,
-        row: RowTask,
-        trajectory: Trajectory,
-        diff: dict[str, Any] | None,
-    ) -> dict[str, Any] | None:
-        """The result of the row's check; None without one.
+    async def _prepared(self, work: Work) -> PreparedWorkspace:
+        place = work.assignment["place"]
+        prepared = await self._spaces.prepare(work.context, work.row, place=place)
+        work.context = prepared.context
+        return prepared
+
+    async def _judge(self, work: Work) -> None:
+        """Make the diff, and judge the workspace.
 
         Raises `SetupFailed` where no sandbox for it could be opened: the next attempt opens one,
         and the last keeps the conversation.
         """
+        work.diff = await self._spaces.diff(work.context, work.row)
+        turns = _own_turns(work.trajectory, work.row)
         try:
-            check = await self._spaces.judge(context, row, _own_turns(trajectory, row), diff)
+            work.check = await self._spaces.judge(work.context, work.row, turns, work.diff)
         except SetupFailed as error:
-            if assignment["attempt"] < self._config.max_attempts:
+            if work.assignment["attempt"] < self._config.max_attempts:
                 raise
             from batch_trajectories.runs.worker.check import unjudged
 
-            check = unjudged(str(error))
-        if check is not None and (why := check.get("error")) is not None:
-            log.warning("%s: its check gave no reward: %s", task.id, why)
-        return check
+            work.check = unjudged(str(error))
+        if work.check is not None and (why := work.check.get("error")) is not None:
+            log.warning("%s: its check gave no reward: %s", work.task.id, why)
 
-    async def _converse(
-        self,
-        task: Task,
-        assignment: Assignment,
-        trajectory: Trajectory,
-        row: RowTask,
-        prepared: PreparedWorkspace,
-    ) -> Finish:
+    def _record(self, work: Work, failure: Failure | None) -> dict[str, Any]:
+        return make_record(
+            work.task,
+            work.trajectory,
+            end=work.end,
+            spec=work.row.spec,
+            setup=setup_of_task(self._setups, self._config, work.task),
+            failure=failure,
+            check=work.check,
+            diff=work.diff,
+            audit=work.audit,
+            attempt=work.assignment["attempt"],
+            provenance=self._setup.provenance,
+            agent=work.row.agent,
+            image=self._spaces.image(work.row),
+        )
+
+    async def _converse(self, work: Work, prepared: PreparedWorkspace) -> Finish:
         context, kept, why_new = prepared
+        task, assignment, row, trajectory = work.task, work.assignment, work.row, work.trajectory
         setup = setup_of_task(self._setups, self._config, task)
 
         until_kept = self._until_kept(task)
@@ -306,31 +311,24 @@ class TaskRunner:
         )
         return await conversation.run(taken_up=is_taken_up)
 
-    async def _run_agent(
-        self,
-        task: Task,
-        assignment: Assignment,
-        trajectory: Trajectory,
-        row: RowTask,
-        context: ToolContext,
-    ) -> tuple[Finish, CommandAgent]:
+    async def _run_agent(self, work: Work) -> tuple[Finish, CommandAgent]:
         """Run an agent that is a command; return its end, and it with its version."""
         from batch_trajectories.runs.worker.agents.agent_runner import AgentTask
 
         assert self._agents is not None
-        assert row.agent is not None
-        if context.sandbox is not None:
-            await context.sandbox.stop()  # what set up the workspace
+        assert work.row.agent is not None
+        if work.context.sandbox is not None:
+            await work.context.sandbox.stop()  # what set up the workspace
         return await self._agents.run(
             AgentTask(
-                key=task.key,
-                agent=row.agent,
-                setup=setup_of_task(self._setups, self._config, task),
-                row=row,
-                context=context,
-                trajectory=trajectory,
-                journal=self._journal_of(task, assignment),
-                kept=self._until_kept(task),
+                key=work.task.key,
+                agent=work.row.agent,
+                setup=setup_of_task(self._setups, self._config, work.task),
+                row=work.row,
+                context=work.context,
+                trajectory=work.trajectory,
+                journal=self._journal_of(work.task, work.assignment),
+                kept=self._until_kept(work.task),
             )
         )
 

@@ -104,6 +104,16 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
         sys.exit(1)
 
 
+def _kind_of_runner(config: RunConfig) -> type[TaskRunner]:
+    if not config.audit:
+        return TaskRunner
+    from batch_trajectories.runs.worker.audit.audit_runner import (
+        AuditRunner,  # most runs are none
+    )
+
+    return AuditRunner
+
+
 def _leave_to_the_parent(number: int, frame: FrameType | None) -> None:
     """Ignore a signal to the whole process group."""
 
@@ -167,7 +177,7 @@ class Worker:
             send=self.send,
             on_retry=self._on_retry,
         )
-        self._runner = TaskRunner(
+        self._runner = _kind_of_runner(self._config)(
             self._setup,
             setups=self._setups,
             spaces=Workspaces(self._setup, web=self._web, browsers=self._browsers),

@@ -1,0 +1,68 @@
+"""Audit the tasks of a dataset: `check_tasks`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from batch_trajectories.api.start import exit_of, open_planned
+from batch_trajectories.runs.audit.verdicts import SOUND, TASKS_FILE, WHAT_TO_DO, write_verdicts
+from batch_trajectories.runs.planning.plan import Plan, refuse_bad_rows, warn
+from batch_trajectories.runs.process.console import say
+from batch_trajectories.runs.run import run_batch
+from batch_trajectories.runs.totals.run_totals import compute_totals
+from toolsets.text import plural
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEnd:
+    """How a start of an audit ended."""
+
+    path: Path
+    """The directory of the audit, with tasks.jsonl."""
+    verdicts: Counter[str]
+    """Rows by verdict."""
+    bad_rows: int
+    """Rows that no run can use."""
+    unfinished: int
+    """Rows whose steps have not all ended."""
+    exit_code: int
+    """0: all are sound; 1: some are not; else that of a run."""
+    reason: str | None
+    """Why `exit_code` is neither 0 nor 1, and what to do next."""
+
+    def as_table(self) -> str:
+        """The verdicts with the number of rows, and what to do."""
+        counted = {name: self.verdicts[name] for name in WHAT_TO_DO if self.verdicts[name]}
+        lines = [f"{name:<18}{count:>9,}  {WHAT_TO_DO[name]}" for name, count in counted.items()]
+        for count, name, words in (
+            (self.bad_rows, "bad rows", "repair them: no run can use them (failures.jsonl)"),
+            (self.unfinished, "unfinished", "run the same command again: it checks only the rest"),
+        ):
+            if count:
+                lines.append(f"{name:<18}{count:>9,}  {words}")
+        done = plural(self.verdicts.total(), "verdict")
+        return "\n".join([*lines, f"{done} with evidence in {self.path / TASKS_FILE}"])
+
+
+def audit(
+    plan: Plan, *, fresh: bool = False, accept_config_change: Collection[str] = ()
+) -> AuditEnd:
+    """Carry out the steps of an audit that have no record yet, and write tasks.jsonl.
+
+    `plan` is that of a config which `audited` made. Raises what `start` raises.
+    """
+    warn(plan, say)
+    refuse_bad_rows(plan, say)
+    with open_planned(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
+        outcome = run_batch(plan, run_dir)
+        verdicts = write_verdicts(run_dir.path, plan.scan)
+        totals = compute_totals(run_dir.path, plan.scan, plan.config)
+    exit_code, reason = exit_of(outcome, totals)
+    bad = len(plan.scan.bad_rows)
+    if exit_code in (0, 1):
+        exit_code = int(bad > 0 or verdicts.total() != verdicts[SOUND])
+    unfinished = plan.scan.rows - verdicts.total()
+    return AuditEnd(run_dir.path, verdicts, bad, unfinished, exit_code, reason)

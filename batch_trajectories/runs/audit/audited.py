@@ -1,0 +1,40 @@
+"""The config of an audit: that of a run, without its model, agent and conversations."""
+
+from __future__ import annotations
+
+from batch_trajectories.runs.audit.steps import samples_of
+from batch_trajectories.runs.config.run_config import RunConfig
+
+SAME_IN_RUNS = (
+    *("workspace", "workdir", "docker_image", "row_setup", "check_in", "check_network"),
+    *("network", "check_expected", "command_timeout_s"),
+)
+"""Options that decide what a task is, beside its row: a verdict holds for runs with the same."""
+
+_TAKEN = (
+    *SAME_IN_RUNS,
+    *("dataset_file", "columns", "rows", "run_name", "output_dir", "max_samples", "shard"),
+    *("on_bad_row", "seed", "sandbox", "images", "container_engine", "pull", "env_from"),
+    *("command_memory_mb", "max_processes", "workspace_mb", "batch_size", "num_workers"),
+    *("concurrency", "executor", "ray_address", "worker_resources", "ray_storage"),
+    *("ray_scratch_dir", "grace_s", "heartbeat_timeout_s", "log_level"),
+)
+
+
+def audited(config: RunConfig, *, repeats: int) -> RunConfig:
+    """The config of an audit of the tasks of a run. Options of conversations have no effect."""
+    taken = {name: getattr(config, name) for name in _TAKEN if name in config.model_fields_set}
+    return RunConfig.model_construct(
+        **{
+            name: taken.get(name, field.get_default(call_default_factory=True))
+            for name, field in RunConfig.model_fields.items()
+        }
+        | {
+            "model": "scripted",
+            "audit": True,
+            "row_setup": True,
+            "enabled_toolsets": ("none",),
+            "num_samples": samples_of(repeats),
+            "max_attempts": 1,  # repeating the check is a step of its own
+        }
+    )

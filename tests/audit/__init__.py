@@ -1,0 +1,7 @@
+"""Tests of `check_tasks` and what uses its verdicts.
+
+planting      rows with a known defect, and sound ones
+test_plain    rows without images: verdicts, resuming
+test_skipped  checks that pass although no test ran
+test_reference  where the solution of a row is
+"""

@@ -1,0 +1,78 @@
+"""Audits of rows without images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.audit.planting import OPTIONS, SKIPPED, audit, found, plain_row, verdicts
+from tests.running import kill_session, lines, started, wait_until, write_rows
+
+pytestmark = pytest.mark.slow
+
+# Without a seed of its own: every sandbox begins with another clock.
+COIN = "python3 -I -S -c 'import os; raise SystemExit(os.urandom(1)[0] & 1)'"
+
+DEFECTS: dict[str, dict[str, Any]] = {
+    "passes_untouched": {"check": "true"},
+    "reference_fails": {"solution": {"calc.py": "pass\n"}},
+    "no_reference": {"solution": None},
+    "setup_fails": {"setup": "exit 3"},
+    "too_slow": {"check": {"command": "sleep 60", "timeout_s": 0.5}},
+    "flaky": {"check": COIN},
+    "all_skipped": {
+        "check": {"command": "python3 -m unittest check/t_x.py", "files": {"check/t_x.py": SKIPPED}}
+    },
+    "no_check": {"check": None},
+}
+
+
+def test_each_defect_of_a_row_is_named(tmp_path: Path) -> None:
+    rows = [plain_row(defect, **changes) for defect, changes in DEFECTS.items()]
+    by_command = {"solution": None, "solution_command": "sed -i 's/a - b/a + b/' calc.py"}
+    rows += [plain_row("sound"), plain_row("by_command", **by_command)]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    code, said = audit(tmp_path, repeats=8)
+    assert code == 1, said
+    sound = {"sound": "sound", "by_command": "sound"}
+    assert verdicts(tmp_path) == {defect: defect for defect in DEFECTS} | sound
+    assert "sound                     2  use them" in said
+    failing = found(tmp_path)["reference_fails"]
+    assert "exit code 1: ImportError: cannot import name 'add'" in failing["why"]
+    check = failing["steps"][1]["check"]
+    assert (check["passed"], check["exit_code"]) == (False, 1)
+
+
+def test_a_sound_set_exits_with_zero_and_answers_are_solutions(tmp_path: Path) -> None:
+    answer = {"id": "answer", "prompt": "What is six times seven?", "expected": "42"}
+    write_rows(tmp_path / "p.jsonl", plain_row("sound"), answer)
+    assert audit(tmp_path, "--check_expected") == (0, audit(tmp_path, "--check_expected")[1])
+    assert verdicts(tmp_path) == {"sound": "sound", "answer": "sound"}
+    # The files of an audit are no training data.
+    assert not (tmp_path / "trajectories" / "audit.jsonl").exists()
+
+
+def test_no_finished_step_is_repeated_after_kills(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", *(plain_row(f"row{n}") for n in range(12)))
+    records = tmp_path / "trajectories" / "audit" / "records.jsonl"
+    finished = b""
+
+    def has_grown() -> bool:
+        return records.exists() and len(records.read_bytes()) > len(finished)
+
+    for _ in range(3):
+        with started(tmp_path, "check_tasks", **OPTIONS) as process:
+            wait_until(lambda: has_grown() or process.poll() is not None)
+            assert process.poll() is None, "it ended before it was killed"
+            kill_session(process.pid)
+        now = records.read_bytes()
+        assert now.startswith(finished)
+        finished = now[: now.rfind(b"\n") + 1]
+    assert audit(tmp_path)[0] == 0
+    assert records.read_bytes().startswith(finished)
+    keys = [(line["prompt_id"], line["sample"]) for line in lines(records)]
+    assert len(keys) == len({*keys}) == 12 * 9
+    assert set(verdicts(tmp_path).values()) == {"sound"}
+    assert not [*(records.parent / "workspaces").iterdir()]
