@@ -23,8 +23,8 @@ OPTIONS: dict[str, Any] = {"dataset_file": "p.jsonl", "run_name": "audit", "num_
 def plain_row(id_: str, **changes: Any) -> dict[str, Any]:
     """A sound row without an image, with changes; None removes a column."""
     check = {"command": "python3 -I -S check/t.py", "files": {"check/t.py": TEST}}
-    row = {"id": id_, "prompt": f"Repair add ({id_}).", "files": BROKEN, "check": check}
-    row |= {"solution": FIXED, **changes}
+    row: dict[str, Any] = {"id": id_, "prompt": f"Repair add ({id_}).", "files": BROKEN}
+    row |= {"check": check, "solution": FIXED, **changes}
     return {name: value for name, value in row.items() if value is not None}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.runs.audit.steps import samples_of
 from tests.audit.planting import OPTIONS, SKIPPED, audit, found, plain_row, verdicts
 from tests.running import kill_session, lines, started, wait_until, write_rows
 
@@ -47,9 +48,11 @@ def test_each_defect_of_a_row_is_named(tmp_path: Path) -> None:
 
 def test_a_sound_set_exits_with_zero_and_answers_are_solutions(tmp_path: Path) -> None:
     answer = {"id": "answer", "prompt": "What is six times seven?", "expected": "42"}
-    write_rows(tmp_path / "p.jsonl", plain_row("sound"), answer)
-    assert audit(tmp_path, "--check_expected") == (0, audit(tmp_path, "--check_expected")[1])
-    assert verdicts(tmp_path) == {"sound": "sound", "answer": "sound"}
+    both = {**plain_row("both"), "expected": "done"}
+    write_rows(tmp_path / "p.jsonl", both, answer)
+    code, said = audit(tmp_path, "--check_expected")
+    assert code == 0, said
+    assert verdicts(tmp_path) == {"both": "sound", "answer": "sound"}
     # The files of an audit are no training data.
     assert not (tmp_path / "trajectories" / "audit.jsonl").exists()
 
@@ -73,6 +76,6 @@ def test_no_finished_step_is_repeated_after_kills(tmp_path: Path) -> None:
     assert audit(tmp_path)[0] == 0
     assert records.read_bytes().startswith(finished)
     keys = [(line["prompt_id"], line["sample"]) for line in lines(records)]
-    assert len(keys) == len({*keys}) == 12 * 9
+    assert len(keys) == len({*keys}) == 12 * samples_of(3)
     assert set(verdicts(tmp_path).values()) == {"sound"}
     assert not [*(records.parent / "workspaces").iterdir()]

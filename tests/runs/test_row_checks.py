@@ -297,6 +297,7 @@ class TestOutcomes:
         assert (logged["passed"], logged["reward"]) == (False, 0.0)
         assert logged["tests"] == {
             "expected": 2, "found": 2, "wrong": 1, "first_wrong": {"b": "FAILED"},
+            "statuses": {"PASSED": 1, "FAILED": 1},
         }  # fmt: skip
 
     def test_long_output_is_read_from_a_log(self, tmp_path: Path) -> None:
