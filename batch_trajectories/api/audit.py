@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batch_trajectories.api.start import exit_of, open_planned
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.audit.verdicts import SOUND, TASKS_FILE, WHAT_TO_DO, write_verdicts
+from batch_trajectories.runs.directory.run_totals import compute_totals
 from batch_trajectories.runs.planning.plan import Plan, refuse_bad_rows, warn
-from batch_trajectories.runs.process.console import say
-from batch_trajectories.runs.run import run_batch
-from batch_trajectories.runs.totals.run_totals import compute_totals
-from toolsets.text import plural
+from batch_trajectories.runs.supervisor.run import run_batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,21 @@ from typing import Any, NamedTuple, get_args
 
 import orjson
 
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.audit.skipped import why_hollow
 from batch_trajectories.runs.audit.steps import Name, step_of
-from batch_trajectories.runs.dataset.row import EXPECTED
-from batch_trajectories.runs.dataset.row_image import INSIDE_COLUMNS, image_columns
-from batch_trajectories.runs.dataset.row_setup import COLUMNS, HISTORY_COLUMNS
+from batch_trajectories.runs.dataset.column_names import (
+    CHAT_COLUMNS,
+    HISTORY_COLUMNS,
+    INSIDE_COLUMNS,
+    SETUP_COLUMNS,
+)
+from batch_trajectories.runs.dataset.row_image import image_columns
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.store.files import open_temporary, temporary_for
 from batch_trajectories.runs.store.reader import open_index, read_record
 from batch_trajectories.runs.store.record_types import Record
-from toolsets import exact_json
-from toolsets.text import clip
 
 TASKS_FILE = "tasks.jsonl"
 SOUND = "sound"
@@ -61,7 +65,7 @@ class TaskVerdict(NamedTuple):
 
 def task_digest(columns: Mapping[str, Any]) -> str:
     """16 hex digits over what makes a task: prompt, set-up, image and check."""
-    names = ["prompt", "messages", "conversations", EXPECTED, *COLUMNS, *HISTORY_COLUMNS]
+    names = ["prompt", *CHAT_COLUMNS, "expected", "target", *SETUP_COLUMNS, *HISTORY_COLUMNS]
     names += [*INSIDE_COLUMNS, *image_columns(columns)]
     found = {name: columns[name] for name in sorted({*names}) if columns.get(name) is not None}
     content = exact_json.dumps(found, option=orjson.OPT_SORT_KEYS)

@@ -33,6 +33,7 @@ from batch_trajectories.basics.startup import (
     use_pidfd_watcher,
 )
 from batch_trajectories.runs.config.models import set_up_models, uses_key_command
+from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.toolsets import catalog_of
 from batch_trajectories.runs.protocol.messages import (
     Assignment,

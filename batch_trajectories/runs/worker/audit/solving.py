@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.audit.reference import Reference
 from batch_trajectories.runs.worker.workspace_setup import SetupFailed, run_command, write_files
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
-from toolsets.text import clip
 
 _SHOWN = 2000
 # `safe.directory`: the files may belong to another user than commands. Outside of a repository
