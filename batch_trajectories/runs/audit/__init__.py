@@ -8,4 +8,6 @@ steps      what is done with each row, by the number of its sample
 reference  where the solution of a row is
 skipped    whether a check passed without a test that ran
 verdicts   records of steps -> one verdict per row, tasks.jsonl
+
+Other rooms import audited, reference, steps, verdicts.
 """
