@@ -14,6 +14,6 @@ shards      parts of a dataset by prompt id
 scan        one pass over the file: row offsets and task keys
 scan_cache  dataset.idx: the scan, for the next start
 
-Other rooms import column_names, lines, row, row_check, row_files, row_fork, row_setup, scan,
-scan_cache, shards, test_outcomes.
+Other rooms import column_names, lines, row, row_check, row_files, row_fork, row_image, row_setup,
+scan, scan_cache, shards, test_outcomes.
 """
