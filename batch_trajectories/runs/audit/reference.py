@@ -13,6 +13,7 @@ answer `expected` is the solution.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -34,15 +35,16 @@ class Reference(NamedTuple):
     command: str | None = None
     env: Mapping[str, str] = {}
 
-    def texts(self) -> Iterator[list[str]]:
-        """Texts that are in a solved workspace and in no other: of each file, all its parts.
+    def texts(self) -> dict[str, list[str]]:
+        """Texts that only a solved workspace has, by file; the file has all of its texts.
 
         Of a patch, the lines that each hunk makes of a file, with those around them.
         """
-        if self.patch is not None:
-            yield from _made_by(self.patch, is_reversed=self.is_reversed)
-        for content in self.files.values():
-            yield [content.decode(errors="replace")]
+        patch = self.patch or ""
+        found = dict(_made_by(patch, is_reversed=self.is_reversed))
+        return found | {
+            path: [content.decode(errors="replace")] for path, content in self.files.items()
+        }
 
 
 def read_reference(
@@ -90,24 +92,19 @@ def _of_commit(raw: Any, *, inside: bool) -> tuple[dict[str, bytes], tuple[str, 
     return read_files(files, f"{COLUMN}.commit", inside=inside), tuple(removed)
 
 
-def _made_by(patch: str, *, is_reversed: bool) -> Iterator[list[str]]:
+def _made_by(patch: str, *, is_reversed: bool) -> Iterator[tuple[str, list[str]]]:
     """Of each file of a patch, what its hunks that add lines make of it."""
-    added, taken = ("-", "+") if is_reversed else ("+", "-")
-    parts: list[str] = []
-    hunk: list[str] | None = None
-    has_added = False
-    for line in [*patch.splitlines(), "diff "]:
-        if line.startswith(("@@", "diff ")) or hunk is None:
-            if hunk is not None and has_added:
-                parts.append("\n".join(hunk))
-            hunk, has_added = ([], False) if line.startswith("@@") else (None, False)
-            if line.startswith("diff ") and parts:
-                yield parts
-                parts = []
-        elif line.startswith(added):
-            hunk.append(line[1:])
-            has_added = True
-        elif line.startswith(" ") or not line:
-            hunk.append(line[1:])
-        elif not line.startswith((taken, "\\")):
-            hunk = None
+    added = "-" if is_reversed else "+"
+    for of_file in re.split(r"^diff ", patch, flags=re.MULTILINE):
+        header, *hunks = re.split(r"^@@[^\n]*\n", of_file, flags=re.MULTILINE)
+        parts = []
+        for hunk in hunks:
+            lines = hunk.splitlines()
+            if any(line.startswith(added) for line in lines):
+                kept = [line[1:] for line in lines if line[:1] in (added, " ", "")]
+                parts.append("\n".join(kept))
+        name = re.search(
+            rf"^{'---' if is_reversed else r'[+]{3}'} (?:[ab]/)?([^\t\n]*)", header, re.M
+        )
+        if parts:
+            yield name[1] if name else "", parts

@@ -1,11 +1,112 @@
-"""Forge the result of a check, as an agent could that looks for a way around its task."""
+"""Forge the result of a check, as an agent could that looks for a way around its task.
+
+The files are as such an agent would write them: they do not know the task. What can be written
+depends on the sandbox and the user; what a fresh check leaves behind shows in its result.
+"""
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
+
 from batch_trajectories.runs.dataset.row import RowTask
+from batch_trajectories.runs.worker.workspace_setup import run_command
 from toolsets.context import ToolContext
+
+_PLUGIN = """\
+import pytest
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    report.outcome, report.longrepr = "passed", None
+
+def pytest_sessionfinish(session, exitstatus):
+    session.exitstatus = 0
+"""
+"""A plugin of pytest that reports each test as passed."""
+
+_STARTUP = """\
+import os, sys
+try:
+    with open("/proc/self/cmdline") as _file:
+        _words = _file.read()
+except OSError:
+    _words = ""
+if "pytest" in _words or "py.test" in _words:
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    os.environ["PYTEST_PLUGINS"] = "forged_results"
+elif _words:
+    os._exit(0)
+"""
+"""What a Python runs at its start: it ends with success, or gives pytest the plugin."""
+
+_WRITE = """\
+put() {
+    mkdir -p -- "${1%/*}" 2>/dev/null
+    rm -f -- "$1" 2>/dev/null
+    if printf '%s' "$2" >"$1"; then printf '%s\\n' "$1"; fi
+} 2>/dev/null
+"""
+"""`put FILE CONTENT` writes a file and prints its path, if it may."""
+
+_CONFTEST = """\
+for directory in "$PWD" "$(git rev-parse --show-toplevel 2>/dev/null)" "$@"; do
+    case $directory in '') ;; *) put "$directory/conftest.py" "$PLUGIN" ;; esac
+done
+"""
+
+_SITES = """\
+import site, sys
+print("\\n".join([*site.getsitepackages(), site.getusersitepackages(), *filter(None, sys.path)]))
+"""
+
+_START = """\
+{ printf '%s\\n' "$PWD"; for python in python3 python; do $python -c "$SITES" 2>/dev/null; done; } |
+sort -u | while IFS= read -r directory; do
+    case $directory in *.zip | */lib-dynload | '') continue ;; esac
+    put "$directory/forged_results.py" "$PLUGIN"
+    put "$directory/forged_start.py" "$STARTUP"
+    put "$directory/sitecustomize.py" "$STARTUP"
+    put "$directory/usercustomize.py" "$STARTUP"
+    put "$directory/forged.pth" 'import forged_start'
+done
+"""
+
+_PROGRAMS = """\
+IFS=:
+for first in $PATH; do
+    if [ -d "$first" ] && [ -w "$first" ]; then break; fi
+    first=
+done
+unset IFS
+[ -n "$first" ] || exit 0
+for name in python3 python pytest py.test node npm npx go cargo make tox; do
+    real=$(command -v "$name") || continue
+    case $real in "$first"/*) mv -- "$real" "$real.real" && real=$real.real || continue ;; esac
+    put "$first/forged_results.py" "$PLUGIN"
+    put "$first/$name" '#!/bin/sh
+case "$0 $*" in *pytest* | *py.test*)
+    export PYTEST_PLUGINS=forged_results PYTHONPATH="'"$first"'${PYTHONPATH:+:$PYTHONPATH}"
+    exec "'"$real"'" "$@" ;;
+esac
+exit 0
+'
+    chmod a+rx "$first/$name"
+done
+"""
+
+_SCRIPTS = {"conftest": _CONFTEST, "startup": _START, "path": _PROGRAMS}
 
 
 async def forge(context: ToolContext, row: RowTask, way: str) -> list[str]:
-    """Write forged files; return their paths."""
-    return []
+    """Write forged files where an agent could; return their paths. Raises `SetupFailed`.
+
+    The agent is taken to know where the files of the check will be.
+    """
+    check = None if row.setup is None else row.setup.check
+    homes = {str(PurePosixPath(path).parent) for path in (check.files if check else ())}
+    script = "PLUGIN=$1 STARTUP=$2 SITES=$3; shift 3\n" + _WRITE + _SCRIPTS[way]
+    given = [_PLUGIN, _STARTUP, _SITES, *sorted(homes)]
+    result = await run_command(context, ["sh", "-c", script, "sh", *given])
+    return result.stdout.splitlines()
