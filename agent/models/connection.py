@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -93,6 +92,8 @@ def proxy_for(base_url: str, own: str | None = None) -> EndpointProxy | None:
     to = urlsplit(base_url)
     if own is not None:
         return None if own == DIRECT else _usable(own, "proxy", "or leave it out", base_url)
+    import urllib.request  # --help does without it
+
     if not to.hostname or urllib.request.proxy_bypass(f"{to.hostname}:{to.port}"):
         return None
     proxies = urllib.request.getproxies()

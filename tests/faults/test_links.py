@@ -57,7 +57,7 @@ def test_other_commands_write_through_no_link_either(
 ) -> None:
     given = scripted(tmp_path)
     assert run(tmp_path, **given).returncode == 0
-    (tmp_path / "own.py").write_text("def score(record):\n    return 1.0\n")
+    (tmp_path / "own.py").write_text("def score(conversation, workspace, row):\n    return 1.0\n")
     target = tmp_path / "mine"
     target.mkdir() if name == "exports/dataset" else target.touch()
     (tmp_path / "trajectories" / "r" / name).symlink_to(target)

@@ -313,7 +313,10 @@ def test_killed_at_random_moments(images: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sandbox": "local"}, "needs --sandbox=bwrap or docker"),
+        (
+            {"sandbox": "local"},
+            "sandbox local: it cannot work in images; use --sandbox=bwrap or docker",
+        ),
         ({"workspace": "directory", "images": "x"}, "images: needs --workspace=image"),
         ({"workdir": "app", "images": "x"}, "workdir: must be an absolute path"),
         ({}, "--images=DIR"),

@@ -48,7 +48,6 @@ from batch_trajectories.runs.config.option_types import (
 from batch_trajectories.runs.config.sandbox_options import SandboxOptions
 from batch_trajectories.runs.dataset.row import ColumnUse, RowRules
 from batch_trajectories.runs.dataset.shards import plain_shard
-from toolsets.sandbox.factory import sandbox_kind
 
 if TYPE_CHECKING:
     from toolsets.catalog.distributions import Distribution
@@ -400,6 +399,8 @@ class RunConfig(SandboxOptions):
         return "needed" if self.script_file is None else "allowed"
 
     def _image_use(self) -> ColumnUse:
+        from toolsets.sandbox.factory import sandbox_kind  # --help does without sandboxes
+
         if not self.is_inside and not sandbox_kind(self.sandbox).needs_image:
             return "ignored"
         return "needed" if self.docker_image is None else "allowed"
