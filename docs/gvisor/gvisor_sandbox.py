@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from toolsets.sandbox.base import SandboxSettings
+from toolsets.sandbox.cgroup import Group, make_group
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.programs import python_bin, python_prefix
 from toolsets.sandbox.served import ServedSandbox
 
 HOME = "/workspace"
+_THREADS = 100
 
 
 class RunscSandbox(ServedSandbox):
@@ -35,6 +37,11 @@ class RunscSandbox(ServedSandbox):
         """See `Sandbox`."""
         del settings
         return _problem(os.environ.get("PATH"))
+
+    def group(self) -> Group | None:
+        """See `ServedSandbox`: gVisor's own threads count, too."""
+        limits = self._limits
+        return make_group(limits.processes + _THREADS, limits.memory_mb, limits.cpus)
 
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """See `ServedSandbox`."""

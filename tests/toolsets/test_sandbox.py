@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import resource
 import select
 import shutil
 import socket
@@ -21,7 +20,7 @@ from typing import TypeVar
 import pytest
 
 from batch_trajectories.basics.text import output_text
-from tests.running import PATIENCE_S, ROOT, wait_until
+from tests.running import PATIENCE_S, ROOT
 from toolsets.sandbox import SANDBOXES
 from toolsets.sandbox.base import ExecResult, Limits, SandboxError
 from toolsets.sandbox.bwrap import end_orphans, launch
@@ -97,160 +96,9 @@ def sh(name: str, workspace: Workspace, script: str, limits: Limits | None = Non
 
 
 @BOTH
-def test_a_command_sees_its_workspace_input_and_little_else(
-    name: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("API_KEY", "canary-7f3a")
-    script = "pwd; echo $HOME; cat; env; echo x > out"
-    result = run(name, workspace, "sh", "-c", script, stdin="hé\n".encode())
-    home = make_sandbox(name, workspace, Limits()).home
-    assert result.stdout.startswith(f"{home}\n{home}\nhé\n")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert not result.timed_out
-    assert not result.truncated
-    assert "canary-7f3a" not in result.stdout
-    assert (workspace.root / "out").read_text() == "x\n"
-
-
-@BOTH
-def test_input_is_empty_by_default(name: str, workspace: Workspace) -> None:
-    assert run(name, workspace, "cat").stdout == ""
-
-
-@BOTH
-def test_exit_codes_are_those_of_a_shell(name: str, workspace: Workspace) -> None:
-    assert sh(name, workspace, "exit 3").exit_code == 3
-    assert sh(name, workspace, "kill -9 $$").exit_code == 137
-    missing = run(name, workspace, "no-such-program")
-    assert missing.exit_code == 127
-    assert "no-such-program" in missing.stderr
-    assert run(name, workspace, "/usr").exit_code == 126
-
-
-@BOTH
-def test_commands_that_cannot_be_started_say_so(name: str, workspace: Workspace) -> None:
-    with pytest.raises(SandboxError, match="NUL"):
-        run(name, workspace, "a\0b")
-    with pytest.raises(SandboxError, match="no command"):
-        run(name, workspace)
-    with pytest.raises(SandboxError, match="too long"):
-        run(name, workspace, "echo", "x" * 3_000_000)
-
-
-@BOTH
 def test_python_of_this_process_runs_in_the_sandbox(name: str, workspace: Workspace) -> None:
     result = run(name, workspace, "python3", "-c", "import sys, ssl, sqlite3; print(sys.version)")
     assert result.stdout.strip() == sys.version
-
-
-@BOTH
-def test_memory_of_a_process_is_limited(name: str, workspace: Workspace) -> None:
-    hog = "x = bytearray(600 << 20); x[::4096] = b'1' * len(x[::4096]); print('got it')"
-    result = run(name, workspace, "python3", "-c", hog, limits=Limits(memory_mb=256))
-    assert "MemoryError" in result.stderr
-    assert "got it" not in result.stdout
-
-
-@BOTH
-def test_the_size_of_a_file_is_limited(name: str, workspace: Workspace) -> None:
-    result = sh(name, workspace, "head -c 5000000 /dev/zero > big", Limits(file_mb=2))
-    assert result.exit_code != 0
-    assert (workspace.root / "big").stat().st_size == 2 << 20
-
-
-@BOTH
-def test_an_output_flood_takes_limited_memory(name: str, workspace: Workspace) -> None:
-    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    script = (
-        "echo first; head -c 200000000 /dev/zero; echo; echo last; head -c 100000 /dev/zero >&2"
-    )
-    result = sh(name, workspace, script)
-    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
-    assert result.exit_code == 0
-    assert result.truncated
-    assert result.stdout.startswith("first\n")
-    assert result.stdout.endswith("last\n")
-    assert "bytes cut ...]" in result.stdout
-    assert "\0" not in result.stdout
-    assert len(result.stdout) < 70_000
-    assert len(result.stderr) < 70_000
-    assert grown_kib < 20_000
-
-
-@BOTH
-def test_a_command_that_ignores_sigterm_dies_at_its_deadline(
-    name: str, workspace: Workspace, alive: int
-) -> None:
-    script = f"trap '' TERM INT HUP; echo up; {KEEP_ALIVE}"
-    result = cut_off(
-        lambda timeout_s: run(name, workspace, "sh", "-c", script, timeout_s=timeout_s),
-        lambda _: (workspace.root / "started").exists(),
-    )
-    assert result.timed_out
-    assert result.exit_code is None
-    assert result.stdout == "up\n"
-    assert (workspace.root / "started").exists()
-    assert has_no_writer(alive)
-
-
-@BOTH
-def test_a_command_may_not_outlast_the_limit_by_asking(name: str, workspace: Workspace) -> None:
-    result = run(name, workspace, "sleep", "5", limits=Limits(timeout_s=0.3), timeout_s=60)
-    assert result.timed_out
-
-
-@BOTH
-def test_a_child_that_keeps_the_pipe_open_does_not_hold_up_the_result(
-    name: str, workspace: Workspace, alive: int
-) -> None:
-    result = sh(name, workspace, f"( {KEEP_ALIVE} ) & {UNTIL_STARTED}; echo done")
-    assert result.stdout == "done\n"
-    assert result.exit_code == 0
-    assert has_no_writer(alive)
-
-
-@BOTH
-def test_no_process_is_left_that_daemonised(name: str, workspace: Workspace, alive: int) -> None:
-    script = f"setsid nohup sh -c '{KEEP_ALIVE}' >/dev/null 2>&1 & {UNTIL_STARTED}"
-    assert sh(name, workspace, script).exit_code == 0
-    assert has_no_writer(alive)
-
-
-@BOTH
-def test_cancelling_the_caller_kills_the_command(
-    name: str, workspace: Workspace, alive: int
-) -> None:
-    async def cancelled() -> None:
-        sandbox = make_sandbox(name, workspace, Limits())
-        task = asyncio.create_task(sandbox.exec(["sh", "-c", f"{KEEP_ALIVE} & wait"]))
-        while not (workspace.root / "started").exists():
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await asyncio.to_thread(has_no_writer, alive)
-        await sandbox.stop()
-
-    asyncio.run(cancelled())
-
-
-@BOTH
-def test_commands_die_with_a_worker_that_is_killed(
-    name: str, workspace: Workspace, alive: int
-) -> None:
-    worker = f"""
-import asyncio, pathlib
-from toolsets.sandbox.base import Limits
-from toolsets.sandbox.factory import make_sandbox
-from toolsets.workspace.workspace import Workspace
-sandbox = make_sandbox({name!r}, Workspace(pathlib.Path({str(workspace.root)!r})), Limits())
-asyncio.run(sandbox.exec(["sh", "-c", {f"( {KEEP_ALIVE} ) & wait"!r}]))
-"""
-    process = subprocess.Popen([sys.executable, "-c", worker], cwd=ROOT)
-    wait_until((workspace.root / "started").exists)
-    process.kill()
-    process.wait()
-    assert has_no_writer(alive)
 
 
 @needs_bwrap
@@ -430,17 +278,6 @@ def test_an_unknown_sandbox_is_refused_by_name(workspace: Workspace) -> None:
     with pytest.raises(SandboxError, match=r"'podman'; known: bwrap, docker, local"):
         make_sandbox("podman", workspace, Limits())
     assert set(SANDBOXES) == {"bwrap", "docker", "local"}
-
-
-@BOTH
-def test_stopping_is_possible_at_any_time(name: str, workspace: Workspace) -> None:
-    async def stops() -> None:
-        sandbox = make_sandbox(name, workspace, Limits())
-        await sandbox.stop()
-        await sandbox.stop()
-
-    asyncio.run(stops())
-    assert not workspace.root.exists()
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 1000])
