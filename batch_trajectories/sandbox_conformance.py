@@ -165,8 +165,8 @@ class TestCommands:
 
     def test_exit_codes_are_those_of_a_shell(self, box: Box) -> None:
         async def codes(one: Sandbox) -> list[ExecResult]:
-            commands = (["sh", "-c", "exit 3"], ["sh", "-c", "kill -9 $$"])
-            commands += (["no-such-program"], ["/usr"])
+            commands = [["sh", "-c", "exit 3"], ["sh", "-c", "kill -9 $$"]]
+            commands += [["no-such-program"], ["/usr"]]
             return [await one.exec(argv) for argv in commands]
 
         exited, killed, missing, directory = box.use(codes)

@@ -7,6 +7,7 @@ test_toolsets          the built-in toolsets and their selection
 test_distributions     toolsets drawn for each task
 test_own_tools         a user's own functions as tools
 test_workspace         paths stay beneath the root of the workspace
+test_conformance       what every sandbox has to do, for ours
 test_sandbox           resources and reach of a command
 test_sandbox_limits    shared memory, the first process, refused limits
 test_sandbox_siblings  sandboxes forked by one server share nothing

@@ -10,6 +10,6 @@ from batch_trajectories.sandbox_conformance import *  # noqa: E402, F403
 from tests.toolsets.test_sandbox import needs_bwrap  # noqa: E402
 
 
-@pytest.fixture(params=[pytest.param("bwrap", marks=needs_bwrap), "local"])
+@pytest.fixture(params=[pytest.param("bwrap", marks=needs_bwrap), "local"])  # type: ignore[no-redef]
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)

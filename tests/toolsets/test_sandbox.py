@@ -24,7 +24,7 @@ from tests.running import PATIENCE_S, ROOT
 from toolsets.sandbox import SANDBOXES
 from toolsets.sandbox.base import ExecResult, Limits, SandboxError
 from toolsets.sandbox.bwrap import end_orphans, launch
-from toolsets.sandbox.factory import make_sandbox, sandbox_problem
+from toolsets.sandbox.factory import ENTRY_POINTS, make_sandbox, sandbox_kind, sandbox_problem
 from toolsets.sandbox.inside.outputs import HeadTail
 from toolsets.sandbox.inside.processes import descendants
 from toolsets.workspace.workspace import Workspace
@@ -271,6 +271,49 @@ def test_a_proc_that_does_not_fit_is_named(name: str, proc: str, words: str) -> 
     )
     assert done.returncode == 0, done.stderr
     assert words in done.stdout
+
+
+PLUG_IN = """
+from toolsets.sandbox.local import LocalSandbox
+class Near(LocalSandbox):
+    name = "near"
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (PLUG_IN, None),
+        ("import missing_module", "cannot load near_by:Near of near-by 1.5: ModuleNotFoundError"),
+        ("Near = 7", "near_by:Near of near-by 1.5 is no subclass of `Sandbox`"),
+        (PLUG_IN.replace('"near"', '"other"'), "near_by:Near of near-by 1.5 has another `name`"),
+        (
+            "from toolsets.sandbox.served import ServedSandbox as Near",
+            "near_by:Near of near-by 1.5 does not define home, launch",
+        ),
+    ],
+)
+def test_a_package_adds_a_sandbox(
+    source: str, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = tmp_path / "near_by-1.5.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: near-by\nVersion: 1.5\n")
+    (described / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\nnear = near_by:Near\n")
+    (tmp_path / "near_by.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "near_by", raising=False)
+    sandbox_kind.cache_clear()
+    try:
+        problem = sandbox_problem("near")
+        assert "(did you mean 'near'?)" in str(sandbox_problem("neer"))
+        if words is None:
+            assert problem is None
+            assert make_sandbox("near", Workspace(tmp_path / "ws"), Limits()).name == "near"
+        else:
+            assert words in str(problem)
+    finally:
+        sandbox_kind.cache_clear()
 
 
 def test_an_unknown_sandbox_is_refused_by_name(workspace: Workspace) -> None:
