@@ -32,9 +32,8 @@ from benchmarks.peers import PACKAGES, environment
 from benchmarks.throughput import Table
 from testing.fake_images import layer_of_tree, make_repository, tree_of_programs, write_layout
 from toolsets.images.store import ImageStore
-from toolsets.sandbox.base import Limits, Sandbox
+from toolsets.sandbox.base import ImageSpec, Limits, Sandbox
 from toolsets.sandbox.factory import make_sandbox
-from toolsets.sandbox.image import ImageSpec
 from toolsets.sandbox.image_bwrap import BwrapImageSandbox
 from toolsets.sandbox.inside.processes import descendants
 from toolsets.workspace.workspace import Workspace

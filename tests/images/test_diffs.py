@@ -16,7 +16,7 @@ from tests.images.test_image_runs import FIXED, OPTIONS, records, row, terminal
 from tests.images.test_image_sandbox import out, sandbox_in
 from tests.running import run, write_rows
 from toolsets.context import ToolContext
-from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.base import ImageSpec
 from toolsets.sandbox.image_files import ImageFiles
 from toolsets.workspace.workspace import Workspace
 

@@ -13,8 +13,8 @@ from batch_trajectories.basics.errors import ToolError
 from tests.images.test_image_sandbox import sandbox_in
 from toolsets.builtin import file
 from toolsets.context import ToolContext
+from toolsets.sandbox.base import ImageSpec
 from toolsets.sandbox.channel import Reply
-from toolsets.sandbox.image import ImageSpec
 from toolsets.sandbox.image_files import ImageFiles
 from toolsets.tool import ToolResult
 from toolsets.workspace.files import Files

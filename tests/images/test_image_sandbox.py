@@ -19,8 +19,7 @@ from testing.fake_images import Entry, layer_of, layer_of_tree, symlink, write_l
 from tests.running import PATIENCE_S
 from toolsets.images.store import ImageStore
 from toolsets.sandbox import image_bwrap
-from toolsets.sandbox.base import ExecResult, Limits
-from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.base import ExecResult, ImageSpec, Limits
 from toolsets.sandbox.image_bwrap import BwrapImageSandbox
 from toolsets.sandbox.image_files import ImageFiles
 from toolsets.workspace.workspace import PathError, Workspace

@@ -20,7 +20,7 @@ from batch_trajectories.runs.sources.kept_dataset import keep_dataset, rows_of_s
 from batch_trajectories.runs.sources.rows_file import load_rows_file
 from batch_trajectories.runs.sources.source import source_of
 from tests.running import run
-from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.base import ImageSpec
 
 INSIDE = RowRules(with_setup=True, image="needed", inside=True, check_network=True)
 

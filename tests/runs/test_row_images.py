@@ -11,7 +11,7 @@ from batch_trajectories.runs.dataset.row import RowRules, RowTask
 from batch_trajectories.runs.dataset.row_check import Check, Outcomes
 from batch_trajectories.runs.dataset.row_image import RowLimits
 from batch_trajectories.runs.dataset.scan import input_digest
-from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.base import ImageSpec
 
 INSIDE = RowRules(with_setup=True, image="needed", inside=True)
 

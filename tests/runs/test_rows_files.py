@@ -16,7 +16,7 @@ from batch_trajectories.runs.dataset.row_setup import RowSetup
 from batch_trajectories.runs.sources.rows_file import load_rows_file
 from tests.playing import say
 from tests.running import SCRIPTED, lines, run, write_rows
-from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.base import ImageSpec
 
 INSIDE = RowRules(with_setup=True, image="needed", inside=True, check_in="fresh")
 

@@ -19,7 +19,9 @@ from typing import TypeVar
 
 import pytest
 
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import output_text
+from batch_trajectories.runs.config.run_config import RunConfig
 from tests.running import PATIENCE_S, ROOT
 from toolsets.sandbox import SANDBOXES
 from toolsets.sandbox.base import ExecResult, Limits, SandboxError
@@ -314,6 +316,14 @@ def test_a_package_adds_a_sandbox(
             assert words in str(problem)
     finally:
         sandbox_kind.cache_clear()
+
+
+def test_a_stored_run_whose_sandbox_is_not_installed_says_so(tmp_path: Path) -> None:
+    """Its name is read from the run, where a start would have refused it."""
+    (tmp_path / "p.jsonl").write_text("")
+    config = RunConfig(run_name="r", dataset_file=tmp_path / "p.jsonl", model="m", sandbox="far")
+    with pytest.raises(ConfigError, match="unknown sandbox 'far'; known: bwrap, docker, local"):
+        config.row_rules("scripted", is_priced=False, toolsets=())
 
 
 def test_an_unknown_sandbox_is_refused_by_name(workspace: Workspace) -> None:

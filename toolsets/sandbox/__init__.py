@@ -1,7 +1,6 @@
 """Where commands run.
 
-base           the Sandbox protocol, limits and results
-image          the container image that a conversation starts from
+base           the Sandbox protocol, limits, results and images
 cgroup         control groups that limit processes and memory
 programs       the programs inside as one text, and the Python that runs them
 first_process  how the first process of a sandbox ends
@@ -17,7 +16,7 @@ local          commands as plain processes, without isolation
 factory        finds a sandbox by its name and makes it
 inside/        the programs that run inside a sandbox
 
-Other rooms import base, bwrap, cgroup, engine, factory, image, image_files, inside/outputs,
+Other rooms import base, bwrap, cgroup, engine, factory, image_files, inside/outputs,
 programs.
 """
 

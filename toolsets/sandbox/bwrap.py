@@ -25,7 +25,7 @@ from toolsets.sandbox.programs import python_bin, python_prefix
 from toolsets.sandbox.served import ServedSandbox
 
 if TYPE_CHECKING:
-    from toolsets.sandbox.image import ImageSandboxes
+    from toolsets.sandbox.base import ImageSandboxes
 
 HOME = "/workspace"
 

@@ -16,7 +16,14 @@ from typing import Any
 
 import orjson
 
-from toolsets.sandbox.base import Extras, Limits, SandboxError, SandboxSettings
+from toolsets.sandbox.base import (
+    Extras,
+    ImageSandboxes,
+    ImageSpec,
+    Limits,
+    SandboxError,
+    SandboxSettings,
+)
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.engine import (
     RUN_LABEL,
@@ -33,7 +40,6 @@ from toolsets.sandbox.engine import (
     run_label,
     words_of,
 )
-from toolsets.sandbox.image import ImageSandboxes, ImageSpec
 from toolsets.sandbox.image_files import ImageSandbox
 from toolsets.sandbox.inside.boot import BOOT
 from toolsets.sandbox.programs import inside_python

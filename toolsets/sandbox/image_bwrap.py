@@ -24,11 +24,17 @@ from batch_trajectories.basics.errors import HostError
 from toolsets.images.layers import resolve
 from toolsets.images.names import ImageError
 from toolsets.images.store import ImageStore, UnpackedImage
-from toolsets.sandbox.base import Extras, Limits, SandboxError, SandboxSettings
+from toolsets.sandbox.base import (
+    Extras,
+    ImageSandboxes,
+    ImageSpec,
+    Limits,
+    SandboxError,
+    SandboxSettings,
+)
 from toolsets.sandbox.bwrap import FORK_SERVER, HOME, BwrapSandbox, launch
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.fork_servers import SandboxTemplate
-from toolsets.sandbox.image import ImageSandboxes, ImageSpec
 from toolsets.sandbox.image_files import ImageSandbox
 from toolsets.sandbox.inside.boot import BOOT, framed
 from toolsets.sandbox.inside.namespaces import MEASURED

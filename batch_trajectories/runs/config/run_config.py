@@ -28,6 +28,7 @@ from agent.options import (
     meaning,
     parse_json,
 )
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.runs.config.endpoints import BaseUrl, Effort, ExtraBody, PriceConfig
 from batch_trajectories.runs.config.option_types import (
     AcceptedRows,
@@ -48,6 +49,7 @@ from batch_trajectories.runs.config.option_types import (
 from batch_trajectories.runs.config.sandbox_options import SandboxOptions
 from batch_trajectories.runs.dataset.row import ColumnUse, RowRules
 from batch_trajectories.runs.dataset.shards import plain_shard
+from toolsets.sandbox.base import SandboxError
 
 if TYPE_CHECKING:
     from toolsets.catalog.distributions import Distribution
@@ -401,7 +403,11 @@ class RunConfig(SandboxOptions):
     def _image_use(self) -> ColumnUse:
         from toolsets.sandbox.factory import sandbox_kind  # --help does without sandboxes
 
-        if not self.is_inside and not sandbox_kind(self.sandbox).needs_image:
+        try:
+            takes_image = self.is_inside or sandbox_kind(self.sandbox).needs_image
+        except SandboxError as error:  # a stored run whose package is not installed here
+            raise ConfigError(str(error)) from error
+        if not takes_image:
             return "ignored"
         return "needed" if self.docker_image is None else "allowed"
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.runs.config.run_config import RunConfig
-from toolsets.sandbox.base import SandboxError
+from toolsets.sandbox.base import ImageSandboxes, SandboxError
 from toolsets.sandbox.factory import NO_AGENTS, sandbox_kind, sandbox_problem
-from toolsets.sandbox.image import ImageSandboxes
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from batch_trajectories.runs.dataset.row_fork import Fork
     from batch_trajectories.runs.dataset.row_image import RowLimits
     from batch_trajectories.runs.dataset.row_setup import RowSetup
-    from toolsets.sandbox.image import ImageSpec
+    from toolsets.sandbox.base import ImageSpec
 
 ColumnUse = Literal["ignored", "allowed", "needed"]
 """Whether a run reads a column, and whether rows must have it."""

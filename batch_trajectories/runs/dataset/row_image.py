@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.dataset.column_names import IMAGE_COLUMNS
 from batch_trajectories.runs.dataset.row_files import absolute_path
-from toolsets.sandbox.image import ImageSpec
+from toolsets.sandbox.base import ImageSpec
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
 """No name of an image may look like an option of the container engine."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from batch_trajectories.runs.scoring.functions import Inside
     from toolsets.browser.process import Browsers
     from toolsets.net.web_settings import WebSettings
-    from toolsets.sandbox.image import ImageSandboxes, ImageSpec
+    from toolsets.sandbox.base import ImageSandboxes, ImageSpec
     from toolsets.sandbox.image_files import ImageSandbox
 
 LOST = "the workspace was lost"
@@ -405,7 +405,7 @@ class Workspaces:
             raise SetupFailed(str(error)) from error
 
     def _spec_of(self, row: RowTask) -> ImageSpec:
-        from toolsets.sandbox.image import ImageSpec
+        from toolsets.sandbox.base import ImageSpec
 
         config = self._setup.config
         # The scan refuses rows without an image where the run names none.
