@@ -322,15 +322,14 @@ def test_a_stored_run_whose_sandbox_is_not_installed_says_so(tmp_path: Path) -> 
     """Its name is read from the run, where a start would have refused it."""
     (tmp_path / "p.jsonl").write_text("")
     config = RunConfig(run_name="r", dataset_file=tmp_path / "p.jsonl", model="m", sandbox="far")
-    with pytest.raises(ConfigError, match="unknown sandbox 'far'; known: bwrap, docker, local"):
+    with pytest.raises(ConfigError, match="unknown sandbox 'far'; known: "):
         config.row_rules("scripted", is_priced=False, toolsets=())
 
 
 def test_an_unknown_sandbox_is_refused_by_name(workspace: Workspace) -> None:
     assert sandbox_problem("local") is None
-    with pytest.raises(SandboxError, match=r"'podman'; known: bwrap, docker, local"):
+    with pytest.raises(SandboxError, match=f"'podman'; known: {', '.join(sorted(SANDBOXES))}"):
         make_sandbox("podman", workspace, Limits())
-    assert set(SANDBOXES) == {"bwrap", "docker", "local"}
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 1000])
