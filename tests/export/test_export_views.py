@@ -155,7 +155,8 @@ def test_the_training_file_of_a_run_says_it(tmp_path: Path) -> None:
     script = [{"content": "one", "reasoning": LONG, **step}, {"content": "two", **step},
               {"content": "done"}]  # fmt: skip
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": script})
-    done = run(tmp_path, **SCRIPTED, compact_after=1)
+    (tmp_path / "run.yaml").write_text("compact_after: 1\n")
+    done = run(tmp_path, **SCRIPTED, config="run.yaml")
     assert done.returncode == 0, done.stderr
     (row,) = lines(tmp_path / "trajectories" / "r.jsonl")
     assert json.loads(row["metadata"])["view_compacted"] == 1

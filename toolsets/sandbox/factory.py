@@ -45,8 +45,8 @@ def sandbox_kind(name: str) -> type[Sandbox]:
         known = sorted({*SANDBOXES, *entries.names})
         hint = (meant := did_you_mean(name, known)) and f" ({meant})"
         raise SandboxError(
-            f"unknown sandbox {name!r}{hint}; known: {', '.join(known)}, and those of packages "
-            f"that you install (entry points {ENTRY_POINTS})"
+            f"--sandbox: unknown sandbox {name!r}{hint}; known: {', '.join(known)}, and those of "
+            f"packages that you install (entry points {ENTRY_POINTS})"
         )
     places = {f"{entry.value} of {_distribution(entry)}": entry for entry in found}
     if len(places) > 1:

@@ -26,7 +26,6 @@ from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.messages.message import ReplyEvent, is_cost_only
 from agent.messages.tokens import missing_in, trimmed_replies
-from agent.runner import was_compacted
 from agent.setup import Setup, schemas_for
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
@@ -71,6 +70,8 @@ def make_record(
 
     `agent` is the command that held the conversation, if one did.
     """
+    from agent.runner import was_compacted  # readers of records hold no conversations
+
     conversation = trajectory.to_record()
     # The tools of an agent are in its requests.
     tools = conversation.pop("tools", None) or schemas_for(setup, spec.options)
