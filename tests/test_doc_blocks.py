@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,7 +106,7 @@ def ours(line: str) -> list[str] | None:
 
 
 def test_all_languages_are_known() -> None:
-    known = {"json", "yaml", "python", "bash", "sh", *NO_CODE}
+    known = {"json", "yaml", "toml", "python", "bash", "sh", *NO_CODE}
     assert {block.language for block in blocks()} <= known
 
 
@@ -147,6 +148,13 @@ def test_yaml_is_read_by_what_reads_it(block: Block, tmp_path: Path) -> None:
         given = {"dataset_file": "p.jsonl", "run_name": "r"}
         named = {} if keys & {"model", "models"} else {"model": "openai:m"}
         load_config(path, {**named, **given})
+
+
+@of("toml")
+def test_toml_stands_in_the_example_beside_the_pages(block: Block) -> None:
+    """A page shows a part of a `pyproject.toml` that is installed and tried."""
+    example = tomllib.loads((ROOT / "docs/gvisor/pyproject.toml").read_text())
+    assert tomllib.loads(block.text)["project"].items() <= example["project"].items()
 
 
 @of("python")
