@@ -307,8 +307,8 @@ class AgentSession:
                 raise
             end = Finish("cancelled", self._cancel_reason or None)
             close_calls(self.trajectory, end.status, journal)
-            words = f"[The request was cancelled{': ' + end.reason if end.reason else ''}]"
-            note = note_event(self.trajectory.turns, "cancelled", words)
+            text = f"[The request was cancelled{': ' + end.reason if end.reason else ''}]"
+            note = note_event(self.trajectory.turns, "cancelled", text)
             journal(note)
             self.trajectory.apply(note)
             return end

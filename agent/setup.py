@@ -102,8 +102,8 @@ def set_up(
     toolsets = resolve_toolsets(enabled_toolsets, disabled_toolsets, known=known)
     tools = tools_of(toolsets)
     check_names([*(tool.name for tool in tools), *(agent.name for agent in options.subagents)])
-    if words := options.not_on_offer([toolset.name for toolset in toolsets]):
-        raise ValueError(f"preparation_toolsets: {words}")
+    if message := options.not_on_offer([toolset.name for toolset in toolsets]):
+        raise ValueError(f"preparation_toolsets: {message}")
     subagents = {
         agent.name: _set_up_subagent(agent, settings, api_key, disabled_toolsets, endpoints, known)
         for agent in options.subagents

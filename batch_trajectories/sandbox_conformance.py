@@ -176,8 +176,12 @@ class TestCommands:
         assert directory.exit_code == 126
 
     def test_those_that_cannot_be_started_say_so(self, box: Box) -> None:
-        for argv, words in ((["a\0b"], "NUL"), ([], "no command"), (["echo", "x" * 3_000_000], "")):
-            with pytest.raises(SandboxError, match=words or "too long"):
+        for argv, message in (
+            (["a\0b"], "NUL"),
+            ([], "no command"),
+            (["echo", "x" * 3_000_000], ""),
+        ):
+            with pytest.raises(SandboxError, match=message or "too long"):
                 box.run(*argv)
 
     def test_files_go_in_and_out(self, box: Box) -> None:

@@ -126,8 +126,8 @@ def main(run_dir: Path, venvs: Path, only: str, torch: str) -> None:
                     failed.append(f"{name}, {module}: ended with {result.returncode}: {why}")
             if name == "trl":
                 _render(python, twins)
-    for words in failed:
-        click.echo(f"FAILED {words}")
+    for failure in failed:
+        click.echo(f"FAILED {failure}")
     sys.exit(int(bool(failed)))
 
 

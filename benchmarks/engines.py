@@ -34,7 +34,7 @@ SYSTEM = "You work through a list of steps, one call at a time, and say when all
 TOOLS: list[dict[str, Any]] = [
     {
         "name": name,
-        "description": words,
+        "description": label,
         "parameters": {
             "type": "object",
             "properties": {"number": {"type": "integer", "description": "Which one."}},
@@ -42,7 +42,7 @@ TOOLS: list[dict[str, Any]] = [
             "additionalProperties": False,
         },
     }
-    for name, words in (
+    for name, label in (
         ("step", "Take one step."),
         ("look", "Look at one step."),
         ("undo", "Undo one step."),

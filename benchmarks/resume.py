@@ -97,13 +97,15 @@ class Started(NamedTuple):
 
     def describe(self, *, to_the_end: bool) -> str:
         """One line."""
-        words = (
+        description = (
             f"first call after {self.first_call:6.2f} s, {self.first_call_cpu:6.2f} s of them CPU, "
             f"at {self.first_call_mb:4.0f} MB"
         )
         if to_the_end:
-            words += f"; all, exports included, {self.all:7.2f} s, at most {self.peak_mb:4.0f} MB"
-        return words
+            description += (
+                f"; all, exports included, {self.all:7.2f} s, at most {self.peak_mb:4.0f} MB"
+            )
+        return description
 
 
 def start(cwd: Path, given: list[str], endpoint: FakeEndpoint, *, to_the_end: bool) -> Started:
@@ -151,8 +153,8 @@ def main() -> None:
                 (run_dir / missing).unlink()
             load = os.getloadavg()[0]
             started = start(cwd, given, endpoint, to_the_end=not options.first_call)
-            words = started.describe(to_the_end=not options.first_call)
-            print(f"without {missing or 'nothing':<11} {words} (load {load:.1f})", flush=True)
+            description = started.describe(to_the_end=not options.first_call)
+            print(f"without {missing or 'nothing':<11} {description} (load {load:.1f})", flush=True)
             for file, size in kept.items():
                 with (run_dir / file).open("r+b") as opened:
                     opened.truncate(size)  # the last task is owed again

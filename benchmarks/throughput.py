@@ -177,10 +177,10 @@ def measure(
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         stats = endpoint.stats()
         output.seek(0)
-        words = output.read().decode(errors="replace")[-2000:]
+        printed = output.read().decode(errors="replace")[-2000:]
     if process.returncode or not 0 <= stats["requests"] - work.calls <= may_repeat:
         raise RuntimeError(
-            f"{work}: exit code {process.returncode} after {stats['requests']} requests:\n{words}"
+            f"{work}: exit code {process.returncode} after {stats['requests']} requests:\n{printed}"
         )
     own = peaks.pop(process.pid)
     return Figures(

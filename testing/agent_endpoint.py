@@ -159,7 +159,7 @@ class AgentEndpoint:
     def of_task(self, name: str) -> list[Exchange]:
         """The exchanges of the task of that name."""
         with self._lock:
-            return [one for one in self.exchanges if f"[{name} steps=" in _words(one.request)]
+            return [one for one in self.exchanges if f"[{name} steps=" in _json_of(one.request)]
 
     def whole(self, request: JSON) -> JSON:
         """A request with what it continues, as a list; raises `KeyError` if that is unknown."""
@@ -238,8 +238,8 @@ def _handler_of(endpoint: AgentEndpoint) -> type[BaseHTTPRequestHandler]:
             try:
                 request = endpoint.whole(request)
             except KeyError as error:
-                words = f"Previous response with id {error} not found."
-                return self._send(400, {"error": {"message": words}})
+                message = f"Previous response with id {error} not found."
+                return self._send(400, {"error": {"message": message}})
             body, events = endpoint.answer(path, key, request)
             if events is None:
                 self._send(200, body)
@@ -271,14 +271,14 @@ def _handler_of(endpoint: AgentEndpoint) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _words(request: JSON) -> str:
+def _json_of(request: JSON) -> str:
     return orjson.dumps(request).decode()
 
 
 def _reply(request: JSON, reasoning: str) -> Reply:
     text, calls = _due(request)
-    words = _words(request)
-    step = _steps_made(request, words) + 1
+    body = _json_of(request)
+    step = _steps_made(request, body) + 1
     return Reply(
         key=(secrets.token_hex(6), 1),
         model=str(request.get("model")),
@@ -286,7 +286,7 @@ def _reply(request: JSON, reasoning: str) -> Reply:
         text=text,
         calls=[{"id": f"call_{step}_{secrets.token_hex(8)}", **call} for call in calls],
         finish="tool_calls" if calls else "stop",
-        input_tokens=len(words) // 4,
+        input_tokens=len(body) // 4,
         cached_tokens=0,
         output_tokens=len(text) // 4 + 20,
     )
@@ -294,19 +294,19 @@ def _reply(request: JSON, reasoning: str) -> Reply:
 
 def _due(request: JSON) -> tuple[str, list[JSON]]:
     """The text and the calls that are due at this point of the conversation."""
-    words = _words(request)
-    task = _TASK.search(words)
+    body = _json_of(request)
+    task = _TASK.search(body)
     tools = dict(_tools(request))
     if task is None or not any(name in tools for name in _SHELLS):
         return "A title", []
     name, steps, run = task[1], int(task[2]), task[3]
-    step = _steps_made(request, words) + 1
+    step = _steps_made(request, body) + 1
     if step <= steps and run == ALL:
         calls = [_call(tools, kind, given, name, step) for kind, given in _DEEDS[step - 1]]
         return f"Step {step}.", calls
     if step <= steps:
         return "", [_call(tools, "shell", {"command": _COMMANDS[run]}, name, step)]
-    if _SUBMIT in words:
+    if _SUBMIT in body:
         return "", [_call(tools, "shell", {"command": f"echo {_SUBMIT}"}, name, step)]
     said = f"Finished {name} in {steps} steps."
     if "complete_task" in tools:
@@ -315,9 +315,9 @@ def _due(request: JSON) -> tuple[str, list[JSON]]:
     return said, []
 
 
-def _steps_made(request: JSON, words: str) -> int:
+def _steps_made(request: JSON, body: str) -> int:
     """How many replies of this conversation had calls, by their ids if they have some."""
-    return max((int(n) for n in _ID.findall(words)), default=sum(map(_is_call, _items(request))))
+    return max((int(n) for n in _ID.findall(body)), default=sum(map(_is_call, _items(request))))
 
 
 def _items(request: JSON) -> list[JSON]:
@@ -380,7 +380,7 @@ def _gemini_body(request: JSON, path: str, reasoning: str) -> JSON:
         {"functionCall": {"name": call["name"], "args": orjson.loads(call["arguments"])}}
         for call in calls
     ]
-    tokens = len(_words(request)) // 4
+    tokens = len(_json_of(request)) // 4
     return {
         "candidates": [
             {"content": {"role": "model", "parts": parts}, "finishReason": "STOP", "index": 0}

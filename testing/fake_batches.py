@@ -217,8 +217,8 @@ class FakeBatches(BaseUrls):
         if after in request.query:
             ids = [one.id for one in found]
             found = found[ids.index(request.query[after]) + 1 :]
-        most = min(2, int(request.query["limit"]))  # so that there are several pages
-        return found[:most], len(found) > most
+        limit = min(2, int(request.query["limit"]))  # so that there are several pages
+        return found[:limit], len(found) > limit
 
     # OpenAI.
 

@@ -196,11 +196,11 @@ def _agents_of(leader: int) -> Iterator[int]:
     for pid, _ in descendants(leader):
         try:
             parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-            words = Path(f"/proc/{parent}/cmdline").read_bytes()
+            command_line = Path(f"/proc/{parent}/cmdline").read_bytes()
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if b"python3\0-I\0-S\0-c" in words and b"ANTHROPIC_BASE_URL" in environment:
+        if b"python3\0-I\0-S\0-c" in command_line and b"ANTHROPIC_BASE_URL" in environment:
             yield pid
 
 

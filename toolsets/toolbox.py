@@ -154,9 +154,9 @@ class Toolbox:
             return self._raised(tool, error)
 
     def _raised(self, tool: Tool, error: BaseException) -> ToolResult:
-        words = machine_failure(error)
-        if words is not None and not (isinstance(error, MemoryError) and has_memory()):
-            raise HostError(f"{tool.name}: {words}") from error
+        host_failure = machine_failure(error)
+        if host_failure is not None and not (isinstance(error, MemoryError) and has_memory()):
+            raise HostError(f"{tool.name}: {host_failure}") from error
         kind = type(error).__name__
         try:
             message = str(error).strip() or kind

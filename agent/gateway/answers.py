@@ -22,7 +22,7 @@ class Refusal(NamedTuple):
     status: int
     kind: str
     """A word such as "budget" or "stopped"."""
-    words: str
+    message: str
     body: bytes | None = None
     """What the endpoint said, to be passed on as it is."""
 

@@ -228,9 +228,9 @@ class Relay:
 
     def _reached(self) -> Finish | None:
         limits, spent = self._limits, self._trajectory
-        most = limits.max_calls
-        if most is not None and len(self._threads.live) + len(self._calls) >= most:
-            return Finish("max_turns", f"the agent has made all of its {most} model calls")
+        limit = limits.max_calls
+        if limit is not None and len(self._threads.live) + len(self._calls) >= limit:
+            return Finish("max_turns", f"the agent has made all of its {limit} model calls")
         dollars, tokens = limits.max_cost_usd, limits.max_tokens
         if end := unknown_use(spent, dollars, tokens):
             return end

@@ -39,12 +39,12 @@ def request_of(
     None for a request that costs nothing. Raises `WireError`.
     """
     wire, path, content, body = call.wire, call.path, call.content, call.body
-    most: int | None = 0
+    max_tokens: int | None = 0
     bound, tools = None, False
     if asked is not None:
-        most, tools = asked.max_tokens, bool(asked.server_tools)
-        if most is None and settings.needs_bound:
-            most = bound = settings.reply_bound
+        max_tokens, tools = asked.max_tokens, bool(asked.server_tools)
+        if max_tokens is None and settings.needs_bound:
+            max_tokens = bound = settings.reply_bound
             if bound is None:
                 raise WireError(
                     "the request does not limit the reply's tokens, so the budget of the run "
@@ -67,7 +67,7 @@ def request_of(
         path=wire.upstream_path(path),
         body=content,
         headers=wire.request_headers(call.headers),
-        max_tokens=None if most is None else most * _choices(body),
+        max_tokens=None if max_tokens is None else max_tokens * _choices(body),
         read=read,
         asking_for_tokens=None if asking is None else exact_json.dumps(asking),
     )

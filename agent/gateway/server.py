@@ -98,8 +98,8 @@ class Gateway:
         if operation == "other":
             if "upgrade" in request.headers:
                 return web.Response(status=426)  # clients then send the request in the usual way
-            words = f"{request.method} {path}: the gateway answers model calls only"
-            return _refused(wire, Refusal(404, "not_found", words))
+            message = f"{request.method} {path}: the gateway answers model calls only"
+            return _refused(wire, Refusal(404, "not_found", message))
         try:
             call = await _read(request, wire, path)
             if operation == "count_tokens":
@@ -109,8 +109,8 @@ class Gateway:
         except WireError as error:
             return _refused(wire, Refusal(400, "bad_request", str(error)))
         except web.HTTPRequestEntityTooLarge:
-            words = f"the request is larger than {MAX_REQUEST_BYTES // 2**20} MiB"
-            return _refused(wire, Refusal(413, "bad_request", words))
+            message = f"the request is larger than {MAX_REQUEST_BYTES // 2**20} MiB"
+            return _refused(wire, Refusal(413, "bad_request", message))
         with self.relay.answers.reading(reply):
             if reply.is_stream:
                 return await self._send_events(request, reply, wire)
@@ -129,8 +129,8 @@ class Gateway:
             if plain.endswith("/models"):
                 reply = await self._models(path, _headers_of(request))
                 return _whole(None, reply)
-        words = f"{request.method} {path}: the gateway answers model calls only"
-        return _refused(None, Refusal(404, "not_found", words))
+        message = f"{request.method} {path}: the gateway answers model calls only"
+        return _refused(None, Refusal(404, "not_found", message))
 
     async def _send_events(
         self, request: web.BaseRequest, reply: Answer, wire: Wire
@@ -156,8 +156,8 @@ class Gateway:
                 break
             await self._change(reply, sent)
         if reply.refusal is not None:
-            status, kind, words, _ = reply.refusal
-            await response.write(wire.stream_error(status, kind, words))
+            status, kind, message, _ = reply.refusal
+            await response.write(wire.stream_error(status, kind, message))
         await response.write_eof()
         return response
 
@@ -228,10 +228,10 @@ def _whole(wire: Wire | None, reply: Answer) -> web.Response:
 
 
 def _refused(wire: Wire | None, refusal: Refusal) -> web.Response:
-    status, kind, words, body = refusal
+    status, kind, message, body = refusal
     if body is None:
-        error = {"error": {"message": words, "type": kind}}
-        body = exact_json.dumps(error) if wire is None else wire.error(status, kind, words)
+        error = {"error": {"message": message, "type": kind}}
+        body = exact_json.dumps(error) if wire is None else wire.error(status, kind, message)
     # Clients of some SDKs ask again on other words than the status.
     headers = {"x-should-retry": "false"} if status == 400 else {}
     return web.Response(status=status, body=body, content_type=_JSON, headers=headers)

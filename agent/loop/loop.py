@@ -196,8 +196,8 @@ async def _call(
     except TimeoutError:
         if not deadline.has_passed:
             raise
-        words = _INTERRUPTED.format("time_limit")
-        return ToolResult(words, True, {"failure": "interrupted"})
+        result_text = _INTERRUPTED.format("time_limit")
+        return ToolResult(result_text, True, {"failure": "interrupted"})
 
 
 async def _continue(

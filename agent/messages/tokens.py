@@ -141,7 +141,7 @@ def missing_in(turn: Mapping[str, Any]) -> str:
     """Names what a turn lacks for reinforcement learning; "" if it has all."""
     tokens = turn.get("tokens") or {}
     names = {"prompt": "prompt token ids", "completion": "token ids", "logprobs": "logprobs"}
-    return ", ".join(words for key, words in names.items() if key not in tokens)
+    return ", ".join(label for key, label in names.items() if key not in tokens)
 
 
 class StoredIds(Protocol):

@@ -78,7 +78,7 @@ class EndpointProxy(NamedTuple):
     """An HTTP proxy."""
 
     url: str
-    words: str
+    description: str
     """How messages name it: without its password, and with the variable that names it."""
     instead: str
     """What to do where it cannot be used, after "Correct it, "."""
@@ -122,15 +122,15 @@ def _is_address(proxy: SplitResult) -> bool:
 def _usable(given: str, source: str, instead: str, base_url: str) -> EndpointProxy:
     proxy = urlsplit(given if "://" in given else f"http://{given}")
     place = f"{proxy.scheme}://{proxy.netloc.rpartition('@')[2]}"
-    words = f"the proxy {place} ({source})"
+    message = f"the proxy {place} ({source})"
     if not _is_address(proxy):
         raise UnusableProxy(
-            f"{words} cannot be used for {base_url}: {proxy.netloc.rpartition('@')[2]!r} is not "
+            f"{message} cannot be used for {base_url}: {proxy.netloc.rpartition('@')[2]!r} is not "
             f"the name of a host with a port. Correct it, {instead}"
         )
     if proxy.scheme not in ("http", "https") or not proxy.hostname:
         raise UnusableProxy(
-            f"{words} cannot be used for {base_url}: it must be an HTTP proxy (http:// or "
+            f"{message} cannot be used for {base_url}: it must be an HTTP proxy (http:// or "
             f"https://), and SOCKS is not supported. Name another one, {instead}"
         )
-    return EndpointProxy(proxy.geturl(), words, instead)
+    return EndpointProxy(proxy.geturl(), message, instead)

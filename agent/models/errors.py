@@ -215,5 +215,5 @@ def kind_of(status: int | None, codes: Iterable[str], message: str) -> Kind:
     return "bad_request"
 
 
-def _says(text: str, words: tuple[str, ...]) -> bool:
-    return any(word in text for word in words)
+def _says(text: str, phrases: tuple[str, ...]) -> bool:
+    return any(word in text for word in phrases)

@@ -157,8 +157,8 @@ def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> ModelErr
     """The error that a reply reports by its status."""
     if 300 <= status < 400:
         place = headers.get("location", "another place")
-        words = f"HTTP {status}: it has moved to {place}; give that as the base URL"
-        return ModelError("not_found", words)
+        message = f"HTTP {status}: it has moved to {place}; give that as the base URL"
+        return ModelError("not_found", message)
     found = _read_error(body.decode(errors="replace"))
     return ModelError(
         kind_of(status, found.codes, found.message),
@@ -179,8 +179,8 @@ def error_behind_200(error: Any, place: str) -> ModelError:
     statuses = [int(code) if code.isdecimal() else _STATUS_OF.get(code, 0) for code in found.codes]
     status = next((status for status in statuses if 400 <= status < 600), None)
     kind = kind_of(status, found.codes, found.message)
-    words = f"error in {place}: {found.message}"
-    return ModelError(kind, words, code=found.code, param=found.param)
+    message = f"error in {place}: {found.message}"
+    return ModelError(kind, message, code=found.code, param=found.param)
 
 
 class _ErrorBody(NamedTuple):

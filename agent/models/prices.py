@@ -117,8 +117,8 @@ def _rates_of(settings: ModelSettings, bits: int, *, by_batch: bool) -> _Rates |
     if (own := settings.own_price) is None:
         return _most_per_token(settings.name, settings.provider, bits, by_batch)
     share = _BATCH_SHARE if by_batch else 1.0
-    most = max(own.input, own.cache_read, own.cache_write)
-    return _Rates(share * most / _MILLION, share * own.output / _MILLION)
+    highest_rate = max(own.input, own.cache_read, own.cache_write)
+    return _Rates(share * highest_rate / _MILLION, share * own.output / _MILLION)
 
 
 def _own_cost(own: Price, usage: Counts, *, by_batch: bool) -> float | None:
@@ -145,12 +145,12 @@ def _most_per_token(name: str, provider: str | None, bits: int, by_batch: bool) 
         return None
     from genai_prices import Usage
 
-    most, many = 2**bits, _MILLION
+    max_rate, many = 2**bits, _MILLION
     cost = _batch_cost if by_batch else _cost
-    plain = cost(found, Usage(input_tokens=most))
-    cached = cost(found, Usage(input_tokens=most, cache_write_tokens=most))
-    both = cost(found, Usage(input_tokens=most, output_tokens=many))
-    return _Rates(max(plain, cached) / most, (both - plain) / many)
+    plain = cost(found, Usage(input_tokens=max_rate))
+    cached = cost(found, Usage(input_tokens=max_rate, cache_write_tokens=max_rate))
+    both = cost(found, Usage(input_tokens=max_rate, output_tokens=many))
+    return _Rates(max(plain, cached) / max_rate, (both - plain) / many)
 
 
 def _cost(found: PriceCalculation, tokens: Tokens) -> float:

@@ -52,10 +52,10 @@ def _open(connection: Connection, model: str, api_key: str | None) -> Any:
     except UnusableClient:
         raise
     except (Exception, SystemExit) as error:  # a package or a user's function may raise anything
-        words = f"client {name!r}: {type(error).__name__}: {error}"
+        message = f"client {name!r}: {type(error).__name__}: {error}"
         if name in _MAKERS:
-            words += ". Arguments of the client go into client_options, or into its variables"
-        raise UnusableClient(words) from error
+            message += ". Arguments of the client go into client_options, or into its variables"
+        raise UnusableClient(message) from error
     if sdk_of(client) == "anthropic" and _streams_in_aws_events(client):
         raise UnusableClient(
             f"client {name!r}: {type(client).__name__} streams replies as AWS events, which are "

@@ -273,12 +273,12 @@ def _most_alike(pieces: list[Any], before: Sequence[WireRequest]) -> tuple[Seque
 
 def _repeated(pieces: list[Any], earlier: list[Any]) -> int:
     """How many first pieces are those of an earlier request: mostly all, or all but the last."""
-    most = min(len(pieces), len(earlier))
-    for same in (most, most - 1):
+    limit = min(len(pieces), len(earlier))
+    for same in (limit, limit - 1):
         if same > 0 and pieces[:same] == earlier[:same]:
             return same
     pairs = enumerate(zip(pieces, earlier, strict=False))
-    return next((n for n, (piece, old) in pairs if piece != old), most)
+    return next((n for n, (piece, old) in pairs if piece != old), limit)
 
 
 def _read_part(layout: Layout, piece: Any, calls: CallsInOrder, volatile: Volatile) -> Part:

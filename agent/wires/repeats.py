@@ -53,9 +53,9 @@ class Found(NamedTuple):
         """How many first messages are the very same ones."""
         if not self.is_whole:
             return 0
-        most = min(len(messages), len(self.messages))
+        limit = min(len(messages), len(self.messages))
         pairs = enumerate(map(is_, self.messages, messages))
-        return next((n for n, is_same in pairs if not is_same), most)
+        return next((n for n, is_same in pairs if not is_same), limit)
 
 
 _NOTHING = Found([], [], {}, is_whole=True)

@@ -282,10 +282,10 @@ class Threads:
         rank = (0, False, False)
         for thread in reversed(self.threads):
             theirs = thread.digests(self.volatile)
-            most = min(len(theirs), len(digests))
-            if most < rank[0] or theirs[0] != digests[0]:
+            limit = min(len(theirs), len(digests))
+            if limit < rank[0] or theirs[0] != digests[0]:
                 continue
-            shared = most if theirs[:most] == digests[:most] else _common(theirs, digests)
+            shared = limit if theirs[:limit] == digests[:limit] else _common(theirs, digests)
             is_live = bool(thread.replies) and thread.replies[-1][1] in self.live
             if (mine := (shared, shared == len(theirs), is_live)) > rank:
                 best, rank = thread, mine

@@ -205,13 +205,13 @@ class Wire(ABC):
         """
         return event.get("type") in self.ends
 
-    def error(self, status: int, kind: str, words: str) -> bytes:
+    def error(self, status: int, kind: str, message: str) -> bytes:
         """The body of an error reply. `kind` is a word such as "budget" or "stopped"."""
-        error = {"message": words, "type": type_of(status), "param": None, "code": kind}
+        error = {"message": message, "type": type_of(status), "param": None, "code": kind}
         return exact_json.dumps({"error": error})
 
     @abstractmethod
-    def stream_error(self, status: int, kind: str, words: str) -> bytes:
+    def stream_error(self, status: int, kind: str, message: str) -> bytes:
         """An event that ends a stream whose headers are sent.
 
         `status` is what would have been sent instead: clients repeat the call from 500 on.

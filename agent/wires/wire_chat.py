@@ -79,10 +79,10 @@ class ChatWire(Wire):
         """See `Wire.is_end`."""
         return any(choice.get("finish_reason") for choice in event.get("choices") or [])
 
-    def stream_error(self, status: int, kind: str, words: str) -> bytes:
+    def stream_error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.stream_error`. opencode repeats calls that fail with this code."""
         code = SERVER_ERROR if status >= 500 else kind
-        return b"data: " + self.error(status, code, words) + b"\n\n"
+        return b"data: " + self.error(status, code, message) + b"\n\n"
 
 
 def _delta_of(choice: Mapping[str, Any]) -> dict[str, Any]:

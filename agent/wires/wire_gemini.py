@@ -132,15 +132,15 @@ class GeminiWire(Wire):
             candidate.get("finishReason") for candidate in candidates
         )
 
-    def error(self, status: int, kind: str, words: str) -> bytes:
+    def error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.error`."""
         named = _STATUSES.get(status, "INVALID_ARGUMENT" if status < 500 else "INTERNAL")
-        error = {"code": status, "message": f"{words} ({kind})", "status": named}
+        error = {"code": status, "message": f"{message} ({kind})", "status": named}
         return exact_json.dumps({"error": error})
 
-    def stream_error(self, status: int, kind: str, words: str) -> bytes:
+    def stream_error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.stream_error`. Google's own client finds errors only outside of events."""
-        return self.error(status, kind, words) + b"\n\n"
+        return self.error(status, kind, message) + b"\n\n"
 
 
 def _config_of(body: Mapping[str, Any]) -> Mapping[str, Any]:

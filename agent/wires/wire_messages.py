@@ -64,17 +64,17 @@ class MessagesWire(Wire):
         """See `Wire.stream_of`."""
         return [sse(event, event=event["type"]) for event in _events_of(body)]
 
-    def error(self, status: int, kind: str, words: str) -> bytes:
+    def error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.error`."""
-        return exact_json.dumps(_error(status, kind, words))
+        return exact_json.dumps(_error(status, kind, message))
 
-    def stream_error(self, status: int, kind: str, words: str) -> bytes:
+    def stream_error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.stream_error`."""
-        return sse(_error(status, kind, words), event="error")
+        return sse(_error(status, kind, message), event="error")
 
 
-def _error(status: int, kind: str, words: str) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": type_of(status), "message": f"{words} ({kind})"}}
+def _error(status: int, kind: str, message: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": type_of(status), "message": f"{message} ({kind})"}}
 
 
 def _events_of(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

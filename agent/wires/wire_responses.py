@@ -85,10 +85,10 @@ class ResponsesWire(Wire):
             for n, event in enumerate(_events_of(body))
         ]
 
-    def stream_error(self, status: int, kind: str, words: str) -> bytes:
+    def stream_error(self, status: int, kind: str, message: str) -> bytes:
         """See `Wire.stream_error`. Codex repeats calls that fail with most codes."""
         code = SERVER_ERROR if status >= 500 else "invalid_prompt"
-        error = {"code": code, "message": f"{words} ({kind})"}
+        error = {"code": code, "message": f"{message} ({kind})"}
         reply = {"id": "", "object": "response", "status": "failed", "error": error, "output": []}
         event = {"type": "response.failed", "response": reply, "sequence_number": 0}
         return sse(event, event="response.failed")

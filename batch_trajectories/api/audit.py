@@ -37,12 +37,12 @@ class AuditEnd:
         """The verdicts with the number of rows, and what to do."""
         counted = {name: self.verdicts[name] for name in WHAT_TO_DO if self.verdicts[name]}
         lines = [f"{name:<18}{count:>9,}  {WHAT_TO_DO[name]}" for name, count in counted.items()]
-        for count, name, words in (
+        for count, name, meaning in (
             (self.bad_rows, "bad rows", "repair them: no run can use them (failures.jsonl)"),
             (self.unfinished, "unfinished", "run the same command again: it checks only the rest"),
         ):
             if count:
-                lines.append(f"{name:<18}{count:>9,}  {words}")
+                lines.append(f"{name:<18}{count:>9,}  {meaning}")
         done = plural(self.verdicts.total(), "verdict")
         return "\n".join([*lines, f"{done} with evidence in {self.path / TASKS_FILE}"])
 

@@ -234,8 +234,8 @@ def _show_rows(
 
 def _kind(place: str) -> str:
     """A place without its numbers, for counting over rows."""
-    words = place.split(", argument ")[0]
-    kind = "".join(letter for letter in words if not letter.isdigit()).replace(" ,", ",")
+    option = place.split(", argument ")[0]
+    kind = "".join(letter for letter in option if not letter.isdigit()).replace(" ,", ",")
     return " ".join(kind.split()) + (", argument" if ", argument " in place else "")
 
 

@@ -57,8 +57,12 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
         rows = islice(rows_of_source(found, left_out), _EXAMINED)
         lines = [line for line in map(renaming.line, rows) if line.strip()]
         renaming.check(str(source))
-        words = _described(source, lines, shown=shown, columns=columns, kind=kind)
-        show("\n".join([words, *([describe_left_out(str(source), left_out)] if left_out else [])]))
+        description = _described(source, lines, shown=shown, columns=columns, kind=kind)
+        show(
+            "\n".join(
+                [description, *([describe_left_out(str(source), left_out)] if left_out else [])]
+            )
+        )
 
 
 def _shown_and_kind(given: tuple[str, ...]) -> tuple[int, str | None]:
@@ -108,24 +112,26 @@ def _described(
             printed.append(f"row {number}: {clip(text, max_chars=_ROW_CHARS)}")
     usable = len(lines) - reasons.total()
     first = "the first " if len(lines) == _EXAMINED else ""
-    words = [f"{source}: {usable:,} of {first}{plural(len(lines), 'row')} can be used"]
+    description = [f"{source}: {usable:,} of {first}{plural(len(lines), 'row')} can be used"]
     width = max(map(len, kinds), default=0)
     for name, found in kinds.items():
         rows = found.total()
         share = "" if rows == len(lines) else f" in {plural(rows, 'row')}"
-        words.append(f"  {name:<{width}}  {' or '.join(found)}{share}; {_use_of(name, kinds)}")
+        description.append(
+            f"  {name:<{width}}  {' or '.join(found)}{share}; {_use_of(name, kinds)}"
+        )
     for reason, count in reasons.most_common(_REASONS):
         place = first_places.get(reason, "")
-        words.append(f"{plural(count, 'row')}: {reason}{place and f' (the first: {place})'}")
-    words += printed
+        description.append(f"{plural(count, 'row')}: {reason}{place and f' (the first: {place})'}")
+    description += printed
     if proposed and not columns:
         columns = f"prompt={proposed.most_common(1)[0][0]}"
     elif not usable:
-        return "\n".join(words)
+        return "\n".join(description)
     options = {"--dataset_file": str(source), "--rows": kind, "--columns": columns}
     given = (f"{name}={shlex.quote(value)}" for name, value in options.items() if value)
-    words.append(f"To run it: {' '.join(given)}")
-    return "\n".join(words)
+    description.append(f"To run it: {' '.join(given)}")
+    return "\n".join(description)
 
 
 def _place_of(reason: str) -> tuple[str, str]:

@@ -120,9 +120,9 @@ class Seen:
     Tasks are compared only if their hashes are equal.
     """
 
-    def __init__(self, most: int) -> None:
-        """`most` is the maximum number of tasks."""
-        size = 1 << (2 * most + 1).bit_length()
+    def __init__(self, capacity: int) -> None:
+        """`capacity` is the maximum number of tasks."""
+        size = 1 << (2 * capacity + 1).bit_length()
         self._mask = size - 1
         self._hashes = array("q", bytes(8 * size))
         self._numbers = array("I", bytes(4 * size))

@@ -156,9 +156,9 @@ class RewardStatistics:
         Of a prompt it is the chance that k of its samples, drawn at random, hold one that passed.
         """
         found: dict[str, float] = {}
-        most = max(self._judged, default=0)
-        ks = [1 << bit for bit in range(most.bit_length())]
-        for k in dict.fromkeys([*ks, most]) if most else ():
+        max_samples = max(self._judged, default=0)
+        ks = [1 << bit for bit in range(max_samples.bit_length())]
+        for k in dict.fromkeys([*ks, max_samples]) if max_samples else ():
             chances = [
                 _chance(count, passed, k)
                 for count, passed in zip(self._judged, self._passed, strict=True)

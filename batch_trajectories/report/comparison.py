@@ -215,9 +215,9 @@ def _dollars(known: float, unknown: int) -> str:
 
 
 def _beside(only: list[list[str]]) -> str:
-    words = [
+    cells = [
         f"{count(len(ids))} only in the {which}"
         for which, ids in zip(("first", "second"), only, strict=True)
         if ids
     ]
-    return f"; {', '.join(words)}" if words else ""
+    return f"; {', '.join(cells)}" if cells else ""

@@ -16,8 +16,8 @@ def plain(text: str) -> str:
 
 def one_line(text: str, limit: int) -> str:
     """`text` as one line of at most `limit` characters."""
-    words = plain(" ".join(text[: 4 * limit].split()))
-    return words if len(words) <= limit else f"{words[: limit - 1]}…"
+    line = plain(" ".join(text[: 4 * limit].split()))
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
 
 
 def count(number: float | None) -> str:

@@ -33,15 +33,17 @@ def test_chat_gives_the_final_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"api_key": "sk-of-a-file\n"}, "api_key: it has invalid characters"),
         ({"base_url": "127.0.0.1:8000/v1"}, "base_url: must start with http"),
         ({"base_url": "http://127.0.0.1/v1?version=1"}, "base_url: must not have a password"),
     ],
 )
-def test_options_that_cannot_be_sent_are_refused_at_once(given: dict[str, str], words: str) -> None:
-    with pytest.raises(ValueError, match=words) as caught:
+def test_options_that_cannot_be_sent_are_refused_at_once(
+    given: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
         AIAgent("m", **{"base_url": "http://127.0.0.1/v1", **given})  # type: ignore[arg-type]
     assert "sk-of-a-file" not in str(caught.value)
 
@@ -124,7 +126,7 @@ def test_wrong_settings_are_refused_before_anything_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"temprature": 1.0}, "'temprature' is not one of the options: "),
         ({"temperature": "hot"}, "temperature: Input should be a valid number"),
@@ -132,8 +134,8 @@ def test_wrong_settings_are_refused_before_anything_runs() -> None:
         ({"endpoint": "x"}, "'endpoint' is not one of the options"),
     ],
 )
-def test_wrong_model_options_are_named(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=f"model_options: {words}"):
+def test_wrong_model_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"model_options: {message}"):
         AIAgent("scripted", model_options=options)
 
 

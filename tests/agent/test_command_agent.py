@@ -45,7 +45,7 @@ def test_a_command_can_be_one_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "place", "words"),
+    ("fields", "place", "message"),
     [
         ({"command": ["run"]}, (), "{prompt} is missing"),
         ({"command": []}, ("command",), "at least 1 item"),
@@ -57,12 +57,12 @@ def test_a_command_can_be_one_text() -> None:
         ({"comand": ["x"]}, ("comand",), "Extra inputs"),
     ],
 )
-def test_a_mistake_is_named(fields: dict[str, Any], place: tuple[Any, ...], words: str) -> None:
+def test_a_mistake_is_named(fields: dict[str, Any], place: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         agent(**fields)
     error = caught.value.errors()[0]
     assert error["loc"] == place
-    assert words in error["msg"]
+    assert message in error["msg"]
 
 
 def test_a_row_changes_its_own_agent() -> None:
@@ -78,15 +78,15 @@ def test_a_row_changes_its_own_agent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "words"),
+    ("own", "message"),
     [
         ("codex", "`agent` must be an object with command, stdin"),
         ({"speaks": "openai_chat"}, "`agent.speaks`: a row can only set command"),
         ({"command": ["x"]}, "{prompt} is missing"),
     ],
 )
-def test_a_row_cannot_change_everything(own: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words.replace("{", "\\{").replace(".", "\\.")):
+def test_a_row_cannot_change_everything(own: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("{", "\\{").replace(".", "\\.")):
         agent().of_row(own)
 
 

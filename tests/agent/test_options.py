@@ -180,13 +180,13 @@ class TestApproval:
         assert play(tmp_path, [echo(), ANSWER], approve=broken).results[0]["is_error"]
 
     @pytest.mark.parametrize(
-        ("place", "words"),
+        ("place", "message"),
         [("no.such:hook", "cannot import"), ("tests.playing:OPENING", "not callable")],
     )
-    def test_a_hook_is_named_by_its_place(self, place: str, words: str) -> None:
+    def test_a_hook_is_named_by_its_place(self, place: str, message: str) -> None:
         """For the batch runner: MODULE:FUNCTION."""
         options = AgentOptions(approve=place)
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             set_up(options, SETTINGS, enabled_toolsets=["none"], disabled_toolsets=())
 
 
@@ -523,7 +523,7 @@ class TestSubagents:
         assert deepest["messages"][-2]["details"] == {"failure": "unknown_tool"}
 
     @pytest.mark.parametrize(
-        ("subagents", "words"),
+        ("subagents", "message"),
         [
             ([{**HELPER, "subagents": ["helper"]}], "reach itself without a limit"),
             ([{**HELPER, "subagents": ["other"]}], "calls unknown subagents: other"),
@@ -533,8 +533,8 @@ class TestSubagents:
             ([{**HELPER, "name": "a b"}], "pattern"),
         ],
     )
-    def test_wrong_ones_are_refused(self, subagents: list[Any], words: str) -> None:
-        with pytest.raises(ValueError, match=words):
+    def test_wrong_ones_are_refused(self, subagents: list[Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
             AgentOptions.model_validate({"subagents": subagents})
 
     def test_one_with_the_name_of_a_tool_is_refused(self, tmp_path: Path) -> None:
@@ -621,7 +621,7 @@ class TestRowOptions:
         assert of_row(run, {}) is run
 
     @pytest.mark.parametrize(
-        ("own", "words"),
+        ("own", "message"),
         [
             ({"max_turn": 3}, "`agent_options.max_turn`: unknown option; did you mean"),
             ({"max_turns": 0}, "`agent_options.max_turns`: Input should be greater than 0"),
@@ -633,8 +633,8 @@ class TestRowOptions:
             ([], "`agent_options` must be an object"),
         ],
     )
-    def test_a_wrong_one_is_named(self, own: Any, words: str) -> None:
+    def test_a_wrong_one_is_named(self, own: Any, message: str) -> None:
         run = AgentOptions(ephemeral_system_prompt="canary")
-        with pytest.raises(ValueError, match=words) as refused:
+        with pytest.raises(ValueError, match=message) as refused:
             of_row(run, {"agent_options": own})
         assert "canary" not in str(refused.value), "what the run says may be for no file"

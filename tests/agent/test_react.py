@@ -105,8 +105,14 @@ def test_the_tools_are_in_the_system_message_and_not_in_the_request() -> None:
         ]
         assert line.startswith(f"- {tool_name(tool)}: Does {tool_name(tool)}. {{")
         assert json.loads(line[line.index("{") :]) == tool["function"]["parameters"]
-    for words in ("step by step", "same input", "another approach", "Final Answer:", "Observation"):
-        assert words in system["content"]
+    for phrase in (
+        "step by step",
+        "same input",
+        "another approach",
+        "Final Answer:",
+        "Observation",
+    ):
+        assert phrase in system["content"]
     assert user == USER
 
 

@@ -256,7 +256,7 @@ def test_tools_can_be_replaced_between_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("history", "words"),
+    ("history", "message"),
     [
         ([{"role": "robot", "content": "x"}], "message 0 of the history: its role is 'robot'"),
         ([{"role": "user", "content": " "}], "message 0 .*: its content must be text"),
@@ -284,11 +284,11 @@ def test_tools_can_be_replaced_between_prompts() -> None:
         ([{"role": "assistant", "content": "x"}], "begins with an assistant message"),
     ],
 )
-def test_a_history_with_a_hole_is_refused(history: list[Message], words: str) -> None:
+def test_a_history_with_a_hole_is_refused(history: list[Message], message: str) -> None:
     """S4.5: the message is named, before anything is asked."""
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         check_history(history)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         agent([say("x")]).run_conversation("x", conversation_history=history)
 
 

@@ -27,8 +27,8 @@ def use(id: str, name: str = "add", **input: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": id, "name": name, "input": input}
 
 
-def text(words: str) -> dict[str, Any]:
-    return {"type": "text", "text": words}
+def text(message: str) -> dict[str, Any]:
+    return {"type": "text", "text": message}
 
 
 class Replies:
@@ -108,7 +108,7 @@ def test_a_last_reply_of_thoughts_alone_was_said_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("asked", "message"),
     [
         (use("1", a=1), "missing 1 required positional argument"),
         (use("1", a=1, b="x"), "unsupported operand"),
@@ -116,13 +116,13 @@ def test_a_last_reply_of_thoughts_alone_was_said_all_the_same() -> None:
         ({**use("1"), "input": [1, 2]}, "expected a JSON object, got an array"),
     ],
 )
-def test_mistakes_are_results(asked: dict[str, Any], words: str) -> None:
+def test_mistakes_are_results(asked: dict[str, Any], message: str) -> None:
     """S1.21-S1.24, S1.27: wrong arguments, exceptions, unknown tools, an input that is a list."""
     session = agent_loop(Replies([asked], [text("ok")]), TOOLS, init_session(None, "go"), HANDLERS)
     result = session["messages"][2]
     assert result["is_error"]
     assert result["output"].startswith("Error")
-    assert words in result["output"]
+    assert message in result["output"]
 
 
 def test_calls_run_in_threads_at_the_same_time_and_results_keep_their_order() -> None:
@@ -144,8 +144,8 @@ def test_calls_run_in_threads_at_the_same_time_and_results_keep_their_order() ->
 def test_a_handler_may_run_an_agent_of_its_own() -> None:
     """S1.31: the outer one sees a string."""
 
-    def shorten(words: str) -> str:
-        inner = agent_loop(Replies([text(words[:3])]), [], init_session("Shorten.", words))
+    def shorten(arguments: str) -> str:
+        inner = agent_loop(Replies([text(arguments[:3])]), [], init_session("Shorten.", arguments))
         answer = response(inner)
         assert answer is not None
         return str(answer["content"])

@@ -217,7 +217,7 @@ RULES = RowRules(options=AgentOptions(simulated_user=SimulatedUser(model="openai
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "message"),
     [
         ({"user_turns": "more"}, "`user_turns` must be a list of texts"),
         ({"user_turns": ["a", " "]}, "`user_turns[1]` is empty"),
@@ -225,13 +225,13 @@ RULES = RowRules(options=AgentOptions(simulated_user=SimulatedUser(model="openai
         ({"simulated_user": {"system_prompt": "x"}}, "give --simulated_user"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words.replace("[", r"\[")):
+def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         RowRules().read({"prompt": "x", **row})
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "message"),
     [
         ({}, "`simulated_user.system_prompt`: missing"),
         ({"simulated_user": "Ann"}, "`simulated_user` must be an object"),
@@ -243,8 +243,8 @@ def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], words: str) -> 
         ({"simulated_user": ANN, "agent_options": {"completion_tools": True}}, "together"),
     ],
 )
-def test_a_simulated_user_that_cannot_be_is_named(row: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words.replace("[", r"\[")):
+def test_a_simulated_user_that_cannot_be_is_named(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         RULES.read({"prompt": "x", **row})
 
 

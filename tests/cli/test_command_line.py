@@ -46,13 +46,14 @@ def options_in(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "own"), [([], []), (["run"], []), (["estimate"], ["pilot"]), (["fork"], ["at_turn"])]
+    ("message", "own"),
+    [([], []), (["run"], []), (["estimate"], ["pilot"]), (["fork"], ["at_turn"])],
 )
 def test_help_shows_the_common_options_and_how_to_see_the_rest(
-    tmp_path: Path, words: list[str], own: list[str]
+    tmp_path: Path, message: list[str], own: list[str]
 ) -> None:
-    text = run(tmp_path, *words, "--help").stdout
-    command = main.command_of(words[0] if words else "run")
+    text = run(tmp_path, *message, "--help").stdout
+    command = main.command_of(message[0] if message else "run")
     known = {param.name for param in command.get_params(click.Context(command))}
     common = ["config" if n == "config_file" else n for n in COMMON_OPTIONS if n in known]
     shown = options_in(text)
@@ -62,11 +63,11 @@ def test_help_shows_the_common_options_and_how_to_see_the_rest(
 
 
 @pytest.mark.parametrize("option", ["--help_all", "--help-all"])
-@pytest.mark.parametrize("words", [[], ["run"], ["estimate"]])
-def test_help_all_shows_every_option(tmp_path: Path, words: list[str], option: str) -> None:
-    done = run(tmp_path, *words, option)
+@pytest.mark.parametrize("message", [[], ["run"], ["estimate"]])
+def test_help_all_shows_every_option(tmp_path: Path, message: list[str], option: str) -> None:
+    done = run(tmp_path, *message, option)
     assert done.returncode == 0, done.stderr
-    command = main.command_of(words[0] if words else "run")
+    command = main.command_of(message[0] if message else "run")
     params = command.get_params(click.Context(command))
     shown = [param for param in params if not getattr(param, "hidden", False)]
     every = {name.removeprefix("--") for param in shown for name in param.opts}
@@ -84,12 +85,12 @@ def test_help_has_all_groups_and_examples(tmp_path: Path) -> None:
     assert "--model" not in start
 
 
-def offered(cwd: Path, *words: str) -> list[str]:
+def offered(cwd: Path, *message: str) -> list[str]:
     """What bash offers for the last of the words behind the program's name."""
     env = {
         "_BATCH_RUNNER_PY_COMPLETE": "bash_complete",
-        "COMP_WORDS": " ".join(("batch_runner.py", *words)),
-        "COMP_CWORD": str(len(words)),
+        "COMP_WORDS": " ".join(("batch_runner.py", *message)),
+        "COMP_CWORD": str(len(message)),
     }
     done = run(cwd, env=env)
     assert done.returncode == 0, done.stderr
@@ -165,8 +166,8 @@ def test_a_list_that_is_given_in_parts_is_the_whole_list(name: str) -> None:
 
 
 def test_formats_and_splits_of_an_export_can_be_given_in_parts() -> None:
-    words = ["r", "--format=dpo", "--format=kto", "--splits=train=0.9", "--splits=test=0.1"]
-    read = main.command_of("export").make_context("export", words)
+    arguments = ["r", "--format=dpo", "--format=kto", "--splits=train=0.9", "--splits=test=0.1"]
+    read = main.command_of("export").make_context("export", arguments)
     assert read.params["format"] == "dpo,kto"
     assert read.params["splits"] == "train=0.9,test=0.1"
 

@@ -67,28 +67,28 @@ class TestIntervals:
 
 
 @pytest.mark.parametrize(
-    ("number", "words"),
+    ("number", "message"),
     [(1, "for 1 task from | answers 1 conversation at"),
      (2000, "for 2,000 tasks from | answers 2,000 conversations at")],
 )  # fmt: skip
-def test_counts_have_the_number_of_their_nouns(number: int, words: str) -> None:
+def test_counts_have_the_number_of_their_nouns(number: int, message: str) -> None:
     zero = Estimate(0, 0, 0)
     shown = as_table(Forecast(number, 1, 0, number, zero, zero, zero, zero, zero))
-    assert all(part in shown for part in words.split("|"))
+    assert all(part in shown for part in message.split("|"))
 
 
 @pytest.mark.parametrize(
-    ("hours", "words"),
+    ("hours", "message"),
     [((3.0, 1.5, 4.25), "3.0 h   (1.5 h to 4.2 h)"),
      ((0.05, 0.01, 0.06), "3.0 min   (0.6 min to 3.6 min)"),
      ((0.0009, 0.0002, 0.001), "3.2 s   (0.7 s to 3.6 s)")],
 )  # fmt: skip
-def test_a_short_time_is_not_a_zero_of_hours(hours: tuple[float, ...], words: str) -> None:
+def test_a_short_time_is_not_a_zero_of_hours(hours: tuple[float, ...], message: str) -> None:
     zero = Estimate(0, 0, 0)
     shown = as_table(
         Forecast(9, 3, 0, 9, Estimate(0.0013, 0.001, 0.002), zero, zero, Estimate(*hours), zero)
     )
-    assert words in shown
+    assert message in shown
     assert "0.0013   (0.0010 to 0.0020)" in shown
 
 

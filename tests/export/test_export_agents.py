@@ -83,10 +83,10 @@ def test_messages_out_of_order_are_added_to_those_before_them() -> None:
 def test_what_an_agent_says_after_results_is_no_result_in_hermes_rows() -> None:
     """It follows the response in the same entry, as the roles have to alternate."""
     tool = row(agents_record(), "hermes")["conversations"][3]
-    response, words = tool["value"].split("\n</tool_response>\n")
+    response, text = tool["value"].split("\n</tool_response>\n")
     assert tool["from"] == "tool"
     assert json.loads(response.removeprefix("<tool_response>\n"))["content"] == "a b"
-    assert words == "Keep your list up to date."
+    assert text == "Keep your list up to date."
 
 
 def test_a_tag_after_results_is_refused_in_hermes_rows() -> None:
@@ -101,8 +101,8 @@ def test_a_tag_after_results_is_refused_in_hermes_rows() -> None:
 def test_every_format_holds_an_agents_conversation(name: str) -> None:
     found = row(agents_record(), name)
     text = json.dumps(found)
-    for words in ("What is there?", "Keep your list up to date.", "It is Monday.", "Two."):
-        assert words in text
+    for part in ("What is there?", "Keep your list up to date.", "It is Monday.", "Two."):
+        assert part in text
     if name == "llamafactory":
         assert [turn["from"] for turn in found["conversations"]] == [
             "system", "human", "function_call", "observation", "function_call", "observation",

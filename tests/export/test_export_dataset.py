@@ -165,15 +165,17 @@ class TestFilters:
                 left_out(source, answer={**answer, "function": function})
 
     def test_overlap_with_questions_of_a_benchmark(self, tmp_path: Path) -> None:
-        words = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+        question = (
+            "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+        )
         (tmp_path / "bench.jsonl").write_text(
-            json.dumps({"q": f"Say: {words}!", "more": ["How many moons has Mars, please?"]})
+            json.dumps({"q": f"Say: {question}!", "more": ["How many moons has Mars, please?"]})
         )
         asked = json.dumps({"text": "How many\nmoons has\tMars, please?"})
         source = make_run(
             tmp_path,
-            said(f"He said {words.upper()}"),
-            said(words.replace("seven", "7")),
+            said(f"He said {question.upper()}"),
+            said(question.replace("seven", "7")),
             said("I know how many moons has  Mars -- please"),
             record_of(user(), assistant("", call(asked)), result("1"), assistant("Done.")),
             prompts=[{}, {}, {}, {}],
@@ -298,14 +300,12 @@ class TestDuplicates:
         assert left_out(source) == {}
 
     @pytest.mark.parametrize(
-        "words",
+        "text",
         [" ".join(f"w{n}" for n in range(200)), "".join(chr(0x4E00 + n) for n in range(200))],
     )
-    def test_nearly_equal_conversations_are_kept_once(self, tmp_path: Path, words: str) -> None:
+    def test_nearly_equal_conversations_are_kept_once(self, tmp_path: Path, text: str) -> None:
         pytest.importorskip("rensa")
-        source = make_run(
-            tmp_path, said(words), said(words + " end"), said(words[: len(words) // 2])
-        )
+        source = make_run(tmp_path, said(text), said(text + " end"), said(text[: len(text) // 2]))
         assert left_out(source, near_duplicates=0.9) == {"t1": "near_duplicates"}
         assert left_out(source, near_duplicates=0.3).keys() == {"t1", "t2"}
         assert left_out(source, near_duplicates=0.6) == {"t1": "near_duplicates"}
@@ -559,9 +559,9 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
         recipe = Recipe(formats=("openai", "hermes"), splits={"train": 0.5, "test": 0.5})
         tracemalloc.start()
         derive(source, recipe)
-        _, most = tracemalloc.get_traced_memory()
+        _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        return most
+        return peak_bytes
 
     peak(10)  # fills what is cached for good
     assert peak(1200) - peak(120) < 150_000  # their texts alone are 600,000 bytes
@@ -572,10 +572,10 @@ def test_memory_does_not_grow_with_the_samples_that_are_left_out(tmp_path: Path)
     source = make_run(tmp_path, worked(), *[long] * 60, samples=61)
     tracemalloc.start()
     manifest = derive(source, Recipe(formats=("raw",), filters=Filters(best_n=1)))
-    _, most = tracemalloc.get_traced_memory()
+    _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (manifest["selected"], manifest["rejected"]) == (1, 60)
-    assert most < 6_000_000  # their texts alone are 12,000,000 bytes
+    assert peak_bytes < 6_000_000  # their texts alone are 12,000,000 bytes
 
 
 class TestDirectory:

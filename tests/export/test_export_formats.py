@@ -638,8 +638,8 @@ def test_all_formats_say_the_same(tmp_path: Path) -> None:
     """The texts of one record are in every format."""
     for name in ROW_FORMATS:
         text = json.dumps(row(worked(), name), ensure_ascii=False)
-        for words in ("Go.", "Looking.", "Which city?", "Oslo", "Now I know.", "Done."):
-            assert words in text, name
+        for part in ("Go.", "Looking.", "Which city?", "Oslo", "Now I know.", "Done."):
+            assert part in text, name
 
 
 def test_rendering_a_conversation_does_not_change_it() -> None:

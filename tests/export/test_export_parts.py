@@ -118,8 +118,8 @@ def test_a_picture_is_in_the_record_and_rejects_the_row_by_name(
     with pytest.raises(Rejected) as caught:
         row(found, name)
     assert caught.value.reason == Reason.HAS_IMAGES
-    assert DATA not in (words := json.dumps(row(found, name, "has_images")))
-    assert "bytes, digest " in words
+    assert DATA not in (row_text := json.dumps(row(found, name, "has_images")))
+    assert "bytes, digest " in row_text
 
 
 @pytest.mark.parametrize("make", TALKS.values(), ids=TALKS)

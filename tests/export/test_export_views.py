@@ -65,9 +65,9 @@ def test_the_place_from_which_they_did_is_that_of_the_view(
 ) -> None:
     messages: list[Message] = []
     for has_text, is_long in said:
-        words = "x" if has_text else " "
+        text = "x" if has_text else " "
         messages.append({"role": "user", "content": "go"})
-        messages.append({"role": "assistant", "content": words, "reasoning": LONG * is_long})
+        messages.append({"role": "assistant", "content": text, "reasoning": LONG * is_long})
     first = compacted_from(messages, after)
     for place in range(1, len(messages), 2):
         before = messages[:place]

@@ -127,7 +127,7 @@ class TestFunctions:
         assert counts(done) == (0, 0)
 
     @pytest.mark.parametrize(
-        ("given", "words"),
+        ("given", "message"),
         [
             ({"reward": "graders:none"}, "cannot import 'graders:none'"),
             ({"reward": "graders:of_answer"}, "'graders:of_answer' must take (conversation, works"),
@@ -136,11 +136,11 @@ class TestFunctions:
             ({"reward": "graders:length", "reward_timeout_s": 0}, "reward_timeout_s"),
         ],
     )
-    def test_must_be_given_and_found(self, tmp_path: Path, given: Any, words: str) -> None:
+    def test_must_be_given_and_found(self, tmp_path: Path, given: Any, message: str) -> None:
         source = make(tmp_path, 1)
         done = run(tmp_path, "score", "r", output_dir=".", **given)
         assert done.returncode == 2
-        assert words in done.stderr
+        assert message in done.stderr
         assert not (source.run_dir / "scores.jsonl").exists()
 
     @pytest.mark.slow
@@ -269,7 +269,7 @@ class TestAJudge:
         assert text.endswith(" {other} A {question}")
 
     @pytest.mark.parametrize(
-        ("reply", "rewards", "by_turn", "words"),
+        ("reply", "rewards", "by_turn", "message"),
         [
             ('{"a": 1, "b": 0.5}', {"a": 1, "b": 0.5}, None, None),
             ('Fine.\n```json\n{"turn_rewards": [0, 1]}\n```', {}, {"reward": [0, 1]}, None),
@@ -283,19 +283,19 @@ class TestAJudge:
         ],
     )
     def test_scores_in_the_last_line_and_a_paid_reply_is_not_repeated(
-        self, tmp_path: Path, reply: str, rewards: Any, by_turn: Any, words: str | None
+        self, tmp_path: Path, reply: str, rewards: Any, by_turn: Any, message: str | None
     ) -> None:
         source = make(tmp_path, 1)
         with judging(lambda _: (200, said(reply))) as judge:
             options = judge.options(tmp_path)
             done = run(tmp_path, "score", "r", **options)
-            assert done.returncode == (words is not None), done.stderr
+            assert done.returncode == (message is not None), done.stderr
             run(tmp_path, "score", "r", **options)
             assert len(judge.asked) == 1
         (line,) = scores(source)
         assert (line["rewards"], line.get("turn_rewards")) == (rewards, by_turn)
         assert line["reply"] == reply
-        assert (words or "None") in str(line["error"])
+        assert (message or "None") in str(line["error"])
 
     def test_is_asked_only_about_what_a_recipe_can_keep(self, tmp_path: Path) -> None:
         """Rewards that a record lacks leave it in: they are what is asked for."""
@@ -423,7 +423,7 @@ class TestAJudge:
         assert "--judge: auth: " in done.stderr
 
     @pytest.mark.parametrize(
-        ("given", "words"),
+        ("given", "message"),
         [
             ({"judge": "x:y"}, "unknown prefix 'x'"),
             ({"judge": "scripted"}, "cannot judge"),
@@ -439,7 +439,7 @@ class TestAJudge:
         ],
     )
     def test_must_be_one_that_can_be_asked(
-        self, tmp_path: Path, given: dict[str, Any], words: str
+        self, tmp_path: Path, given: dict[str, Any], message: str
     ) -> None:
         make(tmp_path, 1)
         with judging(good) as judge:
@@ -451,7 +451,7 @@ class TestAJudge:
             done = run(tmp_path, "score", "r", **options)
             assert judge.asked == []
         assert done.returncode == 2
-        assert words in done.stderr
+        assert message in done.stderr
 
 
 class TestCallsInFlight:
@@ -479,8 +479,8 @@ class TestCallsInFlight:
             asyncio.run(ask_all(range(3), ask, max_in_flight=3, keep=keep))
         assert sorted(kept) == ([1, 2] if breaks == "a call" else [0, 1, 2])
 
-    @pytest.mark.parametrize("most", [3, 9])
-    def test_are_shown_while_none_ends(self, most: int) -> None:
+    @pytest.mark.parametrize("limit", [3, 9])
+    def test_are_shown_while_none_ends(self, limit: int) -> None:
         async def ask_them() -> None:
             shown = asyncio.Event()
 
@@ -492,29 +492,29 @@ class TestCallsInFlight:
                 seen.append(in_flight)
                 shown.set()
 
-            work = ask_all(range(4), ask, max_in_flight=most, keep=found.extend, show=show)
+            work = ask_all(range(4), ask, max_in_flight=limit, keep=found.extend, show=show)
             await asyncio.wait_for(work, PATIENCE_S)
 
         seen: list[int] = []
         found: list[int] = []
         asyncio.run(ask_them())
-        assert seen[0] == min(most, 4)
+        assert seen[0] == min(limit, 4)
         assert sorted(found) == list(range(4))
 
     def test_are_never_more_than_allowed(self) -> None:
-        running = most = 0
+        running = peak = 0
 
         async def ask(item: int) -> int:
-            nonlocal running, most
+            nonlocal running, peak
             running += 1
-            most = max(most, running)
+            peak = max(peak, running)
             await asyncio.sleep(0)
             running -= 1
             return item
 
         found: list[int] = []
         asyncio.run(ask_all(range(50), ask, max_in_flight=4, keep=found.extend))
-        assert (most, sorted(found)) == (4, list(range(50)))
+        assert (peak, sorted(found)) == (4, list(range(50)))
 
 
 class TestABudget:

@@ -71,11 +71,11 @@ def given(cwd: Path, *turns: object) -> dict[str, Any]:
     return {**SCRIPTED, **toolsets, "max_attempts": 1}
 
 
-def is_stopped_and_goes_on(cwd: Path, options: dict[str, Any], words: str) -> None:
+def is_stopped_and_goes_on(cwd: Path, options: dict[str, Any], message: str) -> None:
     (cwd / "full").touch()
     done = run(cwd, **options)
     assert done.returncode == 4, done.stderr
-    assert words in done.stderr
+    assert message in done.stderr
     run_dir = cwd / "trajectories" / "r"
     assert lines(run_dir / "records.jsonl") == []
     assert lines(run_dir / "failures.jsonl") == []

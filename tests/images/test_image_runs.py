@@ -311,7 +311,7 @@ def test_killed_at_random_moments(images: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (
             {"sandbox": "local"},
@@ -329,12 +329,12 @@ def test_killed_at_random_moments(images: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_at_the_start(
-    tmp_path: Path, options: dict[str, Any], words: str
+    tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     write_rows(tmp_path / "p.jsonl", row("a", "python:1"))
     done = run(tmp_path, "--dry_run", **{**OPTIONS, **options})
     assert done.returncode != 0
-    assert words in done.stderr
+    assert message in done.stderr
 
 
 def test_a_dry_run_names_images_that_are_missing(images: Path, tmp_path: Path) -> None:

@@ -396,8 +396,8 @@ def test_without_overlays_each_conversation_has_a_copy(
 
 
 def test_a_workspace_must_be_a_directory(images: Path, tmp_path: Path) -> None:
-    for workdir, words in (("/etc/passwd", "not a directory"), ("relative", "absolute path")):
-        with pytest.raises(ToolError, match=words):
+    for workdir, message in (("/etc/passwd", "not a directory"), ("relative", "absolute path")):
+        with pytest.raises(ToolError, match=message):
             sandbox_in(images, tmp_path / "layer", ImageSpec("python:1", workdir=workdir))
     with pytest.raises(ToolError, match="user 'nobody-here'"):
         sandbox_in(images, tmp_path / "layer", ImageSpec("python:1", user="nobody-here"))

@@ -114,14 +114,14 @@ def test_containers_are_those_of_nodes(tmp_path: Path, storage: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({}, "sandbox bwrap: "),
         (PODMAN, "sandbox docker: the program podman was not found"),
     ],
 )
 def test_a_node_without_the_programs_is_refused_before_any_call(
-    images: Path, tmp_path: Path, cluster: TwoNodes, options: dict[str, Any], words: str
+    images: Path, tmp_path: Path, cluster: TwoNodes, options: dict[str, Any], message: str
 ) -> None:
     programs = tmp_path / "programs"
     programs.mkdir()
@@ -137,5 +137,5 @@ def test_a_node_without_the_programs_is_refused_before_any_call(
     given |= {} if options else {"images": images}
     done = run(tmp_path, **given)
     assert done.returncode == 4, done.stderr
-    assert f"on {os.uname().nodename}: {words}" in done.stderr
+    assert f"on {os.uname().nodename}: {message}" in done.stderr
     assert not (tmp_path / "trajectories/r/records.jsonl").read_bytes()

@@ -290,10 +290,10 @@ def _agent_of(leader: int) -> int:
     """The process of the agent below a run."""
     for pid, _ in descendants(leader):
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if str(SCRIPT).encode() in words:
+        if str(SCRIPT).encode() in arguments:
             return pid
     raise AssertionError("no agent is running")
 
@@ -337,10 +337,10 @@ LIMITS: dict[str, tuple[dict[str, Any], str, str, int]] = {
 @needs_bwrap
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_limit_ends_the_agent(tmp_path: Path, endpoint: AgentEndpoint, limit: str) -> None:
-    given, status, words, calls = LIMITS[limit]
+    given, status, message, calls = LIMITS[limit]
     record = one_record(tmp_path, endpoint, scripted(), **given)
     assert record["status"] == status
-    assert words in record["status_reason"]
+    assert message in record["status_reason"]
     assert "HTTP 400" in record["agent"]["stderr"]
     assert len(endpoint.exchanges) == record["api_calls"] == calls
 
@@ -364,8 +364,8 @@ def test_an_agent_that_fills_its_workspace_has_failed(
     agent = shell(f'{PYTHON} {SCRIPT} chat "$1"; head -c 60M /dev/zero > big; exec sleep 600')
     record = one_record(tmp_path, endpoint, agent, workspace_mb=20)
     assert record["status"] == "failed"
-    words = "was ended because its workspace is over --workspace_mb: it holds "
-    assert words in record["error"]["message"]
+    message = "was ended because its workspace is over --workspace_mb: it holds "
+    assert message in record["error"]["message"]
     assert record["api_calls"] == 4
 
 
@@ -391,11 +391,11 @@ FAILURES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_a_failure_is_a_record_with_a_reason(
     tmp_path: Path, endpoint: AgentEndpoint, case: str
 ) -> None:
-    agent, words = FAILURES[case]
+    agent, message = FAILURES[case]
     record = one_record(tmp_path, endpoint, agent())
     assert record["status"] == "failed"
     assert record["error"]["class"] == "agent_failed"
-    assert words in record["error"]["message"]
+    assert message in record["error"]["message"]
 
 
 @pytest.mark.slow
@@ -468,7 +468,7 @@ def test_all_commands_read_a_run_of_agents(tmp_path: Path, endpoint: AgentEndpoi
     refused = run(tmp_path, "fork", "r", at_turn=1, n=2, run_name="b")
     assert refused.returncode == 2
     assert "RUN is one of agent 'custom', which cannot start in the middle" in refused.stderr
-    for words in (
+    for arguments in (
         ("verify", "r"),
         ("status", "r"),
         ("stats", "r"),
@@ -477,8 +477,8 @@ def test_all_commands_read_a_run_of_agents(tmp_path: Path, endpoint: AgentEndpoi
         ("export", "r", "--format=openai,llamafactory,atif"),
         ("merge", "r", "--into=both"),
     ):
-        done = run(tmp_path, *words)
-        assert done.returncode == 0, (words, done.stderr)
+        done = run(tmp_path, *arguments)
+        assert done.returncode == 0, (arguments, done.stderr)
 
 
 @pytest.mark.slow

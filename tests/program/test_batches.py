@@ -297,7 +297,7 @@ def test_the_reserve_of_calls_never_sent_is_free_at_the_next_start(
             process.wait()
         assert not api.batches
     jobs = jobs_in(place / "batches.jsonl")
-    held = [tokens for one in jobs if one.state == "gathered" for _, tokens in one.most]
+    held = [tokens for one in jobs if one.state == "gathered" for _, tokens in one.reserves]
     assert BudgetLog(place, tmp_path).balance.tokens == sum(held)
 
 

@@ -217,20 +217,20 @@ def ask(base_url: str) -> ModelError:
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.parametrize(
-    ("proxy", "words"),
+    ("proxy", "message"),
     [
         ("http://me:hidden@127.0.0.1:1", "refused"),
         ("http://me:hidden@a-proxy-that-is-none.invalid:3128", "its name cannot be resolved"),
     ],
 )
 def test_a_proxy_that_cannot_be_reached_is_named(
-    scheme: str, proxy: str, words: str, monkeypatch: pytest.MonkeyPatch
+    scheme: str, proxy: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variable = f"{scheme}_proxy"
     monkeypatch.setenv(variable, proxy)
     error = ask(f"{scheme}://a-name-that-is-none.invalid/v1")
     assert str(error).startswith(f"the proxy http://{proxy.rpartition('@')[2]} ({variable}): ")
-    assert words in str(error)
+    assert message in str(error)
     advice = f". Correct it, unset {variable}, or add a-name-that-is-none.invalid to NO_PROXY"
     assert str(error).endswith(advice)
     assert (error.kind, error.is_lasting) == ("connection", "invalid" in proxy)
@@ -239,10 +239,10 @@ def test_a_proxy_that_cannot_be_reached_is_named(
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.parametrize(
-    ("status", "words"), [(407, "wants a user and a password"), (502, ""), (504, "")]
+    ("status", "message"), [(407, "wants a user and a password"), (502, ""), (504, "")]
 )
 def test_a_proxy_that_refuses_is_named(
-    scheme: str, status: int, words: str, monkeypatch: pytest.MonkeyPatch
+    scheme: str, status: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Refusing(Handler):
         def do_POST(self) -> None:
@@ -255,7 +255,7 @@ def test_a_proxy_that_refuses_is_named(
         monkeypatch.setenv("ALL_PROXY", proxy)
         error = ask(f"{scheme}://a-name-that-is-none.invalid/v1")
     assert f"the proxy {proxy} (ALL_PROXY)" in str(error)
-    assert words in str(error)
+    assert message in str(error)
     assert f"HTTP {status}" in str(error)
     assert error.action == "retry"
     assert error.is_lasting == (status == 407 or scheme == "https")
@@ -271,12 +271,12 @@ def test_socks_is_refused_by_name(
 ) -> None:
     """An HTTP request to such a port would show it the key."""
     monkeypatch.setenv(variable, proxy)
-    words = rf"the proxy socks\S+ \({variable}\) cannot be used for {URL}.* SOCKS .*NO_PROXY"
+    message = rf"the proxy socks\S+ \({variable}\) cannot be used for {URL}.* SOCKS .*NO_PROXY"
     where: dict[str, Any] = {"base_url": URL, "api": None, "key_env": None}
-    with pytest.raises(UnusableProxy, match=words) as caught:
+    with pytest.raises(UnusableProxy, match=message) as caught:
         resolve_model("m", **where)
     assert "hidden" not in str(caught.value)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         AIAgent("m", base_url=URL, api_key="k")
     with pytest.raises(UnusableProxy):
         EndpointModel(SETTINGS, "k")

@@ -406,11 +406,11 @@ def test_a_long_run_through_every_death(tmp_path: Path, capsys: pytest.CaptureFi
             process.wait()
             wait_until(lambda: not actors(), timeout_s=10)
         given |= {"num_workers": 2}
-        most = 3 * 16 + 2 * 16 + 2 * in_flight
-        resume_and_judge(spread, given, tasks=2_000, endpoint=endpoint, wasted=most)
+        limit = 3 * 16 + 2 * 16 + 2 * in_flight
+        resume_and_judge(spread, given, tasks=2_000, endpoint=endpoint, wasted=limit)
         repeated = endpoint.journal()["repeated"]
     exported = [(cwd / "trajectories/r.jsonl").read_bytes() for cwd in (local, spread)]
     assert len(exported[0].splitlines()) == 2_000
     assert exported[0] == exported[1]
     with capsys.disabled():
-        print(f"\n{repeated} calls were repeated, at most {most} may be")
+        print(f"\n{repeated} calls were repeated, at most {limit} may be")

@@ -393,5 +393,5 @@ def test_a_recording_is_a_run_of_its_own(tmp_path: Path, endpoint: FakeEndpoint)
 def test_a_port_that_is_in_use_is_named(tmp_path: Path, endpoint: FakeEndpoint) -> None:
     ended = run(tmp_path, "record", **options(endpoint, port=endpoint.port))
     assert ended.returncode == 4
-    words = f"127.0.0.1:{endpoint.port}: Address already in use; give another --port"
-    assert words in ended.stderr
+    message = f"127.0.0.1:{endpoint.port}: Address already in use; give another --port"
+    assert message in ended.stderr

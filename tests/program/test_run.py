@@ -438,7 +438,7 @@ def test_failed_attempts_are_reported_retried_and_finally_given_up(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "path", "words"),
+    ("fault", "path", "message"),
     [
         ("down", "", "the connection failed or was cut: Connect"),
         ("http500", "", "HTTP 500"),
@@ -447,7 +447,7 @@ def test_failed_attempts_are_reported_retried_and_finally_given_up(
     ],
 )
 def test_an_endpoint_that_never_answered_stops_the_run(
-    tmp_path: Path, fault: str, path: str, words: str
+    tmp_path: Path, fault: str, path: str, message: str
 ) -> None:
     """A wrong URL or a server that is not up must not use up the attempts of all prompts."""
     write_prompts(tmp_path / "p.jsonl", 50)
@@ -461,7 +461,7 @@ def test_an_endpoint_that_never_answered_stops_the_run(
     if fault == "down":
         done = run(tmp_path, **given)
     assert done.returncode == 4
-    assert words in done.stderr
+    assert message in done.stderr
     assert (summary(tmp_path)["pending"], summary(tmp_path)["failed"]) == (50, 0)
 
 

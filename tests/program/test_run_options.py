@@ -51,7 +51,7 @@ def test_options_come_from_flags_config_and_rows(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "message"),
     [
         ({"agent_options": {"max_turn": 1}}, "`agent_options.max_turn`: unknown option"),
         ({"agent_options": {"plan": "maybe"}}, "`agent_options.plan`: Input should be a valid"),
@@ -63,13 +63,13 @@ def test_options_come_from_flags_config_and_rows(tmp_path: Path) -> None:
     ],
 )
 def test_a_row_with_a_wrong_option_is_named_and_the_others_run(
-    tmp_path: Path, row: dict[str, Any], words: str
+    tmp_path: Path, row: dict[str, Any], message: str
 ) -> None:
     good = {"prompt": "x", "script": [say("done")]}
     write_rows(tmp_path / "p.jsonl", good, {**good, **row})
     done = run(tmp_path, **SCRIPTED)
     assert done.returncode == 0
-    assert f"p.jsonl:2: skipped: {words}" in done.stderr
+    assert f"p.jsonl:2: skipped: {message}" in done.stderr
     assert len(records(tmp_path)) == 1
 
 
@@ -273,7 +273,7 @@ def test_files_on_their_way_are_cleared_by_the_next_start(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"max_turns": "9" * 20}, "--max_turns: Input should be less than or equal to"),
         ({"seed": "9" * 20}, "--seed: Input should be less than"),
@@ -283,13 +283,13 @@ def test_files_on_their_way_are_cleared_by_the_next_start(tmp_path: Path) -> Non
     ],
 )
 def test_options_that_no_run_can_satisfy_are_refused(
-    tmp_path: Path, given: dict[str, str], words: str
+    tmp_path: Path, given: dict[str, str], message: str
 ) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
     (tmp_path / "leaves.py").write_text("import sys; sys.exit(3)")
     done = run(tmp_path, **{**SCRIPTED, **given})
     assert (done.returncode, done.stdout) == (2, "")
-    assert words in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -59,7 +59,7 @@ def test_all_workers_see_the_same_page_and_no_key_is_written(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"web_search_provider": "brave"}, "needs its key in the variable BRAVE_API_KEY"),
         ({"web_allow": "http://x"}, "web_allow: 'http://x' "),
@@ -67,10 +67,10 @@ def test_all_workers_see_the_same_page_and_no_key_is_written(tmp_path: Path) -> 
     ],
 )
 def test_missing_keys_and_packages_are_reported_before_the_run(
-    tmp_path: Path, options: dict[str, str], words: str
+    tmp_path: Path, options: dict[str, str], message: str
 ) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("x")]})
     done = run(tmp_path, **OPTIONS, **options, env={"BRAVE_API_KEY": ""})
     assert done.returncode == 2
-    assert words in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "trajectories").exists()

@@ -458,9 +458,9 @@ def test_the_page_fits_a_small_screen(browser: Browser, report: Path) -> None:
         page.wait_for_selector("html[data-ready]", state="attached")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         if not place:
-            words = page.locator("#funnel-table .number, #funnel-table th").all()
-            assert len(words) > 5
-            assert max(word.evaluate(COUNT_LINES) for word in words) == 1
+            cells = page.locator("#funnel-table .number, #funnel-table th").all()
+            assert len(cells) > 5
+            assert max(word.evaluate(COUNT_LINES) for word in cells) == 1
         texts = page.locator("article .text").all()
         assert all(text.evaluate("e => e.scrollWidth <= e.clientWidth") for text in texts)
     back = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")

@@ -108,7 +108,7 @@ def test_a_missing_key_is_named_without_all_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("agent", "words"),
+    ("agent", "message"),
     [
         ("codx", "no such preset: 'codx'; did you mean 'codex'?"),
         ("no.yaml", "no.yaml: "),
@@ -116,11 +116,11 @@ def test_a_missing_key_is_named_without_all_the_others() -> None:
         ({"command": ["x", "{prompt}"]}, "speaks"),
     ],
 )
-def test_a_wrong_agent_is_explained(agent: Any, words: str) -> None:
+def test_a_wrong_agent_is_explained(agent: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config(agent=agent)
     assert "agent" in str(caught.value)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +149,14 @@ def test_an_option_that_means_nothing_is_refused(options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"executor": "ray"}, "run on this machine only"),
         ({"agent": {**AGENT, "env": {"K": "sk-abcdefgh"}}}, "agent.env.K: seems to hold a secret"),
     ],
 )
-def test_what_cannot_be_done_is_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_what_cannot_be_done_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         config(**options)
 
 
@@ -241,21 +241,21 @@ def test_the_version_is_read_in_the_sandbox_and_fixed_for_the_run(tmp_path: Path
 
 @needs_bwrap
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("exec sh -c 'echo broken >&2; exit 3'", "printed no version (exit code 3): broken"),
         ("cat /proc/version > /home/user/v && ls $HOME", "printed no version"),
     ],
 )
 def test_an_agent_that_does_not_start_there_is_refused(
-    tmp_path: Path, text: str, words: str
+    tmp_path: Path, text: str, message: str
 ) -> None:
     path = tmp_path / "agent"
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     with pytest.raises(ConfigError) as caught:
         with_checked_agent(config(agent={**AGENT, "command": [str(path), "{prompt}"]}))
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_an_agent_that_is_not_installed_is_refused() -> None:

@@ -129,7 +129,7 @@ async def office(
     *,
     ledger: BatchLog | None = None,
     settled: Container[bytes] = (),
-    most: int = 100,
+    limit: int = 100,
     connection: Connection = DIRECT_CONNECTION,
 ) -> AsyncIterator[Desks]:
     run_dir.mkdir(exist_ok=True)
@@ -150,7 +150,7 @@ async def office(
         ledger,
         jobs,
         {name_of(settings): courier},
-        CollectorLimits(wait_s=60, max_requests=most),
+        CollectorLimits(wait_s=60, max_requests=limit),
         on_problem=problems.append,
     )
     desks = Desks(one, settings, courier, problems, said)
@@ -384,7 +384,7 @@ def test_results_are_fetched_from_the_endpoint_whatever_address_it_gives(tmp_pat
 def test_a_wave_is_as_large_as_allowed(tmp_path: Path) -> None:
     async def ask() -> None:
         with FakeBatches() as api:
-            async with office(tmp_path, api, most=2) as desks:
+            async with office(tmp_path, api, limit=2) as desks:
                 await all_of(desks, [str(n) for n in range(5)])
             assert sorted(len(batch.items) for batch in api.batches.values()) == [1, 2, 2]
 
@@ -531,10 +531,10 @@ def test_calls_in_batches_are_claimed_at_their_price() -> None:
 
 def test_a_reserve_is_held_until_a_batch_can_have_answered(tmp_path: Path) -> None:
     id = item_id(task_key("t", ""), b"asked", 0)
-    job = BatchJob("w", "m", [id], most=[[0.5, 7]])
+    job = BatchJob("w", "m", [id], reserves=[[0.5, 7]])
     ledger = BatchLog(tmp_path, tmp_path / "quarantine")
     steps: list[tuple[State, dict[str, Any]]] = [
-        ("gathered", {"model": "m", "items": job.ids, "most": job.most}),
+        ("gathered", {"model": "m", "items": job.ids, "most": job.reserves}),
         ("sending", {"upload": "", "bytes": 1}),
         ("created", {"batch": "b"}),
     ]
@@ -558,7 +558,7 @@ class Parent:
         self.asked: list[str] = []
         self.desk = BatchApiClient(self._send)
 
-    def _send(self, type: str, body: bytes, *, id: str, model: str, most: Any) -> None:
+    def _send(self, type: str, body: bytes, *, id: str, model: str, reserve: Any) -> None:
         self.asked.append(id)
 
 
@@ -567,7 +567,7 @@ async def model_of(
     parent: Parent, api: FakeBatches, used: set[str]
 ) -> AsyncIterator[BatchApiModel]:
     settings = settings_for(api, "chat")
-    live = open_model(settings, api_key="none", on_retry=lambda words: None)
+    live = open_model(settings, api_key="none", on_retry=lambda message: None)
     budget = WorkerBudget(budget=None, report=lambda told: None)
     gate = CallLimiter(permits=0, budget=budget, on_refusal=lambda *_: None)
     try:

@@ -209,14 +209,14 @@ def test_the_budget_is_never_overshot_and_never_stuck(
         hands: Any = [Worker(bounds) for _ in range(workers)]
         spent = [0]
 
-        async def call(worker: Worker, most: int, used: int) -> None:
-            await worker.budget.reserve(Cost(tokens=most))
+        async def call(worker: Worker, reserve: int, used: int) -> None:
+            await worker.budget.reserve(Cost(tokens=reserve))
             for _ in range(order.randrange(4)):
                 await asyncio.sleep(0)
-            used = min(most, used)
+            used = min(reserve, used)
             spent[0] += used
             assert spent[0] <= cap
-            worker.budget.settle(Cost(tokens=most), reply(0.0, (used, 0)))
+            worker.budget.settle(Cost(tokens=reserve), reply(0.0, (used, 0)))
 
         tasks = [asyncio.create_task(call(order.choice(hands), *sizes)) for sizes in calls]
         used_up = None
@@ -233,7 +233,7 @@ def test_the_budget_is_never_overshot_and_never_stuck(
             worker.budget.stop()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(result is None or isinstance(result, Stopped) for result in results), results
-        waiting = [most for (most, _), result in zip(calls, results, strict=True) if result]
+        waiting = [reserve for (reserve, _), result in zip(calls, results, strict=True) if result]
         if waiting:
             assert used_up is not None
             assert f"{spent[0]:,} of {cap:,} tokens" in used_up
@@ -379,7 +379,7 @@ def test_a_budget_in_tokens_needs_no_price(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"model": "m", "max_run_cost_usd": 1, "max_tokens": 9}, "the price of model 'm'"),
         ({"model": "openai:gpt-4o", "max_run_cost_usd": 1}, "max_tokens is missing"),
@@ -391,7 +391,7 @@ def test_a_budget_in_tokens_needs_no_price(tmp_path: Path) -> None:
     ],
 )
 def test_a_budget_that_cannot_be_kept_is_refused(
-    tmp_path: Path, options: dict[str, Any], words: str
+    tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     write_prompts(tmp_path / "p.jsonl", 1)
     refused = run(
@@ -399,7 +399,7 @@ def test_a_budget_that_cannot_be_kept_is_refused(
         base_url="http://127.0.0.1:9/v1", **options,
     )  # fmt: skip
     assert refused.returncode == 2
-    assert words in refused.stderr
+    assert message in refused.stderr
 
 
 def summary(tmp_path: Path, name: str) -> Any:

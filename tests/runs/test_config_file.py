@@ -110,9 +110,9 @@ def test_a_secret_in_a_url_is_not_shown(tmp_path: Path, url: str) -> None:
     told = [refused(tmp_path, base_url=url)]
     told += [refused(tmp_path, f"base_url: {url}\n")]
     told += [refused(tmp_path, f"endpoints: {{mine: {{base_url: '{url}'}}}}\n")]
-    for words in told:
-        assert "must not have a password, key or query" in words
-        assert "canary" not in words
+    for message in told:
+        assert "must not have a password, key or query" in message
+        assert "canary" not in message
 
 
 def test_a_flag_in_other_bytes_than_utf8_is_named(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_key_that_is_rejected_again_stops_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         ("exit 2", "failed with exit code 2"),
         ("true", "printed nothing"),
@@ -219,8 +219,8 @@ def test_a_key_that_is_rejected_again_stops_the_run(tmp_path: Path) -> None:
         ("yes | head -c 300000 >&2; echo last >&2; exit 3", "exit code 3: last"),
     ],
 )
-def test_output_that_is_not_a_key_is_refused(tmp_path: Path, body: str, words: str) -> None:
-    with pytest.raises(KeyCommandError, match=words):
+def test_output_that_is_not_a_key_is_refused(tmp_path: Path, body: str, message: str) -> None:
+    with pytest.raises(KeyCommandError, match=message):
         run_key_command(tuple(command(tmp_path, body)))
 
 
@@ -312,7 +312,7 @@ SECRET = "s3cr3t-of-a-user-0123456789"
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "words"),
+    ("endpoint", "message"),
     [
         ({**URL, "headers": {"Authorization": SECRET}}, "headers_env: {Authorization: VARIABLE}"),
         ({**URL, "headers": {"api-key": SECRET}}, "headers_env: {api-key: VARIABLE}"),
@@ -343,11 +343,11 @@ SECRET = "s3cr3t-of-a-user-0123456789"
     ],
 )
 def test_a_secret_in_the_clear_is_refused_and_not_repeated(
-    endpoint: dict[str, Any], words: str
+    endpoint: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         config(**endpoint)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert SECRET not in str(caught.value)
 
 
@@ -369,7 +369,7 @@ def test_values_that_are_not_secrets_are_accepted(endpoint: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "words"),
+    ("endpoint", "message"),
     [
         ({**URL, "headers": {"a b": "c"}}, "cannot be the name of a header"),
         ({**URL, "headers": {"a": "c\nd"}}, "cannot be the value of a header"),
@@ -391,13 +391,13 @@ def test_values_that_are_not_secrets_are_accepted(endpoint: dict[str, Any]) -> N
         ({}, "base_url: missing; only with `client`"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(endpoint: dict[str, Any], words: str | None) -> None:
-    if words is None:
+def test_what_cannot_be_meant_is_refused(endpoint: dict[str, Any], message: str | None) -> None:
+    if message is None:
         config(**endpoint)
         return
     with pytest.raises(ConfigError) as caught:
         config(**endpoint)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_variable_of_a_header_must_be_set() -> None:

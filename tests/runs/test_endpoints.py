@@ -60,7 +60,7 @@ class TestNames:
         assert read_key(called_models(set_up_models(given))[0]) == "no-key"
 
     @pytest.mark.parametrize(
-        ("fields", "words"),
+        ("fields", "message"),
         [
             ({"endpoints": {"a b": LOCAL}}, "a name may only have letters"),
             ({"endpoints": {"a": {"base_url": "ftp://x"}}}, "must start with http"),
@@ -79,8 +79,8 @@ class TestNames:
             ({"models": {}}, "at least 1"),
         ],
     )
-    def test_impossible_values_are_refused(self, fields: dict[str, Any], words: str) -> None:
-        with pytest.raises(ConfigError, match=words):
+    def test_impossible_values_are_refused(self, fields: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             set_up_models(config(**fields))
 
 

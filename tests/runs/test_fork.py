@@ -362,19 +362,19 @@ def test_conversations_are_chosen_by_how_they_went(tmp_path: Path) -> None:
     again = run(tmp_path, "fork", "r", "--at_turn=2", "--n=1", "--status=max_turns", run_name="b")
     assert again.returncode == 0, again.stderr
     assert [record["id"] for record in records(tmp_path, "b")] == ["fork.cut@2"]
-    for line, words in (
+    for line, message in (
         (["--at_turn=1", "--run_name=b"], "it has other branches; use another --run_name"),
         (["--at_turn=4", "--run_name=n"], "1 left out: it does not continue after turn 4"),
     ):
         refused = run(tmp_path, "fork", "r", *line, "--n=1", "--status=max_turns")
         assert refused.returncode == 2
-        assert words in refused.stderr
+        assert message in refused.stderr
     identity = read_run_json(parent)
-    for flags, words in (
+    for flags, message in (
         ({"shard": "0/2", "run_name": "n"}, "--shard: `fork` sets this itself"),
         ({}, "--run_name: the name of the new run is missing"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             forked_config(identity, None, flags, branches=2)
 
 

@@ -161,8 +161,8 @@ def test_verify_sets_an_edited_record_aside(tmp_path: Path, whole_run: Source) -
     source = edited(whole_run, tmp_path, place)
     found = run(tmp_path, "verify", "r", output_dir=".")
     assert found.returncode == 6
-    words = f"records.jsonl:2: not a complete record (id 't1'; {EDITS[place][1]}): it is lost"
-    assert words in found.stdout + found.stderr
+    message = f"records.jsonl:2: not a complete record (id 't1'; {EDITS[place][1]}): it is lost"
+    assert message in found.stdout + found.stderr
     run(tmp_path, "verify", "r", "--repair", output_dir=".")
     assert (source.run_dir / "records.jsonl").read_bytes().count(b"\n") == 2
     exported(source, formats="openai")

@@ -222,9 +222,9 @@ REFUSED: dict[str, tuple[str, dict[str, str | None], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    task, files, words = REFUSED[name]
+    task, files, message = REFUSED[name]
     found = refusal(write_task(tmp_path / name, task, **files))
-    assert words in found
+    assert message in found
     if name != "variable":
         assert found.startswith(f"{name}/task.toml")
 
@@ -268,8 +268,8 @@ def test_a_link_does_not_bring_files_of_this_machine(tmp_path: Path) -> None:
         directory = write_task(tmp_path / f"t{n}")
         (directory / name).unlink(missing_ok=True)
         (directory / name).symlink_to(tmp_path if "directory" in name else tmp_path / "secret")
-        words = f"t{n}/task.toml: {name} is a link; copy the tasks without links (cp -rL)"
-        assert refusal(directory) == words
+        message = f"t{n}/task.toml: {name} is a link; copy the tasks without links (cp -rL)"
+        assert refusal(directory) == message
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
@@ -278,8 +278,8 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         directory = write_task(tmp_path / f"t{n}", "", **{"environment/Dockerfile": "FROM x"})
         (directory / name).unlink(missing_ok=True)
         os.mkfifo(directory / name)
-        words = f"t{n}/task.toml: {name} is neither a file nor a directory"
-        assert refusal(directory) == words
+        message = f"t{n}/task.toml: {name} is neither a file nor a directory"
+        assert refusal(directory) == message
 
 
 @pytest.mark.parametrize("name", ["t\udcff/task.toml", "t\udcff.jsonl"])

@@ -93,7 +93,7 @@ def test_an_imported_run_of_hermes_agent_can_be_resumed(theirs: Path) -> None:
     ):
         imported = run(cwd, "import-hermes", "theirs", **SCRIPTED)
         assert imported.returncode == 0, imported.stderr
-        for words in (
+        for message in (
             *told,
             "1 repeated, left out batch_0.jsonl:3",
             "1 of prompts that are not in the dataset, left out batch_10.jsonl:1",
@@ -101,7 +101,7 @@ def test_an_imported_run_of_hermes_agent_can_be_resumed(theirs: Path) -> None:
             "1 counted as done, but without a trajectory",
             "pending            4",
         ):
-            assert words in imported.stdout, imported.stdout
+            assert message in imported.stdout, imported.stdout
         assert len(lines(records)) == 4
     resume_and_judge(cwd, SCRIPTED, tasks=8)
     made = {line["id"]: line for line in lines(cwd / "trajectories" / "r.jsonl")}
@@ -145,7 +145,7 @@ def test_a_directory_that_is_not_a_run_of_hermes_agent_is_refused(theirs: Path) 
 
 
 @pytest.mark.parametrize(
-    ("turns", "words"),
+    ("turns", "message"),
     [
         ([], "it has no message of the model"),
         ([("gpt", "<tool_call>\n{broken\n</tool_call>")], "Expecting"),
@@ -155,8 +155,10 @@ def test_a_directory_that_is_not_a_run_of_hermes_agent_is_refused(theirs: Path) 
         ([("narrator", "x")], "from 'narrator'"),
     ],
 )
-def test_a_row_that_is_not_of_the_format_says_why(turns: list[tuple[str, str]], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_row_that_is_not_of_the_format_says_why(
+    turns: list[tuple[str, str]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
         read_conversation(conversation("p", *turns), model=None, at=0.0)
 
 
@@ -170,7 +172,7 @@ def test_later_user_messages_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "words"),
+    ("entries", "message"),
     [
         (conversation("p", ANSWER)[1:], "instead of system and human"),
         ([*conversation("p"), {"from": "gpt", "value": None}], "a gpt entry is not text"),
@@ -180,8 +182,8 @@ def test_later_user_messages_are_kept() -> None:
         ),
     ],
 )
-def test_entries_that_are_not_of_the_format_say_why(entries: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_entries_that_are_not_of_the_format_say_why(entries: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_conversation(entries, model=None, at=0.0)
 
 

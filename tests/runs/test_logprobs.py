@@ -72,16 +72,16 @@ def test_options_that_change_the_distribution_are_named(
     options: dict[str, Any], named: str
 ) -> None:
     with server(None) as url:
-        (words,) = said(url, **options)
-    assert f"m at {url} samples with {named}" in words
-    assert "unless it was started with --logprobs-mode processed_logprobs" in words
+        (message,) = said(url, **options)
+    assert f"m at {url} samples with {named}" in message
+    assert "unless it was started with --logprobs-mode processed_logprobs" in message
 
 
 def test_a_grammar_is_named_whatever_the_mode() -> None:
     for known in (None, mode("processed_logprobs")):
         with server(known) as url:
-            (words,) = said(url, extra_body={"tool_choice": "required"})
-        assert "samples by a grammar (tool_choice): its logprobs are those after" in words
+            (message,) = said(url, extra_body={"tool_choice": "required"})
+        assert "samples by a grammar (tool_choice): its logprobs are those after" in message
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_a_server_that_tells_its_mode_decides() -> None:
     with server(mode("processed_logprobs")) as url:
         assert said(url, temperature=0.6) == []
     with server(mode("raw_logprobs")) as url:
-        (words,) = said(url, temperature=0.6)
-        assert "unless" not in words
+        (message,) = said(url, temperature=0.6)
+        assert "unless" not in message
 
 
 @pytest.mark.parametrize("info", [[], {"vllm_config": "text"}, mode(None), {"vllm_config": {}}])  # type: ignore[arg-type]

@@ -138,7 +138,7 @@ def test_every_long_command_is_watched(tmp_path: Path) -> None:
     said = run(tmp_path, **SCRIPTED, env=env).stderr
     assert "reading p.jsonl: " in said
     assert "export: 3 of 3 records in 0 s" in said
-    for args, words in (
+    for args, label in (
         (("export", "r"), "export: 3 of 3 records"),
         (("export", "r", "--format=openai"), "export: 3 of 3 records"),
         (("export", "r", "--check"), "reading openai/train.jsonl: "),
@@ -148,4 +148,4 @@ def test_every_long_command_is_watched(tmp_path: Path) -> None:
         (("compare", "r", "r"), "reading r: 3 records"),
         (("merge", "r", "--into=m"), "merging r: 3 records"),
     ):
-        assert words in run(tmp_path, *args, env=env).stderr, args
+        assert label in run(tmp_path, *args, env=env).stderr, args

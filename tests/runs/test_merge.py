@@ -105,10 +105,10 @@ def test_runs_that_cannot_be_merged_are_refused(cwd: Path) -> None:
         (["a", "trajectories/a"], {}, "trajectories/a: named twice; name each run once"),
     ]
     before = finished_lines(cwd / "trajectories" / "a" / "records.jsonl")
-    for names, more, words in refusals:
+    for names, more, message in refusals:
         refused = run(cwd, "merge", *names, **{"into": "m", **more})
         assert refused.returncode == 2
-        assert words in refused.stderr
+        assert message in refused.stderr
         assert "Traceback" not in refused.stderr
     assert finished_lines(cwd / "trajectories" / "a" / "records.jsonl") == before
 

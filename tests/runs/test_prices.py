@@ -127,7 +127,7 @@ class TestWhoseTheyAre:
         assert meaning_of(plain) == meaning_of(with_prices)
 
     @pytest.mark.parametrize(
-        ("prices", "words"),
+        ("prices", "message"),
         [
             ({"m": {"input": -1, "output": 1}}, r"m.input: .*greater than or equal to 0"),
             ({"m": {"input": "inf", "output": 1}}, r"m.input: .*finite"),
@@ -136,10 +136,10 @@ class TestWhoseTheyAre:
             ({"m": 3}, r"[ .]m: Input should be"),
         ],
     )
-    def test_a_slip_is_named(self, prices: Any, words: str) -> None:
-        with pytest.raises(ConfigError, match=words):
+    def test_a_slip_is_named(self, prices: Any, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             config(prices=prices)
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             config(endpoints={"a": {**LOCAL, "prices": prices}})
 
     def test_a_free_model_has_a_known_price(self) -> None:

@@ -35,8 +35,8 @@ def test_failures_are_counted_by_class(progress: Progress) -> None:
     for failure in ("timeout", None, "bad_request", "timeout", None):
         progress.task_ended(failure=failure)
     progress.found_ended(done=1, failed=1)
-    words = describe(state_of(progress))
-    assert "done 3, failed 4 (timeout 2, bad_request 1, in earlier starts 1)" in words
+    message = describe(state_of(progress))
+    assert "done 3, failed 4 (timeout 2, bad_request 1, in earlier starts 1)" in message
     assert progress.left == 93
 
 
@@ -49,8 +49,8 @@ def test_what_was_checked_is_counted(progress: Progress) -> None:
 
 
 def test_a_silent_endpoint_is_seen(progress: Progress) -> None:
-    words = describe(state_of(progress, running=2))
-    assert words == "done 0, failed 0, running 2, $1.00, no reply yet"
+    message = describe(state_of(progress, running=2))
+    assert message == "done 0, failed 0, running 2, $1.00, no reply yet"
     progress.add(counters(turns=1))
     assert "no reply yet" not in describe(state_of(progress, running=2))
 
@@ -94,9 +94,9 @@ def test_at_the_end_the_forecast_is_what_was_spent(progress: Progress) -> None:
 def test_an_unknown_cost_is_not_forecast(progress: Progress) -> None:
     progress.task_ended(failure=None)
     progress.add(counters(turns=1, cost_usd=0.5, cost_unknown=True))
-    words = describe(state_of(progress, running=1, limit="limit 9 (endpoint)"))
-    assert "$1.50 + unknown, limit 9 (endpoint), " in words
-    assert "~" not in words
+    message = describe(state_of(progress, running=1, limit="limit 9 (endpoint)"))
+    assert "$1.50 + unknown, limit 9 (endpoint), " in message
+    assert "~" not in message
 
 
 def test_the_state_is_a_file_until_the_end(tmp_path: Path) -> None:

@@ -43,9 +43,11 @@ def test_a_python_without_docstrings_is_refused(program: str) -> None:
 
 
 def test_an_old_python_is_named_with_the_one_that_is_needed() -> None:
-    words = requirements_problem("batch_runner.py", (3, 9))
-    assert words is not None
-    assert words.startswith(f"batch_runner.py needs Python 3.11 or newer; {sys.executable} is 3.9")
+    message = requirements_problem("batch_runner.py", (3, 9))
+    assert message is not None
+    assert message.startswith(
+        f"batch_runner.py needs Python 3.11 or newer; {sys.executable} is 3.9"
+    )
     assert requirements_problem("batch_runner.py", OLDEST) is None
 
 

@@ -101,7 +101,7 @@ class TestAFunction:
         assert (score["rewards"], score["turn_rewards"]) == ({}, {"later": [None, None]})
 
     @pytest.mark.parametrize(
-        ("does", "words"),
+        ("does", "message"),
         [
             ("raise", "KeyError: 'no such thing' (graders.py:19)"),
             ("exit", "SystemExit: gone (graders.py:21)"),
@@ -115,12 +115,12 @@ class TestAFunction:
         ],
     )
     def test_that_fails_leaves_a_score_with_the_reason(
-        self, tmp_path: Path, does: str, words: str
+        self, tmp_path: Path, does: str, message: str
     ) -> None:
         timeout_s = 0.5 if does == "hang" else 60
         (score,) = scored(tmp_path, worked(row={"does": does}), "ask", timeout_s=timeout_s)
         assert score["rewards"] is None
-        assert score["error"] == words
+        assert score["error"] == message
 
     def test_may_print_what_it_likes(self, tmp_path: Path) -> None:
         (score,) = scored(tmp_path, worked(row={"does": "print"}), "ask")
@@ -243,7 +243,7 @@ class TestARun:
         assert all(record["scores"][0]["rewards"] == {"held": 1} for record in records)
 
     @pytest.mark.parametrize(
-        ("place", "words"),
+        ("place", "message"),
         [
             ("graders:none", "cannot import 'graders:none': AttributeError"),
             ("nowhere:f", "cannot import 'nowhere:f': ModuleNotFoundError"),
@@ -252,14 +252,14 @@ class TestARun:
         ],
     )
     def test_does_not_start_without_its_functions(
-        self, tmp_path: Path, place: str, words: str
+        self, tmp_path: Path, place: str, message: str
     ) -> None:
         (tmp_path / "graders.py").write_text(GRADERS)
         (tmp_path / "ends.py").write_text("import os; print('bye', flush=True); os._exit(3)")
         write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
         done = run(tmp_path, reward=place, **SCRIPTED)
         assert done.returncode == 2
-        assert words in done.stderr
+        assert message in done.stderr
         assert not (tmp_path / "trajectories" / "r" / "records.jsonl").exists()
 
 

@@ -78,7 +78,7 @@ class TestRewardFiles:
         assert found.get("turn_rewards", {}) == by_turn
 
     @pytest.mark.parametrize(
-        ("command", "words"),
+        ("command", "message"),
         [
             ("echo no such test >&2; exit 4", "did not write out/reward.json or reward.txt; exit "
              "code 4: no such test"),
@@ -99,11 +99,11 @@ class TestRewardFiles:
         ],
     )  # fmt: skip
     def test_a_check_without_a_reward_has_failed_itself(
-        self, tmp_path: Path, command: str, words: str
+        self, tmp_path: Path, command: str, message: str
     ) -> None:
         found = judged(tmp_path / "w", {"command": command, **REWARDS}, turns=2)
         assert (found["passed"], found["reward"]) == (None, None)
-        assert words in found["error"]
+        assert message in found["error"]
 
     def test_what_the_model_left_there_does_not_count(self, tmp_path: Path) -> None:
         root = tmp_path / "w"

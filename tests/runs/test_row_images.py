@@ -39,7 +39,7 @@ class TestImage:
         assert read({"limits": {"cpus": 0.5}}).limits == RowLimits(cpus=0.5)
 
     @pytest.mark.parametrize(
-        ("row", "words"),
+        ("row", "message"),
         [
             ({"workdir": "app"}, "`workdir`: 'app' is not an absolute path"),
             ({"workdir": "/app/../etc"}, "`workdir`: '/app/../etc' is not an absolute path"),
@@ -65,8 +65,8 @@ class TestImage:
             ({"files": {"/etc/../x": "x"}}, "`files`: '/etc/../x' is not the path of a file"),
         ],
     )
-    def test_impossible_values_make_a_bad_row(self, row: dict[str, Any], words: str) -> None:
-        with pytest.raises(ValueError, match=re.escape(words)):
+    def test_impossible_values_make_a_bad_row(self, row: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(message)):
             read(row)
         # Where the workspace is a directory of this machine, they are columns like any other.
         if "files" not in row:
@@ -147,7 +147,7 @@ class TestCheck:
         assert setup.check.tests == Outcomes((pattern,), "/tmp/log", ("a", "b", "c"))
 
     @pytest.mark.parametrize(
-        ("check", "words"),
+        ("check", "message"),
         [
             ({"timeout_s": 0}, "`check.timeout_s`: 0 is not a number of seconds"),
             ({"timeout_s": float("inf")}, "`check.timeout_s`: inf is not a number of seconds"),
@@ -169,8 +169,8 @@ class TestCheck:
             ({"tests": {"expected": {"a": 1}}}, "`check.tests.expected` must be an object"),
         ],
     )
-    def test_impossible_values_make_a_bad_row(self, check: dict[str, Any], words: str) -> None:
-        with pytest.raises(ValueError, match=re.escape(words)):
+    def test_impossible_values_make_a_bad_row(self, check: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(message)):
             read({"check": {"command": "x", **check}})
 
     @pytest.mark.parametrize("key", ["in", "user", "network"])

@@ -52,7 +52,7 @@ class TestColumns:
         assert read_row_setup({}) == RowSetup({}, (), ".", None)
 
     @pytest.mark.parametrize(
-        ("columns", "words"),
+        ("columns", "message"),
         [
             ({"files": ["a"]}, "`files` must be an object"),
             ({"files": {"a": 1}}, "`files.a` must be text"),
@@ -68,8 +68,8 @@ class TestColumns:
             ({"check": {"command": "x", "files": {"t": 1}}}, "`check.files.t` must be text"),
         ],
     )
-    def test_impossible_values_make_a_bad_row(self, columns: Any, words: str) -> None:
-        with pytest.raises(ValueError, match=words):
+    def test_impossible_values_make_a_bad_row(self, columns: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
             RowRules(with_setup=True).read({"prompt": "x", **columns})
         # Without the option they are columns like any other.
         assert RowRules().read({"prompt": "x", **columns}).setup is None
@@ -163,7 +163,7 @@ def test_a_set_up_that_fails_is_a_failure_with_its_output(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("files", "words"),
+    ("files", "message"),
     [
         ({"../out": "x"}, "'../out' is not a path in the workspace"),
         ({"/etc/passwd": "x"}, "'/etc/passwd' is not a path in the workspace"),
@@ -173,9 +173,9 @@ def test_a_set_up_that_fails_is_a_failure_with_its_output(tmp_path: Path) -> Non
         ({"a": "x", "a/b": "y"}, "'a' is a file, so 'a/b' cannot be in it"),
     ],
 )
-def test_files_of_a_row_stay_in_the_workspace(files: dict[str, str], words: str) -> None:
+def test_files_of_a_row_stay_in_the_workspace(files: dict[str, str], message: str) -> None:
     for columns in ({"files": files}, {"check": {"command": "true", "files": files}}):
-        with pytest.raises(ValueError, match=re.escape(words)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             read_row_setup(columns)
 
 

@@ -212,7 +212,7 @@ class TestTemplates:
         assert filled == {"made": [text, text, f"<{text}>"]}
 
     @pytest.mark.parametrize(
-        ("template", "words"),
+        ("template", "message"),
         [
             ("'{{none}}'", "mine.yaml:2: columns.made: the row has no `none`"),
             ("\n    inner: ['{{none}}']", "mine.yaml:3: columns.made.inner[0]: the row has no"),
@@ -232,15 +232,15 @@ class TestTemplates:
         ],
     )
     def test_a_row_that_cannot_fill_one_says_which(
-        self, tmp_path: Path, template: str, words: str
+        self, tmp_path: Path, template: str, message: str
     ) -> None:
         row = {"id": "a", "bad": "{", "list": [], "l": [0] * 1000, "long": "x" * 100_000}
         found = made(tmp_path, f"made: {template}", row)
         assert found.keys() == {"id", "row_error"}
-        assert words in found["row_error"]
+        assert message in found["row_error"]
 
     @pytest.mark.parametrize(
-        ("text", "words"),
+        ("text", "message"),
         [
             ("columns: [", "mine.yaml:1:11: not YAML"),
             ("- a", "mine.yaml: a rows file must have `key: value` lines"),
@@ -267,10 +267,12 @@ class TestTemplates:
             ("columns:\n  a: {match: x}", "mine.yaml:2: columns.a: match needs `cases`"),
         ],
     )
-    def test_a_mistake_is_named_with_its_line(self, tmp_path: Path, text: str, words: str) -> None:
+    def test_a_mistake_is_named_with_its_line(
+        self, tmp_path: Path, text: str, message: str
+    ) -> None:
         with pytest.raises(ConfigError) as raised:
             load_rows_file(rows_file(tmp_path, text))
-        assert words in str(raised.value)
+        assert message in str(raised.value)
 
 
 def test_an_unknown_kind_names_the_known_ones(tmp_path: Path) -> None:

@@ -122,13 +122,13 @@ def test_a_shard_counts_only_its_own_tasks(cwd: Path) -> None:
 
 
 def test_a_run_keeps_to_its_shard(cwd: Path) -> None:
-    for name, shard, words in (
+    for name, shard, message in (
         ("s1", 2, "this run is for shard 1/3, now shard 2/3 is"),
         ("whole", 0, "this run is for the whole dataset, now shard 0/3 is"),
     ):
         refused = run(cwd, **given(name, shard))
         assert refused.returncode == 2
-        assert words in refused.stderr
+        assert message in refused.stderr
     refused = run(cwd, **given("new", shard=SHARDS))
     assert refused.returncode == 2
     assert "shards are numbered from 0 to n-1" in refused.stderr
@@ -159,7 +159,7 @@ def test_shards_that_make_no_whole_are_refused(cwd: Path) -> None:
     halves = run_json(cwd, "s1")
     halves["config"]["shard"] = "1/2"
     put_run_json(cwd, "halves", halves)
-    for names, words in (
+    for names, message in (
         (["s0", "s2"], "1 of 3 shards are missing: 1/3; name their runs too"),
         (["s0", "s1", "s2", "twin"], "s0 and {place}/twin are both shard 0/3; merge one of them"),
         (["s0", "other", "s2"], "other: its config differs"),
@@ -171,7 +171,7 @@ def test_shards_that_make_no_whole_are_refused(cwd: Path) -> None:
         found = [(place / name, run_json(cwd, name)) for name in names]
         with pytest.raises(ConfigError) as refused:
             common_config(found, run_name="m", output_dir=place, dataset_file=None)
-        assert words.format(place=place) in str(refused.value)
+        assert message.format(place=place) in str(refused.value)
 
 
 @pytest.mark.slow

@@ -173,7 +173,7 @@ class Damage(NamedTuple):
     """One way to damage a run: what `verify` must say, and how many tasks then run again."""
 
     do: Callable[[Path], Any]
-    words: str
+    message: str
     again: int = 0
     repaired: bool = True
 
@@ -406,13 +406,13 @@ def test_damage_is_named_repaired_and_costs_only_what_it_hit(path: Path, name: s
     damage.do(path)
     before = content_of(path)
     found = checked(path)
-    assert damage.words in found.describe()
+    assert damage.message in found.describe()
     assert found.left == found.found
     assert content_of(path) == before, "without --repair nothing is written"
     repaired = checked(path, repair=True)
     assert (repaired.left == []) is damage.repaired, repaired.describe()
-    words = f"to run {plural(damage.again, 'task')}"
-    assert (words in repaired.owed) is bool(damage.again)
+    message = f"to run {plural(damage.again, 'task')}"
+    assert (message in repaired.owed) is bool(damage.again)
     assert len(set(ids(path / "records.jsonl"))) == 5 - damage.again
     readable = [line for line in before["records.jsonl"].splitlines() if is_whole(line)]
     kept = b"".join(content_of(path).values())
@@ -493,9 +493,9 @@ def test_two_failed_records_of_one_attempt_are_a_contradiction(path: Path) -> No
 def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     edit_json(path / "run.json", dataset={"path": str(path / "gone.jsonl")})
     edit(path / "records.jsonl", put(1, b"x\n"))
-    words = checked(path).describe()
-    assert "its tasks are unknown" in words
-    assert "records.jsonl:2: not a complete record" in words
+    message = checked(path).describe()
+    assert "its tasks are unknown" in message
+    assert "records.jsonl:2: not a complete record" in message
 
 
 @pytest.mark.slow

@@ -66,10 +66,10 @@ async def conversation(
         await toolbox.close(remove_workspace=False)
 
 
-def ref(result: ToolResult, words: str) -> str:
+def ref(result: ToolResult, text: str) -> str:
     """The ref of the element whose line in a snapshot holds some words."""
     assert not result.is_error, result.content
-    line = next(line for line in result.content.splitlines() if words in line)
+    line = next(line for line in result.content.splitlines() if text in line)
     return str(re.findall(r"\[ref=(\w+)\]", line)[0])
 
 

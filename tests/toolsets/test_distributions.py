@@ -53,7 +53,7 @@ def test_a_draw_depends_on_the_seed_and_the_task_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "error", "words"),
+    ("content", "error", "message"),
     [
         ("{file: 0}", ValueError, "file: 0 is not a percentage"),
         ("{file: 101}", ValueError, "101 is not a percentage"),
@@ -65,11 +65,11 @@ def test_a_draw_depends_on_the_seed_and_the_task_alone() -> None:
     ],
 )
 def test_a_wrong_file_is_refused(
-    tmp_path: Path, content: str, error: type[Exception], words: str
+    tmp_path: Path, content: str, error: type[Exception], message: str
 ) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(content)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         load_distribution(str(path))
 
 

@@ -271,7 +271,7 @@ def test_an_unusable_server_is_an_error_at_the_start(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--twice"], "mcp: server 'raw' has two tools called 'raw__echo'"),
         (["--tool=a.b", "--tool=a_b"], "mcp: server 'raw' has two tools called 'raw__a_b'"),
@@ -279,10 +279,10 @@ def test_an_unusable_server_is_an_error_at_the_start(
         (["--broken"], "mcp: the schema of raw__echo is not a JSON Schema"),
     ],
 )
-def test_tools_that_cannot_be_offered_are_refused(arguments: list[str], words: str) -> None:
+def test_tools_that_cannot_be_offered_are_refused(arguments: list[str], message: str) -> None:
     found = asyncio.run(list_servers({"raw": server(*arguments)}))["raw"]
     assert isinstance(found, McpServer)
-    with pytest.raises(McpError, match=words):
+    with pytest.raises(McpError, match=message):
         McpServers({"raw": found}).toolsets()
 
 
@@ -389,7 +389,7 @@ def test_a_server_per_task_ends_with_its_task(tmp_path: Path) -> None:
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    for settings, words in [
+    for settings, message in [
         ({}, "either `command` or `url`"),
         ({"command": "x", "url": "http://h"}, "either `command` or `url`"),
         ({"url": "ftp://h"}, "must start with http"),
@@ -397,7 +397,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ({"command": "x", "headers_env": {"A": "B"}}, "needs `url`"),
         ({"command": ["x", "{workspace}"], "per_task": False}, "needs a server per task"),
     ]:
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             McpServer.model_validate(settings)
 
 

@@ -200,7 +200,7 @@ def unusable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("tools", "words"),
+    ("tools", "message"),
     [
         ("no_such:f", "tools: cannot import 'no_such:f': ModuleNotFoundError"),
         ("broken:nope", "tools: cannot import 'broken:nope': AttributeError"),
@@ -218,13 +218,13 @@ def unusable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_unusable_tools_are_a_one_line_error_with_their_place(
-    unusable: Path, monkeypatch: pytest.MonkeyPatch, tools: str, words: str
+    unusable: Path, monkeypatch: pytest.MonkeyPatch, tools: str, message: str
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(unusable)])
     given = {**SCRIPTED, "enabled_toolsets": "all", "sandbox": "local", "tools": tools}
     with pytest.raises(ConfigError) as caught:
         make_plan(load_config(None, {**given, "dataset_file": unusable / "p.jsonl"}))
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -366,9 +366,9 @@ def test_a_file_can_hold_tools_and_is_found_beside_the_config(tmp_path: Path) ->
     config = load_config(tmp_path / "sub" / "run.yaml", {})
     [toolset] = load_own(config.tools or ())
     assert (toolset.name, [tool.name for tool in toolset.tools]) == ("shop", ["price"])
-    for place, words in (
+    for place, message in (
         (f"{tmp_path}/sub/shop.py:cost", "cannot import '.*shop.py:cost': AttributeError"),
         (f"{tmp_path}/none.py:cost", "cannot import '.*none.py:cost': FileNotFoundError"),
     ):
-        with pytest.raises(OwnToolError, match=words):
+        with pytest.raises(OwnToolError, match=message):
             load_own((place,))

@@ -252,7 +252,7 @@ can_unshare = pytest.mark.skipif(
 
 @can_unshare
 @pytest.mark.parametrize(
-    ("proc", "words"),
+    ("proc", "message"),
     [
         ("true", "/proc shows the processes of another PID namespace"),
         ("umount -l /proc", "/proc is not mounted"),
@@ -260,7 +260,7 @@ can_unshare = pytest.mark.skipif(
     ],
 )
 @BOTH
-def test_a_proc_that_does_not_fit_is_named(name: str, proc: str, words: str) -> None:
+def test_a_proc_that_does_not_fit_is_named(name: str, proc: str, message: str) -> None:
     """bwrap would hang there, and `local` could end the processes of others."""
     say = "import sys, toolsets.sandbox.factory as f; print(f.sandbox_problem(sys.argv[1]))"
     done = subprocess.run(
@@ -272,7 +272,7 @@ def test_a_proc_that_does_not_fit_is_named(name: str, proc: str, words: str) -> 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert words in done.stdout
+    assert message in done.stdout
 
 
 PLUG_IN = """
@@ -283,7 +283,7 @@ class Near(LocalSandbox):
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "message"),
     [
         (PLUG_IN, None),
         ("import missing_module", "cannot load near_by:Near of near-by 1.5: ModuleNotFoundError"),
@@ -296,7 +296,7 @@ class Near(LocalSandbox):
     ],
 )
 def test_a_package_adds_a_sandbox(
-    source: str, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described = tmp_path / "near_by-1.5.dist-info"
     described.mkdir()
@@ -309,11 +309,11 @@ def test_a_package_adds_a_sandbox(
     try:
         problem = sandbox_problem("near")
         assert "(did you mean 'near'?)" in str(sandbox_problem("neer"))
-        if words is None:
+        if message is None:
             assert problem is None
             assert make_sandbox("near", Workspace(tmp_path / "ws"), Limits()).name == "near"
         else:
-            assert words in str(problem)
+            assert message in str(problem)
     finally:
         sandbox_kind.cache_clear()
 

@@ -65,7 +65,7 @@ def test_blank_arguments_mean_none(blank: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "words"),
+    ("raw", "parts"),
     [
         ("{", ["not valid JSON"]),
         ("[1]", ["JSON object", "an array"]),
@@ -77,10 +77,10 @@ def test_blank_arguments_mean_none(blank: str) -> None:
         ('{"text": "\ud800"}', ["not valid JSON"]),
     ],
 )
-def test_bad_arguments_name_what_is_wrong(raw: str, words: list[str]) -> None:
+def test_bad_arguments_name_what_is_wrong(raw: str, parts: list[str]) -> None:
     with pytest.raises(ArgumentsError) as caught:
         mark.parse_arguments(raw)
-    for word in words:
+    for word in parts:
         assert word in str(caught.value)
     assert "pydantic" not in str(caught.value)
 

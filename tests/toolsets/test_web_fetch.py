@@ -175,7 +175,7 @@ def test_a_long_page_is_read_piece_by_piece(web: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "message"),
     [
         ("file:///etc/passwd", "only http and https"),
         ("ftp://example.com/x", "only http and https"),
@@ -188,10 +188,10 @@ def test_a_long_page_is_read_piece_by_piece(web: Site) -> None:
         ("http://example.com/" + "x" * 9000, "longer than 8192"),
     ],
 )
-def test_only_plain_web_addresses_are_fetched(url: str, words: str) -> None:
+def test_only_plain_web_addresses_are_fetched(url: str, message: str) -> None:
     result = fetch(WebSettings(), url)
     assert result.is_error
-    assert words in result.content
+    assert message in result.content
 
 
 SPELLINGS = (

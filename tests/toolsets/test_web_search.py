@@ -112,7 +112,7 @@ def test_a_search_is_made_once_unless_it_found_nothing(provider: Site, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "message"),
     [
         (Answer(KEY.encode(), status=401), "HTTP 401; it does not accept the key in TAVILY_API_"),
         (Answer(b"", status=429), "HTTP 429; its rate limit or quota is used up"),
@@ -122,12 +122,12 @@ def test_a_search_is_made_once_unless_it_found_nothing(provider: Site, tmp_path:
     ],
 )
 def test_a_provider_that_fails_is_named(
-    provider: Site, answer: Answer, words: str, tmp_path: Path
+    provider: Site, answer: Answer, message: str, tmp_path: Path
 ) -> None:
     provider.pages["/"] = answer
     result = search(tavily(provider, cache_dir=tmp_path))
     assert result.is_error
-    assert f"search provider tavily: {words}" in result.content
+    assert f"search provider tavily: {message}" in result.content
     assert KEY not in result.content
     assert list(tmp_path.rglob("*")) == []
 
@@ -172,7 +172,7 @@ def test_ddgs_without_a_network_is_one_clear_error(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"provider": "altavista"}, "unknown search provider 'altavista'; known: brave, ddgs"),
         ({"provider": "brave", "search_url": "ftp://x/"}, "must be an http or https URL"),
@@ -180,8 +180,8 @@ def test_ddgs_without_a_network_is_one_clear_error(monkeypatch: pytest.MonkeyPat
         ({"search_url": "https://x.example/"}, "provider ddgs"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(settings: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_settings_that_mean_nothing_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         WebSettings(**settings)
 
 

@@ -151,8 +151,8 @@ async def _start(guard: Guard, *, after: _Shared) -> Chromium:
                 return await _launch(Path(executable), mode, guard)
         except Exception as error:
             why = _first_line(error) or type(error).__name__
-            if (words := machine_failure(error) or machine_failure_in(why)) is not None:
-                raise HostError(f"the browser does not start: {words}") from error
+            if (message := machine_failure(error) or machine_failure_in(why)) is not None:
+                raise HostError(f"the browser does not start: {message}") from error
             _log.warning("browser %s does not start %s: %s", executable, mode.name, why)
     raise ToolError("the browser could not be started")
 

@@ -281,9 +281,9 @@ class BrowserSession:
         shown = clip(self._last_request, max_chars=200)
         return ToolError(f"{shown}: the page could not be loaded ({name})")
 
-    def _note(self, words: str) -> None:
+    def _note(self, message: str) -> None:
         if len(self._notes) < _MAX_NOTES:
-            self._notes.append(words)
+            self._notes.append(message)
 
     async def _on_page(self, page: Any) -> None:
         page.on("framenavigated", self._on_navigated)
@@ -300,8 +300,8 @@ class BrowserSession:
 
     async def _on_dialog(self, dialog: Any) -> None:
         if dialog.type != "beforeunload":
-            words = clip(" ".join(dialog.message.split()), max_chars=300)
-            self._note(f"the page showed a dialog ({dialog.type}), which was dismissed: {words}")
+            message = clip(" ".join(dialog.message.split()), max_chars=300)
+            self._note(f"the page showed a dialog ({dialog.type}), which was dismissed: {message}")
         with contextlib.suppress(Exception):
             # "beforeunload" asks whether to leave the page: always yes.
             await (dialog.accept() if dialog.type == "beforeunload" else dialog.dismiss())

@@ -123,8 +123,8 @@ class ImageStore:
             entrypoint = tuple(config["entrypoint"])
             return UnpackedImage(place, image.config_digest, **named, entrypoint=entrypoint)
         except OSError as error:
-            if (words := machine_failure(error)) is not None:
-                raise HostError(f"image {reference!r}: {words}") from error
+            if (message := machine_failure(error)) is not None:
+                raise HostError(f"image {reference!r}: {message}") from error
             raise ImageError(f"image {reference!r}: {error}") from error
         except ImageError as error:
             raise ImageError(f"image {reference!r} in {image.source}: {error}") from error

@@ -239,11 +239,11 @@ class _Connection:
         first = _first(error)
         if isinstance(first, StartError):
             return first
-        if (words := machine_failure(first)) is not None:
-            return HostError(f"mcp server {self._name!r}: {words}")
+        if (failure := machine_failure(first)) is not None:
+            return HostError(f"mcp server {self._name!r}: {failure}")
         message = self._with_stderr(f"did not start: {_describe(error)}")
-        if (words := machine_failure_in(message)) is not None:
-            return HostError(words)
+        if (failure := machine_failure_in(message)) is not None:
+            return HostError(failure)
         return StartError(message)
 
     def _with_stderr(self, what: str) -> str:

@@ -127,8 +127,8 @@ async def _list(name: str, server: McpServer, starts: asyncio.Semaphore) -> McpS
         except (StartError, HostError) as error:
             return McpError(f"mcp: {error}")
         except Exception as error:
-            words = " ".join(str(error).split()) or type(error).__name__
-            return McpError(f"mcp: the server {name!r} does not list its tools: {words}")
+            message = " ".join(str(error).split()) or type(error).__name__
+            return McpError(f"mcp: the server {name!r} does not list its tools: {message}")
         finally:
             await link.close()
 

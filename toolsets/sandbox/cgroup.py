@@ -58,11 +58,11 @@ class Group:
     def was_full(self) -> bool:
         """Whether it has ever held as many processes as it may."""
         for path in self.paths:
-            if (most := _number(path / "pids.max")) is None:
+            if (limit := _number(path / "pids.max")) is None:
                 continue
             peak = _number(path / "pids.peak")  # which older systems do not know
             now = _number(path / "pids.current") or 0
-            return now >= 0.75 * most if peak is None else peak >= most
+            return now >= 0.75 * limit if peak is None else peak >= limit
         return False
 
     def was_out_of_memory(self) -> bool:
@@ -72,8 +72,8 @@ class Group:
                 if not _value(path / "memory.oom_control", "oom_kill"):
                     continue
                 # The older kind does not say whose limit it was, but how near this one came.
-                most = _number(path / "memory.max_usage_in_bytes") or 0
-                return most >= 0.95 * (_number(path / "memory.limit_in_bytes") or 0)
+                limit = _number(path / "memory.max_usage_in_bytes") or 0
+                return limit >= 0.95 * (_number(path / "memory.limit_in_bytes") or 0)
             # That of an outer group is counted there alone.
             return _value(path / "memory.events", "oom") > 0
         return False

@@ -120,8 +120,8 @@ class Channel:
         except OSError as error:
             self._socket.close()
             os.close(self._errors)
-            if (words := machine_failure(error)) is not None:
-                raise HostError(f"cannot start a sandbox: {words}") from error
+            if (message := machine_failure(error)) is not None:
+                raise HostError(f"cannot start a sandbox: {message}") from error
             raise SandboxError(f"the sandbox did not start: {error}") from error
         finally:
             self._close_theirs()
@@ -178,8 +178,8 @@ class Channel:
                 await self.group.close()
             lines = said.decode(errors="replace").strip().splitlines()
             why = lines[-1][:_MAX_SAID] if lines else str(error) or "it did not answer in time"
-            if (words := machine_failure_in(why)) is not None:
-                raise HostError(f"a sandbox did not start: {words}") from error
+            if (message := machine_failure_in(why)) is not None:
+                raise HostError(f"a sandbox did not start: {message}") from error
             raise SandboxError(f"the sandbox did not start: {why}") from error
         finally:
             os.close(self._errors)

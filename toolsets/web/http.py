@@ -85,18 +85,18 @@ def request_error(error: aiohttp.ClientError, url: str) -> Exception:
         return error
     match error:
         case aiohttp.ClientConnectorDNSError():
-            words = "its host has no known address"
+            message = "its host has no known address"
         case aiohttp.ClientConnectorCertificateError():
-            words = "its certificate is not valid"
+            message = "its certificate is not valid"
         case aiohttp.ClientConnectorError(os_error=_Refused()):
-            words = "refused, because its host is not at a public address"
+            message = "refused, because its host is not at a public address"
         case aiohttp.ClientConnectorError():
-            words = "cannot connect to its host"
+            message = "cannot connect to its host"
         case aiohttp.ServerDisconnectedError():
-            words = "the server closed the connection without an answer"
+            message = "the server closed the connection without an answer"
         case _:
-            words = f"{type(error).__name__}: {clip(str(error), max_chars=200)}"
-    return ToolError(f"{url}: {words}")
+            message = f"{type(error).__name__}: {clip(str(error), max_chars=200)}"
+    return ToolError(f"{url}: {message}")
 
 
 async def _get(

@@ -150,5 +150,5 @@ def _read_result(line: Mapping[str, Any]) -> ItemResult:
     if result.get("type") == "succeeded" and isinstance(message, dict):
         return ItemResult(id, exact_json.dumps(message))
     error = object_of(object_of(result, "error"), "error")
-    words = f"{error.get('type')}: {error.get('message')}" if error else ""
-    return ItemResult(id, None, words or str(result.get("type")))
+    reason = f"{error.get('type')}: {error.get('message')}" if error else ""
+    return ItemResult(id, None, reason or str(result.get("type")))

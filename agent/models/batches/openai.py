@@ -84,8 +84,8 @@ class OpenAIBatches:
         errors = getattr(batch.errors, "data", None)
         first = errors[0] if isinstance(errors, list) and errors else None
         code = getattr(first, "code", None)
-        words = f"{code}: {getattr(first, 'message', None)}"
-        return BatchState(is_over, words, code in _NO_ROOM)
+        message = f"{code}: {getattr(first, 'message', None)}"
+        return BatchState(is_over, message, code in _NO_ROOM)
 
     async def results(self, id: str) -> AsyncIterator[ItemResult]:
         """See `Batches`."""

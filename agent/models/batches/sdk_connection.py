@@ -115,12 +115,12 @@ class SdkConnection:
             if isinstance(cause, ModelError | HostError):
                 raise cause
             cause = cause.__cause__
-        words = clip(f"{type(error).__name__}: {error}", max_chars=500)
+        message = clip(f"{type(error).__name__}: {error}", max_chars=500)
         if type(error).__module__.startswith(("openai.", "anthropic.")):
-            raise ModelError("malformed", words) from error
+            raise ModelError("malformed", message) from error
         if self._brings_credentials:  # its ways to them may raise anything
-            words = f"client {self._connection.client}: {words}"
-            raise ModelError("connection" if self._has_sent else "auth", words) from error
+            message = f"client {self._connection.client}: {message}"
+            raise ModelError("connection" if self._has_sent else "auth", message) from error
         raise error
 
     async def handle_async_request(self, request: Any) -> Any:

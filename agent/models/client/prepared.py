@@ -256,8 +256,8 @@ class ClientPreparer:
 
     def _failure(self, error: Exception) -> ModelError:
         """Until it has had credentials once they are missing; later they may come back."""
-        words = clip(f"{self._what}: {type(error).__name__}: {error}", max_chars=500)
-        return ModelError("connection" if self._has_prepared else "auth", words, was_sent=False)
+        message = clip(f"{self._what}: {type(error).__name__}: {error}", max_chars=500)
+        return ModelError("connection" if self._has_prepared else "auth", message, was_sent=False)
 
     def _template(self, request: Any, outline: Mapping[str, Any]) -> _Template:
         sent = exact_json.loads(request.content)

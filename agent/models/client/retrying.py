@@ -40,7 +40,7 @@ class Retry(NamedTuple):
     """A failure that is waited out."""
 
     kind: Kind
-    words: str
+    message: str
     attempt: int
     """The number of the one that failed."""
     wait_s: float
@@ -49,7 +49,7 @@ class Retry(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.kind}: {self.words}; attempt {self.attempt}, next in {self.wait_s:.1f} s, "
+            f"{self.kind}: {self.message}; attempt {self.attempt}, next in {self.wait_s:.1f} s, "
             f"given up in {self.left_s:.0f} s"
         )
 
@@ -162,10 +162,10 @@ class RetryingModel:
 
     def _most_attempts(self, error: ModelError) -> int:
         """How often a call is tried that fails so, as far as failures count."""
-        most = self.asked.call_attempts
+        limit = self.asked.call_attempts
         has_answered = self._answered_at > -math.inf
         answered = has_answered or (self._gate is not None and self._gate.has_answered)
-        return min(most, _LASTING_ATTEMPTS) if error.is_lasting and not answered else most
+        return min(limit, _LASTING_ATTEMPTS) if error.is_lasting and not answered else limit
 
 
 def _discard(event: StreamEvent) -> None:
@@ -175,10 +175,10 @@ def _discard(event: StreamEvent) -> None:
 class _Patience:
     """How long one call is tried."""
 
-    def __init__(self, settings: ModelSettings, most: Callable[[ModelError], int]) -> None:
-        """`most` gives the maximum number of attempts for a kind of failure."""
+    def __init__(self, settings: ModelSettings, max_attempts: Callable[[ModelError], int]) -> None:
+        """`max_attempts` gives the maximum number of attempts for a kind of failure."""
         self._settings = settings
-        self._most = most
+        self._most = max_attempts
         self._failures = 0
         self._pauses = {True: 1.0, False: 1.0}
         """The next pause after a failure that load may have caused, and after any other."""

@@ -283,14 +283,15 @@ class Transport:
         if response.status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
             return self._refusal_of_the_proxy(response.status, response.reason or "")
         if self._proxy and response.status in _OF_GATEWAYS:
-            error.args = (f"{error} (by way of {self._proxy.words})",)
+            error.args = (f"{error} (by way of {self._proxy.description})",)
         return error
 
     def _refusal_of_the_proxy(self, status: int, reason: str) -> ModelError:
-        words = f"{self._proxy.words if self._proxy else 'a proxy'}: HTTP {status} {reason}".strip()
+        proxy = self._proxy.description if self._proxy else "a proxy"
+        message = f"{proxy}: HTTP {status} {reason}".strip()
         if status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
-            words += "; it wants a user and a password, as in http://USER:PASSWORD@HOST:PORT"
-        return ModelError("connection", words, was_sent=False, is_lasting=True)
+            message += "; it wants a user and a password, as in http://USER:PASSWORD@HOST:PORT"
+        return ModelError("connection", message, was_sent=False, is_lasting=True)
 
     async def _of_the_connection(
         self, error: aiohttp.ClientError | OSError, key: Key
@@ -305,27 +306,27 @@ class Transport:
             cause = cause.os_error
         unsent = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
         was_sent = not isinstance(error, unsent)
-        words = ""
+        message = ""
         if isinstance(error, aiohttp.ClientConnectorError) and is_of_tls(cause):
             port = None if self._proxy else error.port
-            words = await describe_failure(cause, error.host, port)
+            message = await describe_failure(cause, error.host, port)
         elif isinstance(cause, OSError):
             if cause.errno in HOST_ERRNOS:
                 return HostError(f"model call: {describe(cause.errno)}")
             # asyncio puts an address where the system's words belong; look-ups of names have none.
             number = cause.errno or 0
-            words = (os.strerror(number) if number > 0 else cause.strerror) or ""
-        words = words or ": ".join(filter(None, (type(cause).__name__, str(cause))))
+            message = (os.strerror(number) if number > 0 else cause.strerror) or ""
+        message = message or ": ".join(filter(None, (type(cause).__name__, str(cause))))
         if is_unresolved:
-            words = f"its name cannot be resolved ({words})"
+            message = f"its name cannot be resolved ({message})"
         of_the_way = (aiohttp.ClientProxyConnectionError, aiohttp.ClientConnectorDNSError)
         if self._proxy and isinstance(error, of_the_way):
-            words = f"{self._proxy.words}: {words}. Correct it, {self._proxy.instead}"
+            message = f"{self._proxy.description}: {message}. Correct it, {self._proxy.instead}"
         elif self._proxy:
-            words += f" (by way of {self._proxy.words})"
-        words = key.out_of_text(words)
+            message += f" (by way of {self._proxy.description})"
+        message = key.out_of_text(message)
         is_lasting = is_unresolved or isinstance(cause, ssl.SSLError)
-        return ModelError("connection", words, was_sent=was_sent, is_lasting=is_lasting)
+        return ModelError("connection", message, was_sent=was_sent, is_lasting=is_lasting)
 
     async def _read_stream(
         self,

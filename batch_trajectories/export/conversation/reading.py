@@ -175,16 +175,16 @@ def read_entries(
 
 def _may_be_flawed(messages: Sequence[StoredMessage]) -> bool:
     """Whether a text of user or model may hold a tag or control token: one search for all."""
-    words = "\n".join(
+    texts = "\n".join(
         [
             f"{message.content}\n{message.reasoning}" if message.reasoning else message.content
             for message in messages
             if message.role in ("assistant", "user")
         ]
     )
-    if "<" in words and _MARKER_IN_TEXT.search(words) is not None:
+    if "<" in texts and _MARKER_IN_TEXT.search(texts) is not None:
         return True
-    return control_token(words) is not None
+    return control_token(texts) is not None
 
 
 def flaws_of_parts(messages: Iterable[StoredMessage]) -> list[Flaw]:
@@ -282,7 +282,7 @@ def _read_turn(
         reasoning, text = _split_reasoning(messages[0], number)
     else:
         parts = [_split_reasoning(message, number) for message in messages]
-        reasoning, text = (_joined(words) for words in zip(*parts, strict=True))
+        reasoning, text = (_joined(texts) for texts in zip(*parts, strict=True))
     if may_be_flawed:
         _find_structure(reasoning, flaws, number, "reasoning")
         _find_structure(text, flaws, number, "text")
@@ -319,11 +319,11 @@ def _read_call(call: StoredCall, flaws: list[Flaw], number: int, position: int) 
     return Call(call.id, call.function.name, *arguments)
 
 
-def _find_structure(words: str, flaws: list[Flaw], number: int, place: str) -> None:
+def _find_structure(text: str, flaws: list[Flaw], number: int, place: str) -> None:
     """Add a flaw for tags and control tokens in a model's own text."""
-    if "<" in words and (marker := _MARKER_IN_TEXT.search(words)):
+    if "<" in text and (marker := _MARKER_IN_TEXT.search(text)):
         flaws.append(Flaw(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}"))
-    if token := control_token(words):
+    if token := control_token(text):
         flaws.append(_of_token(token, f"turn {number}, {place}"))
 
 

@@ -133,9 +133,9 @@ class RecordFilters:
         if filters.leak_suspected == "reject" and (leaks := leaks_of(record)):
             leak = leaks[0]
             yield Rejection("leak_suspected", f"turn {leak.turn}: {leak.reason}: {leak.evidence}")
-        if (most := filters.max_interrupted_calls) is not None:
+        if (limit := filters.max_interrupted_calls) is not None:
             interrupted = sum(len(resume.interrupted) for resume in record.resumes)
-            if interrupted > most:
+            if interrupted > limit:
                 yield Rejection("max_interrupted_calls", f"{interrupted} calls were interrupted")
         if self._counts:
             yield from _counts(record, filters)
@@ -154,13 +154,13 @@ class RecordFilters:
         detail = "no reward" if reward is None else f"reward {reward:g}"
         if self._is_outside(reward, least=filters.min_reward):
             yield Rejection("min_reward", detail)
-        if self._is_outside(reward, most=filters.max_reward):
+        if self._is_outside(reward, highest=filters.max_reward):
             yield Rejection("max_reward", detail)
         for name, least in filters.min_rewards.items():
             if self._is_outside(found := reward_of(record, name), least=least):
                 yield Rejection("min_rewards", _named(name, found))
-        for name, most in filters.max_rewards.items():
-            if self._is_outside(found := reward_of(record, name), most=most):
+        for name, highest in filters.max_rewards.items():
+            if self._is_outside(found := reward_of(record, name), highest=highest):
                 yield Rejection("max_rewards", _named(name, found))
         if filters.passed is not None:
             is_good = judgement.is_good(self._threshold)
@@ -178,13 +178,13 @@ class RecordFilters:
             yield Rejection("answer", wrong)
 
     def _is_outside(
-        self, reward: float | None, *, least: float | None = None, most: float | None = None
+        self, reward: float | None, *, least: float | None = None, highest: float | None = None
     ) -> bool:
-        if least is None and most is None:
+        if least is None and highest is None:
             return False
         if reward is None:
             return not self._with_unscored
-        return (least is not None and reward < least) or (most is not None and reward > most)
+        return (least is not None and reward < least) or (highest is not None and reward > highest)
 
 
 def _named(name: str, reward: float | None) -> str:
@@ -211,7 +211,7 @@ def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
     errors = sum(bool(message.is_error) for message in results)
     if filters.max_tool_errors is not None and errors > filters.max_tool_errors:
         yield Rejection("max_tool_errors", f"{errors} calls failed")
-    if (most := filters.max_tool_error_share) is not None and errors > most * len(results):
+    if (limit := filters.max_tool_error_share) is not None and errors > limit * len(results):
         yield Rejection("max_tool_error_share", f"{errors} of {len(results)} calls failed")
     calls = [call for message in replies for call in message.tool_calls]
     if filters.invented_tools == "reject":
@@ -230,13 +230,13 @@ def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
 
 
 def _bounds(
-    what: str, count: int | None, least: int | None, most: int | None
+    what: str, count: int | None, least: int | None, highest: int | None
 ) -> Iterator[Rejection]:
-    words = what.replace("_", " ")
+    subject = what.replace("_", " ")
     if least is not None and (count is None or count < least):
-        yield Rejection(f"min_{what}", f"{count} {words}")
-    if most is not None and (count is None or count > most):
-        yield Rejection(f"max_{what}", f"{'unknown' if count is None else count} {words}")
+        yield Rejection(f"min_{what}", f"{count} {subject}")
+    if highest is not None and (count is None or count > highest):
+        yield Rejection(f"max_{what}", f"{'unknown' if count is None else count} {subject}")
 
 
 def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:

@@ -172,8 +172,8 @@ class _Asking:
         key, id = score_key(record), record.id
 
         def keep_unreadable(completion: Completion) -> None:
-            words = "malformed: the reply could not be read"
-            failed = {"rewards": None, "error": words, "reply": None, **_paid(completion)}
+            message = "malformed: the reply could not be read"
+            failed = {"rewards": None, "error": message, "reply": None, **_paid(completion)}
             self._file.append([(key, id, {**self._source, **failed})])
             self.calls.replied(failed)
 

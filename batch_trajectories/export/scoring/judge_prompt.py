@@ -117,8 +117,8 @@ def rewards_in_reply(reply: str, *, turns: int) -> dict[str, Any]:
         found = float("RIGHT" in said) if len(said) == 1 else orjson.loads(last)
     except orjson.JSONDecodeError:
         shown = clip(repr(last), max_chars=_SHOWN)
-        words = f"the last line of the reply is no number, JSON object, RIGHT or WRONG: {shown}"
-        return {"rewards": None, "error": words}
+        message = f"the last line of the reply is no number, JSON object, RIGHT or WRONG: {shown}"
+        return {"rewards": None, "error": message}
     try:
         return {**parse_rewards(found, name=NAME, turns=turns).to_json(), "error": None}
     except ValueError as error:

@@ -76,8 +76,8 @@ def write_report(
     samples = run["config"]["num_samples"]
 
     def collect(some: SomeRecords) -> _Part:
-        most = inline_bytes if some.are_all else 0
-        pieces = Pieces(directory, report_id, inline_bytes=most, first=some.first)
+        limit = inline_bytes if some.are_all else 0
+        pieces = Pieces(directory, report_id, inline_bytes=limit, first=some.first)
         part = _Part(samples, _Distinct(some.first), _Distinct(some.first))
         for record in some.records:
             part.add(record, style, pieces)

@@ -152,9 +152,9 @@ def _defects_of(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
         return
     has_reference = solved[0]["has_reference"]
     for part in parts:
-        words = _check(part).get("error") or ""
-        if "it timed out" in words:
-            yield TaskVerdict("too_slow", f"{_named(part)}: {words}")
+        message = _check(part).get("error") or ""
+        if "it timed out" in message:
+            yield TaskVerdict("too_slow", f"{_named(part)}: {message}")
         elif (limit := part.get("limit_s")) and _check(part).get("duration_s", 0) > _NEAR * limit:
             took = _check(part)["duration_s"]
             yield TaskVerdict("too_slow", f"{_named(part)}: {took:.1f} s of {limit:g} s")

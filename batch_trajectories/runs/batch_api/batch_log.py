@@ -75,7 +75,7 @@ class BatchJob:
     """See `name_of`."""
     ids: list[str]
     """Ids of its calls, as workers know them."""
-    most: list[list[Any]] = field(default_factory=list)
+    reserves: list[list[Any]] = field(default_factory=list)
     """Dollars and tokens reserved for each call; empty without a budget."""
     state: State = "gathered"
     sent_at: float = 0.0
@@ -255,9 +255,9 @@ def read_line(text: bytes) -> dict[str, Any] | None:
     if fields is None or not all(isinstance(line.get(key), fields[key]) for key in fields):
         return None
     calls = line.get("items", [])
-    most = line.get("most", [])
+    reserves = line.get("most", [])
     are_calls = all(isinstance(id, str) and _CALL.fullmatch(id) for id in calls)
-    return line if are_calls and _are_amounts(most, len(calls)) else None
+    return line if are_calls and _are_amounts(reserves, len(calls)) else None
 
 
 def set_aside_damaged_steps(run_dir: Path) -> list[str]:
@@ -270,11 +270,11 @@ def set_aside_damaged_steps(run_dir: Path) -> list[str]:
     )
 
 
-def _are_amounts(most: Any, calls: int) -> bool:
-    if not isinstance(most, list) or len(most) not in (0, calls):
+def _are_amounts(reserves: Any, calls: int) -> bool:
+    if not isinstance(reserves, list) or len(reserves) not in (0, calls):
         return False
-    pairs = all(isinstance(amount, list) and len(amount) == 2 for amount in most)
-    return pairs and all(isinstance(number, _NUMBER) for amount in most for number in amount)
+    pairs = all(isinstance(amount, list) and len(amount) == 2 for amount in reserves)
+    return pairs and all(isinstance(number, _NUMBER) for amount in reserves for number in amount)
 
 
 def index_of(results: Path, job: BatchJob) -> dict[str, tuple[int, int]]:
@@ -307,7 +307,7 @@ def free_unsent(run_dir: Path, quarantine: Path) -> list[Cost]:
     for job in unsent:
         batch_log.note(job, "void")
     batch_log.close()
-    return [Cost(*most) for job in unsent for most in job.most]
+    return [Cost(*reserve) for job in unsent for reserve in job.reserves]
 
 
 def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, list[Any]]]:
@@ -319,9 +319,9 @@ def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, l
     found: dict[bytes, dict[str, list[Any]]] = {}
     for job in jobs_in(run_dir / "batches.jsonl"):
         if job.state in ("sending", "created"):
-            for id, most in zip(job.ids, job.most, strict=False):
+            for id, reserve in zip(job.ids, job.reserves, strict=False):
                 if (task := task_of(id)) not in settled:
-                    found.setdefault(task, {})[id] = most
+                    found.setdefault(task, {})[id] = reserve
     return found
 
 
@@ -339,8 +339,8 @@ def jobs_in(path: Path) -> Iterable[BatchJob]:
 def apply_step(jobs: dict[str, BatchJob], line: dict[str, Any]) -> None:
     """Apply a line to `jobs` (by name). Raises `KeyError` if its job is unknown."""
     if line["kind"] == "gathered" and line["wave"] not in jobs:
-        name, most = line["wave"], line.get("most", [])
-        jobs[name] = BatchJob(name, line["model"], line["items"], most)
+        name, reserves = line["wave"], line.get("most", [])
+        jobs[name] = BatchJob(name, line["model"], line["items"], reserves)
         return
     if line["kind"] == "live":
         return

@@ -89,9 +89,9 @@ class BatchCollector:
             self._resume(job)
 
     def ask(
-        self, id: str, model: str, body: bytes, reply: Reply, most: list[Any] | None = None
+        self, id: str, model: str, body: bytes, reply: Reply, reserve: list[Any] | None = None
     ) -> None:
-        """A worker requests a call; with a budget, it has reserved `most` for it."""
+        """A worker requests a call; with a budget, it has set aside `reserve` for it."""
         if self._is_stopping:
             return
         self._waiting[id] = reply
@@ -103,7 +103,7 @@ class BatchCollector:
         elif self._is_tail:
             self._send(id, "live")
         else:
-            self._gather(id, model, body, most)
+            self._gather(id, model, body, reserve)
 
     def leave(self, task: bytes) -> None:
         """No worker waits for the calls of this task any more."""
@@ -148,7 +148,7 @@ class BatchCollector:
         self._is_stopping = True
         for gathering in list(self._gathering.values()):
             self._drop(gathering)
-            if gathering.job.most:
+            if gathering.job.reserves:
                 self._note_gathered(gathering.job)  # the next start frees the reserved amounts
         for task, job in self._working.items():
             if job.state == "gathered":
@@ -177,7 +177,7 @@ class BatchCollector:
 
     # Gathering.
 
-    def _gather(self, id: str, model: str, body: bytes, most: list[Any] | None) -> None:
+    def _gather(self, id: str, model: str, body: bytes, reserve: list[Any] | None) -> None:
         delivery = self._deliveries[model]
         api = delivery.api
         gathering = self._gathering.get(model)
@@ -197,8 +197,8 @@ class BatchCollector:
         gathering.file.append(line)
         gathering.job.ids.append(id)
         gathering.job.needed += 1
-        if most is not None:
-            gathering.job.most.append(most)
+        if reserve is not None:
+            gathering.job.reserves.append(reserve)
         self._add_call(id, gathering.job)
 
     def _close(self, gathering: _Gathering) -> None:
@@ -215,8 +215,8 @@ class BatchCollector:
         self._work(job)
 
     def _note_gathered(self, job: BatchJob) -> None:
-        most = {"most": job.most} if job.most else {}
-        self._log.note(job, "gathered", model=job.model, items=job.ids, **most)
+        reserves = {"most": job.reserves} if job.reserves else {}
+        self._log.note(job, "gathered", model=job.model, items=job.ids, **reserves)
 
     def _drop(self, gathering: _Gathering) -> None:
         """Remove a job that was not sent."""

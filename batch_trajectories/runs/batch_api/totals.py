@@ -41,13 +41,13 @@ class BatchTotals:
 
     def describe(self) -> str:
         """For a person, on one line."""
-        words = (
+        summary = (
             f"batches {self.batches:,}: {plural(self.calls, 'call')} for ${self.cost_usd:,.4f}, "
             f"${self.saved_usd:,.4f} saved, {timedelta(seconds=round(self.waited_s))} waited"
         )
-        words += f", {plural(self.live, 'call')} live instead" if self.live else ""
-        words += f", {plural(self.waiting, 'call')} waiting" if self.waiting else ""
-        return words + (f" (price of {self.unpriced:,} unknown)" if self.unpriced else "")
+        summary += f", {plural(self.live, 'call')} live instead" if self.live else ""
+        summary += f", {plural(self.waiting, 'call')} waiting" if self.waiting else ""
+        return summary + (f" (price of {self.unpriced:,} unknown)" if self.unpriced else "")
 
 
 def compute_batch_totals(run_dir: Path) -> BatchTotals | None:

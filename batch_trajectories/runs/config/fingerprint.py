@@ -82,8 +82,8 @@ def _full(model: str) -> str:
 def stored_meaning(run: Mapping[str, Any]) -> dict[str, Any]:
     """The fingerprint in a run.json, in the form in which fingerprints are compared."""
     fixed = {name: run["meaning"][name] for name in FIXED.keys() & run["meaning"].keys()}
-    words = in_todays_words(run["meaning"], run["config"].get("base_url"))
-    return with_defaults(words | fixed)
+    meaning = in_todays_words(run["meaning"], run["config"].get("base_url"))
+    return with_defaults(meaning | fixed)
 
 
 def with_defaults(meaning: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,8 +119,8 @@ class RowRules:
             options = with_user(options, columns)
         if options.max_cost_usd is not None and not self.is_priced:
             raise ValueError("`max_cost_usd` needs a model whose price is known")
-        if self.toolsets is not None and (words := options.not_on_offer(self.toolsets)):
-            raise ValueError(f"`preparation_toolsets`: {words}")
+        if self.toolsets is not None and (message := options.not_on_offer(self.toolsets)):
+            raise ValueError(f"`preparation_toolsets`: {message}")
         own = columns.get(MODEL_COLUMN)
         if self.models is not None and own is not None and str(own) not in self.models:
             names = ", ".join(sorted(self.models))

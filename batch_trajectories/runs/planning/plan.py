@@ -261,15 +261,17 @@ def _budget(config: RunConfig) -> str:
 def _describe(settings: ModelSettings, weight: float | None) -> str:
     place = f" at {settings.base_url}" if settings.base_url else ", offline"
     weighed = "" if weight is None else f", weight {weight:g}"
-    words = f"{settings.name} ({settings.api}{place}{weighed})"
+    description = f"{settings.name} ({settings.api}{place}{weighed})"
     if settings.api == SCRIPTED:
-        return words
+        return description
     if (own := settings.own_price) is not None:
-        return f"{words}, your prices: {_price(own)}"
+        return f"{description}, your prices: {_price(own)}"
     from agent.models.prices import table_price
 
     known = table_price(settings)
-    return f"{words}, {'price unknown' if known is None else f'known prices: {_price(known)}'}"
+    return (
+        f"{description}, {'price unknown' if known is None else f'known prices: {_price(known)}'}"
+    )
 
 
 def _price(price: Price) -> str:
@@ -279,8 +281,8 @@ def _price(price: Price) -> str:
         for dollars, what in ((price.cache_read, "cache read"), (price.cache_write, "cache write"))
         if dollars != price.input
     )
-    words = f"${price.input:g} in and ${price.output:g} out per million tokens"
-    return f"{words} ({cached})" if cached else words
+    description = f"${price.input:g} in and ${price.output:g} out per million tokens"
+    return f"{description} ({cached})" if cached else description
 
 
 def _shares(plan: Plan) -> str:
@@ -318,10 +320,10 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
     if plan.config.token_ids and plan.config.agent is None:
         from batch_trajectories.runs.planning.logprobs import on_logprobs  # asks servers
 
-        for words in on_logprobs(plan.setups):
-            say(words)
-    for words in _refused_wishes(plan):
-        say(f"warning: {plan.config.dataset_file}: {words}")
+        for message in on_logprobs(plan.setups):
+            say(message)
+    for message in _refused_wishes(plan):
+        say(f"warning: {plan.config.dataset_file}: {message}")
     columns = dict(plan.scan.setup_columns)
     if not plan.config.is_inside:
         columns.pop("base_commit", None)  # many datasets have it, and no repository is at hand
@@ -357,10 +359,10 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
         ("memory_mb", "command_memory_mb", config.command_memory_mb),
         ("disk_mb", "workspace_mb", config.workspace_mb),
     ):
-        if (most := asked.get(f"limits.{name}", 0)) > limit:
+        if (highest := asked.get(f"limits.{name}", 0)) > limit:
             yield (
-                f"rows ask for up to {most:,} MB (`limits.{name}`); they get {limit:,}, the limit "
-                f"--{option}"
+                f"rows ask for up to {highest:,} MB (`limits.{name}`); they get {limit:,}, "
+                f"the limit --{option}"
             )
 
     if "limits.cpus" in asked and _needs_groups(plan) and not can_limit_cpus():

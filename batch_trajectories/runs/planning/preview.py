@@ -111,10 +111,10 @@ def _first_command(plan: Plan, task: Task) -> list[str]:
         "model": setup_of_task(plan.setups, plan.config, task).settings.name,
     }
     texts = [*row.agent.command, *([f"<<< {row.agent.stdin}"] if row.agent.stdin else [])]
-    words = clip(" ".join(fill(text, values) for text in texts), max_chars=_SHOWN_CHARS)
+    command = clip(" ".join(fill(text, values) for text in texts), max_chars=_SHOWN_CHARS)
     return [
         f"first      {_plain(task.id)}, the command of {row.agent.name}:",
-        "  " + _plain(words).replace("\n", "\n    "),
+        "  " + _plain(command).replace("\n", "\n    "),
     ]
 
 
@@ -123,7 +123,7 @@ async def _request_of(plan: Plan, task: Task) -> Request:
     config = plan.config
     row = config.row_rules(plan.api).read(task.columns)
     setup = setup_of_task(plan.setups, config, task)
-    pool = ModelPool(key_of=lambda asked: "", on_retry=lambda asked, words: None)
+    pool = ModelPool(key_of=lambda asked: "", on_retry=lambda asked, message: None)
     # Nothing is done in it, so it is never made.
     context = ToolContext(Workspace(config.run_dir / "workspaces" / task.key.hex()))
     home = Home(setup, context, pool, config.tool_timeout_s)

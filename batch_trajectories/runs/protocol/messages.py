@@ -12,7 +12,7 @@ Worker to parent:  ready · alive {"counters", "proven", "busy"} · finished {"k
                    · ask {"id", "model"} + body of a call that is to go by a batch
                    · load {"endpoint", "load"} · refused {"endpoint", "retry_after_s", "sent_at"}
                    · key_rejected {"command", "number"} · budget {"report"}
-                   · outage {"url", "words", "left_s"} · say {"message"} · halt {"message"}
+                   · outage {"url", "message", "left_s"} · say {"message"} · halt {"message"}
 
 A worker on another machine also sends its log and its journal, and waits until that is on disk:
 

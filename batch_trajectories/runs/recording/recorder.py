@@ -203,10 +203,10 @@ class Recorder:
         self._sessions[name] = session
         return session
 
-    def _say_once(self, words: str | None) -> None:
-        if words is not None and words not in self._said:
-            self._said.add(words)
-            self._say(words)
+    def _say_once(self, message: str | None) -> None:
+        if message is not None and message not in self._said:
+            self._said.add(message)
+            self._say(message)
 
     def _gateway(
         self, name: str, trajectory: Trajectory, journal: Callable[[Event], None]
@@ -249,12 +249,12 @@ class Recorder:
         except (exact_json.JSONDecodeError, AttributeError):
             status = reason = None
         if status not in get_args(Status) or not isinstance(reason, str | None):
-            words = f"status must be one of {', '.join(get_args(Status))}, and reason a text"
-            return web.json_response({"error": {"message": words}}, status=400)
+            message = f"status must be one of {', '.join(get_args(Status))}, and reason a text"
+            return web.json_response({"error": {"message": message}}, status=400)
         record = await self._end(session, Finish(status, reason))
         if record is None:
-            words = "the recording is stopping; the session continues at its next start"
-            return web.json_response({"error": {"message": words}}, status=409)
+            message = "the recording is stopping; the session continues at its next start"
+            return web.json_response({"error": {"message": message}}, status=409)
         facts = {name: record[name] for name in ("id", "status", "api_calls", "cost_usd")}
         return web.json_response(facts)
 
@@ -304,11 +304,11 @@ class Recorder:
         end = relay.ending or end or _ending(session)
         refusal = relay.last_refusal
         if refusal is not None and not _has_replies(session):
-            failure = self._failure(task, refusal.kind, refusal.words)
+            failure = self._failure(task, refusal.kind, refusal.message)
             end = Finish("failed")
         if end.status == "failed" and failure is None:
-            words = end.reason or "the program that held the session says that it failed"
-            failure = self._failure(task, "session_failed", words)
+            message = end.reason or "the program that held the session says that it failed"
+            failure = self._failure(task, "session_failed", message)
         record = make_record(
             task,
             session.trajectory,
@@ -330,10 +330,10 @@ class Recorder:
         self._say(f"{task.id}: {record['status']} after {plural(record['api_calls'], 'call')}")
         return record
 
-    def _failure(self, task: Task, error_class: str, words: str) -> Failure:
+    def _failure(self, task: Task, error_class: str, message: str) -> Failure:
         # A program of someone else's cannot be started again: this was the last attempt.
         attempt = self._config.max_attempts
-        return Failure(task.id, task.input_digest, attempt, error_class, words)
+        return Failure(task.id, task.input_digest, attempt, error_class, message)
 
 
 def _refuse(event: Event) -> None:
@@ -375,6 +375,6 @@ def _ending(session: Session) -> Finish:
             return Finish(cut)
     if reply["message"].get("tool_calls") or reply["finish_reason"] != "stop":
         last = session.gateway.relay.last_refusal
-        why = "" if last is None else f"; its last call failed: {last.kind}: {last.words}"
+        why = "" if last is None else f"; its last call failed: {last.kind}: {last.message}"
         return Finish("cancelled", f"it ended before a final answer{why}")
     return Finish("completed")

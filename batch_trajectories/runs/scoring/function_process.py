@@ -105,8 +105,8 @@ def _call(
 
             found = asyncio.run(_result_of(found))
     except (Exception, SystemExit) as error:  # a user's code may raise anything
-        if (words := machine_failure(error)) is not None:
-            return {"machine": words}
+        if (message := machine_failure(error)) is not None:
+            return {"machine": message}
         return {"rewards": None, "error": _describe(error)}
     try:
         return {**parse_rewards(found, name=name, turns=turns).to_json(), "error": None}
@@ -121,8 +121,8 @@ async def _result_of(awaitable: Any) -> Any:
 def _describe(error: BaseException) -> str:
     """Type and message of an error, and the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    words = clip(valid_utf8(f"{type(error).__name__}: {error}"), max_chars=_SHOWN)
-    return f"{words} ({Path(last.filename).name}:{last.lineno})"
+    message = clip(valid_utf8(f"{type(error).__name__}: {error}"), max_chars=_SHOWN)
+    return f"{message} ({Path(last.filename).name}:{last.lineno})"
 
 
 def _send(replies: IO[bytes], reply: dict[str, Any]) -> None:

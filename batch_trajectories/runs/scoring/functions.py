@@ -126,8 +126,8 @@ class _Function:
                 reply = await asyncio.wait_for(process.ask(request, inside), self._timeout_s)
             except TimeoutError:
                 await process.kill()
-                words = f"it took more than {self._timeout_s:g} s (--reward_timeout_s)"
-                reply = {"rewards": None, "error": words}
+                message = f"it took more than {self._timeout_s:g} s (--reward_timeout_s)"
+                reply = {"rewards": None, "error": message}
             except ConnectionError:
                 reply = {"rewards": None, "error": await process.how_it_ended()}
             except BaseException:

@@ -172,8 +172,8 @@ class Progress:
                 with contextlib.suppress(OSError):
                     self._bar.set_postfix_str(describe(state, self._turns))
             else:
-                words = describe(state, self._turns)
-                self._say(f"{self._ended}/{self._total} {self._tasks}: {words}")
+                line = describe(state, self._turns)
+                self._say(f"{self._ended}/{self._total} {self._tasks}: {line}")
 
     @property
     def left(self) -> int:
@@ -296,10 +296,10 @@ def describe(state: Mapping[str, Any], turns: str = "turns") -> str:
 
 
 def _cost(state: Mapping[str, Any]) -> str:
-    words = f"${state['cost_usd']:.2f}"
+    amount = f"${state['cost_usd']:.2f}"
     if state["cost_unknown"]:
-        return f"{words} + unknown" if state["cost_usd"] else "cost unknown"
-    return words if state["forecast_usd"] is None else f"{words} of ~${state['forecast_usd']:.2f}"
+        return f"{amount} + unknown" if state["cost_usd"] else "cost unknown"
+    return amount if state["forecast_usd"] is None else f"{amount} of ~${state['forecast_usd']:.2f}"
 
 
 def _short(number: float) -> str:

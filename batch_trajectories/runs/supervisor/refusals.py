@@ -47,7 +47,7 @@ class Refused(NamedTuple):
     payload: bytes
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """What the endpoint said."""
         return str(self.header["failure"]["message"])
 
@@ -95,7 +95,7 @@ class Refusals:
             return [], None
         if not self._is_decided:
             self._is_decided = True
-            kinds = {without_values(one.words, quoted=False) for one in self._held}
+            kinds = {without_values(one.message, quoted=False) for one in self._held}
             if len(self._held) > 1 and len(kinds) == 1:
                 return [], self._describe()
         held, self._held = self._held, []
@@ -103,14 +103,14 @@ class Refusals:
 
     def _describe(self) -> str:
         first = self._held[0]
-        said = first.words.lower()
+        said = first.message.lower()
         remedy = next(
-            (advice for words, advice in _REMEDIES if any(word in said for word in words)),
+            (advice for phrases, advice in _REMEDIES if any(word in said for word in phrases)),
             _OTHERWISE,
         )
         return (
             f"{', '.join(self._urls)}: the first {len(self._held)} requests were refused alike, "
-            f"and none was answered: {first.words}. {remedy}; then run the same command "
+            f"and none was answered: {first.message}. {remedy}; then run the same command "
             "again. No task was marked as failed"
         )
 
@@ -122,7 +122,7 @@ _MAX_CHARS = 200
 
 
 class _Outage(NamedTuple):
-    words: str
+    message: str
     heard_at: float
     ends_at: float
     """Approximately when the first call is given up."""
@@ -138,17 +138,17 @@ class Outages:
         self._outages: dict[str, _Outage] = {}
         self._has_said = False
 
-    def note(self, url: str, words: str, left_s: float) -> None:
+    def note(self, url: str, message: str, left_s: float) -> None:
         """A call failed and is retried for `left_s`; the first is reported at once."""
         now = time.monotonic()
         known = self._outages.get(url)
         ends_at = now + left_s
         if known is not None and now < known.ends_at:
             ends_at = min(ends_at, known.ends_at)
-        self._outages[url] = _Outage(words[:_MAX_CHARS], now, ends_at)
+        self._outages[url] = _Outage(message[:_MAX_CHARS], now, ends_at)
         if not self._has_said and url not in self._answered:
             self._has_said = True
-            self._say(f"waiting for {url}: no call has succeeded yet (see --base_url): {words}")
+            self._say(f"waiting for {url}: no call has succeeded yet (see --base_url): {message}")
 
     def on_replies(self, url: str) -> None:
         """The endpoint has answered calls."""
@@ -166,7 +166,7 @@ class Outages:
             if now - outage.heard_at > _FORGET_S:
                 del self._outages[url]
         return ", ".join(
-            f"waiting for {url}: {outage.words}"
+            f"waiting for {url}: {outage.message}"
             f" (giving up in {max(0.0, outage.ends_at - now):.0f} s)"
             for url, outage in self._outages.items()
         )

@@ -276,7 +276,7 @@ def _state_of(
         if budget_of(plan.config) is not None:
             held = held_in(run_dir.path, settled)
     if budget_of(plan.config) is not None:
-        amounts = [Cost(*most) for of_task in held.values() for most in of_task.values()]
+        amounts = [Cost(*reserve) for of_task in held.values() for reserve in of_task.values()]
         entries = (entry for _, entry in found.records())
         spent = spent_before(entries, inflight, budget_log, held=amounts)
     rows, _ = found.match(scan.keys)

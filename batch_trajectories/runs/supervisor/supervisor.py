@@ -254,7 +254,7 @@ class Supervisor:
             case "budget":
                 self.budget.on_worker_budget(worker, header["report"])
             case "outage":
-                self._outages.note(header["url"], header["words"], header["left_s"])
+                self._outages.note(header["url"], header["message"], header["left_s"])
             case "say":
                 if header["message"] not in self._said:
                     self._said.add(header["message"])

@@ -58,8 +58,8 @@ class WorkerPool:
         """The worker with the most room while `left` tasks have not ended, None if all are full."""
         # Near the end each worker gets only its share, so no worker idles beside a full one.
         share = -(-left // self._config.num_workers)
-        most = min(self._config.agents_per_worker, max(1, share))
-        able = [w for w in self.workers if w.ready and not w.isolated and len(w.held) < most]
+        limit = min(self._config.agents_per_worker, max(1, share))
+        able = [w for w in self.workers if w.ready and not w.isolated and len(w.held) < limit]
         return min(able, key=lambda worker: len(worker.held), default=None)
 
     def idle(self) -> list[WorkerHandle]:

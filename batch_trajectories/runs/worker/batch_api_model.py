@@ -47,14 +47,14 @@ class BatchApiClient:
         self._is_stopping = False
 
     async def ask(
-        self, id: str, settings: ModelSettings, body: bytes, most: Cost | None = None
+        self, id: str, settings: ModelSettings, body: bytes, reserve: Cost | None = None
     ) -> BatchAnswer:
-        """Have a call made in a batch, with `most` reserved for it; raises `Stopped`."""
+        """Have a call made in a batch, with `reserve` set aside for it; raises `Stopped`."""
         if self._is_stopping:
             raise Stopped
         answer: asyncio.Future[BatchAnswer] = asyncio.get_running_loop().create_future()
         self._waiting[id] = answer
-        amount = None if most is None else most.to_json()
+        amount = None if reserve is None else reserve.to_json()
         self._send("ask", body, id=id, model=name_of(settings), most=amount)
         try:
             return await answer
@@ -126,31 +126,33 @@ class BatchApiModel:
 
     async def _by_batch(self, id: str, request: Request) -> Completion | None:
         """The reply from a batch, with its price; None if there is none."""
-        most = Cost()
+        reserve = Cost()
         if self._budget.is_kept:
-            most = self._budget.worst_case_of(estimate_cost(request, self._settings, by_batch=True))
+            reserve = self._budget.worst_case_of(
+                estimate_cost(request, self._settings, by_batch=True)
+            )
             held = self._held.pop(id, None)
-            if held is not None and held.covers(most):
-                self._budget.take_over(most)
+            if held is not None and held.covers(reserve):
+                self._budget.take_over(reserve)
             else:
-                await self._budget.reserve(most)
+                await self._budget.reserve(reserve)
         may_cost, completion = True, None  # after a stop, the call may still be in a batch
         try:
-            answer = await self._ask(id, request, most if self._budget.is_kept else None)
+            answer = await self._ask(id, request, reserve if self._budget.is_kept else None)
             may_cost = answer.how == "reply"
             completion = self._read(answer.reply, request) if may_cost else None
         finally:
             if self._budget.is_kept:
                 if may_cost:
-                    self._budget.settle(most, completion)
+                    self._budget.settle(reserve, completion)
                 else:
-                    self._budget.release(most)
+                    self._budget.release(reserve)
         return completion
 
-    async def _ask(self, id: str, request: Request, most: Cost | None) -> BatchAnswer:
+    async def _ask(self, id: str, request: Request, reserve: Cost | None) -> BatchAnswer:
         while True:
             body = body_of(request, self._live.settings)
-            answer = await self._client.ask(id, self._settings, body, most)
+            answer = await self._client.ask(id, self._settings, body, reserve)
             if answer.how != "again":
                 return answer
 

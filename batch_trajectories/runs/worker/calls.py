@@ -98,10 +98,10 @@ class Calls:
     @staticmethod
     def describe(error: ModelError) -> str:
         """Why an endpoint stops the run, and what to check."""
-        words = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
+        message = f"{error.endpoint}: {RULES[error.kind].meaning}: {error}"
         if error.kind in ("auth", "forbidden", "no_credit", "blocked"):
-            words += f". {error.key_source}"
-        return words
+            message += f". {error.key_source}"
+        return message
 
     def receive(self, header: dict[str, Any], payload: bytes) -> None:
         """A message of the parent that is about calls; see `runs.protocol.messages`."""
@@ -128,7 +128,7 @@ class Calls:
         from batch_trajectories.runs.worker.batch_api_model import BatchApiModel, items_in
 
         used = items_in(assignment["events"])
-        held = {id: Cost(*most) for id, most in assignment["held"].items()}
+        held = {id: Cost(*reserve) for id, reserve in assignment["held"].items()}
 
         def wrapped(model: Model) -> Model:
             if not isinstance(model, RetryingModel):

@@ -113,8 +113,8 @@ class TaskRunner:
             try:
                 return self._sort_out(task, assignment, error)
             except Exception as defect:
-                if (words := machine_failure(defect)) is not None:
-                    self._stops.halt(f"{task.id}: {words}")
+                if (message := machine_failure(defect)) is not None:
+                    self._stops.halt(f"{task.id}: {message}")
                     return pack("released", key=task.key.hex())
                 # Its record cannot be made, but the parent must know of the attempt.
                 log.exception("%s: cannot make a record of its failure", task.id)
@@ -144,9 +144,9 @@ class TaskRunner:
 
     def _sort_out(self, task: Task, assignment: Assignment, error: BaseException) -> bytes:
         """The message about a task that ended with an unexpected error."""
-        if (words := machine_failure(error)) is not None:
+        if (message := machine_failure(error)) is not None:
             log.error("%s: the machine failed", task.id, exc_info=error)
-            self._stops.halt(f"{task.id}: {words}")
+            self._stops.halt(f"{task.id}: {message}")
         if self._stops.is_stopping:
             return pack("released", key=task.key.hex())
         log.error("%s: a bug in this program", task.id, exc_info=error)
@@ -388,8 +388,8 @@ class TaskRunner:
             else:
                 self.counters["cost_usd"] += event["cost_usd"]
             is_asked = self._config.token_ids and not is_users
-            if is_asked and (words := tokens_missing(event)):
-                self._stops.say(words)
+            if is_asked and (message := tokens_missing(event)):
+                self._stops.say(message)
 
     def _script_of(self, task: Task) -> Sequence[ScriptedTurn]:
         """What model "scripted" plays; to others a column of that name means nothing."""

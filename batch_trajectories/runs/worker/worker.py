@@ -97,11 +97,11 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
         connection.send_bytes(pack("halt", message=str(error)))
         sys.exit(1)
     except Exception as error:
-        if (words := machine_failure(error)) is None:
+        if (message := machine_failure(error)) is None:
             raise
         if log.hasHandlers():  # not where it is the log that cannot be opened
             log.exception("the machine failed")
-        connection.send_bytes(pack("halt", message=f"a worker cannot work: {words}"))
+        connection.send_bytes(pack("halt", message=f"a worker cannot work: {message}"))
         sys.exit(1)
 
 
@@ -297,18 +297,18 @@ class Worker:
         if is_reported or (retry.kind == "rate_limited" and url in self._calls.proven):
             return
         self._reported_at[url] = now
-        words = f"{retry.kind}: {retry.words}"
-        self.send("outage", url=url, words=words, left_s=retry.left_s)
+        message = f"{retry.kind}: {retry.message}"
+        self.send("outage", url=url, message=message, left_s=retry.left_s)
 
     def _on_lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback failed; if the machine is the cause, stop the run."""
         error = context.get("exception")
-        words = None if error is None else machine_failure(error)
-        if words is None:
+        message = None if error is None else machine_failure(error)
+        if message is None:
             loop.default_exception_handler(context)
             return
         log.error("the machine failed", exc_info=error)
-        self.halt(f"a worker cannot continue: {words}")
+        self.halt(f"a worker cannot continue: {message}")
         self._outbox.put(None)
         self._sender.join()
         os._exit(1)

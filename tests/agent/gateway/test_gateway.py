@@ -30,7 +30,7 @@ def _error(said: bytes) -> Any:
 
 @EACH
 @pytest.mark.parametrize(
-    ("limits", "status", "words"),
+    ("limits", "status", "message"),
     [
         (CallLimits(max_calls=2), "max_turns", "2 model calls"),
         (CallLimits(max_cost_usd=0.0002), "budget", "$0.000220 of $0.000200"),
@@ -38,7 +38,7 @@ def _error(said: bytes) -> Any:
     ],
 )
 def test_a_limit_refuses_the_next_call(
-    api: str, limits: CallLimits, status: str, words: str
+    api: str, limits: CallLimits, status: str, message: str
 ) -> None:
     """With status 400 and an error in the dialect's own form; the ending says which limit."""
 
@@ -52,7 +52,7 @@ def test_a_limit_refuses_the_next_call(
                     assert response.status == 400
                     assert response.headers["x-should-retry"] == "false"
                     error = _error(await response.read())
-                    assert words in error["message"]
+                    assert message in error["message"]
                     assert error["type"] == "invalid_request_error"
             assert world.gateway.relay.ending is not None
             assert world.gateway.relay.ending.status == status

@@ -361,16 +361,16 @@ def test_what_ends_the_attempt_stops_the_agent_and_is_raised(
 @EACH
 def test_what_the_endpoint_refuses_the_agent_reads_itself(api: str) -> None:
     """Its own words and status: agents shorten their history when it no longer fits."""
-    words = {"error": {"message": "prompt is too long: 9 tokens > 8", "type": "invalid_request"}}
+    error = {"error": {"message": "prompt is too long: 9 tokens > 8", "type": "invalid_request"}}
 
     async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
-        return web.json_response(words, status=413)
+        return web.json_response(error, status=413)
 
     async def run() -> None:
         async with relayed(api, play) as world:
             for is_stream in (False, True):
                 status, said = await world.read(ask(stream=is_stream))
-                assert (status, orjson.loads(said)) == (413, words)
+                assert (status, orjson.loads(said)) == (413, error)
             assert world.gateway.relay.last_error is not None
             assert world.gateway.relay.last_error.kind == "context_exceeded"
             assert not world.gateway.relay.ended.is_set()

@@ -403,7 +403,7 @@ def test_two_resources_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"client": "azure", "client_options": {"azure_endpoint": "https://r"}}, "api_version"),
         (
@@ -428,9 +428,9 @@ def test_two_resources_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_what_a_client_cannot_do_is_said_before_the_run(
-    given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AZURE_OPENAI_API_KEY", "k-1234567890")
     endpoint = EndpointConfig.model_validate(given).to_endpoint()
-    with pytest.raises(UnusableClient, match=words):
+    with pytest.raises(UnusableClient, match=message):
         resolve_model("x:m", base_url=None, api=None, key_env=None, endpoints={"x": endpoint})

@@ -254,14 +254,14 @@ def test_no_file_of_a_run_holds_a_piece_of_the_key(tmp_path: Path, stream_replie
 
 
 @pytest.mark.parametrize(
-    ("key_env", "words"),
+    ("key_env", "message"),
     [
         ("none", "No key was sent: "),
         (None, "The key is that of OPENAI_API_KEY, if it is set (see --key_env)."),
         ("MY_KEY", "The key is that of the environment variable MY_KEY (see --key_env)."),
     ],
 )
-def test_a_refusal_says_whose_key_was_sent(key_env: str | None, words: str) -> None:
+def test_a_refusal_says_whose_key_was_sent(key_env: str | None, message: str) -> None:
     settings = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=key_env)
-    assert settings.key_source.startswith(words)
+    assert settings.key_source.startswith(message)
     assert "variable none" not in settings.key_source

@@ -202,8 +202,8 @@ SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream"
 @pytest.mark.parametrize("dialect", ["openai_chat", "anthropic_messages"])
 def test_a_huge_reply_is_not_read_to_its_end(ask: Asker, dialect: str, is_streamed: bool) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    words = "more than 8 MiB" if is_streamed else "larger than 64 MiB"
-    with pytest.raises(ModelError, match=words) as caught:
+    message = "more than 8 MiB" if is_streamed else "larger than 64 MiB"
+    with pytest.raises(ModelError, match=message) as caught:
         ask(dialect, "huge", is_streamed=is_streamed, given={"attempt_timeout_s": 60.0})
     assert caught.value.kind == "malformed"
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024

@@ -100,7 +100,7 @@ def ask_patiently(adapter: Failing, **settings: Any) -> Completion:
         adapter,
         dataclasses.replace(SETTINGS, **settings),
         api_key="k",
-        on_retry=lambda words: None,
+        on_retry=lambda message: None,
     )
     return asyncio.run(patient.complete(GO))
 
@@ -137,7 +137,7 @@ def test_a_broken_reply_is_soon_asked_for_again_while_the_endpoint_answers_other
     waits: list[float],
 ) -> None:
     adapter = Failing()
-    model = RetryingModel(adapter, SETTINGS, api_key="k", on_retry=lambda words: None)
+    model = RetryingModel(adapter, SETTINGS, api_key="k", on_retry=lambda message: None)
 
     async def ask() -> None:
         await model.complete(Request([]))

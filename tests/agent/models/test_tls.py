@@ -130,7 +130,7 @@ def test_a_certificate_that_is_trusted_is_accepted(
 
 
 @pytest.mark.parametrize(
-    ("handler", "words"),
+    ("handler", "message"),
     [
         (
             saying(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"),
@@ -140,7 +140,7 @@ def test_a_certificate_that_is_trusted_is_accepted(
         (close_at_once, "closed the connection at the beginning of TLS"),
     ],
 )
-def test_what_does_not_speak_tls_is_told_apart(handler: Handler, words: str) -> None:
+def test_what_does_not_speak_tls_is_told_apart(handler: Handler, message: str) -> None:
     error = asyncio.run(failure_at(handler))
-    assert words in str(error)
+    assert message in str(error)
     assert (error.kind, error.may_have_cost) == ("connection", False)

@@ -54,9 +54,9 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
         raise ConfigError(f"agent {agent.name!r}: {error}") from error
     changes: dict[str, Any] = {"agent": agent.with_found(found)}
     if config.concurrency is None and (free_mb := free_memory_mb()) is not None:
-        most = max(1, int(_SHARE * free_mb / agent.memory_mb))
-        changes["num_workers"] = min(config.num_workers, most)
-        changes["concurrency"] = min(config.batch_size, most // changes["num_workers"])
+        limit = max(1, int(_SHARE * free_mb / agent.memory_mb))
+        changes["num_workers"] = min(config.num_workers, limit)
+        changes["concurrency"] = min(config.batch_size, limit // changes["num_workers"])
     return config.model_copy(update=changes)
 
 
@@ -95,9 +95,9 @@ def printed_version(agent: CommandAgent, result: ExecResult) -> str:
     version = re.search(r"\d+\.\d+[\w.+-]*", result.stdout)
     if version is None:
         how = "timed out" if result.timed_out else f"exit code {result.exit_code}"
-        words = clip(f"{result.stdout}\n{result.stderr}".strip(), max_chars=_SHOWN)
+        printed = clip(f"{result.stdout}\n{result.stderr}".strip(), max_chars=_SHOWN)
         raise SandboxError(
-            f"`{' '.join(agent.version_command)}` printed no version ({how}): {words}"
+            f"`{' '.join(agent.version_command)}` printed no version ({how}): {printed}"
         )
     return version[0].rstrip(".")
 
@@ -152,9 +152,9 @@ def free_memory_mb() -> int | None:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            most, now = ((root / name).read_text().strip() for name in (limit, used))
+            limit_mb, now = ((root / name).read_text().strip() for name in (limit, used))
         except OSError:
             continue
-        if most.isdigit() and now.isdigit():
-            found.append(max(0, int(most) - int(now)) >> 20)
+        if limit_mb.isdigit() and now.isdigit():
+            found.append(max(0, int(limit_mb) - int(now)) >> 20)
     return min(found, default=None)
