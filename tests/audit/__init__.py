@@ -2,6 +2,7 @@
 
 planting      rows with a known defect, and sound ones
 test_plain    rows without images: verdicts, resuming
+test_kinds    rows in images: SWE kinds and Harbor tasks
 test_skipped  checks that pass although no test ran
 test_reference  where the solution of a row is
 """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.running import command, lines, run
+from tests.runs.test_harbor import write_task
 
 TEST = "import sys\nsys.path.insert(0, '.')\nfrom calc import add\nassert add(2, 2) == 4\n"
 BROKEN = {"calc.py": "def add(a, b):\n    return a - b\n"}
@@ -16,8 +18,70 @@ class Tests(unittest.TestCase):
     @unittest.skip("not here")
     def test_add(self): pass
 """
+COIN = "python3 -I -S -c 'import os; raise SystemExit(os.urandom(1)[0] & 1)'"
+"""A check that knows nothing of the work."""
+
+OLD_TEXT = """\
+def mul(first, second):
+    return first * second
+
+
+def add(first, second):
+    return first - second
+"""
+FIXED_TEXT = OLD_TEXT.replace("first - second", "first + second")
+R2E_TEST = """\
+import pytest
+from pkg.calc import add, mul
+
+def test_add():
+    assert add(2, 2) == 4
+
+def test_mul():
+    assert mul(2, 3) == 6
+
+@pytest.mark.skip
+def test_later():
+    assert add(0, 0)
+"""
+SMITH_TESTS = R2E_TEST
+ADD, MUL = "tests/test_calc.py::test_add", "tests/test_calc.py::test_mul"
 
 OPTIONS: dict[str, Any] = {"dataset_file": "p.jsonl", "run_name": "audit", "num_workers": 2}
+
+
+class Images(NamedTuple):
+    """A directory of images, and the commits of their repository."""
+
+    directory: Path
+    base: str
+    fix: str
+
+
+def diff(path: str, old: str, new: str) -> str:
+    """A diff that replaces all lines of a file; `old` is "" for a new file."""
+    before, after = old.splitlines(), new.splitlines()
+    head = f"diff --git a/{path} b/{path}\n"
+    head += f"--- a/{path}\n" if before else "new file mode 100644\n--- /dev/null\n"
+    head += f"+++ b/{path}\n@@ -{1 if before else 0},{len(before)} +1,{len(after)} @@\n"
+    return head + "".join(f"-{line}\n" for line in before) + "".join(f"+{x}\n" for x in after)
+
+
+def replacing(old: str, new: str) -> str:
+    """A diff of pkg/calc.py as git makes it: `old` becomes `new` in its last line."""
+    return (
+        "diff --git a/pkg/calc.py b/pkg/calc.py\n--- a/pkg/calc.py\n+++ b/pkg/calc.py\n"
+        "@@ -3,4 +3,4 @@ def mul(first, second):\n \n \n def add(first, second):\n"
+        f"-    return first {old} second\n+    return first {new} second\n"
+    )
+
+
+FIX, WRONG, BUG = replacing("-", "+"), replacing("-", "/"), replacing("+", "-")
+
+
+def bringing(content: str) -> str:
+    """The patch of a row that brings its tests."""
+    return diff("tests/test_calc.py", "", content)
 
 
 def plain_row(id_: str, **changes: Any) -> dict[str, Any]:
@@ -26,6 +90,66 @@ def plain_row(id_: str, **changes: Any) -> dict[str, Any]:
     row: dict[str, Any] = {"id": id_, "prompt": f"Repair add ({id_}).", "files": BROKEN}
     row |= {"check": check, "solution": FIXED, **changes}
     return {name: value for name, value in row.items() if value is not None}
+
+
+def swe_row(kind: str, id_: str, images: Images, **changes: Any) -> dict[str, Any]:
+    """A sound row of a kind of `--rows`, with changes; None removes a column."""
+    row: dict[str, Any] = {
+        "instance_id": id_, "repo": "o/r", "problem_statement": f"add is wrong ({id_})",
+        "FAIL_TO_PASS": [ADD], "PASS_TO_PASS": [MUL],
+    }  # fmt: skip
+    if kind == "swe-smith":
+        row |= {"image_name": "smith:1", "patch": BUG}
+    elif kind == "r2e-gym":
+        change = {"header": {"file": {"path": "pkg/calc.py"}}, "new_file_content": FIXED_TEXT}
+        outcomes = {"test_add": "PASSED", "test_mul": "PASSED"}
+        row |= {
+            "docker_image": "r2e:1", "repo_name": id_, "commit_hash": images.fix,
+            "problem_statement": f"[ISSUE]\nadd is wrong ({id_})\n[/ISSUE]",
+            "parsed_commit_content": json.dumps({"file_diffs": [change]}),
+            "expected_output_json": json.dumps(outcomes),
+        }  # fmt: skip
+    else:
+        row |= {
+            "image_name": "calc:1", "base_commit": images.base, "patch": FIX,
+            "test_patch": bringing(R2E_TEST),
+        }  # fmt: skip
+    if kind == "swe-rebench":
+        command_ = "pytest -rA tests/test_calc.py"
+        row["install_config"] = {"test_cmd": command_, "log_parser": "parse_log_pytest"}
+    row |= changes
+    return {name: value for name, value in row.items() if value is not None}
+
+
+ANSWERED = """\
+#!/bin/sh
+read -r found < answer.txt
+[ "$found" = 42 ] && r=1 || r=0
+echo $r > /logs/verifier/reward.txt
+"""
+BY_PYTEST = """\
+#!/bin/sh
+pytest -p no:cacheprovider /tests/test_calc.py && r=1 || r=0
+echo $r > /logs/verifier/reward.txt
+"""
+SOLVE = "#!/bin/sh\necho 42 > answer.txt\n"
+
+
+def harbor_task(
+    directory: Path,
+    id_: str,
+    *,
+    image: str = "calc:1",
+    test: str = ANSWERED,
+    solve: str | None = SOLVE,
+    more: str = "",
+    **files: str,
+) -> None:
+    """Write a task directory; a sound one without changes."""
+    task = f'[environment]\ndocker_image = "{image}"\nworkdir = "/testbed"\n{more}'
+    if solve is not None:
+        files["solution/solve.sh"] = solve
+    write_task(directory / id_, task, **{"tests/test.sh": test, **files})
 
 
 def audit(cwd: Path, *args: object, **options: Any) -> tuple[int, str]:

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 
 from batch_trajectories.runs.audit.steps import samples_of
-from tests.audit.planting import OPTIONS, SKIPPED, audit, found, plain_row, verdicts
+from tests.audit.planting import COIN, OPTIONS, SKIPPED, audit, found, plain_row, verdicts
 from tests.running import kill_session, lines, started, wait_until, write_rows
 
 pytestmark = pytest.mark.slow
-
-# Without a seed of its own: every sandbox begins with another clock.
-COIN = "python3 -I -S -c 'import os; raise SystemExit(os.urandom(1)[0] & 1)'"
 
 DEFECTS: dict[str, dict[str, Any]] = {
     "passes_untouched": {"check": "true"},

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.runs.dataset.row_setup import RowSetup
 from batch_trajectories.runs.worker.diff import DiffError, begin_diff, is_unchanged, make_diff
 from testing.fake_images import make_repository
 from tests.images.conftest import CALC
@@ -66,7 +67,7 @@ def diff_of(
         (worked, one), (fresh, other) = contexts
         try:
             await out(worked, "\n".join(commands))
-            diff = await make_diff(one, other, hidden)
+            diff = await make_diff(one, other, RowSetup({}, (), ".", None, hidden))
             return diff, [await out(sandbox, then) for sandbox in (worked, fresh)]
         finally:
             await worked.stop()
@@ -160,7 +161,7 @@ async def _nowhere(images: Path, tmp_path: Path) -> None:
     sandbox = sandbox_in(images, tmp_path / "l", ImageSpec("python:1", workdir="/tmp"))
     try:
         context = ToolContext(ImageFiles(Workspace(tmp_path / "l"), sandbox), sandbox)
-        await make_diff(context, context, ())
+        await make_diff(context, context, None)
     finally:
         await sandbox.stop()
 

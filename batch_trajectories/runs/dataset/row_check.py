@@ -9,6 +9,8 @@
     timeout_s    default: --command_timeout_s
     env          variables, as in the column `env`
     in           `same`: the workspace as the model left it; `fresh`: the image with only the diff
+    from_image   patterns of files that a fresh check takes from the image, whatever the diff says:
+                 a name, or a path in the repository with `/`; `*` stands for any characters
     user         default: that of the row
     network      true: the check needs the network, which --check_network allows
 """
@@ -27,8 +29,8 @@ CheckPlace = Literal["same", "fresh"]
 
 _KEYS = frozenset(
     ("command", "reward_file", "tests", "files", "timeout_s", "env", "in", "user", "network")
-)
-_INSIDE_KEYS = ("in", "user", "network")
+) | {"from_image"}
+_INSIDE_KEYS = ("in", "user", "network", "from_image")
 """Keys that need an image: elsewhere the check runs as the conversation did."""
 
 _TESTS_KEYS = frozenset(("log", "patterns", "pass", "passed", "expected"))
@@ -65,6 +67,8 @@ class Check(NamedTuple):
     """None where there is no image; the key `in`."""
     user: str | None = None
     network: bool = False
+    from_image: tuple[str, ...] = ()
+    """Patterns of files that are not as the diff says."""
 
 
 def read_check(
@@ -108,6 +112,7 @@ def read_check(
         where,
         read_user(raw.get("user"), "check.user"),
         network and wants_network is True,
+        tuple(_texts(raw.get("from_image"), "check.from_image")),
     )
 
 

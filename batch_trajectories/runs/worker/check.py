@@ -183,10 +183,11 @@ async def _judged(
 
 
 async def _of_tests(context: ToolContext, check: Check, result: ExecResult) -> dict[str, Any]:
-    """What the tests in the output say."""
+    """What the tests in the output say; of a log the record has the ends as `stdout`."""
     tests = check.tests
     assert tests is not None
     output = result.stdout + "\n" + result.stderr
+    shown: dict[str, Any] = {}
     if tests.log is not None:
         try:
             content = await asyncio.to_thread(
@@ -195,6 +196,7 @@ async def _of_tests(context: ToolContext, check: Check, result: ExecResult) -> d
         except PathError:
             content = b""  # the command ended before any test
         output = content.decode(errors="replace")
+        shown = {"stdout": clip(output, max_chars=_SHOWN)}
     try:
         found = await asyncio.to_thread(outcomes, tests.patterns, output)
     except PatternTimeout as error:
@@ -204,6 +206,7 @@ async def _of_tests(context: ToolContext, check: Check, result: ExecResult) -> d
         raise CheckFailed("`check.tests`: the output is too long to be kept; print it to a `log`")
     statuses = Counter(statuses_of(tests, found).values())
     return {
+        **shown,
         "passed": not wrong,
         "reward": float(not wrong),
         "tests": {

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.basics.text import clip, plural
+from batch_trajectories.runs.dataset.row_setup import RowSetup
 from batch_trajectories.runs.worker.workspace_setup import SetupFailed
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult, Sandbox
@@ -87,6 +89,18 @@ _END = (
 )
 
 
+# What the check takes from the image is moved aside, and back when the diff is made.
+_SAVE = _AT_STORE + (
+    'number=0; for path; do number=$((number + 1)); [ ! -L "$path" ] && [ ! -f "$path" ] || '
+    'mv "$path" "$store/of_image.$number"; done'
+)
+_BRING_BACK = _AT_STORE + (
+    "number=0; for path; do number=$((number + 1)); old=$store/of_image.$number; "
+    'rm -rf "$path"; [ ! -L "$old" ] && [ ! -f "$old" ] || '
+    '{ mkdir -p "./$(dirname "$path")"; mv "$old" "$path"; }; done'
+)
+
+
 class DiffError(Exception):
     """What a conversation changed cannot be carried to a fresh workspace."""
 
@@ -128,13 +142,14 @@ def empty_diff() -> dict[str, Any]:
 
 
 async def make_diff(
-    worked: ToolContext, fresh: ToolContext, hidden: Sequence[str]
+    worked: ToolContext, fresh: ToolContext, setup: RowSetup | None
 ) -> dict[str, Any]:
     """Change a fresh workspace as a conversation did, and return the diff.
 
-    Nothing else may run in either; `hidden` are paths that the model did not have. The keys of
-    what is returned: `patch` (text as `git apply` takes it), `truncated` (it is longer than is
-    kept), `base64` (the exact bytes, where they are not UTF-8). Raises `DiffError`.
+    Nothing else may run in either. What the model did not have is left out; what the check takes
+    from the image is in the diff, but in the fresh workspace as before. The keys of what is
+    returned: `patch` (text as `git apply` takes it), `truncated` (it is longer than is kept),
+    `base64` (the exact bytes, where they are not UTF-8). Raises `DiffError`.
     """
     sandbox = _sandbox(fresh)
     try:
@@ -143,7 +158,10 @@ async def make_diff(
             raise DiffError("a fresh copy of the image has no repository")
         if top == "/":
             raise DiffError("the repository is the whole image")
-        patch = await _made(worked.workspace, fresh, top, [_path(path) for path in hidden])
+        hidden = [_path(path) for path in setup.hidden] if setup else []
+        check = setup and setup.check
+        from_image = check.from_image if check else ()
+        patch = await _made(worked.workspace, fresh, top, hidden, from_image)
     except ToolError as error:
         raise DiffError(str(error)) from error
     kept = patch[:MAX_BYTES]
@@ -161,7 +179,9 @@ def no_diff(why: str) -> dict[str, Any]:
     return {**empty_diff(), "error": why}
 
 
-async def _made(worked: Any, fresh: ToolContext, top: str, hidden: Sequence[str]) -> bytes:
+async def _made(
+    worked: Any, fresh: ToolContext, top: str, hidden: Sequence[str], from_image: Sequence[str]
+) -> bytes:
     """Carry what has changed beneath `top`, and return the diff."""
     sandbox, files = _sandbox(fresh), fresh.workspace
     assert isinstance(worked, ImageFiles)
@@ -182,6 +202,9 @@ async def _made(worked: Any, fresh: ToolContext, top: str, hidden: Sequence[str]
     had = {path for path in (*gone, *changed) if _kind(begun.get(path)) in _CARRIED}
     had -= await _ignored(fresh, had, store, _BEGIN, *nested)
     await _run(sandbox, _BEFORE, store, stdin=_listed(had))
+    kept = sorted(path for path in {*gone, *changed} if _matches(path, from_image))
+    if kept:
+        await _run(sandbox, _SAVE, store, *kept)
     for some in _batches(_uppermost(gone)):
         await _run(sandbox, _REMOVE, *some)
     rules = {path for path in changed if path.rpartition("/")[2] == _IGNORES}
@@ -193,8 +216,16 @@ async def _made(worked: Any, fresh: ToolContext, top: str, hidden: Sequence[str]
     await _carry(worked, files, top, carried)
     await _run(sandbox, _END, store, *nested, stdin=_listed(changed))
     patch = await asyncio.to_thread(files.read_bytes, f"{store}/patch", MAX_BYTES + 1)
+    if kept:
+        await _run(sandbox, _BRING_BACK, store, *kept)
     await sandbox.exec(["rm", "-rf", "--", store])
     return patch
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    """Whether a path, or its last name for patterns without `/`, has one of these patterns."""
+    name = path.rpartition("/")[2]
+    return any(fnmatchcase(path if "/" in one else name, one) for one in patterns)
 
 
 async def _ignored(

@@ -224,7 +224,7 @@ class Workspaces:
                 diff = empty_diff()
             else:
                 worked = await self.reopened(context, row, starts_entrypoint=False)
-                diff = await make_diff(worked, fresh, row.setup.hidden if row.setup else ())
+                diff = await make_diff(worked, fresh, row.setup)
             is_left = afresh
         except (SetupFailed, DiffError) as error:
             if afresh and isinstance(error, SetupFailed):
