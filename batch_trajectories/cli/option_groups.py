@@ -16,7 +16,14 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Data": (
         *("dataset_file", "columns", "rows", "run_name", "output_dir", "num_samples"),
         "max_samples",
-        *("on_bad_row", "require_reasoning", "require_passed", "accept_rows", "empty_think"),
+        *(
+            "only_sound",
+            "on_bad_row",
+            "require_reasoning",
+            "require_passed",
+            "accept_rows",
+            "empty_think",
+        ),
         *("seed", "shard", "forks"),
     ),
     "Agent": ("agent",),

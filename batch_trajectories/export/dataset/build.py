@@ -80,6 +80,7 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
             "dataset_sha256": source.scan.sha256,
             "prompts": source.scan.rows + len(source.scan.bad_rows),
             "samples": source.num_samples,
+            **_audit_of(run),
         },
         "tasks": len(order) + discarded,
         "discarded": discarded,
@@ -90,6 +91,12 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
         "recipe": recipe.model_dump(mode="json"),
         "versions": _versions(recipe),
     }
+
+
+def _audit_of(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The audit whose sound rows the run took, and the rows by verdict."""
+    audit = (run["dataset"].get("source") or {}).get("only_sound")
+    return {} if audit is None else {"audit": audit}
 
 
 def worth_scoring(recipe: Recipe) -> Callable[[Record], bool]:

@@ -140,6 +140,9 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield f"- run `{run['name']}`, config {run['config_digest']}, prompts x samples = " + (
         f"{run['prompts']:,} x {run['samples']:,}"
     )
+    if (audit := run.get("audit")) is not None:
+        rows = ", ".join(f"{count:,} {verdict}" for verdict, count in audit["rows"].items())
+        yield f"- tasks audited before the run (`{audit['audit']}`), only sound ones used: {rows}"
     yield ""
     yield "## What is in it"
     yield ""

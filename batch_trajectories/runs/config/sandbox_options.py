@@ -61,6 +61,11 @@ class SandboxOptions(AgentOptions):
         "Variables of this machine that `env` of rows may name as ${NAME}.",
     )
     audit: bool = meaning(False, "A run of `check_tasks`: steps in place of conversations.")
+    only_sound: str | None = running(
+        None,
+        "Name or directory of an audit (`check_tasks`): use only the rows that it found sound.",
+        min_length=1,
+    )
     reward: Names = running(
         (),
         "Functions that give rewards: MODULE:FUNCTION or FILE.py:FUNCTION (docs/rewards.md).",

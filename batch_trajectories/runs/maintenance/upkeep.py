@@ -134,6 +134,8 @@ def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
 
     Raises what `keep_dataset` raises.
     """
+    from batch_trajectories.runs.audit.only_sound import read_sound_rows
+
     return keep_dataset(
         config.dataset_file,
         config.run_dir,
@@ -143,6 +145,7 @@ def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
         max_samples=config.max_samples,
         writes=False,
         with_solutions=config.audit,
+        only=read_sound_rows(config),
         say=say,
     )
 

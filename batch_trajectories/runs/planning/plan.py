@@ -26,7 +26,7 @@ from batch_trajectories.runs.dataset.scan_cache import NAME, cached_scan
 from batch_trajectories.runs.dataset.shards import parse_shard
 from batch_trajectories.runs.directory.run_lock import refuse_held
 from batch_trajectories.runs.planning.executor_choice import check_executor
-from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset
+from batch_trajectories.runs.sources.kept_dataset import ONLY, KeptDataset, RowFilter, keep_dataset
 from batch_trajectories.runs.store.checks import EXPECTED
 from batch_trajectories.runs.store.files import temporary_for, training_file_of
 from toolsets.sandbox.base import SandboxError
@@ -117,8 +117,13 @@ def make_plan(
         writes=writes,
         fresh=fresh,
         with_solutions=config.audit,
+        only=_sound_rows(config),
         say=say,
     )
+    if dataset.source is not None and (sound := dataset.source.get(ONLY)) is not None:
+        from batch_trajectories.runs.audit.only_sound import describe_sound
+
+        say(describe_sound(sound))
     try:
         scan = cached_scan(
             config.run_dir / NAME,
@@ -142,6 +147,14 @@ def make_plan(
         dataset=dataset,
         scan=scan,
     )
+
+
+def _sound_rows(config: RunConfig) -> RowFilter | None:
+    if config.only_sound is None:
+        return None
+    from batch_trajectories.runs.audit.only_sound import read_sound_rows  # most runs name no audit
+
+    return read_sound_rows(config)
 
 
 def _sandbox_problem(config: RunConfig) -> str | None:

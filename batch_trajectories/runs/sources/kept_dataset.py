@@ -20,7 +20,7 @@ from operator import itemgetter
 from pathlib import Path
 from shutil import copyfile, rmtree
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import finalize
 
 import orjson
@@ -46,10 +46,26 @@ if TYPE_CHECKING:
     from batch_trajectories.runs.sources.file_rows import Row
     from batch_trajectories.runs.sources.rows_file import RowsFile
 
+ONLY = "only_sound"
+"""The key of what a filter of rows says."""
+
 _FORMAT = 1
 """Raised when the same source is written in another way."""
 
 _BEING_WRITTEN = "another process is starting this run. Wait for it, or stop it; then try again."
+
+
+class RowFilter(Protocol):
+    """Says which rows are kept, and counts them."""
+
+    digest: str
+    """Over what decides."""
+
+    def takes(self, columns: Mapping[str, Any]) -> bool:
+        """Whether a row is kept."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the description of the dataset; has `digest`."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -72,6 +88,7 @@ def keep_dataset(
     writes: bool,
     fresh: bool = False,
     with_solutions: bool = False,
+    only: RowFilter | None = None,
     say: Callable[[str], object],
 ) -> KeptDataset:
     """The dataset as a JSONL file: the user's own, or the one in the run directory.
@@ -79,21 +96,21 @@ def keep_dataset(
     Reads the source only where the run directory does not hold it yet, and of it no more than
     `max_samples` rows that `rules` can use. Without `writes`, what is missing goes into a temporary
     directory. With `fresh`, a hub's dataset is that of the hub now. `with_solutions`: rows have
-    their solutions, which only audits read. Raises `DatasetError`,
-    `StorageError`, and `EnvironmentStop` where a hub cannot be reached.
+    their solutions, which only audits read. Rows that `only` does not take are left out. Raises
+    `DatasetError`, `StorageError`, and `EnvironmentStop` where a hub cannot be reached.
     """
     source = replace(source_of(name), with_solutions=with_solutions)
     if source.tasks and rows is None:
         msg = f"{name}: this directory holds Harbor tasks; add --rows=harbor"
         raise DatasetError(msg)
     rows_file = None if rows is None else _rows_file(rows, with_solutions=with_solutions)
-    if source.plain_file is not None and not columns and rows_file is None:
+    if source.plain_file is not None and not columns and rows_file is None and only is None:
         return KeptDataset(source.plain_file)
     before = _sizes_and_times(source)
     files = _digests_of(source)
-    key = _key_of(source, files, columns, rows_file)
+    key = _key_of(source, files, columns, rows_file, only)
     if rows_file is not None and rows_file.is_ours and not fresh:
-        key = _key_of_first_start(run_dir, key, source, files, columns, rows)
+        key = _key_of_first_start(run_dir, key, source, files, columns, rows, only)
     stem, revision = _known(run_dir, key)
     if source.hub is not None and (fresh or revision is None):
         from batch_trajectories.runs.sources.hub import revision_of
@@ -117,7 +134,7 @@ def keep_dataset(
     found = rows_of_source(source, left_out, revision)
     from batch_trajectories.runs.sources.columns import Renaming
 
-    writer = _Writer(source, Renaming(columns, rows_file), rules, max_samples)
+    writer = _Writer(source, Renaming(columns, rows_file), rules, max_samples, only)
 
     def write(directory: Path) -> KeptDataset:
         path, written = writer.write(found, directory, stem)
@@ -126,6 +143,8 @@ def keep_dataset(
             raise DatasetError(
                 f"{source.name}: changed while it was read; run the same command again"
             )
+        if only is not None:
+            written[ONLY] = only.to_json()
         content = orjson.dumps(told | written, option=orjson.OPT_INDENT_2) + b"\n"
         replace_file(path.with_suffix(".json"), content)
         if left_out:
@@ -219,7 +238,9 @@ class _Writer:
         renaming: Renaming,
         rules: RowRules,
         max_samples: int | None,
+        only: RowFilter | None,
     ) -> None:
+        self._only = only
         self._source = source
         self._renaming = renaming
         self._rules = rules
@@ -238,6 +259,8 @@ class _Writer:
                 with open_temporary(temporary, path) as file, work:
                     for row in rows:
                         line = self._renaming.line(row) + b"\n"
+                        if not self._is_taken(line):
+                            continue
                         file.write(line)
                         digest.update(line)
                         count, size = count + 1, size + len(line)
@@ -264,6 +287,15 @@ class _Writer:
         except OSError as error:
             raise storage_error(path, error) from error
         return path, {"rows": count, "bytes": size, "blake2b": digest.hexdigest()}
+
+    def _is_taken(self, line: bytes) -> bool:
+        if self._only is None:
+            return True
+        try:
+            columns = exact_json.loads(line)
+        except exact_json.JSONDecodeError:
+            return True  # the scan names the line and the reason
+        return not isinstance(columns, dict) or self._only.takes(columns)
 
     def _is_usable(self, line: bytes) -> bool:
         try:
@@ -329,11 +361,14 @@ def _key_of(
     files: list[dict[str, Any]],
     columns: Mapping[str, str],
     rows_file: RowsFile | None,
+    only: RowFilter | None,
 ) -> str:
     """12 hex digits over what is read and how. Where local files are does not count."""
     decides = [_FORMAT, source.name if source.hub else files, sorted(columns.items())]
     if rows_file is not None:
         decides.append(rows_file.digest)
+    if only is not None:
+        decides.append(only.digest)
     return blake2b(orjson.dumps(decides), digest_size=6).hexdigest()
 
 
@@ -344,6 +379,7 @@ def _key_of_first_start(
     files: list[dict[str, Any]],
     columns: Mapping[str, str],
     rows: str | None,
+    only: RowFilter | None,
 ) -> str:
     """The key of what an earlier version made of the same source; else `key`.
 
@@ -357,7 +393,8 @@ def _key_of_first_start(
         told = _read(path) or {}
         place = told.get("source") if source.hub else None
         found = (place, told.get("kind", kind_of_run), told.get("columns"), told.get("files"))
-        if found == (source.name if source.hub else None, rows, dict(columns), files):
+        wanted = (source.name if source.hub else None, rows, dict(columns), files)
+        if (*found, told.get(ONLY, {}).get("digest")) == (*wanted, only and only.digest):
             return path.stem.split("-")[1][: len(key)]
     return key
 

@@ -1,0 +1,113 @@
+"""`--only_sound`: of a dataset only the rows that an audit found sound.
+
+A row is known by what makes its task (see `task_digest`), so a verdict does not outlive a change of
+the row, of its rows file or of its image.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import ConfigError, RunDirError
+from batch_trajectories.runs.audit.audited import SAME_IN_RUNS
+from batch_trajectories.runs.audit.verdicts import SOUND, TASKS_FILE, task_digest
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.config.sandboxes import replaced_images
+from batch_trajectories.runs.dataset.column_names import ERROR_COLUMN
+from batch_trajectories.runs.dataset.scan import ID_COLUMNS
+from batch_trajectories.runs.directory.run_dir import read_run_json
+
+UNKNOWN, CHANGED, REPLACED = "not in the audit", "changed since", "image replaced since"
+
+
+class SoundRows:
+    """Which rows an audit found sound, and how many it was asked for by verdict."""
+
+    def __init__(
+        self,
+        name: str,
+        verdicts: Mapping[str, str],
+        ids: frozenset[str],
+        replaced: frozenset[str],
+        content: bytes,
+    ) -> None:
+        """`verdicts` are those by digest, `ids` all rows; of `replaced` images are others now."""
+        self._name, self._verdicts, self._ids, self._replaced = name, verdicts, ids, replaced
+        self.digest = blake2b(content + repr(sorted(replaced)).encode(), digest_size=8).hexdigest()
+        """Over the verdicts and the images that were replaced."""
+        self.counts: Counter[str] = Counter()
+
+    def takes(self, columns: Mapping[str, Any]) -> bool:
+        """Whether a row is to be used; a bad row is, too: the scan names it."""
+        if ERROR_COLUMN in columns:
+            return True
+        verdict = self._verdict_of(columns)
+        self.counts[verdict] += 1
+        return verdict == SOUND
+
+    def _verdict_of(self, columns: Mapping[str, Any]) -> str:
+        digest = task_digest(columns)
+        if digest in self._replaced:
+            return REPLACED
+        if digest in self._verdicts:
+            return self._verdicts[digest]
+        ids = {str(columns[name]) for name in ID_COLUMNS if name in columns}
+        return CHANGED if ids & self._ids else UNKNOWN
+
+    def to_json(self) -> dict[str, Any]:
+        """For the description of the dataset: the audit, and rows by verdict."""
+        return {"audit": self._name, "digest": self.digest, "rows": dict(self.counts)}
+
+
+def describe_sound(told: Mapping[str, Any]) -> str:
+    """What `to_json` says, in a line."""
+    rows = dict(told["rows"])
+    used = rows.pop(SOUND, 0)
+    left = ", ".join(f"{count:,} {name}" for name, count in sorted(rows.items())) or "none"
+    return f"--only_sound={told['audit']}: {used:,} rows are sound; left out: {left}"
+
+
+def read_sound_rows(config: RunConfig) -> SoundRows | None:
+    """The rows that `--only_sound` allows; None without it.
+
+    Raises `ConfigError` where there is no audit, or one with other options of tasks.
+    """
+    if config.only_sound is None:
+        return None
+    name = config.only_sound
+    path = Path(name) if "/" in name else config.output_dir / name
+    try:
+        options = read_run_json(path)["config"]
+        content = (path / TASKS_FILE).read_bytes()
+    except (OSError, RunDirError) as error:
+        raise ConfigError(
+            f"--only_sound={name}: no audit at {path}: {error}; `check_tasks --run_name={name}` "
+            "makes it"
+        ) from error
+    now = config.to_json()
+    for option in SAME_IN_RUNS:
+        if options.get(option) != now[option]:
+            raise ConfigError(
+                f"--only_sound={name}: the audit had {option}={options.get(option)!r}, this run "
+                f"has {now[option]!r}: its verdicts hold for the same tasks only"
+            )
+    lines = [exact_json.loads(line) for line in content.splitlines()]
+    verdicts: dict[str, str] = {}
+    for line in lines:
+        # Of rows with the same task, one may lack the solution that the other proves it by.
+        if verdicts.get(line["digest"]) != SOUND:
+            verdicts[line["digest"]] = line["verdict"]
+    images = {
+        line["image"]["reference"]: line["image"]["digest"] for line in lines if line["image"]
+    }
+    others = replaced_images(config, images)
+    replaced = (
+        line["digest"] for line in lines if line["image"] and line["image"]["reference"] in others
+    )
+    ids = frozenset(line["id"] for line in lines)
+    return SoundRows(name, verdicts, ids, frozenset(replaced), content)
