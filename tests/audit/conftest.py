@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from testing.fake_images import Entry, layer_of, layer_of_tree, make_repository, write_layout
-from tests.audit.planting import FIXED_TEXT, OLD_TEXT, R2E_TEST, SMITH_TESTS, Images
+from tests.audit.planting import FIXED_TEXT, OLD_TEXT, R2E_TEST, SMITH_TESTS, SOLVE, Images
 from tests.images.conftest import images
 
 __all__ = ["images", "task_images"]
@@ -98,6 +98,7 @@ def task_images(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Image
         "copy": [calc, layer_of([Entry("opt/old/calc.py", FIXED_TEXT.encode())])],
         "wheel": [calc, layer_of([Entry("root/.cache/pkg.whl", _wheel())])],
         "clone": [calc, layer_of_tree(other)],
+        "solution": [calc, layer_of([Entry("solution/solve.sh", SOLVE.encode())])],
     }
     for name, layers in more.items():
         config = {"WorkingDir": "/testbed"}

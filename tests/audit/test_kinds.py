@@ -100,6 +100,8 @@ def test_harbor_tasks(tmp_path: Path, task_images: Images) -> None:
     harbor_task(tasks, "forgeable", test=BY_PYTEST, solve=fix, **tests)
     skipped = {"tests/test_calc.py": "import pytest\npytest.skip(allow_module_level=True)\n"}
     harbor_task(tasks, "all_skipped", test=BY_PYTEST.replace("&&", ";true &&"), **skipped)
+    # As an image that was built of the whole directory of the task.
+    harbor_task(tasks, "leaks_fix", image="solution:1")
     slow = "[verifier]\ntimeout_sec = 1\n"
     harbor_task(tasks, "too_slow", test="#!/bin/sh\nexec sleep 60\n", more=slow)
     code, said = audit(
@@ -108,6 +110,6 @@ def test_harbor_tasks(tmp_path: Path, task_images: Images) -> None:
     assert code == 1, said
     found_ = verdicts(tmp_path)
     assert found_ == {name: name for name in found_}, found(tmp_path)
-    assert len(found_) == 8
+    assert len(found_) == 9
     forged = found(tmp_path)["forgeable"]
     assert forged["why"] == "passed by forged files: conftest, startup, path"

@@ -54,5 +54,8 @@ def test_an_audit_of_other_tasks_is_refused(tmp_path: Path) -> None:
     other = run(tmp_path, "--row_setup", **RUN, command_timeout_s=7)
     assert other.returncode == 2
     assert "the audit had command_timeout_s=120.0, this run has 7.0" in other.stderr
+    unchecked = run(tmp_path, **RUN)
+    assert unchecked.returncode == 2
+    assert "--only_sound=audit: its rows have checks; add --row_setup" in unchecked.stderr
     manifest = tmp_path / "trajectories" / "audit" / "run.json"
     assert json.loads(manifest.read_text())["config"]["audit"]

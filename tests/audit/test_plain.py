@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import tarfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from batch_trajectories.runs.audit.steps import samples_of
-from tests.audit.planting import COIN, OPTIONS, SKIPPED, audit, found, plain_row, verdicts
+from tests.audit.planting import (
+    BROKEN,
+    COIN,
+    FIXED,
+    OPTIONS,
+    SKIPPED,
+    audit,
+    found,
+    plain_row,
+    verdicts,
+)
 from tests.running import kill_session, lines, started, wait_until, write_rows
 
 pytestmark = pytest.mark.slow
@@ -41,6 +54,41 @@ def test_each_defect_of_a_row_is_named(tmp_path: Path) -> None:
     assert "exit code 1: ImportError: cannot import name 'add'" in failing["why"]
     check = failing["steps"][1]["check"]
     assert (check["passed"], check["exit_code"]) == (False, 1)
+
+
+def _archive(mode: Literal["w:gz", "w:xz"], content: str) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as tar:
+        member = tarfile.TarInfo("pkg/calc.py")
+        member.size = len(content.encode())
+        tar.addfile(member, io.BytesIO(content.encode()))
+    return buffer.getvalue()
+
+
+def test_the_solution_is_found_in_archives_and_diffs(tmp_path: Path) -> None:
+    fixed = FIXED["calc.py"]
+    whole = _archive("w:xz", fixed)
+    patch = "@@ -1,2 +1,2 @@\n def add(a, b):\n-    return a - b\n+    return a + b\n"
+    brought: dict[str, bytes] = {
+        "a.tar.gz": _archive("w:gz", fixed),
+        "a.tar.xz": whole,
+        "fix.diff": patch.encode(),
+        "cut.tar.xz": whole[:40],
+        "damaged.tar.gz": _archive("w:gz", fixed)[:30] + b"damaged",
+        "no.whl": b"PK\x03\x04 no archive",
+        "before.diff": patch.replace("return a + b", "return b + a").encode(),
+    }
+    rows = [
+        plain_row(name, files={**BROKEN, name: {"base64": base64.b64encode(content).decode()}})
+        for name, content in brought.items()
+    ]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    code, said = audit(tmp_path, repeats=1)
+    assert code == 1, said
+    leaking = ("a.tar.gz", "a.tar.xz", "fix.diff")
+    found_ = verdicts(tmp_path)
+    assert found_ == {name: "leaks_fix" if name in leaking else "sound" for name in brought}
+    assert found(tmp_path)["a.tar.xz"]["why"] == "a.tar.xz: pkg/calc.py has the solution"
 
 
 def test_a_sound_set_exits_with_zero_and_answers_are_solutions(tmp_path: Path) -> None:

@@ -33,9 +33,13 @@ new file mode 100644
 def test_a_patch_is_recognized_by_what_it_makes_of_each_file() -> None:
     made = Reference(patch=PATCH).texts()
     added = "def add(a, b):\n    return a + b\n"
-    assert made == {"pkg/calc.py": [added], "new.py": ["new = True"]}
+    assert made == {
+        "pkg/calc.py": ([added], ["    return a + b"]),
+        "new.py": (["new = True"], ["new = True"]),
+    }
     before = Reference(patch=PATCH, is_reversed=True).texts()
-    assert before == {"pkg/calc.py": [added.replace("+", "-"), "last = 1\nunused = 2"]}
+    texts = [added.replace("+", "-"), "last = 1\nunused = 2"]
+    assert before == {"pkg/calc.py": (texts, ["    return a - b", "unused = 2"])}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.runs.dataset.row_check import Check
 from batch_trajectories.runs.dataset.row_setup import RowSetup
 from batch_trajectories.runs.worker.diff import DiffError, begin_diff, is_unchanged, make_diff
 from testing.fake_images import make_repository
@@ -53,7 +54,12 @@ git add -A; git -c user.name=m -c user.email=m@m commit -qm changed; echo z > un
 
 
 def diff_of(
-    images: Path, tmp_path: Path, *commands: str, then: str = "true", hidden: tuple[str, ...] = ()
+    images: Path,
+    tmp_path: Path,
+    *commands: str,
+    then: str = "true",
+    hidden: tuple[str, ...] = (),
+    check: Check | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """What a conversation changed with `commands`, and what is said `then` on both sides."""
 
@@ -67,7 +73,7 @@ def diff_of(
         (worked, one), (fresh, other) = contexts
         try:
             await out(worked, "\n".join(commands))
-            diff = await make_diff(one, other, RowSetup({}, (), ".", None, hidden))
+            diff = await make_diff(one, other, RowSetup({}, (), ".", check, hidden))
             return diff, [await out(sandbox, then) for sandbox in (worked, fresh)]
         finally:
             await worked.stop()
@@ -111,6 +117,22 @@ def test_many_files_are_carried_and_ignored_ones_are_not(images: Path, tmp_path:
     diff, (worked, fresh) = diff_of(images, tmp_path, did, then="ls -A /testbed | wc -l")
     assert diff["patch"].count("new file mode") == 61
     assert int(worked) == int(fresh) + 2100
+
+
+def test_files_of_the_image_are_judged_whatever_the_diff_says(images: Path, tmp_path: Path) -> None:
+    did = (
+        "cd /testbed; rm pkg/calc.py; mkdir pkg/calc.py; echo x > pkg/calc.py/x; "
+        f"mkdir long; for n in {{1..1500}}; do : > long/{'x' * 60}$n.pth; done; echo y > kept"
+    )
+    then = "cd /testbed; cat kept; find . -name '*.pth' | wc -l; find pkg -type f -name '[cx]*'"
+    check = Check("true", from_image=("calc.py", "*.pth"))
+    diff, said = diff_of(images, tmp_path, did, then=then, check=check)
+    assert diff["patch"].count("new file mode") == 1502
+    assert diff["patch"].count("deleted file mode") == 1
+    assert [text.split() for text in said] == [
+        ["y", "1500", "pkg/calc.py/x"],
+        ["y", "0", "pkg/calc.py"],
+    ]
 
 
 def test_a_diff_copies_nothing_of_the_image(images: Path, tmp_path: Path) -> None:

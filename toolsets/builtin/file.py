@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 from itertools import islice
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.basics.text import clip
 from toolsets.context import ToolContext
 from toolsets.tool import ToolResult, tool
-from toolsets.workspace.files import Files
+from toolsets.workspace.files import Files, is_named
 from toolsets.workspace.workspace import FileEntry
 
 _MAX_FILE_BYTES = 10 * 1024 * 1024
@@ -114,7 +113,7 @@ def list_files(
         context.workspace.walk(path) if recursive else iter(context.workspace.listing(path))
     )
     if matching is not None:
-        entries = (entry for entry in entries if _is_named(entry.path, matching))
+        entries = (entry for entry in entries if is_named(entry.path, matching))
     lines = [_show(entry) for entry in islice(entries, _MAX_ENTRIES)]
     if next(entries, None) is None:
         return ToolResult("\n".join(lines) or "[no files]")
@@ -170,11 +169,6 @@ def _finder(text: str, *, ignore_case: bool, is_regex: bool) -> Callable[[str], 
     return finds
 
 
-def _is_named(path: str, pattern: str) -> bool:
-    """Whether a path matches a pattern; without a slash, the pattern is for the file name alone."""
-    return fnmatchcase(path if "/" in pattern else path.rpartition("/")[2], pattern)
-
-
 def _matches(
     files: Files,
     path: str,
@@ -183,7 +177,7 @@ def _matches(
     literal: bytes,
 ) -> Iterator[str]:
     def is_wanted(file_path: str) -> bool:
-        return matching is None or _is_named(file_path, matching)
+        return matching is None or is_named(file_path, matching)
 
     searched_bytes = 0
     for file_path, content in files.contents(path, is_wanted, literal, max_bytes=_MAX_FILE_BYTES):

@@ -197,10 +197,10 @@ class ImageFiles:
             self._ask(top, op="put", entries=put)
 
     def contents(
-        self, path: str, is_wanted: Callable[[str], bool], literal: bytes, *, max_bytes: int
+        self, path: str, is_wanted: Callable[[str], bool], *literals: bytes, max_bytes: int
     ) -> Iterator[tuple[str, bytes]]:
-        """See `Files`. The server leaves out binary files and those without `literal`."""
-        wanted = base64.b64encode(literal).decode()
+        """See `Files`. The server leaves out binary files and those without a literal."""
+        wanted = [base64.b64encode(literal).decode() for literal in literals]
         paths = (e.path for e in self.walk(path) if e.kind == "file" and is_wanted(e.path))
         while batch := list(islice(paths, _BATCH)):
             while batch:

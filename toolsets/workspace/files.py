@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
@@ -47,9 +48,14 @@ class Files(Protocol):
         """Yield every entry beneath a directory, sorted by path, without following symlinks."""
 
     def contents(
-        self, path: str, is_wanted: Callable[[str], bool], literal: bytes, *, max_bytes: int
+        self, path: str, is_wanted: Callable[[str], bool], *literals: bytes, max_bytes: int
     ) -> Iterator[tuple[str, bytes]]:
         """Yield the wanted files beneath a directory with the first `max_bytes` of each.
 
-        Files without the bytes `literal` may be left out.
+        Files that have none of the bytes `literals` may be left out.
         """
+
+
+def is_named(path: str, pattern: str) -> bool:
+    """Whether a path matches a pattern; without a slash, the pattern is for the file name alone."""
+    return fnmatchcase(path if "/" in pattern else path.rpartition("/")[2], pattern)

@@ -178,11 +178,11 @@ class Workspace:
         return (entry.path for entry in self.walk(path) if entry.kind == "file")
 
     def contents(
-        self, path: str, is_wanted: Callable[[str], bool], literal: bytes, *, max_bytes: int
+        self, path: str, is_wanted: Callable[[str], bool], *literals: bytes, max_bytes: int
     ) -> Iterator[tuple[str, bytes]]:
         """Yield the wanted files beneath a directory with the first `max_bytes` of each.
 
-        Files without the bytes `literal` may be left out; here, none are.
+        Files that have none of the bytes `literals` may be left out; here, none are.
         """
         for found in self.walk_files(path):
             if is_wanted(found):

@@ -6,7 +6,7 @@ from batch_trajectories.runs.audit.steps import samples_of
 from batch_trajectories.runs.config.run_config import RunConfig
 
 SAME_IN_RUNS = (
-    *("workspace", "workdir", "docker_image", "row_setup", "check_in", "check_network"),
+    *("workspace", "workdir", "docker_image", "check_in", "check_network"),
     *("network", "check_expected", "command_timeout_s"),
 )
 """Options that decide what a task is, beside its row: a verdict holds for runs with the same."""

@@ -7,15 +7,17 @@ the row, of its rows file or of its image.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import orjson
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.runs.audit.audited import SAME_IN_RUNS
-from batch_trajectories.runs.audit.verdicts import SOUND, TASKS_FILE, task_digest
+from batch_trajectories.runs.audit.verdicts import NO_REFERENCE, SOUND, TASKS_FILE, task_digest
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sandboxes import replaced_images
 from batch_trajectories.runs.dataset.column_names import ERROR_COLUMN
@@ -34,12 +36,11 @@ class SoundRows:
         verdicts: Mapping[str, str],
         ids: frozenset[str],
         replaced: frozenset[str],
-        content: bytes,
     ) -> None:
         """`verdicts` are those by digest, `ids` all rows; of `replaced` images are others now."""
         self._name, self._verdicts, self._ids, self._replaced = name, verdicts, ids, replaced
-        self.digest = blake2b(content + repr(sorted(replaced)).encode(), digest_size=8).hexdigest()
-        """Over the verdicts and the images that were replaced."""
+        decides = repr((sorted(verdicts.items()), sorted(replaced))).encode()
+        self.digest = blake2b(decides, digest_size=8).hexdigest()
         self.counts: Counter[str] = Counter()
 
     def takes(self, columns: Mapping[str, Any]) -> bool:
@@ -83,31 +84,49 @@ def read_sound_rows(config: RunConfig) -> SoundRows | None:
     path = Path(name) if "/" in name else config.output_dir / name
     try:
         options = read_run_json(path)["config"]
-        content = (path / TASKS_FILE).read_bytes()
-    except (OSError, RunDirError) as error:
+        lines = [*_read(path / TASKS_FILE)]
+    except (OSError, RunDirError, orjson.JSONDecodeError) as error:
         raise ConfigError(
             f"--only_sound={name}: no audit at {path}: {error}; `check_tasks --run_name={name}` "
             "makes it"
         ) from error
     now = config.to_json()
     for option in SAME_IN_RUNS:
-        if options.get(option) != now[option]:
+        before = options.get(option, RunConfig.model_fields[option].get_default())
+        if before != now[option]:
             raise ConfigError(
-                f"--only_sound={name}: the audit had {option}={options.get(option)!r}, this run "
-                f"has {now[option]!r}: its verdicts hold for the same tasks only"
+                f"--only_sound={name}: the audit had {option}={before!r}, this run has "
+                f"{now[option]!r}: its verdicts hold for the same tasks only"
             )
-    lines = [exact_json.loads(line) for line in content.splitlines()]
+    if not config.row_setup and any(line.has_check for line in lines):
+        raise ConfigError(f"--only_sound={name}: its rows have checks; add --row_setup")
     verdicts: dict[str, str] = {}
     for line in lines:
+        known = verdicts.get(line.digest, NO_REFERENCE)
         # Of rows with the same task, one may lack the solution that the other proves it by.
-        if verdicts.get(line["digest"]) != SOUND:
-            verdicts[line["digest"]] = line["verdict"]
-    images = {
-        line["image"]["reference"]: line["image"]["digest"] for line in lines if line["image"]
-    }
-    others = replaced_images(config, images)
-    replaced = (
-        line["digest"] for line in lines if line["image"] and line["image"]["reference"] in others
-    )
-    ids = frozenset(line["id"] for line in lines)
-    return SoundRows(name, verdicts, ids, frozenset(replaced), content)
+        if known == NO_REFERENCE or (known == SOUND and line.verdict != NO_REFERENCE):
+            verdicts[line.digest] = line.verdict
+    others = replaced_images(config, dict(line.image for line in lines if line.image))
+    replaced = frozenset(line.digest for line in lines if line.image and line.image[0] in others)
+    return SoundRows(name, verdicts, frozenset(line.id for line in lines), replaced)
+
+
+class _Line(NamedTuple):
+    """What counts of a line of tasks.jsonl."""
+
+    id: str
+    verdict: str
+    digest: str
+    image: tuple[str, str] | None
+    """Its reference and digest."""
+    has_check: bool
+    """Its row has a check."""
+
+
+def _read(path: Path) -> Iterator[_Line]:
+    with path.open("rb") as file:
+        for content in file:
+            line = exact_json.loads(content)
+            image = line["image"] and (line["image"]["reference"], line["image"]["digest"])
+            has_check = any("command" in step for step in line["steps"])
+            yield _Line(line["id"], line["verdict"], line["digest"], image, has_check)

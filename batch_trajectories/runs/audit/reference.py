@@ -24,6 +24,15 @@ COLUMN = "reference"
 _KEYS = frozenset(("patch", "reverse", "commit", "files", "command", "env"))
 
 
+class Made(NamedTuple):
+    """What a solution makes of a file."""
+
+    texts: list[str]
+    """The file has all of them. Of a patch: what each hunk makes, with the lines around it."""
+    added: list[str]
+    """The lines that are new."""
+
+
 class Reference(NamedTuple):
     """How a task is solved."""
 
@@ -35,16 +44,12 @@ class Reference(NamedTuple):
     command: str | None = None
     env: Mapping[str, str] = {}
 
-    def texts(self) -> dict[str, list[str]]:
-        """Texts that only a solved workspace has, by file; the file has all of its texts.
-
-        Of a patch, the lines that each hunk makes of a file, with those around them.
-        """
+    def texts(self) -> dict[str, Made]:
+        """What only a solved workspace has, by file."""
         patch = self.patch or ""
         found = dict(_made_by(patch, is_reversed=self.is_reversed))
-        return found | {
-            path: [content.decode(errors="replace")] for path, content in self.files.items()
-        }
+        texts = {path: content.decode(errors="replace") for path, content in self.files.items()}
+        return found | {path: Made([text], text.splitlines()) for path, text in texts.items()}
 
 
 def read_reference(
@@ -92,19 +97,20 @@ def _of_commit(raw: Any, *, inside: bool) -> tuple[dict[str, bytes], tuple[str, 
     return read_files(files, f"{COLUMN}.commit", inside=inside), tuple(removed)
 
 
-def _made_by(patch: str, *, is_reversed: bool) -> Iterator[tuple[str, list[str]]]:
+def _made_by(patch: str, *, is_reversed: bool) -> Iterator[tuple[str, Made]]:
     """Of each file of a patch, what its hunks that add lines make of it."""
-    added = "-" if is_reversed else "+"
+    mark = "-" if is_reversed else "+"
     for of_file in re.split(r"^diff ", patch, flags=re.MULTILINE):
         header, *hunks = re.split(r"^@@[^\n]*\n", of_file, flags=re.MULTILINE)
-        parts = []
+        made = Made([], [])
         for hunk in hunks:
             lines = hunk.splitlines()
-            if any(line.startswith(added) for line in lines):
-                kept = [line[1:] for line in lines if line[:1] in (added, " ", "")]
-                parts.append("\n".join(kept))
+            if new := [line[1:] for line in lines if line.startswith(mark)]:
+                kept = [line[1:] for line in lines if line[:1] in (mark, " ", "")]
+                made.texts.append("\n".join(kept))
+                made.added.extend(new)
         name = re.search(
             rf"^{'---' if is_reversed else r'[+]{3}'} (?:[ab]/)?([^\t\n]*)", header, re.M
         )
-        if parts:
-            yield name[1] if name else "", parts
+        if made.texts:
+            yield name[1] if name else "", made

@@ -32,7 +32,7 @@ from batch_trajectories.runs.store.reader import open_index, read_record
 from batch_trajectories.runs.store.record_types import Record
 
 TASKS_FILE = "tasks.jsonl"
-SOUND = "sound"
+SOUND, NO_REFERENCE = "sound", "no_reference"
 
 WHAT_TO_DO = {
     SOUND: "use them",
@@ -45,7 +45,7 @@ WHAT_TO_DO = {
     "reference_fails": "repair the check or the image: perhaps nobody can pass",
     "leaks_fix": "remove what is named from the image or the prompt: the solution can be read",
     "forgeable": "judge in a fresh copy (check.in: fresh), or bring tests and programs with it",
-    "no_reference": "add `solution`, `solution_command` or `reference` to prove that it can pass",
+    NO_REFERENCE: "add `solution`, `solution_command` or `reference` to prove that it can pass",
 }
 """The verdicts, the gravest first, and what a user can do."""
 
@@ -179,7 +179,7 @@ def _defects_of(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
         ways = ", ".join(part["way"] for part in forged)
         yield TaskVerdict("forgeable", f"passed by forged files: {ways}")
     if not has_reference:
-        yield TaskVerdict("no_reference", "nothing says how it is solved")
+        yield TaskVerdict(NO_REFERENCE, "nothing says how it is solved")
 
 
 def _outcome(part: Mapping[str, Any]) -> str:

@@ -10,7 +10,8 @@
     env          variables, as in the column `env`
     in           `same`: the workspace as the model left it; `fresh`: the image with only the diff
     from_image   patterns of files that a fresh check takes from the image, whatever the diff says:
-                 a name, or a path in the repository with `/`; `*` stands for any characters
+                 a name, or a path in the repository with `/`; `*` stands for any characters.
+                 `python` stands for `PYTHON_FILES`
     user         default: that of the row
     network      true: the check needs the network, which --check_network allows
 """
@@ -26,6 +27,13 @@ from batch_trajectories.runs.dataset.row_files import read_files, read_path
 from batch_trajectories.runs.dataset.row_image import read_env, read_flag, read_user
 
 CheckPlace = Literal["same", "fresh"]
+
+PYTHON_FILES = (
+    *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml"),
+    *("tox.ini", "setup.cfg", "sitecustomize.py", "usercustomize.py", "*.pth", "*.egg-info/*"),
+    *(".venv/*", "venv/*"),
+)
+"""What pytest or each Python runs or reads by itself, and can make tests report success."""
 
 _KEYS = frozenset(
     ("command", "reward_file", "tests", "files", "timeout_s", "env", "in", "user", "network")
@@ -112,8 +120,12 @@ def read_check(
         where,
         read_user(raw.get("user"), "check.user"),
         network and wants_network is True,
-        tuple(_texts(raw.get("from_image"), "check.from_image")),
+        _from_image(raw.get("from_image")),
     )
+
+
+def _from_image(raw: Any) -> tuple[str, ...]:
+    return PYTHON_FILES if raw == "python" else tuple(_texts(raw, "check.from_image"))
 
 
 def _reward_files(raw: Any, *, inside: bool) -> tuple[str, ...]:

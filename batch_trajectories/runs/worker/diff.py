@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from batch_trajectories.runs.worker.workspace_setup import SetupFailed
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult, Sandbox
 from toolsets.sandbox.image_files import FileState, ImageFiles, ImageSandbox
+from toolsets.workspace.files import is_named
 
 MAX_BYTES = 16 << 20
 """Of a diff in a record."""
@@ -91,11 +91,12 @@ _END = (
 
 # What the check takes from the image is moved aside, and back when the diff is made.
 _SAVE = _AT_STORE + (
-    'number=0; for path; do number=$((number + 1)); [ ! -L "$path" ] && [ ! -f "$path" ] || '
-    'mv "$path" "$store/of_image.$number"; done'
+    'part=$store/of_image.$1; shift; mkdir "$part"; number=0; for path; do number=$((number + 1)); '
+    '[ ! -L "$path" ] && [ ! -f "$path" ] || mv "$path" "$part/$number"; done'
 )
 _BRING_BACK = _AT_STORE + (
-    "number=0; for path; do number=$((number + 1)); old=$store/of_image.$number; "
+    "part=$store/of_image.$1; shift; "
+    "number=0; for path; do number=$((number + 1)); old=$part/$number; "
     'rm -rf "$path"; [ ! -L "$old" ] && [ ! -f "$old" ] || '
     '{ mkdir -p "./$(dirname "$path")"; mv "$old" "$path"; }; done'
 )
@@ -202,9 +203,9 @@ async def _made(
     had = {path for path in (*gone, *changed) if _kind(begun.get(path)) in _CARRIED}
     had -= await _ignored(fresh, had, store, _BEGIN, *nested)
     await _run(sandbox, _BEFORE, store, stdin=_listed(had))
-    kept = sorted(path for path in {*gone, *changed} if _matches(path, from_image))
-    if kept:
-        await _run(sandbox, _SAVE, store, *kept)
+    kept = [*_batches(p for p in {*gone, *changed} if any(is_named(p, one) for one in from_image))]
+    for part, some in enumerate(kept):
+        await _run(sandbox, _SAVE, store, str(part), *some)
     for some in _batches(_uppermost(gone)):
         await _run(sandbox, _REMOVE, *some)
     rules = {path for path in changed if path.rpartition("/")[2] == _IGNORES}
@@ -216,16 +217,10 @@ async def _made(
     await _carry(worked, files, top, carried)
     await _run(sandbox, _END, store, *nested, stdin=_listed(changed))
     patch = await asyncio.to_thread(files.read_bytes, f"{store}/patch", MAX_BYTES + 1)
-    if kept:
-        await _run(sandbox, _BRING_BACK, store, *kept)
+    for part, some in enumerate(kept):
+        await _run(sandbox, _BRING_BACK, store, str(part), *some)
     await sandbox.exec(["rm", "-rf", "--", store])
     return patch
-
-
-def _matches(path: str, patterns: Sequence[str]) -> bool:
-    """Whether a path, or its last name for patterns without `/`, has one of these patterns."""
-    name = path.rpartition("/")[2]
-    return any(fnmatchcase(path if "/" in one else name, one) for one in patterns)
 
 
 async def _ignored(

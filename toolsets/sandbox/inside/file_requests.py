@@ -153,8 +153,8 @@ class FileRequests:
         return {}
 
     def _contents(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Contents of text files that have the bytes `wanted`; how many paths were looked at."""
-        wanted = binascii.a2b_base64(request["wanted"])
+        """Contents of text files that have any of `wanted`; how many paths were looked at."""
+        wanted = [binascii.a2b_base64(literal) for literal in request["wanted"]]
         found: list[list[Any]] = []
         used = seen = 0
         for number, path in enumerate(request["paths"]):
@@ -168,7 +168,8 @@ class FileRequests:
                     raw = file.read(request["max_bytes"])
                 except OSError:
                     raw = b""
-            if wanted in raw and b"\0" not in raw[:_BINARY_PROBE_BYTES]:
+            is_binary = b"\0" in raw[:_BINARY_PROBE_BYTES]
+            if not is_binary and any(literal in raw for literal in wanted):
                 if len(raw) > _MAX_CONTENT_BYTES:
                     found.append([number, None])
                 elif used and used + len(raw) > _MAX_CONTENT_BYTES:
