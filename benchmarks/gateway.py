@@ -79,12 +79,12 @@ def serve(ready: Connection) -> None:
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         nonlocal count
         count += 1
-        asked = orjson.loads(await request.read())
+        sent = orjson.loads(await request.read())
         api = "anthropic_messages" if request.path.endswith("messages") else "openai_chat"
         call = {"id": f"{count}", "name": NAME, "arguments": ARGUMENTS}
         reply = Reply(("c", count), "m", THOUGHT, "", [call], "tool_calls", 900, 800, 90)
         body = DIALECTS[api][0].body(reply)
-        if not asked.get("stream"):
+        if not sent.get("stream"):
             return web.Response(body=orjson.dumps(body), content_type="application/json")
         content = b"".join(_events(api, body))
         return web.Response(body=content, content_type="text/event-stream")
@@ -193,7 +193,7 @@ class Bench:
             trajectory = Trajectory(())
             journal = partial(self._journal.append, task, "d", assignment=1, position=0)
             relay = Relay(
-                route=lambda api, asked: Route(model), trajectory=trajectory, journal=journal
+                route=lambda api, name: Route(model), trajectory=trajectory, journal=journal
             )
             gateway = Gateway(relay, wires=[self._api])
             path = self._folder / f"{task}.sock"

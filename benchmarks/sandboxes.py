@@ -160,8 +160,8 @@ def measure_podman(
 ) -> dict[str, float]:
     """One round of the containers of mini-swe-agent, in ms of CPU."""
     assert store is not None
-    asked = ["podman", "pull", "--quiet", f"oci:{store.directory}/made:1"]
-    image = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[-1]
+    arguments = ["podman", "pull", "--quiet", f"oci:{store.directory}/made:1"]
+    image = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.split()[-1]
     python = environment(venvs.resolve() / "mini", PACKAGES["mini"])
     script = str(Path(__file__).parent / "peering" / "mini_containers.py")
     command = [str(python), script, "podman", image, str(number), str(meter.group)]

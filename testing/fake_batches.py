@@ -237,14 +237,14 @@ class FakeBatches(BaseUrls):
         return web.json_response({"id": request.match_info["id"], "deleted": True})
 
     async def _create_openai(self, request: web.Request) -> web.Response:
-        asked = await request.json()
+        body = await request.json()
         await asyncio.sleep(self.create_s)
         if self.refuse:
             return web.json_response(_openai_error(self.refuse, "refused"), status=self.refuse)
-        lines = self._files.get(asked["input_file_id"])
+        lines = self._files.get(body["input_file_id"])
         if lines is None:
             return web.json_response(_openai_error(400, "no such file"), status=400)
-        fields = {name: asked[name] for name in ("endpoint", "input_file_id", "metadata")}
+        fields = {name: body[name] for name in ("endpoint", "input_file_id", "metadata")}
         items = [orjson.loads(line) for line in lines.splitlines()]
         assert len({item["custom_id"] for item in items}) == len(items)
         if self.full_creations:
@@ -253,7 +253,7 @@ class FakeBatches(BaseUrls):
             error = {"code": "token_limit_exceeded", "message": "Enqueued token limit reached"}
             batch.failure = {"object": "list", "data": [error]}
             return web.json_response(_openai(batch))
-        assert {item["url"] for item in items} == {asked["endpoint"]}
+        assert {item["url"] for item in items} == {body["endpoint"]}
         played = [
             self._play(item["url"], _plain(request), item["custom_id"], item["body"])
             for item in items
@@ -295,12 +295,12 @@ class FakeBatches(BaseUrls):
     # Anthropic.
 
     async def _create_anthropic(self, request: web.Request) -> web.Response:
-        asked = await request.json()
+        body = await request.json()
         await asyncio.sleep(self.create_s)
         if self.refuse:
             error = DIALECTS["/v1/messages"].error(self.refuse, "refused")
             return web.json_response(error, status=self.refuse)
-        items = asked["requests"]
+        items = body["requests"]
         assert len({item["custom_id"] for item in items}) == len(items)
         assert all(len(item["custom_id"]) <= 64 for item in items)
         played = [

@@ -21,13 +21,13 @@ def fake_hub(
 ) -> Iterator[tuple[dict[str, str], list[str]]]:
     """Serve `files` as the dataset `REPOSITORY`; give the environment for it and paths asked."""
     commit = revision
-    asked: list[str] = []
+    paths: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            asked.append(self.path)
+            paths.append(self.path)
             self.rfile.read(int(self.headers.get("content-length") or 0))
             url = urlsplit(self.path)
             path = unquote(url.path)
@@ -81,7 +81,7 @@ def fake_hub(
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
     try:
-        yield environment, asked
+        yield environment, paths
     finally:
         server.shutdown()
         server.server_close()

@@ -39,17 +39,17 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def answering(answer: Answer) -> Iterator[tuple[str, list[JSON]]]:
     """The root of the running endpoint, and the bodies that it was sent so far."""
-    asked: list[JSON] = []
+    requests: list[JSON] = []
 
     class Answering(Handler):
         def do_POST(self) -> None:
             body = json.loads(self.body())
-            asked.append(body)
+            requests.append(body)
             status, reply = answer(self.path, body)
             self.send(status, json.dumps(reply).encode())
 
     with listening(Answering) as url:
-        yield url, asked
+        yield url, requests
 
 
 @contextmanager

@@ -35,10 +35,10 @@ def test_it_has_the_environment_and_the_umask_of_its_start(tmp_path: Path) -> No
     finally:
         os.umask(before)
     assert (tmp_path / "trajectories").stat().st_mode & 0o777 == 0o750
-    asked = {**SCRIPTED, "run_name": "s", "model": "openai:m", "key_env": "OF_THIS_TEST"}
-    refused = run(tmp_path, "--dry_run", **asked)
+    options = {**SCRIPTED, "run_name": "s", "model": "openai:m", "key_env": "OF_THIS_TEST"}
+    refused = run(tmp_path, "--dry_run", **options)
     assert "OF_THIS_TEST" in refused.stderr
-    given = run(tmp_path, "--dry_run", **asked, env={"OF_THIS_TEST": "sk-1"})
+    given = run(tmp_path, "--dry_run", **options, env={"OF_THIS_TEST": "sk-1"})
     assert given.returncode == 0, given.stderr
 
 

@@ -148,28 +148,28 @@ class Relay:
 
     def answer(self, call: AgentCall) -> Answer:
         """The reply to a model call, perhaps still to come. Raises `WireError`."""
-        asked = call.wire.read(
+        wanted = call.wire.read(
             call.path, call.body, self._volatile, self._threads.recent, self._threads.earlier
         )
-        if reply := self.answers.join(asked, is_repeat=call.is_repeat):
+        if reply := self.answers.join(wanted, is_repeat=call.is_repeat):
             log.debug("a call is asked for again: it gets the same reply")
             return reply
         if refusal := self._stop():
             return Answer(refusal)
-        if known := self._recorded(asked):
-            wire, body, reply = call.wire, known["body"], self.answers.begin(asked)
-            reply.finish(wire.stream_of(body) if asked.is_stream else [wire.whole(body)])
+        if known := self._recorded(wanted):
+            wire, body, reply = call.wire, known["body"], self.answers.begin(wanted)
+            reply.finish(wire.stream_of(body) if wanted.is_stream else [wire.whole(body)])
             return reply
         if refusal := self._limit():
             return Answer(refusal)
         try:
-            route = self._route(call.wire.api, asked.model)
+            route = self._route(call.wire.api, wanted.model)
         except RefusedModel as error:
             self.last_refusal = Refusal(_STOP, "model", str(error))
             return Answer(self.last_refusal)
-        request = request_of(call, route.model.settings, route.name, asked)
-        reply = self.answers.begin(asked)
-        task = asyncio.create_task(self._make(call.wire, asked, route.model, request, reply))
+        request = request_of(call, route.model.settings, route.name, wanted)
+        reply = self.answers.begin(wanted)
+        task = asyncio.create_task(self._make(call.wire, wanted, route.model, request, reply))
         self._calls[task] = self._threads.calls
         task.add_done_callback(self._calls.pop)
         return reply
@@ -240,18 +240,18 @@ class Relay:
             return Finish("budget", f"{spent.spent_tokens:,} of {tokens:,} tokens are used")
         return None
 
-    def _recorded(self, asked: WireRequest) -> ExchangeEvent | None:
+    def _recorded(self, wanted: WireRequest) -> ExchangeEvent | None:
         """The recorded call whose reply answers this request, if there is one.
 
         Records that an earlier start's call was answered again.
         """
-        if self._is_resumed and (again := self._asked_again(asked)):
+        if self._is_resumed and (again := self._asked_again(wanted)):
             return again
-        if known := self._threads.unanswered(asked.key):
+        if known := self._threads.unanswered(wanted.key):
             self._record(AnsweredEvent(kind="answered", exchange=known["number"]))
         return known
 
-    def _asked_again(self, asked: WireRequest) -> ExchangeEvent | None:
+    def _asked_again(self, wanted: WireRequest) -> ExchangeEvent | None:
         """The call that the first request after a crash repeats, if its reply was the last one.
 
         It may not have arrived. A request that repeats an earlier call shows that the program
@@ -261,7 +261,7 @@ class Relay:
         threads = self._threads
         if not threads.live:
             return None
-        equal = [event for event in threads.exchanges if event["key"] == asked.key]
+        equal = [event for event in threads.exchanges if event["key"] == wanted.key]
         for event in equal:
             thread, end = threads.end_of(event["number"])
             if end == len(thread.messages):
@@ -273,14 +273,14 @@ class Relay:
     async def _make(
         self,
         wire: Wire,
-        asked: WireRequest,
+        wanted: WireRequest,
         model: RetryingModel,
         request: RelayRequest,
         reply: Answer,
     ) -> None:
         """Make a call, record it, and only then end the reply."""
         try:
-            reply.finish(await self._ask(wire, asked, model, request, reply))
+            reply.finish(await self._ask(wire, wanted, model, request, reply))
             self.last_error = self.last_refusal = None
             return
         except ModelError as error:
@@ -297,7 +297,7 @@ class Relay:
     async def _ask(
         self,
         wire: Wire,
-        asked: WireRequest,
+        wanted: WireRequest,
         model: RetryingModel,
         request: RelayRequest,
         reply: Answer,
@@ -323,20 +323,20 @@ class Relay:
 
         read = partial(_keep, bodies, request.read)
         request = replace(request, read=read, on_unreadable=pay)
-        if asked.is_stream:
+        if wanted.is_stream:
             request = replace(request, assembly=begin, on_event=on_event)
         clock = Clock()
         completion = await model.complete(request)
         body = load_object(bodies[-1])
         if request.asking_for_tokens is not None:
             body = without_tokens(body, load_object(request.body))
-        if not wire.has_followed(asked, body):
-            log.warning("the endpoint has not read the earlier response %s", asked.follows)
-            asked = without_earlier(asked)
-        self._record(exchange_event(self._threads, asked, completion, body, clock))
+        if not wire.has_followed(wanted, body):
+            log.warning("the endpoint has not read the earlier response %s", wanted.follows)
+            wanted = without_earlier(wanted)
+        self._record(exchange_event(self._threads, wanted, completion, body, clock))
         if self._kept is not None:
             await self._kept()
-        if not asked.is_stream:
+        if not wanted.is_stream:
             return bodies[-1:]
         # An endpoint without streams answers in one piece.
         return held if reply.parts or held else wire.stream_of(body)

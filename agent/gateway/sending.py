@@ -31,18 +31,18 @@ class AgentCall(NamedTuple):
 
 
 def request_of(
-    call: AgentCall, settings: ModelSettings, name: str | None, asked: WireRequest | None
+    call: AgentCall, settings: ModelSettings, name: str | None, request: WireRequest | None
 ) -> RelayRequest:
     """The request to send: the agent's own, unless a part of it has to change.
 
-    `name` is what the model is called at its endpoint, if the agent calls it otherwise; `asked` is
+    `name` is what the model is called at its endpoint, if the agent calls it otherwise; `request` is
     None for a request that costs nothing. Raises `WireError`.
     """
     wire, path, content, body = call.wire, call.path, call.content, call.body
     max_tokens: int | None = 0
     bound, tools = None, False
-    if asked is not None:
-        max_tokens, tools = asked.max_tokens, bool(asked.server_tools)
+    if request is not None:
+        max_tokens, tools = request.max_tokens, bool(request.server_tools)
         if max_tokens is None and settings.needs_bound:
             max_tokens = bound = settings.reply_bound
             if bound is None:
@@ -57,7 +57,7 @@ def request_of(
         content = exact_json.dumps(body)
     asking = None
     read: Callable[[bytes], Completion] = free
-    if asked is not None:
+    if request is not None:
         read = partial(read_reply, wire.api)
         if wire.api == CHAT and settings.token_ids:
             asking = asking_body(settings, body)
@@ -94,5 +94,5 @@ def _read_tokens(settings: ModelSettings, sent: Mapping[str, Any], body: bytes) 
 def _choices(body: Mapping[str, Any]) -> int:
     """How many replies a body asks for, each of which may be as long as its limit."""
     config = body.get("generationConfig")
-    asked = body.get("n"), config.get("candidateCount") if isinstance(config, dict) else None
-    return max([1, *(count for count in asked if type(count) is int)])
+    counts = body.get("n"), config.get("candidateCount") if isinstance(config, dict) else None
+    return max([1, *(count for count in counts if type(count) is int)])

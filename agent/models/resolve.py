@@ -224,8 +224,8 @@ def resolve_sibling(
     is_own = colon and prefix in endpoints
     # Beside a server of the user's own, `mistral:7b` is the name of a model there.
     is_known_place = bool(settings.connection.client or provider_at(settings.base_url or ""))
-    if (asked := PROVIDERS.get(settings.reference.partition(":")[0])) is not None:
-        is_known_place |= settings.base_url == _url_in_environment(asked)
+    if (dialects := PROVIDERS.get(settings.reference.partition(":")[0])) is not None:
+        is_known_place |= settings.base_url == _url_in_environment(dialects)
     is_row = holds_at(prefix, None if is_known_place else settings.base_url)
     row = PROVIDERS[prefix] if colon and not is_own and is_row else None
     if name != SCRIPTED and row is None and settings.api != SCRIPTED and not is_own:

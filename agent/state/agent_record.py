@@ -103,8 +103,8 @@ def _results(line: Line, threads: Threads, turn: int, position: int) -> list[dic
     The agent ran the tools: what is known is the time from the reply to the next request, and
     nothing if the next request came from another start.
     """
-    asked = line.messages[position].get("tool_calls", ())
-    places = {call["id"]: n for n, call in enumerate(asked)}
+    calls = line.messages[position].get("tool_calls", ())
+    places = {call["id"]: n for n, call in enumerate(calls)}
     found = []
     for message in line.messages[position + 1 :]:
         if message["role"] == "assistant":

@@ -65,7 +65,7 @@ class Asked(NamedTuple):
 def read_request(
     layout: Layout,
     body: Mapping[str, Any],
-    asked: Asked,
+    wanted: Asked,
     volatile: Volatile,
     before: Sequence[WireRequest],
     earlier: Earlier,
@@ -74,14 +74,14 @@ def read_request(
 
     What it continues by an id comes between them. Where that is unknown, the piece says so.
     """
-    model, tools, max_tokens = asked.model, asked.tools, asked.max_tokens
+    model, tools, max_tokens = wanted.model, wanted.tools, wanted.max_tokens
     if not isinstance(model, str) or not model:
         raise WireError("model: it must be the name of a model")
-    first = int(bool(asked.system))
-    pieces = [("system", asked.system), *asked.messages] if first else asked.messages
-    if asked.follows:
-        known = earlier(asked.follows) or (EARLIER, asked.follows)
-        pieces = [*pieces[:first], known, *asked.messages]
+    first = int(bool(wanted.system))
+    pieces = [("system", wanted.system), *wanted.messages] if first else wanted.messages
+    if wanted.follows:
+        known = earlier(wanted.follows) or (EARLIER, wanted.follows)
+        pieces = [*pieces[:first], known, *wanted.messages]
         first += 1
     before = [request for request in before if request.api == layout.api]
     parts = _read_parts(layout, pieces, first, volatile, before)
@@ -97,7 +97,7 @@ def read_request(
         model=model,
         messages=[message for part in parts for message in part.messages],
         tools=offer.tools,
-        is_stream=asked.is_stream,
+        is_stream=wanted.is_stream,
         max_tokens=max_tokens if type(max_tokens) is int else None,
         key=digest_of_bytes(b"".join(decides)).hex(),
         server_tools=offer.server_tools,
@@ -105,8 +105,8 @@ def read_request(
         parts=parts,
         pieces=pieces,
         offer=offer,
-        follows=asked.follows,
-        is_instructed=layout.has_instructions and bool(asked.system),
+        follows=wanted.follows,
+        is_instructed=layout.has_instructions and bool(wanted.system),
     )
 
 

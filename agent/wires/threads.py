@@ -349,10 +349,10 @@ class Threads:
         new: dict[str, str] = {}
         mapped = []
         for n, message in enumerate(request.messages):
-            asked = _ids(message.get("tool_calls", ()))
-            got = _ids(self._repeats.calls(replies[n])) if n in replies else asked
+            ids = _ids(message.get("tool_calls", ()))
+            got = _ids(self._repeats.calls(replies[n])) if n in replies else ids
             # Where an agent has left calls out, those that it kept are found by the ids it got.
-            pairs = zip(got if {*asked} <= {*got} else asked, _ids(recorded[n]), strict=False)
+            pairs = zip(got if {*ids} <= {*got} else ids, _ids(recorded[n]), strict=False)
             new.update(pairs)
             if n >= shared:
                 id = message.get("tool_call_id", "")

@@ -191,8 +191,8 @@ def statistics_of(
     return found
 
 
-def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[str]:
-    """The statistics as tables; `asked` are the toolsets asked for, in percent."""
+def as_text(found: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator[str]:
+    """The statistics as tables; `shares` are the toolsets asked for, in percent."""
     statuses = ", ".join(f"{name} {count:,}" for name, count in found["rows"].items())
     yield f"{found['records']:,} records: {statuses or 'none'}; kept for training {found['kept']:,}"
     if text := describe(Checks(**found["checks"])):
@@ -238,11 +238,11 @@ def as_text(found: Mapping[str, Any], asked: Mapping[str, float]) -> Iterator[st
                 + "".join(f"{_number(tool['seconds'][key]):>12}" for key in ("p50", "p99"))
             )
     realised = {one["toolset"]: one["percent"] for one in found["toolsets"]}
-    if names := sorted({*asked, *realised}):
+    if names := sorted({*shares, *realised}):
         yield ""
         yield f"{'toolset':<24}{'asked %':>12}{'offered %':>12}"
         for name in names:
-            yield f"{name:<24}{_number(asked.get(name)):>12}{_number(realised.get(name)):>12}"
+            yield f"{name:<24}{_number(shares.get(name)):>12}{_number(realised.get(name)):>12}"
 
 
 def _spread(numbers: array[float]) -> dict[str, float | None]:

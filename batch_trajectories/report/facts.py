@@ -35,7 +35,7 @@ def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
     """
     own = own or Own(record)
     turns, replies = own.turns, own.messages
-    asked = _last_content(record.messages[: own.start], "user")
+    question = _last_content(record.messages[: own.start], "user")
     usage = record.usage or {}
     judgement = judgement_of(record)
     tools = _tools(record, own)
@@ -45,7 +45,7 @@ def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
         "status": record.status,
         "reason": record.status_reason,
         "error": None if record.error is None else record.error.error_class,
-        "prompt": _snippet(asked or _prompt(record.row)),
+        "prompt": _snippet(question or _prompt(record.row)),
         "answer": _snippet(_last_content(replies, "assistant")),
         "model": record.model,
         "turns": len(turns),

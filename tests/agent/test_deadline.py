@@ -133,12 +133,12 @@ class TestTheEnd:
             is_over.wait()
             return 500, {}
 
-        with answering(answer) as (url, asked):
+        with answering(answer) as (url, requests):
             agent = AIAgent("m", "key", url, enabled_toolsets=["none"], max_conversation_s=SOON)
             with agent.start_session() as session:
                 session.new_prompt("go")
             is_over.set()
-        assert (session.end.status, len(asked)) == ("time_limit", 1)
+        assert (session.end.status, len(requests)) == ("time_limit", 1)
         record = session.trajectory.to_record()
         assert [cut["turn"] for cut in record["cut_calls"]] == [1]
         assert (record["api_calls"], len(record["messages"])) == (0, 1)
@@ -152,17 +152,17 @@ class TestTheEnd:
             if body["messages"][0]["content"] == "the task":
                 is_over.wait()
             function = {"name": "helper", "arguments": '{"task": "the task"}'}
-            asked = {"id": "c", "type": "function", "function": function}
-            message = {"role": "assistant", "content": None, "tool_calls": [asked]}
+            call = {"id": "c", "type": "function", "function": function}
+            message = {"role": "assistant", "content": None, "tool_calls": [call]}
             return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
 
         given: dict[str, Any] = {"max_conversation_s": 2, "subagents": [HELPER]}
-        with answering(answer) as (url, asked):
+        with answering(answer) as (url, requests):
             agent = AIAgent("m", "key", url, enabled_toolsets=["none"], **given)
             with agent.start_session() as session:
                 session.new_prompt("go")
             is_over.set()
-        assert (session.end.status, len(asked)) == ("time_limit", 2)
+        assert (session.end.status, len(requests)) == ("time_limit", 2)
         assert "cut_calls" in session.trajectory.to_record()["inner"][0]
 
     def test_a_run_keeps_it_among_the_partial_rows(self, tmp_path: Path) -> None:

@@ -37,10 +37,10 @@ def test_a_conversation_runs_to_its_answer(tmp_path: Path) -> None:
 
 def test_every_call_has_its_result_in_call_order(tmp_path: Path) -> None:
     played = play(tmp_path / "w", SCRIPT)
-    asked = [c["id"] for m in played.messages for c in m.get("tool_calls", ())]
+    ids = [c["id"] for m in played.messages for c in m.get("tool_calls", ())]
     answered = [m["tool_call_id"] for m in played.messages if m["role"] == "tool"]
-    assert asked == answered
-    assert len(set(asked)) == len(asked)
+    assert ids == answered
+    assert len(set(ids)) == len(ids)
 
 
 def test_mistakes_of_the_model_are_error_results(tmp_path: Path) -> None:

@@ -130,16 +130,16 @@ class TestApproval:
         assert not played.results[0]["is_error"]
 
     def test_always_holds_for_these_arguments_in_any_order(self, tmp_path: Path) -> None:
-        asked: list[tuple[str, Mapping[str, Any]]] = []
+        questions: list[tuple[str, Mapping[str, Any]]] = []
 
         def approve(name: str, arguments: Mapping[str, Any]) -> str:
-            asked.append((name, arguments))
+            questions.append((name, arguments))
             return "always"
 
         again = calls({"name": "delete", "arguments": ' {"name":"x"}'})
         script = [calls(call("delete", name="x")), again, calls(call("delete", name="y")), ANSWER]
         play(tmp_path, script, approve=approve)
-        assert asked == [("delete", {"name": "x"}), ("delete", {"name": "y"})]
+        assert questions == [("delete", {"name": "x"}), ("delete", {"name": "y"})]
 
     @pytest.mark.parametrize("arguments", ["", "  ", '{"text": ' + "[" * 300 + "]" * 300 + "}"])
     def test_no_arguments_go_past_the_hook(self, tmp_path: Path, arguments: str) -> None:
@@ -348,16 +348,16 @@ class TestSummary:
                 return 400, {"error": {"message": "no summaries here"}}
             n = len(body["messages"])
             function = {"name": "list_files", "arguments": json.dumps({"path": f"{n}"})}
-            asked = {"id": f"c{n}", "type": "function", "function": function}
-            message = {"role": "assistant", "content": None, "tool_calls": [asked]}
+            call = {"id": f"c{n}", "type": "function", "function": function}
+            message = {"role": "assistant", "content": None, "tool_calls": [call]}
             return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
 
-        with answering(answer) as (url, asked):
+        with answering(answer) as (url, requests):
             given: dict[str, Any] = {"summarize_over_messages": 4, "summarize_keep": 1}
             agent = AIAgent("m", "key", url, enabled_toolsets=["file"], max_turns=40, **given)
             with agent.start_session() as session:
                 session.new_prompt("go")
-        refused = [body for body in asked if body["messages"][0]["role"] == "system"]
+        refused = [body for body in requests if body["messages"][0]["role"] == "system"]
         assert session.end.status == "max_turns"
         assert 3 <= len(refused) <= 7
         (first, *_) = session.trajectory.to_record()["inner"]
@@ -433,8 +433,8 @@ class TestPreparation:
         past = whole.events[:length]
         resumed = play(tmp_path, script, past=past, preparation="Find the city.")
         assert resumed.messages == whole.messages
-        asked = sum('"reply"' in json.dumps(event) for event in past)
-        assert len(resumed.requests) == 3 - asked
+        replies = sum('"reply"' in json.dumps(event) for event in past)
+        assert len(resumed.requests) == 3 - replies
 
 
 class TestSubagents:
@@ -506,8 +506,8 @@ class TestSubagents:
         resumed = play(tmp_path / "w", script, past=past, subagents=[helper])
         assert resumed.status == "completed"
         assert resumed.results[0]["content"] == "helped"
-        asked = sum('"reply"' in json.dumps(event) for event in past)
-        assert len(resumed.requests) == 4 - asked, "nothing is paid for twice"
+        replies = sum('"reply"' in json.dumps(event) for event in past)
+        assert len(resumed.requests) == 4 - replies, "nothing is paid for twice"
 
     def test_bad_arguments_are_a_result(self, tmp_path: Path) -> None:
         played = play(tmp_path, [calls(call("helper")), ANSWER], subagents=[self.HELPER])

@@ -522,7 +522,7 @@ def test_a_conversation_resumed_after_any_event_ends_the_same(
 ) -> None:
     """With tools that may be called again; killed once more `later` events after that."""
     whole = stage.play(scene, tools=ECHO)
-    asked = len(whole.requests)
+    count = len(whole.requests)
     for length in range(1, len(whole.events)):
         past = exact_json.loads(exact_json.dumps(whole.events[:length]))
         assert usable_prefix(past) == past
@@ -532,7 +532,7 @@ def test_a_conversation_resumed_after_any_event_ends_the_same(
             assert one.end == whole.end
             assert one.messages == whole.messages
             assert one.trajectory.cost_usd() == whole.trajectory.cost_usd()
-            assert len(one.requests) == asked - len(list(replies_in(known)))
+            assert len(one.requests) == count - len(list(replies_in(known)))
             check_pairing(one)
 
 

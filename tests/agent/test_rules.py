@@ -368,8 +368,8 @@ class TestAwaitingInput:
     def test_the_reply_is_in_the_result_of_the_tool_that_asked(self, tmp_path: Path) -> None:
         both = calls(call("delete", name="x"), call("echo", text="hello"))
         played = play(tmp_path, [both, ANSWER], awaiting_input=True, user_replies=["yes"])
-        asked, said = played.results
-        assert asked["content"].endswith("User: yes\n\ndeleted x: yes")
+        result, said = played.results
+        assert result["content"].endswith("User: yes\n\ndeleted x: yes")
         assert said["content"] == "hello"
 
     def test_how_the_continued_call_went_is_recorded(self, tmp_path: Path) -> None:

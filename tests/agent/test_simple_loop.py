@@ -108,7 +108,7 @@ def test_a_last_reply_of_thoughts_alone_was_said_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("arguments", "message"),
     [
         (use("1", a=1), "missing 1 required positional argument"),
         (use("1", a=1, b="x"), "unsupported operand"),
@@ -116,9 +116,11 @@ def test_a_last_reply_of_thoughts_alone_was_said_all_the_same() -> None:
         ({**use("1"), "input": [1, 2]}, "expected a JSON object, got an array"),
     ],
 )
-def test_mistakes_are_results(asked: dict[str, Any], message: str) -> None:
+def test_mistakes_are_results(arguments: dict[str, Any], message: str) -> None:
     """S1.21-S1.24, S1.27: wrong arguments, exceptions, unknown tools, an input that is a list."""
-    session = agent_loop(Replies([asked], [text("ok")]), TOOLS, init_session(None, "go"), HANDLERS)
+    session = agent_loop(
+        Replies([arguments], [text("ok")]), TOOLS, init_session(None, "go"), HANDLERS
+    )
     result = session["messages"][2]
     assert result["is_error"]
     assert result["output"].startswith("Error")

@@ -122,8 +122,10 @@ def test_a_conversation_whose_user_stored_all_that_it_saw_continues(tmp_path: Pa
         past = old[:length]
         resumed = play(tmp_path / str(length), script, past=past, simulated_user=user)
         assert (resumed.end, resumed.messages) == (whole.end, whole.messages)
-        asked = [request.messages for request in resumed.requests]
-        assert asked == [request.messages for request in whole.requests][play_events(past) :]
+        conversations = [request.messages for request in resumed.requests]
+        assert (
+            conversations == [request.messages for request in whole.requests][play_events(past) :]
+        )
 
 
 def test_the_ids_of_what_the_user_saw_are_not_stored() -> None:

@@ -131,13 +131,13 @@ def test_bash_completes_with_the_script(tmp_path: Path) -> None:
     source = run(tmp_path, env={"_BATCH_RUNNER_PY_COMPLETE": "bash_source"}).stdout
     source = source.replace("batch_runner.py", "batch-runner")
     (tmp_path / "script").write_text(source)
-    asked = (
+    script = (
         "complete() { :; }; compopt() { :; }; source ./script; "
         "COMP_WORDS=(batch-runner statu); COMP_CWORD=1; "
         '_batch_runnerpy_completion ./batch-runner statu; echo "${COMPREPLY[@]}"'
     )
     done = subprocess.run(
-        ["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "status\n", done.stderr
 

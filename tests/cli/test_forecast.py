@@ -97,22 +97,22 @@ def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> No
     rows = [{"id": f"q{n}", "prompt": "x" * (n * 37 % 2900)} for n in range(1, 301)]
     write_rows(tmp_path / "p.jsonl", *rows)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             "dataset_file": "p.jsonl", "run_name": "r", "model": "openai:gpt-4o",
             "base_url": endpoint.openai_url, "key_env": "none", "enabled_toolsets": "none",
             "num_workers": 2, "batch_size": 8,
         }  # fmt: skip
-        pilot = run(tmp_path, "estimate", "--pilot=60", **asked)
+        pilot = run(tmp_path, "estimate", "--pilot=60", **options)
         assert pilot.returncode == 0, pilot.stderr
         assert "forecast for 300 tasks from a random sample of 60 (0 failed)" in pilot.stdout
         run_dir = tmp_path / "trajectories" / "r"
         assert len(lines(run_dir / "records.jsonl")) == 60
         told = orjson.loads((run_dir / "estimate.json").read_bytes())
-        again = run(tmp_path, "estimate", "--pilot=60", **asked)
+        again = run(tmp_path, "estimate", "--pilot=60", **options)
         assert len(lines(run_dir / "records.jsonl")) == 60
         assert again.stdout.split("time left")[0] == pilot.stdout.split("time left")[0]
 
-        whole = run(tmp_path, **asked)
+        whole = run(tmp_path, **options)
         assert whole.returncode == 0, whole.stderr
         assert endpoint.journal()["replies"] == 300
     summary = orjson.loads((run_dir / "summary.json").read_bytes())

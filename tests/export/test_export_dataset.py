@@ -171,13 +171,13 @@ class TestFilters:
         (tmp_path / "bench.jsonl").write_text(
             json.dumps({"q": f"Say: {question}!", "more": ["How many moons has Mars, please?"]})
         )
-        asked = json.dumps({"text": "How many\nmoons has\tMars, please?"})
+        benchmark_row = json.dumps({"text": "How many\nmoons has\tMars, please?"})
         source = make_run(
             tmp_path,
             said(f"He said {question.upper()}"),
             said(question.replace("seven", "7")),
             said("I know how many moons has  Mars -- please"),
-            record_of(user(), assistant("", call(asked)), result("1"), assistant("Done.")),
+            record_of(user(), assistant("", call(benchmark_row)), result("1"), assistant("Done.")),
             prompts=[{}, {}, {}, {}],
         )
         files = [str(tmp_path / "bench.jsonl")]

@@ -34,11 +34,11 @@ def test_the_formats_that_keep_a_flaw_are_named(reason: str) -> None:
     line = re.search(rf"^[^|\n]*`{reason}`.*\| (.*)$", DOCS, re.MULTILINE)
     assert line is not None
     formats = [one for one in map(named, names()) if isinstance(one, Format)]
-    asked = {one.name for one in formats if reason in one.holds - one.accepts}
+    keeping = {one.name for one in formats if reason in one.holds - one.accepts}
     if line[1] == "all":
         assert all(reason in one.holds for one in formats if one.shows_messages)
     else:
-        assert set(re.findall(r"`(\w+)`", line[1])) == asked
+        assert set(re.findall(r"`(\w+)`", line[1])) == keeping
 
 
 def test_the_recipe_is_one_and_names_every_key(tmp_path: Path) -> None:

@@ -66,13 +66,13 @@ class TestOpenai:
             *("num_turns", "num_tool_calls", "has_reasoning", "metadata"),
         ]
         arguments = {"city": "Oslo", "n": 1.5}
-        asked = {"id": "c1", "type": "function",
+        tool_call = {"id": "c1", "type": "function",
                  "function": {"name": "temp", "arguments": arguments}}  # fmt: skip
         assert found["messages"] == [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "Go."},
             {"role": "assistant", "content": "Looking.", "reasoning_content": "Which city?",
-             "tool_calls": [asked]},
+             "tool_calls": [tool_call]},
             {"role": "tool", "tool_call_id": "c1", "name": "temp", "content": '{"c": 9}'},
             {"role": "assistant", "content": "Done.", "reasoning_content": "Now I know."},
         ]  # fmt: skip
@@ -387,9 +387,9 @@ class TestPreferences:
 
         def sample(reward: float, reasoning: str, answer: str = "Yes.") -> dict[str, Any]:
             check = {"passed": reward > 0.5, "reward": reward}
-            asked = assistant("", call(id=f"c{reward}"), reasoning=reasoning)
+            message = assistant("", call(id=f"c{reward}"), reasoning=reasoning)
             told = result("r", id=f"c{reward}")
-            return record_of(user(), asked, told, assistant(answer), check=check)
+            return record_of(user(), message, told, assistant(answer), check=check)
 
         source = make_run(tmp_path, sample(1.0, "so"), sample(0.0, "or so"), samples=2)
         (pair,) = rows(source, "dpo")
@@ -483,8 +483,8 @@ class TestParquet:
         assert pq.ParquetFile(file).metadata.metadata is None
         table = pq.read_table(file)
         (first, _), written = table.to_pylist(), lines(directory / "openai" / "train.jsonl")
-        asked = first["messages"][2]["tool_calls"][0]["function"]
-        assert json.loads(asked["arguments"]) == {"city": "Oslo", "n": 1.5}
+        function = first["messages"][2]["tool_calls"][0]["function"]
+        assert json.loads(function["arguments"]) == {"city": "Oslo", "n": 1.5}
         assert first["messages"][1]["reasoning_content"] is None
         assert [m["content"] for m in first["messages"]] == [
             m["content"] for m in written[0]["messages"]

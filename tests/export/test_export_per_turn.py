@@ -169,11 +169,11 @@ def test_rows_of_llamafactory_may_end_with_a_call(tmp_path: Path) -> None:
     filters = {"status": "any", "exact_duplicates": False}
     found = rows(source_of(tmp_path, early), "llamafactory", per_turn=True, filters=filters)
     ends = [(row["conversations"][-1]["from"], row["conversations"][-1]["value"]) for row in found]
-    asked = '<tool_call>[{"name": "temp", "arguments": {}}]</tool_call>'
+    text = '<tool_call>[{"name": "temp", "arguments": {}}]</tool_call>'
     assert ends == [
-        ("function_call", f"<think>\nR1\n</think>\n\nLook.\n{asked}"),
+        ("function_call", f"<think>\nR1\n</think>\n\nLook.\n{text}"),
         ("gpt", "<think>\nR2\n</think>\n\nA1"),
-        ("function_call", f"<think>\nR3\n</think>\n\nAgain.\n{asked}"),
+        ("function_call", f"<think>\nR3\n</think>\n\nAgain.\n{text}"),
     ]
     assert all(len(row["conversations"]) % 2 == 0 for row in found)
 
@@ -309,9 +309,9 @@ def test_rows_together_hold_every_own_turn_once_and_whole(steps: list[tuple[str,
         assert [(m["role"], m["content"]) for m in row] == [
             (m["role"], m["content"]) for m in before
         ]
-        asked = max(n for n, message in enumerate(row) if message["role"] == "user")
+        last_user = max(n for n, message in enumerate(row) if message["role"] == "user")
         for place, (message, full) in enumerate(zip(row, before, strict=True)):
-            kept = full.get("reasoning_content") if place > asked else None
+            kept = full.get("reasoning_content") if place > last_user else None
             assert message.get("reasoning_content") == kept
             is_learnt = message["role"] == "assistant" and place == len(row) - 1
             assert ("weight" in message) is (message["role"] == "assistant" and not is_learnt)

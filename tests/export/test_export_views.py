@@ -53,7 +53,7 @@ def test_replies_that_saw_older_messages_in_short_are_counted(tmp_path: Path, af
         ANSWER,
     ]
     played = play(tmp_path, script, compact_after=after)
-    seen = sum("_compacted" in json.dumps(list(asked.messages)) for asked in played.requests)
+    seen = sum("_compacted" in json.dumps(list(request.messages)) for request in played.requests)
     record = record_from(played, compact_after=after)
     assert metadata_of(record).get("view_compacted", 0) == seen
     assert record["view_compacted"] is (seen > 0)
@@ -79,7 +79,7 @@ def test_replies_that_saw_a_summary_are_counted(tmp_path: Path) -> None:
     script = [echo("a"), echo("b"), echo("c"), say("THE SUMMARY"), echo("d"), ANSWER]
     given: dict[str, Any] = {"summarize_over_messages": 6, "summarize_keep": 2}
     played = play(tmp_path, script, **given)
-    seen = sum("[Summary of" in json.dumps(list(asked.messages)) for asked in played.requests)
+    seen = sum("[Summary of" in json.dumps(list(request.messages)) for request in played.requests)
     told = metadata_of(record_from(played, **given))
     assert (told["view_compacted"], told["summaries"]) == (seen, 1)
     assert seen == 2

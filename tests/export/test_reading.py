@@ -56,9 +56,9 @@ MAKES_NO_DIFFERENCE = {
 def conversation(turns: int = 2, **changes: Any) -> Record:
     messages: list[Record] = [{"role": "system", "content": "Be brief."}, user("Go.")]
     for turn in range(turns):
-        asked = [call('{"a":1}', id=f"c{turn}"), call('{"b":2}', id=f"d{turn}")]
+        calls = [call('{"a":1}', id=f"c{turn}"), call('{"b":2}', id=f"d{turn}")]
         messages += [
-            assistant("Look.", *asked, reasoning="Hm."),
+            assistant("Look.", *calls, reasoning="Hm."),
             result("15", id=f"c{turn}"),
             result("no", id=f"d{turn}", is_error=True),
         ]
@@ -183,9 +183,9 @@ def test_any_record_is_read_or_refused_by_name(seed: int) -> None:
         record = conversation(turns=draw.randrange(3))
         for message in draw.sample(record["messages"], 2):
             message[draw.choice(("content", "reasoning"))] = draw.choice(TEXTS)
-            for asked in message.get("tool_calls", ()):
-                asked["function"]["arguments"] = draw.choice(ARGUMENTS)
-                asked |= draw.choice(SIGNED)
+            for tool_call in message.get("tool_calls", ()):
+                tool_call["function"]["arguments"] = draw.choice(ARGUMENTS)
+                tool_call |= draw.choice(SIGNED)
             if message["role"] == "assistant":
                 message |= draw.choice(HIDDEN)
             elif message["role"] == "tool":

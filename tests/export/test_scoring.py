@@ -177,9 +177,9 @@ PRICES = '{"j": {"input": 1000, "output": 1000}}'
 class Judge:
     """An endpoint that plays the judge, and its own log of what it answered."""
 
-    def __init__(self, url: str, asked: list[JSON]) -> None:
+    def __init__(self, url: str, requests: list[JSON]) -> None:
         self.url = url
-        self._asked = asked
+        self._asked = requests
 
     @property
     def asked(self) -> list[str]:
@@ -528,9 +528,9 @@ class TestABudget:
             spent = sum(line["cost_usd"] for line in scores(source))
             assert 0 < spent == pytest.approx(0.025 * len(judge.asked))
             assert spent <= 1.5
-            asked = len(judge.asked)
+            count = len(judge.asked)
             again = run(tmp_path, "score", "r", **options, max_judge_cost_usd=1.5)
-            assert (again.returncode, len(judge.asked)) == (3, asked)
+            assert (again.returncode, len(judge.asked)) == (3, count)
             assert run(tmp_path, "score", "r", **options, max_judge_cost_usd=90).returncode == 0
             assert len(judge.asked) == len(set(judge.asked)) == 20
 
@@ -587,15 +587,15 @@ def test_kills_at_random_moments_pay_no_reply_twice(tmp_path: Path, seed: int) -
                 process.send_signal(signal.SIGKILL)
                 process.wait()
             content = path.read_bytes() if path.exists() else b""
-            asked = Counter(judge.asked)
+            counts = Counter(judge.asked)
             for line in content.split(b"\n")[:-1]:
                 word = json.loads(line)["reply"].rpartition(".")[2]
-                on_disk.setdefault(word, asked[word])
+                on_disk.setdefault(word, counts[word])
         done = run(tmp_path, "score", "r", **options)
         assert done.returncode == 0, done.stderr
-        asked = Counter(judge.asked)
+        counts = Counter(judge.asked)
     assert on_disk
-    assert {word: asked[word] for word in on_disk} == on_disk
-    assert asked.total() - len(asked) <= kills * in_flight
+    assert {word: counts[word] for word in on_disk} == on_disk
+    assert counts.total() - len(counts) <= kills * in_flight
     assert Counter(line["id"] for line in scores(source)) == {f"t{n}": 1 for n in range(60)}
     assert "judge_budget" not in run(tmp_path, "verify", source.run_dir).stdout

@@ -52,7 +52,7 @@ def resume_and_judge(
     """
     run_dir = cwd / str(given.get("output_dir", "trajectories")) / str(given["run_name"])
     finished = finished_lines(run_dir / "records.jsonl")
-    asked = {} if endpoint is None else asked_of(endpoint)
+    before = {} if endpoint is None else asked_of(endpoint)
     for _ in range(starts):
         done = run(cwd, **given)
     assert done.returncode == code, done.stderr
@@ -64,7 +64,7 @@ def resume_and_judge(
         again = asked_of(endpoint)
         for record in map(orjson.loads, finished.values()):
             key = conversation_of(record)
-            assert again.get(key) == asked.get(key), f"{record['id']} was asked for again"
+            assert again.get(key) == before.get(key), f"{record['id']} was asked for again"
         assert endpoint.journal()["repeated"] <= wasted
     return done
 
@@ -103,10 +103,10 @@ def finished_lines(records: Path) -> dict[str, bytes]:
 
 def asked_of(endpoint: FakeEndpoint) -> dict[str, int]:
     """Requests by conversation, as the endpoint counted them."""
-    asked: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for count in endpoint.journal(full=True)["counts"]:
-        asked[count["conversation"]] = asked.get(count["conversation"], 0) + count["asked"]
-    return asked
+        counts[count["conversation"]] = counts.get(count["conversation"], 0) + count["asked"]
+    return counts
 
 
 def conversation_of(record: Mapping[str, Any]) -> str:

@@ -90,11 +90,11 @@ def kill_and_resume(cwd: Path, draw: random.Random, *, prompts: int, kills: int)
             killed += 1
             wait_until(lambda: endpoint.journal()["in_flight"] == 0)
             after = asked_by_turn(endpoint)
-            asked = {key for key, count in after.items() if count > before.get(key, 0)}
-            under_way = asked - replies_on_disk(cwd)
+            again = {key for key, count in after.items() if count > before.get(key, 0)}
+            under_way = again - replies_on_disk(cwd)
             assert len(under_way) <= WORKERS * AGENTS
             in_flight += len(under_way)
-            before_the_first_call += not asked
+            before_the_first_call += not again
         resume_and_judge(cwd, given, tasks=prompts, endpoint=endpoint, wasted=in_flight)
         journal = endpoint.journal()
     assert journal["requests"] == prompts * TURNS + in_flight

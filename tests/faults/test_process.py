@@ -50,17 +50,17 @@ def test_killing_the_parent_alone_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [pytest.param("the parent alone", marks=pytest.mark.long), "the whole group"]
+    "signal_name", [pytest.param("the parent alone", marks=pytest.mark.long), "the whole group"]
 )
 @pytest.mark.slow
-def test_a_sigterm_of_a_scheduler_stops_the_run_in_time(tmp_path: Path, asked: str) -> None:
+def test_a_sigterm_of_a_scheduler_stops_the_run_in_time(tmp_path: Path, signal_name: str) -> None:
     """F5: Kubernetes asks the first process, Slurm all of them; calls outlast the grace."""
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEndpoint(turns=2, latency_s=300.0, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint, num_workers=1, grace_s=0.5)
         with started(tmp_path, **given) as process:
             wait_until(lambda: endpoint.journal()["in_flight"] == 4)
-            kill = os.kill if asked == "the parent alone" else os.killpg
+            kill = os.kill if signal_name == "the parent alone" else os.killpg
             kill(process.pid, signal.SIGTERM)
             assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM
             assert_gone(process.pid)

@@ -143,7 +143,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
         seen = cwd / "visits"
         return Counter(seen.read_text().split()) if seen.exists() else Counter()
 
-    with answering(answer) as (root, asked):
+    with answering(answer) as (root, requests):
         given = {**SCRIPTED, "model": "openai:m", "key_env": "none", "base_url": f"{root}/v1"}
         given |= {"tools": "places:ALL", "enabled_toolsets": "file,places"}
         given |= {"subagents": json.dumps([HELPER])}
@@ -162,7 +162,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
         resume_and_judge(cwd, given, tasks=len(rows))
     records = {record["id"]: record for record in lines(run_dir / "records.jsonl")}
     assert {row["id"] for row in lines(cwd / "trajectories" / "r.jsonl")} == records.keys()
-    return Scene(records, visits(), asked)
+    return Scene(records, visits(), requests)
 
 
 def user_of(body: JSON) -> str:
@@ -298,7 +298,7 @@ def test_during_export(tmp_path: Path) -> None:
         assert not training.exists()
         (half,) = training.parent.glob(".r.jsonl.*.tmp")
         assert len(lines(half)) == 4
-        asked = asked_of(endpoint)
+        before = asked_of(endpoint)
         resume_and_judge(tmp_path, given, tasks=4, endpoint=endpoint)
-        assert asked_of(endpoint) == asked
+        assert asked_of(endpoint) == before
         assert len(lines(training)) == 4

@@ -48,9 +48,9 @@ def entering(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def enter(tmp_path: Path, **options: Any) -> None:
     """A service is there for the conversation, and for its check."""
-    asked = ASK.format("model")
+    script = ASK.format("model")
     rows = [
-        row(name, f"{name}:1", terminal(asked), check=ASK.format("check"))
+        row(name, f"{name}:1", terminal(script), check=ASK.format("check"))
         for name in ("service", "server")
     ]
     rows += [row(name, f"{name}:1", terminal("ls /entered")) for name in ("failing", "none")]

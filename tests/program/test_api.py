@@ -225,10 +225,10 @@ class TestAsLibrary:
             "assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL\n"
         )
         (tmp_path / "script.py").write_text(code)
-        asked = threading.Event()
+        called = threading.Event()
 
         def answer(path: str, body: JSON) -> tuple[int, JSON]:
-            asked.set()
+            called.set()
             return 500, {}  # tried again after a pause, so no task ends
 
         with answering(answer) as (url, _):
@@ -239,7 +239,7 @@ class TestAsLibrary:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            assert asked.wait(PATIENCE_S)
+            assert called.wait(PATIENCE_S)
             process.send_signal(signal.SIGTERM)
             said, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
@@ -283,10 +283,10 @@ class TestOpenRun:
         write_rows(tmp_path / "p.jsonl", *dataset)
         options = {"model": "m", "key_env": "none", "enabled_toolsets": "file"}
         with (
-            answering(lambda path, body: (500, {})) as (url, asked),
+            answering(lambda path, body: (500, {})) as (url, requests),
             started(tmp_path, **{**SCRIPTED, **options, "base_url": url}) as process,
         ):
-            wait_until(lambda: asked)
+            wait_until(lambda: requests)
             stored = open_run(tmp_path / "trajectories" / "r")
             holder = stored.holder
             assert holder is not None
@@ -326,12 +326,12 @@ def test_the_examples_of_the_docs_run(tmp_path: Path) -> None:
     def answer(path: str, body: JSON) -> tuple[int, JSON]:
         return 200, {"model": "my-model", "choices": [choice], "usage": usage}
 
-    with answering(answer) as (url, asked):
+    with answering(answer) as (url, requests):
         code = "\n".join(examples).replace("http://127.0.0.1:8000", url)
         done = script(tmp_path, code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "0 2 trajectories/from_python.jsonl"
     assert done.stdout.splitlines()[-1] == "From bees."
-    assert any(tool["function"]["name"] == "word_count" for tool in asked[-1]["tools"])
+    assert any(tool["function"]["name"] == "word_count" for tool in requests[-1]["tools"])
     transcripts = re.findall(r"transcripts/\w+\.jsonl", done.stdout)
     assert [lines_of(tmp_path / name)[0]["type"] for name in transcripts] == ["request"]

@@ -143,11 +143,11 @@ def test_a_run_keeps_every_digit(module: Path, api: str) -> None:
     """The tool gets the integer, and record, request and row hold the digits of the model."""
     columns = {"id": "a", "prompt": "x", "expected": LONG}
     write_rows(module / "p.jsonl", columns)
-    asked: list[JSON] = []
+    requests: list[JSON] = []
 
     def answer(path: str, body: JSON) -> tuple[int, JSON]:
-        asked.append(body)
-        return 200, replies(path, len(asked) - 1)
+        requests.append(body)
+        return 200, replies(path, len(requests) - 1)
 
     with answering(answer) as (root, _):
         done = run(
@@ -169,8 +169,8 @@ def test_a_run_keeps_every_digit(module: Path, api: str) -> None:
     assert json.loads(of_call["tool_calls"][0]["function"]["arguments"]) == json.loads(ARGUMENTS)
     assert json.loads(of_tool["content"]) == told
     assert record["row"] == columns
-    assert str(LONG) in json.dumps(asked[1]), "the model is shown what it wrote"
-    assert '"n": 1.2345' not in json.dumps(asked[1])
+    assert str(LONG) in json.dumps(requests[1]), "the model is shown what it wrote"
+    assert '"n": 1.2345' not in json.dumps(requests[1])
     row = lines(module / "trajectories" / "r.jsonl")[0]
     said = [turn["value"] for turn in row["conversations"]]
     assert f'"n": {LONG}, "below": [{SMALL}, 1.5]' in said[2]

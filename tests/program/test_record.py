@@ -169,11 +169,11 @@ def test_the_list_of_models_is_the_endpoints_own(tmp_path: Path, endpoint: FakeE
 
 def test_a_list_of_models_is_asked_for_once(tmp_path: Path, endpoint: FakeEndpoint) -> None:
     """An endpoint that has none says so for each request: a program need not wait for it."""
-    asked: list[str] = []
+    paths: list[str] = []
 
     class Lacking(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
+            paths.append(self.path)
             self.send_response(501)
             self.end_headers()
             self.wfile.write(b'{"error": {"message": "no list"}}')
@@ -188,7 +188,7 @@ def test_a_list_of_models_is_asked_for_once(tmp_path: Path, endpoint: FakeEndpoi
                 assert stop(world.process) == 0
         finally:
             server.shutdown()
-    assert asked == ["/v1/models"]
+    assert paths == ["/v1/models"]
 
 
 def test_silence_ends_a_session(tmp_path: Path, endpoint: FakeEndpoint) -> None:

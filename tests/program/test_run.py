@@ -860,11 +860,11 @@ def test_workers_import_nothing_that_the_command_has_not(tmp_path: Path) -> None
 def test_a_reply_with_100_000_calls_holds_up_no_neighbour(tmp_path: Path) -> None:
     """Its worker stays to be heard of, so nothing is paid twice; the reply itself is recorded."""
     listed = [{"id": f"c{n}", "type": "function", "function": LIST} for n in range(100_000)]
-    asked: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     def answer(path: str, body: JSON) -> tuple[int, JSON]:
         prompt = body["messages"][0]["content"]
-        asked[prompt] += 1
+        counts[prompt] += 1
         calls = listed if prompt == "huge" else listed[:1]
         message: JSON = {"role": "assistant", "content": None, "tool_calls": calls}
         reason = "tool_calls"
@@ -880,7 +880,7 @@ def test_a_reply_with_100_000_calls_holds_up_no_neighbour(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     records = {one["id"]: one for one in lines(tmp_path / "trajectories" / "r" / "records.jsonl")}
     assert "silent" not in (tmp_path / "trajectories" / "r" / "run.log").read_text()
-    assert asked == dict.fromkeys(names, 3)
+    assert counts == dict.fromkeys(names, 3)
     assert {id: one["status"] for id, one in records.items()} == {
         name: "errors" if name == "huge" else "completed" for name in names
     }

@@ -27,11 +27,11 @@ def test_context_files_of_the_user_are_not_in_the_prompt(tmp_path: Path) -> None
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).write_text("canary-4711")
     write_rows(tmp_path / "p.jsonl", {"prompt": "What is it?"})
-    with answering(lambda path, body: (200, HI)) as (url, asked):
+    with answering(lambda path, body: (200, HI)) as (url, requests):
         given = {**SCRIPTED, "model": "m", "base_url": url, "key_env": "none"}
         done = run(tmp_path, **given, env={"HOME": str(tmp_path / "home")})
     assert done.returncode == 0, done.stderr
-    (body,) = asked
+    (body,) = requests
     assert body["messages"] == [{"role": "user", "content": "What is it?"}]
     assert "canary-4711" not in json.dumps(body)
 
@@ -40,20 +40,20 @@ def test_routing_lists_reach_the_provider_through_the_body(tmp_path: Path) -> No
     """S2.40: lists of providers are fields of the request, under any name."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x"})
     routing = {"provider": {"only": ["a", "b"], "sort": "price"}}
-    with answering(lambda path, body: (200, HI)) as (url, asked):
+    with answering(lambda path, body: (200, HI)) as (url, requests):
         given = {**SCRIPTED, "model": "m", "base_url": url, "key_env": "none"}
         assert run(tmp_path, **given, extra_body=json.dumps(routing)).returncode == 0
-    assert asked[0]["provider"] == routing["provider"]
+    assert requests[0]["provider"] == routing["provider"]
 
 
 def test_disabled_reasoning_stays_disabled_at_any_effort(tmp_path: Path) -> None:
     """S2.40: the flag of hermes-agent is accepted, and wins."""
     write_rows(tmp_path / "p.jsonl", {"prompt": "x"})
-    with answering(lambda path, body: (200, HI)) as (url, asked):
+    with answering(lambda path, body: (200, HI)) as (url, requests):
         given = {**SCRIPTED, "model": "m", "base_url": url, "key_env": "none"}
         done = run(tmp_path, "--reasoning_disabled", **given, reasoning_effort="high")
     assert done.returncode == 0, done.stderr
-    assert asked[0]["reasoning_effort"] == "none"
+    assert requests[0]["reasoning_effort"] == "none"
 
 
 def test_the_tools_on_offer_are_printed_before_anything_runs(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
     ]
     write_rows(tmp_path / "p.jsonl", *rows)
     with (
-        answering(answer) as (url, asked),
+        answering(answer) as (url, requests),
         FakeEndpoint(turns=2, latency_s=0.05, answers=0, **WRITE_A_NOTE) as endpoint,
     ):
         config = {
@@ -125,7 +125,7 @@ def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
         assert record["cost_usd"] > sum(one["cost_usd"] for one in inner)
         stored += [turn["response_id"] for one in inner for turn in one["turns"]]
     assert len(stored) == len(set(stored)) == TASKS * 3
-    assert len(asked) - len(stored) <= in_flight
+    assert len(requests) - len(stored) <= in_flight
 
 
 def test_a_conversation_too_long_for_its_users_model_ends_with_a_reason_of_its_own(
@@ -138,14 +138,14 @@ def test_a_conversation_too_long_for_its_users_model_ends_with_a_reason_of_its_o
 
     row = {"id": "p1", "prompt": "Hello.", "script": [say("What can I do?")]}
     write_rows(tmp_path / "p.jsonl", {**row, "simulated_user": {"system_prompt": "You are Ann."}})
-    with answering(refuse) as (url, asked):
+    with answering(refuse) as (url, requests):
         config = {
             "endpoints": {"user": {"base_url": f"{url}/v1", "key_env": "none"}},
             "simulated_user": {"model": "user:u"},
         }
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
         done = run(tmp_path, **SCRIPTED, config="run.yaml")
-    assert (done.returncode, len(asked)) == (0, 1), done.stderr
+    assert (done.returncode, len(requests)) == (0, 1), done.stderr
     [record] = records(tmp_path)
     assert record["status"] == "user_context_exceeded"
     assert record["status_reason"].startswith("the simulated user ended as context_exceeded: ")

@@ -80,14 +80,14 @@ def opened(context: BrowserContext, report: Path) -> Iterator[Page]:
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("dialog", lambda dialog: complaints.append(dialog.message))
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    urls: list[str] = []
+    page.on("request", lambda request: urls.append(request.url))
     page.goto(report.as_uri())
     page.wait_for_selector("html[data-ready]", state="attached")
     yield page
     assert complaints == []
     here = quote(str(report.parent))
-    assert all(address.startswith(f"file://{here}/") for address in asked)
+    assert all(address.startswith(f"file://{here}/") for address in urls)
     assert page.evaluate("window.pwned") is None
     page.close()
 

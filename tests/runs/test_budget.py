@@ -257,29 +257,29 @@ def test_a_run_stops_at_its_budget_and_resumes_with_a_higher_one(tmp_path: Path)
     write_prompts(tmp_path / "p.jsonl", 256)
     dataset = {"dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file"}
     with FakeEndpoint(turns=3, latency_s=0.5, **WRITE_A_NOTE) as endpoint:
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             **dataset, "model": "openai:gpt-4o", "base_url": endpoint.openai_url,
             "key_env": "none", "num_workers": 2, "batch_size": 128, "max_tokens": 300,
             "start_in_flight": 256,
         }  # fmt: skip
-        whole = run(tmp_path, **{**asked, "run_name": "whole"})
+        whole = run(tmp_path, **{**options, "run_name": "whole"})
         assert whole.returncode == 0, whole.stderr
         cost = summary(tmp_path, "whole")["cost_usd"]
         assert summary(tmp_path, "whole")["last_start"]["calls"][0]["in_flight_max"] > 200
 
         cap = cost / 2
-        stopped = run(tmp_path, **asked, max_run_cost_usd=cap)
+        stopped = run(tmp_path, **options, max_run_cost_usd=cap)
         assert stopped.returncode == 3, stopped.stderr
         assert "the budget of the run is used up" in stopped.stderr
         assert "Traceback" not in stopped.stderr
         spent = spent_in(tmp_path)
         assert cap * 0.5 < spent <= cap
-        again = run(tmp_path, **asked, max_run_cost_usd=cap)
+        again = run(tmp_path, **options, max_run_cost_usd=cap)
         assert again.returncode == 3, again.stderr
         assert spent_in(tmp_path) <= cap
         assert summary(tmp_path, "r")["pending"] > 0
 
-        done = run(tmp_path, **asked, max_run_cost_usd=cost * 3)
+        done = run(tmp_path, **options, max_run_cost_usd=cost * 3)
         assert done.returncode == 0, done.stderr
         assert summary(tmp_path, "r")["cost_usd"] == pytest.approx(cost)
         assert len(lines(tmp_path / "trajectories" / "r.jsonl")) == 256
@@ -290,19 +290,19 @@ def test_a_worker_that_dies_loses_its_share_of_the_budget_but_not_the_run(tmp_pa
     """What it had under way may have been charged, so nobody else spends that money."""
     write_prompts(tmp_path / "p.jsonl", 120)
     with FakeEndpoint(turns=3, latency_s=0.05, answers=20, **WRITE_A_NOTE) as endpoint:
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file",
             "model": "openai:gpt-4o", "base_url": endpoint.openai_url, "key_env": "none",
             "num_workers": 2, "batch_size": 20, "max_tokens": 300, "max_run_cost_usd": 0.35,
         }  # fmt: skip
-        with started(tmp_path, **asked) as process:
+        with started(tmp_path, **options) as process:
             wait_until(lambda: endpoint.journal()["replies"] == 20)
             os.kill(workers_of(process.pid)[0], signal.SIGKILL)
             endpoint.answer(None)
             assert process.wait(PATIENCE_S) in (0, 3)
         assert spent_in(tmp_path) <= 0.35
         assert "died; another worker takes over" in (tmp_path / "output.txt").read_text()
-        done = run(tmp_path, **{**asked, "max_run_cost_usd": 5})
+        done = run(tmp_path, **{**options, "max_run_cost_usd": 5})
         assert done.returncode == 0, done.stderr
 
 
@@ -311,20 +311,20 @@ def test_kills_of_the_whole_run_do_not_overshoot_it_either(tmp_path: Path) -> No
     """What was lent and never given back may have been spent."""
     write_prompts(tmp_path / "p.jsonl", 60)
     with FakeEndpoint(turns=3, latency_s=0.2, text_chars=400, **WRITE_A_NOTE) as endpoint:
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file", "model": "m",
             "base_url": endpoint.openai_url, "key_env": "none", "num_workers": 2,
             "batch_size": 10, "max_tokens": 200, "max_run_tokens": 60_000,
         }  # fmt: skip
         for kill in range(1, 4):
-            with started(tmp_path, **asked) as process:
+            with started(tmp_path, **options) as process:
                 wait_until(
                     lambda run=process, least=15 * kill: (
                         run.poll() is not None or endpoint.journal()["replies"] >= least
                     )
                 )
                 kill_session(process.pid)
-        stopped = run(tmp_path, **asked)
+        stopped = run(tmp_path, **options)
         assert stopped.returncode == 3, stopped.stderr
         asked_for = endpoint.journal()["requests"]
     # What each request took, at most, by the count of the endpoint.
@@ -335,11 +335,11 @@ def test_kills_of_the_whole_run_do_not_overshoot_it_either(tmp_path: Path) -> No
 def test_attempts_that_were_replaced_count(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeEndpoint(turns=1, latency_s=0.0, faults={"http403": 0.5}) as endpoint:
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "none", "model": "m",
             "base_url": endpoint.openai_url, "key_env": "none", "num_workers": 1,
         }  # fmt: skip
-        run(tmp_path, **asked, max_attempts=1)
+        run(tmp_path, **options, max_attempts=1)
     run_dir = tmp_path / "trajectories" / "r"
     entries = [entry for _, entry in load_index(run_dir).records()]
     budget_log = BudgetLog(run_dir, run_dir)
@@ -366,12 +366,12 @@ def test_a_cost_that_is_none_is_not_believed(cost: str) -> None:
 def test_a_budget_in_tokens_needs_no_price(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 40)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             "dataset_file": "p.jsonl", "run_name": "r", "model": "m", "key_env": "none",
             "base_url": endpoint.openai_url, "enabled_toolsets": "none", "num_workers": 2,
             "max_run_tokens": 3000, "max_tokens": 500,
         }  # fmt: skip
-        stopped = run(tmp_path, **asked)
+        stopped = run(tmp_path, **options)
         assert stopped.returncode == 3, stopped.stderr
         found = summary(tmp_path, "r")
         assert 0 < found["input_tokens"] + found["output_tokens"] <= 3000

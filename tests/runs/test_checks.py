@@ -430,15 +430,15 @@ class TestWrongAnswers:
     def test_the_documented_way_gives_them(self, tmp_path: Path) -> None:
         """Of two samples of each of three prompts one is right, but for the last prompt."""
         questions = {f"What is {n} + {n}?": str(2 * n) for n in (1, 2, 3)}
-        dataset = [{"prompt": asked, "expected": right} for asked, right in questions.items()]
+        dataset = [{"prompt": question, "expected": right} for question, right in questions.items()]
         write_rows(tmp_path / "prompts.jsonl", *dataset)
         begun: Counter[str] = Counter()
 
         def answer(path: str, body: JSON) -> tuple[int, JSON]:
-            asked = body["messages"][0]["content"]
-            begun[asked] += len(body["messages"]) == 1
-            is_right = "3" not in asked and begun[asked] == 2
-            said = questions[asked] if is_right else f"No idea, attempt {len(bodies)}."
+            question = body["messages"][0]["content"]
+            begun[question] += len(body["messages"]) == 1
+            is_right = "3" not in question and begun[question] == 2
+            said = questions[question] if is_right else f"No idea, attempt {len(bodies)}."
             choice = {"message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
             return 200, {"model": "m", "choices": [choice]}
 
@@ -561,8 +561,8 @@ def wrong(answer: str, **changes: Any) -> dict[str, Any]:
 
 def by_call(record: dict[str, Any], answer: str) -> dict[str, Any]:
     """The same record, its answer given by a call of `final_answer`."""
-    asked = call(json.dumps({"answer": answer}), id="last", name="final_answer")
+    tool_call = call(json.dumps({"answer": answer}), id="last", name="final_answer")
     told = {"role": "tool", "tool_call_id": "last", "content": "Noted."}
-    messages = [*record["messages"][:-1], assistant("", asked), told]
+    messages = [*record["messages"][:-1], assistant("", tool_call), told]
     own = {"type": "function", "function": {"name": "final_answer", "parameters": {}}}
     return {**record, "messages": messages, "tools": [*record["tools"], own]}

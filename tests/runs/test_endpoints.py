@@ -139,9 +139,9 @@ class TestBounds:
         assert len(limits_of(given, set_up_models(given))) == 1
 
     def test_an_endpoint_that_nothing_asks_means_nothing(self) -> None:
-        asked = config(model="a:m", endpoints={"a": LOCAL})
+        options = config(model="a:m", endpoints={"a": LOCAL})
         more = config(model="a:m", endpoints={"a": LOCAL, "b": {**LOCAL, "temperature": 1}})
-        assert meaning_of(asked) == meaning_of(more)
+        assert meaning_of(options) == meaning_of(more)
 
     def test_two_names_of_one_endpoint_share_the_lower_limits(self) -> None:
         given = config(

@@ -104,7 +104,7 @@ def finished_parent(cwd: Path) -> Iterator[tuple[Endpoint, list[JSON]]]:
     rows = [{"id": f"p{n}", "prompt": f"q{n}", "expected": "right"} for n in range(PROMPTS)]
     write_rows(cwd / "p.jsonl", *rows)
     endpoint = Endpoint()
-    with answering(endpoint) as (url, asked):
+    with answering(endpoint) as (url, requests):
         parent = run(
             cwd,
             "--check_expected",
@@ -113,7 +113,7 @@ def finished_parent(cwd: Path) -> Iterator[tuple[Endpoint, list[JSON]]]:
         )
         assert parent.returncode == 0, parent.stderr
         endpoint.branching = True
-        yield endpoint, asked
+        yield endpoint, requests
 
 
 FORK = ("fork", "r", "--at_turn=2", f"--n={BRANCHES}", "--run_name=b")
@@ -130,12 +130,12 @@ def summary(cwd: Path, run_name: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_branches_start_at_their_parent_s_turn_and_cost_only_new_calls(tmp_path: Path) -> None:
-    with finished_parent(tmp_path) as (_, asked):
-        before = [body["messages"] for body in asked]
+    with finished_parent(tmp_path) as (_, requests):
+        before = [body["messages"] for body in requests]
         done = run(tmp_path, *FORK)
         assert done.returncode == 0, done.stderr
         assert f"{PROMPTS} conversations to branch from" in done.stdout
-        after = [body["messages"] for body in asked[len(before) :]]
+        after = [body["messages"] for body in requests[len(before) :]]
     assert len(after) == PROMPTS * BRANCHES * 2, "nothing of the prefix was asked again"
     last = [messages for messages in before if len(messages) == 5]
     assert all(any(messages[:5] == shared for shared in last) for messages in after)
@@ -227,8 +227,8 @@ def test_a_run_that_is_moved_aside_keeps_its_dataset(tmp_path: Path) -> None:
         assert back.returncode == 0, back.stderr
     assert read_run_json(runs / "b")["dataset"]["path"] == str(runs / "b.fork.jsonl")
     assert (runs / "b.fork.jsonl").read_bytes() == first
-    for asked in ("export", "verify"):
-        done = run(tmp_path, asked, aside.name)
+    for name in ("export", "verify"):
+        done = run(tmp_path, name, aside.name)
         assert done.returncode == 0, (done.stdout, done.stderr)
 
 
@@ -256,20 +256,20 @@ def test_branches_become_pairs_of_one_step(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_fork_resumes_and_repeats_no_call(tmp_path: Path) -> None:
-    with finished_parent(tmp_path) as (endpoint, asked):
-        count = len(asked)
+    with finished_parent(tmp_path) as (endpoint, requests):
+        count = len(requests)
         endpoint.held.clear()
         with subprocess.Popen(
             command(*FORK), cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True
         ) as process:
-            wait_until(lambda: len(asked) == count + 2 * PROMPTS * BRANCHES)
+            wait_until(lambda: len(requests) == count + 2 * PROMPTS * BRANCHES)
             kill_session(process.pid)
         endpoint.held.set()
         waiting = run(tmp_path, "status", "b", "--json")
         assert json.loads(waiting.stdout)["turns_under_way"] == PROMPTS * BRANCHES
         done = run(tmp_path, *FORK)
         assert done.returncode == 0, done.stderr
-        third = [b for b in asked[count:] if b["messages"][-1].get("tool_call_id") == "c1"]
+        third = [b for b in requests[count:] if b["messages"][-1].get("tool_call_id") == "c1"]
     assert len(third) == PROMPTS * BRANCHES, "journaled turns are not asked for again"
     for record in records(tmp_path, "b"):
         assert record["resumes"][0]["workspace_kept"] is True

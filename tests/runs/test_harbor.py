@@ -251,9 +251,9 @@ def test_what_a_task_collects_is_counted(tmp_path: Path) -> None:
     hook = '[[verifier.collect]]\ncommand = "true"\n'
     for n, task in enumerate(['artifacts = ["/app"]\n' + SIMPLE, SIMPLE + hook, SIMPLE]):
         row = load_rows_file("harbor").row(HarborTask(write_task(tmp_path / f"{n}", task)).row())
-        asked: dict[str, int] = {}
-        add_asked(asked, row)
-        assert asked == {"network": 1, "check.network": 1, **({"artifacts": 1} if n < 2 else {})}
+        largest: dict[str, int] = {}
+        add_asked(largest, row)
+        assert largest == {"network": 1, "check.network": 1, **({"artifacts": 1} if n < 2 else {})}
 
 
 def refusal(directory: Path) -> str:

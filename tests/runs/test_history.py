@@ -306,9 +306,9 @@ def test_the_same_repository_is_proved_once(repository: Path, tmp_path: Path, at
     known = asyncio.run(remove_history(context_of(repository), base))
     context = context_of(again)
     assert context.sandbox is not None
-    with patch.object(context.sandbox, "exec", wraps=context.sandbox.exec) as asked:
+    with patch.object(context.sandbox, "exec", wraps=context.sandbox.exec) as executed:
         assert asyncio.run(remove_history(context, base, known=known)) is known
-    assert asked.call_count == 1
+    assert executed.call_count == 1
     assert proved(again, base) is None
     assert objects(again) == objects(repository)
 

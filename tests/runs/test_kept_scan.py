@@ -61,16 +61,16 @@ def dataset(tmp_path: Path) -> Path:
     return path
 
 
-def served(dataset: Path, **asked: Any) -> bool:
+def served(dataset: Path, **options: Any) -> bool:
     """Whether what is kept is used; what is found must be what a scan finds, either way."""
     kept = dataset.with_name("dataset.idx")
-    asked = {**ASKED, **asked}
-    found, scanned = cached_scan(kept, dataset, **asked), scan(dataset, **asked)
+    options = {**ASKED, **options}
+    found, scanned = cached_scan(kept, dataset, **options), scan(dataset, **options)
     assert found == scanned
     every = list(tasks(scanned))
     assert list(tasks(found)) == every
     assert [found.key(n) for n in range(found.tasks)] == [task.key for task in every]
-    return load_scan(kept, dataset, **asked) is not None
+    return load_scan(kept, dataset, **options) is not None
 
 
 def test_the_same_dataset_is_not_scanned_again(dataset: Path) -> None:
@@ -151,7 +151,7 @@ OTHER_RULES = [
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {"num_samples": 1},
         {"shard": Shard(0, 2)},
@@ -161,17 +161,19 @@ OTHER_RULES = [
         *({"rules": rules} for rules in OTHER_RULES),
     ],
 )
-def test_a_scan_saved_with_other_options_is_not_used(dataset: Path, asked: dict[str, Any]) -> None:
-    assert not served(dataset, **asked)
-    save_scan(dataset.with_name("dataset.idx"), scan(dataset, **{**ASKED, **asked}))
-    assert served(dataset, **asked)
+def test_a_scan_saved_with_other_options_is_not_used(
+    dataset: Path, options: dict[str, Any]
+) -> None:
+    assert not served(dataset, **options)
+    save_scan(dataset.with_name("dataset.idx"), scan(dataset, **{**ASKED, **options}))
+    assert served(dataset, **options)
     assert not served(dataset)
 
 
 def test_rules_are_the_same_in_any_order_of_their_names(dataset: Path) -> None:
     names = [f"name{n}" for n in range(50)]
-    asked = {"rules": RowRules(models=frozenset(names), toolsets=frozenset(names))}
-    save_scan(dataset.with_name("dataset.idx"), scan(dataset, **{**ASKED, **asked}))
+    options = {"rules": RowRules(models=frozenset(names), toolsets=frozenset(names))}
+    save_scan(dataset.with_name("dataset.idx"), scan(dataset, **{**ASKED, **options}))
     assert served(dataset, rules=RowRules(models=frozenset(names[::-1]), toolsets=frozenset(names)))
 
 
@@ -207,13 +209,13 @@ def test_a_dataset_that_is_edited_again_and_again_is_always_read_as_it_is(
     for _ in range(12):
         write(path, rows)
         os.utime(path, (1, 1))
-        asked = {
+        options = {
             "max_samples": draw.choice([None, None, 3, 30]),
             "num_samples": draw.choice([1, 1, 2]),
         }
-        served(path, **asked)
+        served(path, **options)
         if draw.randrange(3):
-            save_scan(kept, cached_scan(kept, path, **{**ASKED, **asked}))
+            save_scan(kept, cached_scan(kept, path, **{**ASKED, **options}))
         match draw.randrange(6):
             case 0:
                 rows = rows + some_lines(draw, 3)

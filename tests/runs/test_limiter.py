@@ -134,10 +134,10 @@ class TestLimiter:
             limiter.on_failures(1)
         assert limiter.limit > 40
 
-    @pytest.mark.parametrize(("asked", "pause"), [(2.0, 2.0), (86_400.0, MAX_COOL_DOWN_S)])
-    def test_a_retry_after_pauses_all_calls(self, asked: float, pause: float) -> None:
+    @pytest.mark.parametrize(("seconds", "pause"), [(2.0, 2.0), (86_400.0, MAX_COOL_DOWN_S)])
+    def test_a_retry_after_pauses_all_calls(self, seconds: float, pause: float) -> None:
         limiter = Limiter(start=4, ceiling=4)
-        limiter.on_refusal(asked, sent_at=0.0, now=100.0)
+        limiter.on_refusal(seconds, sent_at=0.0, now=100.0)
         limiter.on_refusal(0.5, sent_at=0.0, now=100.0)
         assert limiter.cool_down_until == 100.0 + pause
 

@@ -504,11 +504,11 @@ class TestTheHub:
         options = {**SCRIPTED, "enabled_toolsets": "none", "script_file": "s.json"}
         (tmp_path / "s.json").write_text('[{"content": "done"}]')
         home = {"HF_HOME": str(tmp_path / "home")}
-        with fake_hub(files) as (environment, asked):
+        with fake_hub(files) as (environment, paths):
             env = {**home, **environment}
             hub = {**options, "dataset_file": f"hf:{REPOSITORY}:train"}
             first = run(tmp_path, env=env, **hub)
-            assert asked
+            assert paths
         assert first.returncode == 0, first.stderr
         result = (tmp_path / "trajectories" / "r.jsonl").read_bytes()
         again = run(tmp_path, env=env, **hub)

@@ -81,7 +81,7 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
     records = run_dir / "records.jsonl"
     endpoint = Charging()
     with answering(endpoint) as (url, _):
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             "dataset_file": "p.jsonl", "run_name": "r", "enabled_toolsets": "file", "model": "m",
             "base_url": url, "key_env": "none", "num_workers": 1, "prices": PRICE,
         }  # fmt: skip
@@ -93,7 +93,7 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
             return float(found["spent_usd"])
 
         # A kill while all but one have ended, and two have failed.
-        with started(tmp_path, **asked, max_attempts=2) as process:
+        with started(tmp_path, **options, max_attempts=2) as process:
             endpoint.is_held.wait(PATIENCE_S)
             failures = run_dir / "failures.jsonl"
             wait_until(lambda: records.exists() and records.read_bytes().count(b"\n") == 5)
@@ -103,14 +103,14 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
         assert spent() == endpoint.charged == 1000.0
 
         # What failed goes on, one of them to a record of its failure.
-        run(tmp_path, **asked, max_attempts=2)
+        run(tmp_path, **options, max_attempts=2)
         summary = orjson.loads((run_dir / "summary.json").read_bytes())
         assert (summary["done"], summary["failed"]) == (7, 1)
         assert summary["cost_usd"] == summary["spent_usd"] == endpoint.charged
         assert spent() == endpoint.charged
 
         # That record is replaced by a better one.
-        run(tmp_path, **asked, max_attempts=3)
+        run(tmp_path, **options, max_attempts=3)
         summary = orjson.loads((run_dir / "summary.json").read_bytes())
         assert (summary["done"], summary["failed"]) == (8, 0)
         assert summary["spent_usd"] == endpoint.charged
@@ -125,8 +125,8 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
         assert "not a complete record" in repaired.stdout
         assert spent() == endpoint.charged
         write_rows(tmp_path / "p.jsonl", *(row for row in rows if row["prompt"] != "goes"))
-        asked["accept_config_change"] = "dataset_file"
-        done = run(tmp_path, **asked, max_attempts=3)
+        options["accept_config_change"] = "dataset_file"
+        done = run(tmp_path, **options, max_attempts=3)
         assert done.returncode == 0, done.stderr
         summary = orjson.loads((run_dir / "summary.json").read_bytes())
         assert (summary["done"], summary["gone"]) == (7, 1)

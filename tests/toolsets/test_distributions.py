@@ -30,8 +30,8 @@ SCRIPTED: dict[str, Any] = {
 
 def test_shares_are_what_was_asked_for() -> None:
     """S2.38: each toolset is drawn by itself."""
-    asked = {"file": 90, "terminal": 30, "python": 55.5}
-    drawn = Counter(name for n in range(10_000) for name in draw_toolsets(asked, f"0/{n}"))
+    percents = {"file": 90, "terminal": 30, "python": 55.5}
+    drawn = Counter(name for n in range(10_000) for name in draw_toolsets(percents, f"0/{n}"))
     none_drawn = 10_000 * 0.1 * 0.7 * 0.445  # then the likeliest is taken
     assert abs(drawn["file"] - (9_000 + none_drawn)) < 150
     assert abs(drawn["terminal"] - 3_000) < 150
@@ -45,11 +45,11 @@ def test_where_none_is_drawn_the_likeliest_is_taken() -> None:
 
 def test_a_draw_depends_on_the_seed_and_the_task_alone() -> None:
     """S2.39: not on the order of the toolsets, nor on what was drawn before."""
-    asked = {"file": 50, "terminal": 50, "python": 50}
-    turned = dict(reversed(asked.items()))
-    draws = [draw_toolsets(asked, f"7/{n}") for n in range(200)]
+    percents = {"file": 50, "terminal": 50, "python": 50}
+    turned = dict(reversed(percents.items()))
+    draws = [draw_toolsets(percents, f"7/{n}") for n in range(200)]
     assert draws == [draw_toolsets(turned, f"7/{n}") for n in range(200)]
-    assert draws != [draw_toolsets(asked, f"8/{n}") for n in range(200)]
+    assert draws != [draw_toolsets(percents, f"8/{n}") for n in range(200)]
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_a_wrong_file_is_refused(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_shares_are_met_within_one_percent_of_10_000_tasks(seed: int) -> None:
-    asked = {"file": 100, "python": 30, "terminal": 70, "web": 5}
+    percents = {"file": 100, "python": 30, "terminal": 70, "web": 5}
     counts = Counter(
-        name for n in range(10_000) for name in draw_toolsets(asked, f"{seed}/task-{n}")
+        name for n in range(10_000) for name in draw_toolsets(percents, f"{seed}/task-{n}")
     )
-    for name, percent in asked.items():
+    for name, percent in percents.items():
         assert abs(counts[name] / 100 - percent) < 1, name
 
 
@@ -109,8 +109,8 @@ def test_a_run_offers_and_records_what_was_drawn(tmp_path: Path, workers: int) -
     statistics = json.loads((tmp_path / "trajectories" / "r" / "statistics.json").read_text())
     assert {entry["toolset"] for entry in statistics["toolsets"]} == {"file", "python"}
     summary = json.loads((tmp_path / "trajectories" / "r" / "summary.json").read_text())
-    asked = {one["toolset"]: one["asked_percent"] for one in summary["toolsets"]}
-    assert asked == {"file": 60, "python": 40, "terminal": 50}
+    shares = {one["toolset"]: one["asked_percent"] for one in summary["toolsets"]}
+    assert shares == {"file": 60, "python": 40, "terminal": 50}
     percents = {one["toolset"]: one["percent"] for one in summary["toolsets"]}
     assert percents["file"] > 30
     assert percents["terminal"] == 0

@@ -126,10 +126,10 @@ def test_the_engine_is_asked_in_one_environment(
             await sandbox.stop()
 
     asyncio.run(use())
-    asked, started = (set(call["env"]) - {"LC_CTYPE"} for call in lines(engine))
-    assert asked == started
-    assert {"CONTAINERS_STORAGE_CONF", "STORAGE_DRIVER", "CONTAINER_HOST", "TMPDIR"} <= asked
-    assert "OPENAI_API_KEY" not in asked
+    checked, started = (set(call["env"]) - {"LC_CTYPE"} for call in lines(engine))
+    assert checked == started
+    assert {"CONTAINERS_STORAGE_CONF", "STORAGE_DRIVER", "CONTAINER_HOST", "TMPDIR"} <= checked
+    assert "OPENAI_API_KEY" not in checked
 
 
 PULLING = """\
@@ -198,11 +198,11 @@ class TestRows:
 
 def test_a_run_refuses_an_image_that_is_not_there(tmp_path: Path, engine: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("x")]})
-    asked = {**SCRIPTED, "enabled_toolsets": "terminal", "sandbox": "docker"}
-    refused = run(tmp_path, **asked, docker_image="nope:1")
+    options = {**SCRIPTED, "enabled_toolsets": "terminal", "sandbox": "docker"}
+    refused = run(tmp_path, **options, docker_image="nope:1")
     assert refused.returncode == 2
     assert "No such image: nope:1" in refused.stderr
-    none = run(tmp_path, **asked)
+    none = run(tmp_path, **options)
     assert none.returncode == 2
     assert (
         "no `docker_image`, `image` or `image_name` field (or give --docker_image)" in none.stderr

@@ -244,12 +244,12 @@ def test_what_a_fork_server_had_been_sent_when_it_was_killed_is_sent_to_another(
         found = set(descendants()) - before
         for pid, _ in found:
             os.kill(pid, signal.SIGSTOP)  # it takes no more requests
-        asked = asyncio.create_task(other.run("shell", "echo up"))
+        command = asyncio.create_task(other.run("shell", "echo up"))
         for _ in range(10):  # turns of the event loop: sending takes one
             await asyncio.sleep(0)
-        assert not asked.done()
+        assert not command.done()
         kill(found)
-        return (await asked).stdout
+        return (await command).stdout
 
     assert asyncio.run(two(tmp_path, act)) == "up\n"
 

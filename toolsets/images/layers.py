@@ -198,14 +198,14 @@ class Unpacking:
 
     def _parent(self, names: list[str], made: set[str] | None) -> str:
         """The real directory of a path, made where it is missing if `made` is given."""
-        asked = "/".join(names)
-        if (known := self._parents.get(asked)) is None:
+        path = "/".join(names)
+        if (known := self._parents.get(path)) is None:
             known = self._resolved(names, make=made is not None)
-            self._parents[asked] = known
+            self._parents[path] = known
         while made is not None and known not in made:
             made.add(known)
             known = known.rpartition("/")[0]
-        return self._parents[asked]
+        return self._parents[path]
 
     def _resolved(self, names: list[str], *, make: bool) -> str:
         path = resolve(self._root, names, on_missing=self._make if make else None)

@@ -41,11 +41,11 @@ def docker_problem(image: str | None, engine: str = "docker") -> str | None:
     """
     if shutil.which(engine) is None:
         return f"sandbox docker: the program {engine} was not found; {_INSTALL}"
-    asked = ["version"]
+    arguments = ["version"]
     if image is not None:
-        asked = ["image", "inspect", "--format", "{{.Id}}", image]
+        arguments = ["image", "inspect", "--format", "{{.Id}}", image]
     try:
-        done = ask_engine(engine, asked)
+        done = ask_engine(engine, arguments)
     except SandboxError as error:
         return str(error)
     if done.returncode == 0:
@@ -104,9 +104,9 @@ def build_image(
     """Build an image, unless the engine has it. Raises `ImageError` with the engine's words."""
     if config_of(engine, image) is not None:
         return
-    asked = ["build", "--tag", image, "--file", str(dockerfile), str(directory)]
+    arguments = ["build", "--tag", image, "--file", str(dockerfile), str(directory)]
     try:
-        done = ask_engine(engine, asked, timeout_s=timeout_s)
+        done = ask_engine(engine, arguments, timeout_s=timeout_s)
     except SandboxError as error:
         raise ImageError(str(error)) from error
     if done.returncode != 0:
@@ -122,8 +122,8 @@ def save_image(engine: str, image: str, directory: Path) -> None:
     from toolsets.images.store import ImageStore
 
     def save(archive: Path) -> None:
-        asked = ["save", "--output", str(archive), image]
-        done = ask_engine(engine, asked, timeout_s=_PULL_TIMEOUT_S)
+        arguments = ["save", "--output", str(archive), image]
+        done = ask_engine(engine, arguments, timeout_s=_PULL_TIMEOUT_S)
         if done.returncode != 0:
             raise ImageError(f"image {image!r}: {engine} cannot save it: {words_of(done)}")
 

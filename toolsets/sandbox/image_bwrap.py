@@ -326,9 +326,9 @@ def _launch(
     return launch(argv, stack, network, options, str(layers))
 
 
-def _workdir(image: UnpackedImage, asked: str | None) -> str:
+def _workdir(image: UnpackedImage, given: str | None) -> str:
     """The workspace; raises `ImageError` where it cannot be a directory."""
-    workdir = asked or image.workdir
+    workdir = given or image.workdir
     names = [name for name in workdir.split("/") if name not in ("", ".")]
     if not workdir.startswith("/") or ".." in names or "\0" in workdir:
         raise ImageError(f"the working directory {workdir!r} must be an absolute path")
@@ -362,12 +362,12 @@ class User(NamedTuple):
     home: str
 
 
-def user_of(image: UnpackedImage, asked: str | None) -> User:
-    """The user that `asked` means in an image, as `USER` in a Dockerfile; None: the image's own.
+def user_of(image: UnpackedImage, name: str | None) -> User:
+    """The user that `name` means in an image, as `USER` in a Dockerfile; None: the image's own.
 
     Raises `ImageError` for a name that the image does not have.
     """
-    wanted, _, group = (asked or image.user or "0").partition(":")
+    wanted, _, group = (name or image.user or "0").partition(":")
     known = _table(image, "/etc/passwd", 6)
     found = next((row for row in known if wanted in (row[0], row[2])), None)
     if found is None and not wanted.isdecimal():

@@ -241,8 +241,8 @@ class ImageFiles:
 
     def _ask(self, path: str, **request: Any) -> Reply:
         check_path(path, str.encode)  # requests are JSON
-        asked = self._sandbox.ask_files({**request, "path": path})
-        reply = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        answer = self._sandbox.ask_files({**request, "path": path})
+        reply = asyncio.run_coroutine_threadsafe(answer, self._loop).result()
         if reply.error is not None:
             raise self._error(reply.error, path)
         return reply

@@ -74,15 +74,15 @@ def fixed_headers(settings: ModelSettings, api_key: str) -> dict[str, str]:
 
 
 def relayed_headers(
-    fixed: Mapping[str, str], asked: Mapping[str, str], settings: ModelSettings
+    fixed: Mapping[str, str], agents: Mapping[str, str], settings: ModelSettings
 ) -> dict[str, str]:
-    """The headers of a relayed request: `asked`, names in lower case, in addition to our own.
+    """The headers of a relayed request: `agents`, names in lower case, in addition to our own.
 
-    Credentials and what the user has configured win over `asked`, which wins over the rest.
+    Credentials and what the user has configured win over `agents`, which wins over the rest.
     """
     configured = {name.lower() for name in settings.connection.headers}
     own = configured.union(_CREDENTIALS, map(str.lower, settings.connection.headers_env))
-    taken = {name: value for name, value in asked.items() if name not in own}
+    taken = {name: value for name, value in agents.items() if name not in own}
     headers = {name: value for name, value in fixed.items() if name.lower() not in taken}
     if "anthropic-version" in taken and "Authorization" in headers:
         # Versions that take the key as a bearer token are later than those that agents name.

@@ -62,8 +62,8 @@ async def _speaks_http(host: str, port: int) -> bool:
         async with asyncio.timeout(_PROBE_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
-                asked = f"HEAD / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
-                writer.write(asked.encode())
+                probe = f"HEAD / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+                writer.write(probe.encode())
                 return (await reader.read(5)).startswith(b"HTTP/")
             finally:
                 writer.close()

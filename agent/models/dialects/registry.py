@@ -95,15 +95,15 @@ def dialect_of(api: str) -> Dialect:
 
 
 def read_asked(
-    settings: ModelSettings, body: bytes, asked: Mapping[str, Any] | None = None
+    settings: ModelSettings, body: bytes, request: Mapping[str, Any] | None = None
 ) -> Completion:
-    """The reply to a request of ours; see `read_reply`. `asked` is its body, if that is at hand."""
+    """The reply to a request of ours; see `read_reply`. `request` is its body, if that is at hand."""
     completion = read_reply(settings.api, body)
     if not settings.token_ids:
         return completion
     from agent.models.dialects.token_ids import with_tokens
 
-    return with_tokens(completion, settings, asked)
+    return with_tokens(completion, settings, request)
 
 
 def read_reply(api: str, body: bytes) -> Completion:

@@ -94,9 +94,9 @@ def asking_body(settings: ModelSettings, body: Mapping[str, Any]) -> dict[str, A
     return {**body, **missing, "messages": without_outer_newlines(body["messages"])}
 
 
-def without_tokens(reply: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a reply without the tokens that the request `asked` did not ask for."""
-    hidden = {field for field, asks in _GIVEN_FOR.items() if not any(map(asked.get, asks))}
+def without_tokens(reply: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a reply without the tokens that `request` did not ask for."""
+    hidden = {field for field, asks in _GIVEN_FOR.items() if not any(map(request.get, asks))}
     kept = {key: value for key, value in reply.items() if key not in hidden}
     if isinstance(choices := reply.get("choices"), list):
         kept["choices"] = [
@@ -109,11 +109,11 @@ def without_tokens(reply: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[s
 
 
 def with_tokens(
-    completion: Completion, settings: ModelSettings, asked: Mapping[str, Any] | None = None
+    completion: Completion, settings: ModelSettings, request: Mapping[str, Any] | None = None
 ) -> Completion:
     """The completion with the tokens of its `extra` packed as `tokens`.
 
-    What cannot be packed without loss stays in `extra` as it came. `asked` is the body of the
+    What cannot be packed without loss stays in `extra` as it came. `request` is the body of the
     request, if it is at hand.
     """
     extra = completion.extra or {}
@@ -134,7 +134,7 @@ def with_tokens(
         completion,
         tokens=sampled,
         token_texts=texts,
-        sampling=None if asked is None else sampling_in(asked),
+        sampling=None if request is None else sampling_in(request),
         extra=kept or None,
     )
 

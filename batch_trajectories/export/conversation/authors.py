@@ -107,14 +107,14 @@ def _other_models(record: Record) -> frozenset[str]:
         return frozenset()
     names = {turn.model for turn in record.turns if turn.model is not None}
     model = record.model or ""
-    asked = model.partition(":")[2] or model
-    asked = asked.rpartition("/")[2]
-    own = {name for name in names if _is_version_of(name.rpartition("/")[2], asked)}
+    own_name = model.partition(":")[2] or model
+    own_name = own_name.rpartition("/")[2]
+    own = {name for name in names if _is_version_of(name.rpartition("/")[2], own_name)}
     return frozenset(names - own) if own else frozenset()
 
 
-def _is_version_of(name: str, asked: str) -> bool:
-    return name.startswith(asked) and _VERSION.fullmatch(name, len(asked)) is not None
+def _is_version_of(name: str, own_name: str) -> bool:
+    return name.startswith(own_name) and _VERSION.fullmatch(name, len(own_name)) is not None
 
 
 _THREAD = "thread#"

@@ -286,10 +286,10 @@ def _read_turn(
     if may_be_flawed:
         _find_structure(reasoning, flaws, number, "reasoning")
         _find_structure(text, flaws, number, "text")
-    asked = messages[-1].tool_calls
+    tool_calls = messages[-1].tool_calls
     if not text or text.isspace():
         text = ""
-        if not asked:
+        if not tool_calls:
             raise Rejected(
                 Reason.REASONING_ONLY if reasoning else Reason.EMPTY_VALUE,
                 f"turn {number}: neither text nor calls",
@@ -297,10 +297,10 @@ def _read_turn(
     try:
         calls = [
             Call(call.id, call.function.name, *parse_arguments(call.function.arguments))
-            for call in asked
+            for call in tool_calls
         ]
     except ValueError:
-        calls = [_read_call(call, flaws, number, n) for n, call in enumerate(asked, start=1)]
+        calls = [_read_call(call, flaws, number, n) for n, call in enumerate(tool_calls, start=1)]
     answers = [
         Result(call.id, call.name, found.content, bool(found.is_error), found.own_chars)
         for call in calls

@@ -35,11 +35,11 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
     last = len(turns)
     if offered is None or own.brought or own.start != place + 1 or last != len(record.turns):
         return None
-    asked = messages[place]
-    if asked.role != "user" or asked.provider_blocks is not None or _is_blank(asked.content):
+    opening = messages[place]
+    if opening.role != "user" or opening.provider_blocks is not None or _is_blank(opening.content):
         return None
     place += 1
-    entries: list[Entry] = [Said(asked.content)]
+    entries: list[Entry] = [Said(opening.content)]
     stats: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     with_reasoning = hidden = with_token_ids = 0

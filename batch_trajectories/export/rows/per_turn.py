@@ -29,13 +29,13 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
     seen = _trimmed if conversation.record.view_trimmed else _as_it_is
     replies = conversation.replies_by_turn
     entries = list(whole.entries)
-    asked = 0
+    last_user = 0
     before, part = 0, 1
     for place, entry in enumerate(entries):
         if isinstance(entry, Said):
             if style.reasoning != "field":
-                entries[asked:place] = map(_without_reasoning, entries[asked:place])
-            asked = place
+                entries[last_user:place] = map(_without_reasoning, entries[last_user:place])
+            last_user = place
             continue
         part = part + 1 if entry.number == before else 1
         before = entry.number

@@ -190,7 +190,7 @@ class _Asking:
         )
 
     def _keep(self, found: list[_Asked]) -> None:
-        self._file.append(asked.scored for asked in found)
+        self._file.append(answer.scored for answer in found)
         for (_, _, score), failure in found:
             if score["error"] is not None:
                 self.failed.add(score["error"])
@@ -198,7 +198,7 @@ class _Asking:
                 self.calls.replied(score)
             kind = "no score" if failure is None else failure.kind
             self.calls.ended(None if score["error"] is None else kind)
-        failures = [asked.failure for asked in found if asked.failure is not None]
+        failures = [answer.failure for answer in found if answer.failure is not None]
         self._has_answered = self._has_answered or len(failures) < len(found)
         stop_where_useless(failures, has_answered=self._has_answered)
 

@@ -173,10 +173,10 @@ def _aliases(
 ) -> dict[str, ModelSettings]:
     """The models that an agent may ask for by other names. Raises `ValueError`."""
     aliases = {
-        asked: settings
+        alias: settings
         if name in ("{model}", settings.reference)
         else resolve_sibling(name, settings, endpoints)
-        for asked, name in agent.aliases.items()
+        for alias, name in agent.aliases.items()
     }
     for model in (settings, *aliases.values()):
         if model.api not in agent.speaks:

@@ -127,7 +127,7 @@ def read_flag(raw: Any, name: str) -> bool | None:
     raise ValueError(f"`{name}` must be true or false")
 
 
-def add_asked(asked: dict[str, int], columns: Mapping[str, Any]) -> None:
+def add_asked(largest: dict[str, int], columns: Mapping[str, Any]) -> None:
     """Add what a row asks for that the run may refuse.
 
     `network`, `check.network` and `artifacts` are numbers of rows, those of `limits` the largest
@@ -137,12 +137,12 @@ def add_asked(asked: dict[str, int], columns: Mapping[str, Any]) -> None:
     wishes = {"network": columns, "check.network": check if isinstance(check, dict) else {}}
     for name, place in wishes.items():
         if place.get("network") is True:
-            asked[name] = asked.get(name, 0) + 1
+            largest[name] = largest.get(name, 0) + 1
     if columns.get("artifacts") is True:
-        asked["artifacts"] = asked.get("artifacts", 0) + 1
+        largest["artifacts"] = largest.get("artifacts", 0) + 1
     for name, size in read_limits(columns.get("limits"))._asdict().items():
         if size is not None:
-            asked[f"limits.{name}"] = max(math.ceil(size), asked.get(f"limits.{name}", 0))
+            largest[f"limits.{name}"] = max(math.ceil(size), largest.get(f"limits.{name}", 0))
 
 
 def _reference(columns: Mapping[str, Any]) -> str | None:

@@ -127,7 +127,7 @@ def scan(
     keys = bytearray()
     all_rows = 0
     setup_columns: dict[str, int] = {}
-    asked: dict[str, int] = {}
+    largest: dict[str, int] = {}
     fingerprint = hashlib.sha256()
     content = ContentDigest()
     for row in _watched_rows(path, rules, content):
@@ -139,11 +139,11 @@ def scan(
             if row.columns.get(name) is not None:
                 setup_columns[name] = setup_columns.get(name, 0) + 1
         if rules.ignores_expected(row.columns):
-            asked[EXPECTED] = asked.get(EXPECTED, 0) + 1
+            largest[EXPECTED] = largest.get(EXPECTED, 0) + 1
         if rules.inside:
             from batch_trajectories.runs.dataset.row_image import add_asked
 
-            add_asked(asked, row.columns)
+            add_asked(largest, row.columns)
         fingerprint.update(_canonical(row.columns))
         base = _base_id(row.columns)
         short_hash = _short_hash(base)
@@ -181,7 +181,7 @@ def scan(
         offsets=offsets,
         occurrences=occurrences,
         setup_columns=setup_columns,
-        asked=asked,
+        asked=largest,
         keys=bytes(keys),
     )
 

@@ -350,20 +350,20 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
 
 def _refused_wishes(plan: Plan) -> Iterator[str]:
     """What rows ask for and do not get."""
-    asked, config = plan.scan.asked, plan.config
-    if (rows := asked.get(EXPECTED, 0)) and not config.reward:
+    largest, config = plan.scan.asked, plan.config
+    if (rows := largest.get(EXPECTED, 0)) and not config.reward:
         yield (
             f"{plural(rows, 'row')} with a column `{EXPECTED}`, which is only recorded: without "
             "--check_expected no answer is compared with it"
         )
-    if (rows := asked.get("network", 0)) and not config.network:
+    if (rows := largest.get("network", 0)) and not config.network:
         yield f"{rows:,} rows ask for a network, which they do not get without --network"
-    if (rows := asked.get("check.network", 0)) and not config.check_network:
+    if (rows := largest.get("check.network", 0)) and not config.check_network:
         yield (
             f"the checks of {rows:,} rows ask for a network, which they do not get without "
             "--check_network; what they cannot download makes them fail"
         )
-    if rows := asked.get("artifacts", 0):
+    if rows := largest.get("artifacts", 0):
         yield (
             f"{plural(rows, 'task')} would collect files (`artifacts`, `verifier.collect`), which "
             "are not kept; rewards do not depend on them"
@@ -372,13 +372,13 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
         ("memory_mb", "command_memory_mb", config.command_memory_mb),
         ("disk_mb", "workspace_mb", config.workspace_mb),
     ):
-        if (highest := asked.get(f"limits.{name}", 0)) > limit:
+        if (highest := largest.get(f"limits.{name}", 0)) > limit:
             yield (
                 f"rows ask for up to {highest:,} MB (`limits.{name}`); they get {limit:,}, "
                 f"the limit --{option}"
             )
 
-    if "limits.cpus" in asked and _needs_groups(plan) and not can_limit_cpus():
+    if "limits.cpus" in largest and _needs_groups(plan) and not can_limit_cpus():
         yield (
             "rows limit their CPUs (`limits.cpus`), which is not enforced: no control group can be "
             "made here; make /sys/fs/cgroup writable"

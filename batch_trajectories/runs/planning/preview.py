@@ -123,7 +123,7 @@ async def _request_of(plan: Plan, task: Task) -> Request:
     config = plan.config
     row = config.row_rules(plan.api).read(task.columns)
     setup = setup_of_task(plan.setups, config, task)
-    pool = ModelPool(key_of=lambda asked: "", on_retry=lambda asked, message: None)
+    pool = ModelPool(key_of=lambda settings: "", on_retry=lambda settings, message: None)
     # Nothing is done in it, so it is never made.
     context = ToolContext(Workspace(config.run_dir / "workspaces" / task.key.hex()))
     home = Home(setup, context, pool, config.tool_timeout_s)

@@ -86,12 +86,12 @@ def name_of(settings: ModelSettings) -> str:
     return f"{settings.api} {settings.reference or settings.name}"
 
 
-def item_id(task: bytes, asked: bytes, time: int) -> str:
+def item_id(task: bytes, request: bytes, time: int) -> str:
     """The id of a task's call with this question, asked for the `time`-th time (from 0).
 
     It begins with the task's key and has 53 characters that every provider allows.
     """
-    digest = blake2b(b"%d %b" % (time, asked), digest_size=_HASH_BYTES).hexdigest()
+    digest = blake2b(b"%d %b" % (time, request), digest_size=_HASH_BYTES).hexdigest()
     return f"{task.hex()}-{digest}"
 
 

@@ -347,10 +347,10 @@ async def _prompt_of(request: web.BaseRequest, path: str) -> str | None:
         return None
     try:
         body = exact_json.loads(await request.read())
-        asked = wire.read(path, body) if isinstance(body, dict) else None
+        parsed = wire.read(path, body) if isinstance(body, dict) else None
     except (exact_json.JSONDecodeError, WireError, web.HTTPRequestEntityTooLarge):
         return None
-    return None if asked is None else _first_text(asked.messages) or "(no text)"
+    return None if parsed is None else _first_text(parsed.messages) or "(no text)"
 
 
 def _first_text(messages: Sequence[Message]) -> str:

@@ -223,5 +223,5 @@ class Upstream:
         self.calls.receive(*unpack(message))
 
 
-def _log_retry(asked: ModelSettings, retry: Retry) -> None:
-    log.info("%s: %s", asked.base_url, retry)
+def _log_retry(settings: ModelSettings, retry: Retry) -> None:
+    log.info("%s: %s", settings.base_url, retry)

@@ -106,12 +106,12 @@ class BatchApiModel:
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`. Raises `Stopped`."""
         # Not the request body: options of the transport may change between starts.
-        asked = exact_json.dumps(
+        question = exact_json.dumps(
             [name_of(self._settings), request.messages, request.tools, request.tool_choice],
             option=orjson.OPT_SORT_KEYS,
         )
         time = 0
-        while (id := item_id(self._task, asked, time)) in self._used:
+        while (id := item_id(self._task, question, time)) in self._used:
             time += 1
         self._used.add(id)
         try:

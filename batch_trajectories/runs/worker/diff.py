@@ -227,9 +227,9 @@ async def _ignored(
     fresh: ToolContext, paths: Iterable[str], store: str, script: str, *arguments: str
 ) -> set[str]:
     """Which paths are ignored, as a script finds that reads them and writes a list of these."""
-    asked = _listed(paths)
-    await _run(_sandbox(fresh), script, store, *arguments, stdin=asked)
-    found = await asyncio.to_thread(fresh.workspace.read_bytes, f"{store}/ignored", len(asked))
+    listing = _listed(paths)
+    await _run(_sandbox(fresh), script, store, *arguments, stdin=listing)
+    found = await asyncio.to_thread(fresh.workspace.read_bytes, f"{store}/ignored", len(listing))
     return set(found.decode().split("\0")[:-1])
 
 

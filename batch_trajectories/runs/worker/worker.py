@@ -285,12 +285,12 @@ class Worker:
         for task in self._running.values():
             task.cancel()
 
-    def _on_retry(self, asked: ModelSettings, retry: Retry) -> None:
+    def _on_retry(self, settings: ModelSettings, retry: Retry) -> None:
         """Log every retry; report at most one per second to the parent, which shows outages.
 
         Rate limits of an endpoint that has answered are not an outage.
         """
-        url = asked.base_url or ""
+        url = settings.base_url or ""
         log.info("%s: %s", url, retry)
         now = time.monotonic()
         is_reported = now - self._reported_at.get(url, -_REPORT_EVERY_S) < _REPORT_EVERY_S

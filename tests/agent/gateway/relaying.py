@@ -182,7 +182,7 @@ async def relayed(
     )
     happened: list[Event] = list(events)
     relay = Relay(
-        route=route or (lambda api, asked: Route(model, name)),
+        route=route or (lambda api, model_name: Route(model, name)),
         trajectory=Trajectory((), happened),
         journal=happened.append,
         **given,

@@ -32,14 +32,14 @@ class TokenRecording(Recording):
         """Prompt and completion of each call."""
 
     def relay(self, talk: Talk, said: Said, *, echo: bool = True) -> JSON:
-        asked = {**talk.body(), **ASKS}
+        body = {**talk.body(), **ASKS}
         wire, request = self.read(talk)
         reply = talk.reply(said)
         plain = {**reply, "choices": [dict(choice) for choice in reply["choices"]]}
-        add_tokens(plain, asked, "vllm", Template())
+        add_tokens(plain, body, "vllm", Template())
         self.sent.append((plain["prompt_token_ids"], plain["choices"][0]["token_ids"]))
         completion = read_reply(wire.api, exact_json.dumps(plain))
-        completion = with_tokens(completion, SETTINGS, asked)
+        completion = with_tokens(completion, SETTINGS, body)
         self.take(exchange_event(self.threads, request, completion, reply, Clock()))
         talk.hear(reply)
         return reply

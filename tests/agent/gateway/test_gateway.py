@@ -79,10 +79,10 @@ def test_calls_in_flight_count_against_the_limit() -> None:
 
     async def run() -> None:
         async with relayed("openai_chat", play, limits=CallLimits(max_calls=2)) as world:
-            asked = [asyncio.create_task(world.read(ask(f"{n}"))) for n in range(3)]
-            await until(lambda: any(one.done() for one in asked))
+            calls = [asyncio.create_task(world.read(ask(f"{n}"))) for n in range(3)]
+            await until(lambda: any(one.done() for one in calls))
             goes_on.set()
-            statuses = sorted(status for status, _ in await asyncio.gather(*asked))
+            statuses = sorted(status for status, _ in await asyncio.gather(*calls))
             assert statuses == [200, 200, 400]
 
     asyncio.run(run())
@@ -116,8 +116,8 @@ def test_a_run_that_stops_refuses_calls_and_records_those_in_flight(api: str) ->
 def test_a_model_that_the_run_does_not_have_is_refused(api: str) -> None:
     """The words are those of the route; other calls go on."""
 
-    def route(api: str, asked: str) -> Route:
-        raise RefusedModel(f"{asked}: give it under aliases")
+    def route(api: str, name: str) -> Route:
+        raise RefusedModel(f"{name}: give it under aliases")
 
     async def run() -> None:
         async with relayed(api, route=route) as world:
@@ -153,7 +153,7 @@ def test_a_budget_puts_a_limit_into_requests_without_one() -> None:
             for given in ({}, {"max_tokens": 1000}):
                 body = {"model": "m", "messages": [{"role": "user", "content": "Go."}], **given}
                 assert (await world.read(body))[0] == 200
-            sent = [orjson.loads(asked.body) for asked in world.endpoint.asked]
+            sent = [orjson.loads(request.body) for request in world.endpoint.asked]
             assert 77 in sent[0].values()
             assert sent[1]["max_tokens"] == 1000
             assert 77 not in sent[1].values()
@@ -330,7 +330,7 @@ def test_probes_are_answered(api: str) -> None:
 
     async def run() -> None:
         async with relayed(api) as world:
-            asked = world.client.request
+            send = world.client.request
             for method, path, status in [
                 ("HEAD", "/", 200),
                 ("GET", "/", 200),
@@ -339,10 +339,10 @@ def test_probes_are_answered(api: str) -> None:
                 ("POST", "/v1/embeddings", 404),
                 ("DELETE", "/", 404),
             ]:
-                async with asked(method, "http://gateway" + path) as response:
+                async with send(method, "http://gateway" + path) as response:
                     assert response.status == status, path
             upgrade = {"Upgrade": "websocket", "Connection": "Upgrade"}
-            async with asked("GET", "http://gateway" + PATHS[api], headers=upgrade) as response:
+            async with send("GET", "http://gateway" + PATHS[api], headers=upgrade) as response:
                 assert response.status == 426
             assert not world.endpoint.asked
 
@@ -404,7 +404,7 @@ def test_a_reply_of_several_choices_may_cost_several_times_as_much() -> None:
             name="m", api="openai_chat", base_url="http://127.0.0.1:1/v1", key_env=None, **PRICES
         )
         model = open_model(settings, api_key=KEY, on_retry=lambda retry: None, gate=Gate())
-        async with relayed("openai_chat", route=lambda api, asked: Route(model)) as world:
+        async with relayed("openai_chat", route=lambda api, name: Route(model)) as world:
             for n in (1, 4):
                 body = orjson.dumps(ask(n=n))
                 await world.read(body)

@@ -57,10 +57,10 @@ def test_a_request_arrives_as_it_was_written(api: str) -> None:
         async with relayed(api) as world:
             status, said = await world.read(body, headers={**headers, "Authorization": "Bearer x"})
             assert (status, orjson.loads(said)) == (200, reply_of(api))
-            (asked,) = world.endpoint.asked
-            assert asked.body == body
-            assert asked.path == PATHS[api]
-            given = {name.lower(): value for name, value in asked.headers.items()}
+            (request,) = world.endpoint.asked
+            assert request.body == body
+            assert request.path == PATHS[api]
+            given = {name.lower(): value for name, value in request.headers.items()}
             assert KEY in given.get("x-api-key", given.get("authorization", ""))
             assert "placeholder" not in str(given)
             assert "Bearer x" not in given.values()
@@ -462,9 +462,9 @@ def test_gemini_names_model_and_stream_in_the_path() -> None:
                 assert await response.content.readexactly(len(first)) == first
                 may_end.set()
                 assert (await response.read()).strip() == last.strip()
-            [asked] = world.endpoint.asked
-            assert asked.path == "/v1beta/models/m:streamGenerateContent?alt=sse"
-            assert asked.headers["x-goog-api-key"] == KEY
+            [sent] = world.endpoint.asked
+            assert sent.path == "/v1beta/models/m:streamGenerateContent?alt=sse"
+            assert sent.headers["x-goog-api-key"] == KEY
             [exchange] = world.exchanges
             assert (exchange["dialect"], exchange["asked"]) == ("gemini", "gemini-9")
             assert exchange["reply"]["message"]["reasoning"] == "Hm."

@@ -133,23 +133,23 @@ def test_replies_are_found_at_their_places_whatever_the_order_of_calls(kind: typ
         recording = Recording(PROMPT)
         talks = [kind(system=f"Agent {n}.") for n in range(4)]
         left = [draw.randrange(1, 4) for _ in talks]
-        asked: list[list[str]] = [[] for _ in talks]
+        ids: list[list[str]] = [[] for _ in talks]
         for n, talk in enumerate(talks):
             talk.say(PROMPT if n == 2 else f"Task {n}.")
         while any(left):
             n = draw.choice([n for n, more in enumerate(left) if more])
-            asked[n].append(f"cd /workspace && step {draw.randrange(2)}")
-            turn(recording, talks[n], Said("Now.", asked[n][-1]), without_cd)
+            ids[n].append(f"cd /workspace && step {draw.randrange(2)}")
+            turn(recording, talks[n], Said("Now.", ids[n][-1]), without_cd)
             talks[n].result(f"ran {left[n]}")
             left[n] -= 1
             if n == 3 and kind is not TALKS["gemini"]:
-                talks[n].system = f"Agent 3. It is {len(asked[n])}:00."
+                talks[n].system = f"Agent 3. It is {len(ids[n])}:00."
         for talk in talks:
             recording.relay(talk, Said("Done."))
         record = recording.trajectory.to_record()
         found = [record, *record["inner"]]
         found.sort(key=lambda one: one["messages"][0]["content"])
-        assert [commands_of(one) for one in found] == asked
+        assert [commands_of(one) for one in found] == ids
         assert sum(len(one["turns"]) for one in found) == len(recording.threads.exchanges)
 
 

@@ -218,13 +218,13 @@ def test_results_of_batches_are_read_without_the_key() -> None:
 def test_no_file_of_a_run_holds_a_piece_of_the_key(tmp_path: Path, stream_replies: bool) -> None:
     """Neither of replies that were used, nor of those that were tried again or failed."""
     write_prompts(tmp_path / "p.jsonl", 6)
-    asked: list[str] = []
+    authorizations: list[str] = []
 
     class Answering(Handler):
         def do_POST(self) -> None:
             body = orjson.loads(self.body())
-            asked.append(self.headers["authorization"])
-            n = len(asked)
+            authorizations.append(self.headers["authorization"])
+            n = len(authorizations)
             if n % 3 == 2:
                 self.send(200, b"x" * 190 + KEY.encode(), "text/html")
             elif "3" in body["messages"][-1]["content"]:
@@ -245,7 +245,7 @@ def test_no_file_of_a_run_holds_a_piece_of_the_key(tmp_path: Path, stream_replie
         flags = ["--stream_replies"] * stream_replies
         done = run(tmp_path, *flags, **given, env={"MY_KEY": KEY})
     assert done.returncode == 1, done.stderr
-    assert set(asked) == {f"Bearer {KEY}"}
+    assert set(authorizations) == {f"Bearer {KEY}"}
     assert PIECE not in done.stdout + done.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if PIECE.encode() in path.read_bytes()]

@@ -281,10 +281,10 @@ def test_thinking_blocks_of_litellm_are_sent_back_verbatim(listens: bool) -> Non
         await model.close()
         return reply.message
 
-    with answering(answer) as (root, asked):
+    with answering(answer) as (root, requests):
         message = asyncio.run(converse(root))
     assert (message["content"], message["reasoning"]) == ("", "why")
-    assert asked[1]["messages"][1] == said
+    assert requests[1]["messages"][1] == said
 
 
 @pytest.mark.parametrize("host", ["api.openai.com", "eu.api.openai.com"])
@@ -543,13 +543,13 @@ def test_reasoning_effort_in_each_dialect(
 ) -> None:
     settings = dataclasses.replace(SETTINGS, reasoning_effort=effort)
     routed = dataclasses.replace(settings, provider="openrouter")
-    for dialect, asked, means in (
+    for dialect, setting, means in (
         (openai_chat, settings, openai),
         (openai_chat, routed, openrouter),
         (anthropic_messages, settings, anthropic),
     ):
         plain = dialect.request_body(SETTINGS, Request([]))
-        body = dialect.request_body(asked, Request([]))
+        body = dialect.request_body(setting, Request([]))
         assert {key: body[key] for key in body.keys() - plain.keys()} == means
         assert body.keys() >= plain.keys()
 

@@ -190,12 +190,12 @@ CASES += [
 def test_a_refused_option_goes_and_all_else_stays(
     api: str, option: str, field: str, error: JSON, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(refusing(field, error)) as (root, asked):
+    with serving(refusing(field, error)) as (root, requests):
         assert ask(root, api, times=3, **SENT).message["content"] == "hi"
     with serving(lambda body: None) as (other, expected):
         ask(other, api, **{key: value for key, value in SENT.items() if key != option})
-    assert len(asked) == 4, "one request more, once"
-    assert asked[1:] == expected * 3
+    assert len(requests) == 4, "one request more, once"
+    assert requests[1:] == expected * 3
     (told,) = [record.getMessage() for record in caplog.records if "refuses" in record.message]
     assert told.startswith(
         f"m at {root}{PATHS[api]} refuses --{option}={SENT[option]}: asked without it"
@@ -214,9 +214,9 @@ def test_max_tokens_is_tried_under_its_other_name_and_then_left_out(
             else None
         )
 
-    with serving(refuse) as (root, asked):
+    with serving(refuse) as (root, requests):
         ask(root, "openai_chat", times=2, max_tokens=7)
-    names = [body.keys() & {"max_tokens", "max_completion_tokens"} for body in asked]
+    names = [body.keys() & {"max_tokens", "max_completion_tokens"} for body in requests]
     assert names == [{"max_tokens"}, {"max_completion_tokens"}, {"max_completion_tokens"}]
     assert "asked with max_completion_tokens from now on" in caplog.text
 
@@ -229,17 +229,17 @@ def test_max_tokens_is_tried_under_its_other_name_and_then_left_out(
         return error and openai_error("unsupported_parameter", "max_tokens")
 
     for refuse in (refuse_both, refuse_by_one_name):
-        with serving(refuse) as (root, asked):
+        with serving(refuse) as (root, requests):
             ask(root, "openai_chat", max_tokens=7)
-        assert len(asked) == 3
-        assert not asked[-1].keys() & {"max_tokens", "max_completion_tokens"}
+        assert len(requests) == 3
+        assert not requests[-1].keys() & {"max_tokens", "max_completion_tokens"}
 
 
 def test_a_max_tokens_that_is_always_refused_is_not_retried_forever() -> None:
     error = openai_error("unsupported_parameter", "max_tokens")
-    with serving(lambda body: error) as (root, asked), pytest.raises(ModelError):
+    with serving(lambda body: error) as (root, requests), pytest.raises(ModelError):
         ask(root, "openai_chat", max_tokens=7)
-    assert len(asked) == 3
+    assert len(requests) == 3
 
 
 def test_options_are_refused_one_after_the_other_by_calls_at_the_same_time(
@@ -249,10 +249,10 @@ def test_options_are_refused_one_after_the_other_by_calls_at_the_same_time(
         sent = sorted(body.keys() & {"temperature", "top_p"})
         return openai_error("unsupported_parameter", sent[0]) if sent else None
 
-    with serving(refuse) as (root, asked):
+    with serving(refuse) as (root, requests):
         ask(root, "openai_chat", times=2, at_once=5, **SENT)
-    assert all(not body.keys() & {"temperature", "top_p"} for body in asked[-5:])
-    assert len(asked) <= 5 * 3 + 5
+    assert all(not body.keys() & {"temperature", "top_p"} for body in requests[-5:])
+    assert len(requests) <= 5 * 3 + 5
     told = [record for record in caplog.records if "refuses" in record.message]
     assert len(told) == 2
 
@@ -281,9 +281,9 @@ def test_options_are_refused_one_after_the_other_by_calls_at_the_same_time(
 def test_nothing_else_is_dropped(
     api: str, options: Any, error: JSON, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(lambda body: error) as (root, asked), pytest.raises(ModelError) as caught:
+    with serving(lambda body: error) as (root, requests), pytest.raises(ModelError) as caught:
         ask(root, api, **options)
-    assert (caught.value.kind, len(asked)) == ("bad_request", 1)
+    assert (caught.value.kind, len(requests)) == ("bad_request", 1)
     assert "refuses" not in caplog.text
 
 
@@ -303,24 +303,27 @@ def test_an_option_that_was_removed_in_vain_is_not_remembered(
                 await model.complete(Request([Message(role="user", content="x")]))
         await model.close()
 
-    with serving(lambda body: error) as (root, asked):
+    with serving(lambda body: error) as (root, requests):
         asyncio.run(ask_twice(root))
-    assert ["temperature" in body for body in asked] == [True, False] * 2
+    assert ["temperature" in body for body in requests] == [True, False] * 2
     assert "refuses" not in caplog.text
 
 
 @pytest.mark.parametrize(("status", "kind"), [(429, "rate_limited"), (403, "forbidden")])
 def test_only_a_bad_request_refuses_an_option(status: int, kind: str) -> None:
     error = openai_error("unsupported_parameter", "temperature")
-    with serving(lambda body: error, status) as (root, asked), pytest.raises(ModelError) as caught:
+    with (
+        serving(lambda body: error, status) as (root, requests),
+        pytest.raises(ModelError) as caught,
+    ):
         ask(root, "openai_chat", call_timeout_s=0.0, **SENT)
-    assert (caught.value.kind, len(asked)) == (kind, 1)
+    assert (caught.value.kind, len(requests)) == (kind, 1)
 
 
 def test_a_stream_asks_again_too() -> None:
     """The refusal comes before the stream; the reply here comes in one piece."""
     refuse = refusing("temperature", openai_error("unsupported_value", "temperature"))
-    with serving(refuse) as (root, asked):
+    with serving(refuse) as (root, requests):
         settings = ModelSettings(
             name="m", api="openai_chat", base_url=f"{root}/v1", key_env=None, temperature=0.5
         )
@@ -336,7 +339,7 @@ def test_a_stream_asks_again_too() -> None:
                 await model.close()
 
         assert asyncio.run(listen()).message["content"] == "hi"
-    assert [body.get("stream") for body in asked] == [True, True]
+    assert [body.get("stream") for body in requests] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -358,15 +361,15 @@ def test_an_endpoint_that_demands_reasoning_gets_a_blank_one(
 
     said = Message(role="assistant", content="a")
     thought = Message(role="assistant", content="b", reasoning="why")
-    with serving(refuse) as (root, asked):
+    with serving(refuse) as (root, requests):
         ask(root, "openai_chat", QUESTION, said, QUESTION, thought, times=2)
-    assert [reply["reasoning_content"] for reply in asked[1]["messages"][1:4:2]] == [" ", "why"]
-    assert len(asked) == 3, "the second call asks with it at once"
+    assert [reply["reasoning_content"] for reply in requests[1]["messages"][1:4:2]] == [" ", "why"]
+    assert len(requests) == 3, "the second call asks with it at once"
     assert "refuses replies without reasoning: asked with a blank one" in caplog.text
 
 
 def test_reasoning_that_an_endpoint_does_not_know_is_not_demanded() -> None:
     error = openai_error(None, None, "reasoning_content is not permitted in messages")
-    with serving(lambda body: error) as (root, asked), pytest.raises(ModelError):
+    with serving(lambda body: error) as (root, requests), pytest.raises(ModelError):
         ask(root, "openai_chat")
-    assert len(asked) == 1
+    assert len(requests) == 1

@@ -229,8 +229,8 @@ async def converse(
     completions: list[Completion] = []
     used: set[str] = set()
     while not completions or completions[-1].finish_reason == "tool_calls":
-        asked = Request(messages, TOOLS, on_delta=listen() if listen else None)
-        completions.append(await model.complete(asked))
+        request = Request(messages, TOOLS, on_delta=listen() if listen else None)
+        completions.append(await model.complete(request))
         message = copy.deepcopy(completions[-1].message)
         make_ids_unique(message, used, turn=len(completions))
         messages.append(orjson.loads(orjson.dumps(message)))
@@ -325,8 +325,8 @@ def user(text: str) -> Message:
 
 
 def test_a_request_depends_on_no_state_of_the_endpoint() -> None:
-    asked = request_body(SETTINGS, Request([user("hi")]))
-    assert asked == {
+    body = request_body(SETTINGS, Request([user("hi")]))
+    assert body == {
         "model": "m",
         "store": False,
         "include": ["reasoning.encrypted_content"],
@@ -339,9 +339,9 @@ def test_settings_and_tools_go_out_in_the_words_of_this_api() -> None:
         SETTINGS, temperature=0.0, top_p=0.9, max_tokens=5, reasoning_effort="minimal"
     )
     opening = [Message(role="system", content="Be kind."), user("hi"), user("there")]
-    asked = request_body(settings, Request(opening, TOOLS, tool_choice="none", on_delta=nobody))
-    assert asked.pop("input") == [{"role": "user", "content": text} for text in ("hi", "there")]
-    assert asked == {
+    body = request_body(settings, Request(opening, TOOLS, tool_choice="none", on_delta=nobody))
+    assert body.pop("input") == [{"role": "user", "content": text} for text in ("hi", "there")]
+    assert body == {
         "model": "m",
         "instructions": "Be kind.",
         "store": False,
@@ -365,20 +365,20 @@ def test_settings_and_tools_go_out_in_the_words_of_this_api() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "asked"),
+    ("name", "reasons"),
     [("gpt-5", True), ("o4-mini", True), ("gpt-4.1", False), ("gpt-5-chat-latest", False)],
 )
-def test_only_models_that_reason_are_asked_for_encrypted_thoughts(name: str, asked: bool) -> None:
+def test_only_models_that_reason_are_asked_for_encrypted_thoughts(name: str, reasons: bool) -> None:
     body = request_body(replace(SETTINGS, name=name), Request([]))
-    assert ("include" in body) is asked
+    assert ("include" in body) is reasons
 
 
 def test_extra_fields_win_and_summaries_can_be_asked_for_beside_the_effort() -> None:
     extra = {"include": [], "store": True, "reasoning": {"summary": "auto"}}
     settings = replace(SETTINGS, extra_body=extra, reasoning_effort="high")
-    asked = request_body(settings, Request([user("hi")]))
-    assert (asked["include"], asked["store"]) == ([], True)
-    assert asked["reasoning"] == {"effort": "high", "summary": "auto"}
+    body = request_body(settings, Request([user("hi")]))
+    assert (body["include"], body["store"]) == ([], True)
+    assert body["reasoning"] == {"effort": "high", "summary": "auto"}
     assert extra["reasoning"] == {"summary": "auto"}, "the settings are not altered"
     settings = replace(settings, extra_body={"reasoning": None})
     assert request_body(settings, Request([user("hi")]))["reasoning"] is None
@@ -692,8 +692,8 @@ def test_the_endpoint_of_these_tests_is_strict() -> None:
     """A history with a thought left out, altered or moved is refused."""
     first = turn_outputs(1, ["a1", "b1"])
     results = [{"type": "function_call_output", "call_id": id, "output": ""} for id in ("a1", "b1")]
-    asked = {"role": "user", "content": "x"}
-    assert Endpoint().check([asked, *first, *results]) == 2
+    item = {"role": "user", "content": "x"}
+    assert Endpoint().check([item, *first, *results]) == 2
     altered = {**first[0], "encrypted_content": "x"}
     for wrong in (
         [*first[1:], *results],
@@ -703,4 +703,4 @@ def test_the_endpoint_of_these_tests_is_strict() -> None:
         [*first, results[0]],
     ):
         with pytest.raises((AssertionError, IndexError)):
-            Endpoint().check([asked, *wrong])
+            Endpoint().check([item, *wrong])

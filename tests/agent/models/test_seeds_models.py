@@ -151,8 +151,8 @@ def test_a_broken_reply_is_soon_asked_for_again_while_the_endpoint_answers_other
 
 def test_retry_after_is_honoured_within_reason(waits: list[float]) -> None:
     """S2.26."""
-    asked = [7.0, 300.0]
-    ask_patiently(Failing(*(ModelError("rate_limited", "x", retry_after_s=s) for s in asked)))
+    seconds = [7.0, 300.0]
+    ask_patiently(Failing(*(ModelError("rate_limited", "x", retry_after_s=s) for s in seconds)))
     assert 7 <= waits[0] <= 8
     assert MAX_WAIT_S <= waits[1] <= MAX_WAIT_S + 1
 

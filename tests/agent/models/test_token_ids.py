@@ -228,8 +228,14 @@ def test_the_texts_at_a_split_are_named() -> None:
 
 
 def test_a_turn_has_the_options_that_it_was_sampled_with() -> None:
-    asked = {"temperature": 0.6, "top_p": None, "top_k": 20, "logit_bias": {"5": 1}, "stream": True}
-    found = registry.read_asked(OWN, orjson.dumps(body({"token_ids": [7]})), asked)
+    options = {
+        "temperature": 0.6,
+        "top_p": None,
+        "top_k": 20,
+        "logit_bias": {"5": 1},
+        "stream": True,
+    }
+    found = registry.read_asked(OWN, orjson.dumps(body({"token_ids": [7]})), options)
     assert found.sampling == {"temperature": 0.6, "top_k": 20, "logit_bias": True}
 
 
@@ -252,9 +258,9 @@ def test_an_endpoint_that_refuses_them_is_asked_without(
     field: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     error = openai_error(None, None, f"'{field}' is not supported with this model")
-    with caplog.at_level(logging.WARNING), serving(refusing(field, error)) as (root, asked):
+    with caplog.at_level(logging.WARNING), serving(refusing(field, error)) as (root, requests):
         ask(root, "openai_chat", times=2, token_ids=True)
-    assert [len(sent.keys() & {*BOTH, *VLLM, *SGLANG}) for sent in asked] == [5, 0, 0]
+    assert [len(sent.keys() & {*BOTH, *VLLM, *SGLANG}) for sent in requests] == [5, 0, 0]
     assert "refuses --token_ids=True" in caplog.text
 
 

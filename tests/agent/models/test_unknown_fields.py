@@ -407,7 +407,7 @@ def test_a_resumed_run_and_its_forks_send_back_what_came(tmp_path: Path) -> None
         "enabled_toolsets": "file",
         "num_workers": 1,
     }
-    with answering(endpoint) as (root, asked):
+    with answering(endpoint) as (root, requests):
         given: dict[str, Any] = {
             **options,
             "base_url": f"{root}/v1",
@@ -416,15 +416,15 @@ def test_a_resumed_run_and_its_forks_send_back_what_came(tmp_path: Path) -> None
         }
         assert run(tmp_path, **given).returncode != 0
         refused = False
-        before = len(asked)
+        before = len(requests)
         done = run(tmp_path, **given)
         assert done.returncode == 0, done.stderr
-        assert len(asked) == before + 1, "the first reply is in the journal"
+        assert len(requests) == before + 1, "the first reply is in the journal"
         given = {"base_url": f"{root}/v1", "run_name": "b", "at_turn": 1, "n": 1}
         done = run(tmp_path, "fork", "trajectories/r", **given)
         assert done.returncode == 0, done.stderr
     signed = to_api(whole().message)
-    assert asked[-1]["messages"][1] == asked[before]["messages"][1] == signed
+    assert requests[-1]["messages"][1] == requests[before]["messages"][1] == signed
     for name in ("r", "b"):
         record = lines(tmp_path / "trajectories" / name / "records.jsonl")[0]
         assert record["messages"][1] == whole().message

@@ -72,13 +72,13 @@ def _block(
     older = [(_LOAD, 0, 0, _FIRST_ARGUMENT)]
     older += [(_EQUAL, len(_OF_SOCKETCALL) - n, 0, kind) for n, kind in enumerate(_OF_SOCKETCALL)]
     older += [(_RETURN, 0, 0, _ALLOW), _refused(errno.EAFNOSUPPORT)]
-    asked = [(_AT_LEAST, _X32), *((_EQUAL, number) for number in numbers)]
+    rules = [(_AT_LEAST, _X32), *((_EQUAL, number) for number in numbers)]
     # What follows the tests: allowed, refused, the families, the older call.
     steps = [(_LOAD, 0, 0, _NUMBER)]
-    tests = len(asked) + len(sockets) + (socketcall is not None)
-    for n, (code, value) in enumerate(asked):
+    tests = len(rules) + len(sockets) + (socketcall is not None)
+    for n, (code, value) in enumerate(rules):
         steps.append((code, tests - n, 0, value))
-    for n, number in enumerate(sockets, len(asked)):
+    for n, number in enumerate(sockets, len(rules)):
         steps.append((_EQUAL, tests - n + 1, 0, number))
     if socketcall is not None:
         steps.append((_EQUAL, 2 + len(families), 0, socketcall))

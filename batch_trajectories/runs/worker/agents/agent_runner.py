@@ -120,16 +120,16 @@ class AgentRunner:
         options = task.row.spec.options
         setup = task.setup
 
-        def route(dialect: str, asked: str) -> Route:
-            settings = model_asked(task.agent, setup.settings, setup.aliases, asked)
+        def route(dialect: str, name: str) -> Route:
+            settings = model_asked(task.agent, setup.settings, setup.aliases, name)
             if settings is None:
                 raise RefusedModel(
-                    f"the agent asks for model {asked!r}, which this run does not have; add it to "
+                    f"the agent asks for model {name!r}, which this run does not have; add it to "
                     "`aliases` of the agent, or set the name that it asks for"
                 )
             return Route(
                 model=self._calls.pool.get(settings),
-                name=None if asked == settings.name else settings.name,
+                name=None if name == settings.name else settings.name,
             )
 
         relay = Relay(
@@ -347,10 +347,13 @@ def _ending(task: AgentTask, relay: Relay, result: ExecResult) -> Finish:
 
 
 def model_asked(
-    agent: CommandAgent, settings: ModelSettings, aliases: Mapping[str, ModelSettings], asked: str
+    agent: CommandAgent,
+    settings: ModelSettings,
+    aliases: Mapping[str, ModelSettings],
+    requested: str,
 ) -> ModelSettings | None:
     """The model for a name that an agent asks for; None if it is not one of the run's."""
-    if asked in (settings.name, settings.reference):
+    if requested in (settings.name, settings.reference):
         return settings
-    names = [name for name in agent.aliases if fnmatchcase(asked, name)]
+    names = [name for name in agent.aliases if fnmatchcase(requested, name)]
     return aliases[max(names, key=len)] if names else None
