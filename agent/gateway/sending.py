@@ -35,8 +35,8 @@ def request_of(
 ) -> RelayRequest:
     """The request to send: the agent's own, unless a part of it has to change.
 
-    `name` is what the model is called at its endpoint, if the agent calls it otherwise; `request` is
-    None for a request that costs nothing. Raises `WireError`.
+    `name` is what the model is called at its endpoint, if the agent calls it otherwise;
+    `request` is None for a request that costs nothing. Raises `WireError`.
     """
     wire, path, content, body = call.wire, call.path, call.content, call.body
     max_tokens: int | None = 0

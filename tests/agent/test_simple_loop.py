@@ -27,8 +27,8 @@ def use(id: str, name: str = "add", **input: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": id, "name": name, "input": input}
 
 
-def text(message: str) -> dict[str, Any]:
-    return {"type": "text", "text": message}
+def text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
 
 
 class Replies:
@@ -146,8 +146,8 @@ def test_calls_run_in_threads_at_the_same_time_and_results_keep_their_order() ->
 def test_a_handler_may_run_an_agent_of_its_own() -> None:
     """S1.31: the outer one sees a string."""
 
-    def shorten(arguments: str) -> str:
-        inner = agent_loop(Replies([text(arguments[:3])]), [], init_session("Shorten.", arguments))
+    def shorten(words: str) -> str:
+        inner = agent_loop(Replies([text(words[:3])]), [], init_session("Shorten.", words))
         answer = response(inner)
         assert answer is not None
         return str(answer["content"])

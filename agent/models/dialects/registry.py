@@ -97,7 +97,7 @@ def dialect_of(api: str) -> Dialect:
 def read_asked(
     settings: ModelSettings, body: bytes, request: Mapping[str, Any] | None = None
 ) -> Completion:
-    """The reply to a request of ours; see `read_reply`. `request` is its body, if that is at hand."""
+    """The reply to a request of ours; see `read_reply`. `request` is its body, if at hand."""
     completion = read_reply(settings.api, body)
     if not settings.token_ids:
         return completion
