@@ -173,13 +173,9 @@ def key_for(settings: ModelSettings, caller: ModelSettings, api_key: str | None)
 
 
 def _load(place: str) -> Approve:
-    from toolsets.catalog.places import import_place
+    from toolsets.catalog.places import import_function
 
-    hook = import_place(place, "approve")
-    if not callable(hook):
-        raise ValueError(f"approve: {place!r} is not callable")
-    approve: Approve = hook
-    return approve
+    return import_function(place, "approve")
 
 
 def schemas_for(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]:

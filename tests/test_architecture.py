@@ -58,6 +58,7 @@ runs/recording
 runs/maintenance
 
 export/conversation
+export/masking
 export/rows
 export/formats
 export

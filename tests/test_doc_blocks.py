@@ -138,7 +138,7 @@ def test_yaml_is_read_by_what_reads_it(block: Block, tmp_path: Path) -> None:
     elif "formats" in keys:
         # Keys that exclude each other stand side by side, to show all: each is read alone.
         recipe = yaml.safe_load(block.text)
-        for name, value in recipe.pop("filters").items():
+        for name, value in recipe.pop("filters", {}).items():
             path.write_text(yaml.safe_dump({"formats": ["openai"], "filters": {name: value}}))
             load_recipe(path, {})
         path.write_text(yaml.safe_dump({**recipe, "formats": ["openai", "parquet"]}))

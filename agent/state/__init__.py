@@ -7,5 +7,5 @@ tally         counts for the rules; sums of tokens and dollars
 history       checks messages that a conversation starts with
 final_answer  the reserved tools that end a conversation
 
-Other rooms import events, final_answer, history, trajectory.
+Other rooms import events, final_answer, history, tally, trajectory.
 """

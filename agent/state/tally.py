@@ -23,10 +23,10 @@ from batch_trajectories.basics import exact_json
 _NO_FAULT = frozenset({"not_run", "interrupted", "denied"})
 """Failures that are no fault of the model or the tool."""
 
-_MALFORMED = frozenset({"unknown_tool", "invalid_arguments", "unknown_reference"})
+MALFORMED = frozenset({"unknown_tool", "invalid_arguments", "unknown_reference"})
 """Failures of a call that never reached its tool."""
 
-_COUNTED = _MALFORMED | {"exception", "timeout"}
+_COUNTED = MALFORMED | {"exception", "timeout"}
 """Failures that count as errors. A failure that a tool reports itself does not."""
 
 
@@ -51,7 +51,7 @@ class Tally:
         """Count the results of one turn, in call order."""
         failures = [failure_of(result) for result in results]
         self.errors += sum(failure in _COUNTED for failure in failures)
-        malformed = all(failure in _MALFORMED for failure in failures)
+        malformed = all(failure in MALFORMED for failure in failures)
         self.unusable_turns = self.unusable_turns + 1 if malformed else 0
         for n, (call, result, failure) in enumerate(zip(calls, results, failures, strict=True)):
             if failure in _NO_FAULT:
@@ -73,10 +73,10 @@ class Tally:
 def _is_same(now: tuple[str, str, str], last: tuple[str, str, str] | None) -> bool:
     if last is None or now[0] != last[0] or now[2] != last[2]:
         return False
-    return now[1] == last[1] or _canonical(now[1]) == _canonical(last[1])
+    return now[1] == last[1] or canonical(now[1]) == canonical(last[1])
 
 
-def _canonical(arguments: str) -> str | bytes:
+def canonical(arguments: str) -> str | bytes:
     """The same text for arguments that differ only in white space or in the order of keys."""
     try:
         return exact_json.dumps(exact_json.loads(arguments), option=orjson.OPT_SORT_KEYS)

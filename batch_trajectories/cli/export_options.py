@@ -30,6 +30,11 @@ _OPTIONS = (
     ("empty_think", "keep|omit", "The empty <think> block of turns without reasoning."),
     ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
     ("tools", "text|list", "Tools as JSON text or as a list, in rows with messages."),
+    (
+        "include",
+        "not_passed,...",
+        "Rows also of conversations that did not pass or ended early, their bad turns masked.",
+    ),
     ("accept_rows", "REASON,...", "Keep rows with these flaws; see docs/export.md."),
     ("reward_name", "NAME", "The reward that filters, dpo and kto use; see docs/rewards.md."),
     ("splits", "NAME=SHARE,...", "Splits by prompt: train=0.9,test=0.1."),
@@ -171,6 +176,7 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
                 f"{count:>9,} of these rows have arguments that are null, which Axolotl drops from "
                 "JSON lines: give it Parquet (--format openai,parquet)"
             )
+        lines += _of_masked_turns(part)
         if part["format"] == "rl":
             lines += _of_token_rows(part, discarded=manifest["recipe"]["discarded"])
         lines += [
@@ -178,6 +184,15 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
             for file in part["files"]
         ]
     return "\n".join(lines)
+
+
+def _of_masked_turns(part: Mapping[str, Any]) -> Iterator[str]:
+    """How many turns carry no loss by the recipe's `mask`, and why; a turn can have two reasons."""
+    if masked := part.get("masked"):
+        yield f"{masked['turns']:>9,} of {plural(masked['of'], 'turn')} carry no loss"
+        yield from (f"{count:>9,}   {reason}" for reason, count in masked["by_reason"].items())
+    if count := part.get("not_passed"):
+        yield f"{count:>9,} of the conversations did not pass, or ended early"
 
 
 def _of_token_rows(part: Mapping[str, Any], *, discarded: bool) -> Iterator[str]:

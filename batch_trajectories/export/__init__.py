@@ -1,6 +1,7 @@
 """From records to training files.
 
 conversation/   a record read into a conversation that every format can render
+masking/        turns that lose their loss
 rows/           what a format of rows is; recipes
 formats/        a module for each format of rows
 filters/        which conversations become rows

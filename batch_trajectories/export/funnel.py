@@ -30,7 +30,8 @@ def funnel_of(run_dir: Path, scan: Scan, totals: RunTotals) -> dict[str, Any]:
     `samples`. The last step is there if anything was checked or scored. `exports` are the training
     file and each format of the dataset in its default directory, with `rows`, `used`
     (conversations), `tasks` (bad rows included) and `lost`; `tasks` minus all `lost`
-    is `used`. An export is `outdated` if conversations have ended since. Raises `RunDirError` for
+    is `used`; a format with masked turns also has `masked`, as its manifest. An export is
+    `outdated` if conversations have ended since. Raises `RunDirError` for
     a manifest that cannot be read.
     """
     completed = totals.statuses.get("completed", 0)
@@ -73,6 +74,10 @@ def funnel_as_text(found: Mapping[str, Any]) -> Iterator[str]:
             f"{export['path']}, from {export['used']:,} of {export['tasks']:,} tasks{outdated}"
         )
         yield from _lost(export["lost"])
+        if masked := export.get("masked"):
+            yield f"  {'masked':<10}{masked['turns']:>12,}  of {masked['of']:,} turns carry no loss"
+            for reason, count in masked["by_reason"].items():
+                yield f"  {'':<10}{count:>12,}  {reason}"
 
 
 def _lost(lost: Mapping[str, int]) -> Iterator[str]:
@@ -108,7 +113,8 @@ def _dataset(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
         paths = (file["path"] for file in part["files"])
         path = f"exports/dataset/{next(paths, part['format']).partition('/')[0]}"
         rows, used = part["rows"], part["used"]
-        yield _export(part["format"], path, manifest, totals, lost, rows=rows, used=used)
+        found = _export(part["format"], path, manifest, totals, lost, rows=rows, used=used)
+        yield {**found, "masked": part["masked"]} if "masked" in part else found
 
 
 def _before(manifest: Mapping[str, Any]) -> dict[str, int]:

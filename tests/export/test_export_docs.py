@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 
+from batch_trajectories.export.masking.options import Mask
 from batch_trajectories.export.rows.format import Format, named
 from batch_trajectories.export.rows.format_names import names
 from batch_trajectories.export.rows.recipe import (
@@ -22,6 +23,7 @@ from batch_trajectories.runs.config.option_types import RowFlaw
 from tests.running import ROOT
 
 DOCS = (ROOT / "docs" / "export.md").read_text()
+RECIPE = DOCS.partition("## Recipe")[2].split("```")[1].removeprefix("yaml\n")
 
 
 def test_every_format_is_named() -> None:
@@ -42,15 +44,19 @@ def test_the_formats_that_keep_a_flaw_are_named(reason: str) -> None:
 
 
 def test_the_recipe_is_one_and_names_every_key(tmp_path: Path) -> None:
-    text = DOCS.split("```yaml\n")[1].split("```")[0]
-    (tmp_path / "recipe.yaml").write_text(text)
+    mask = DOCS.partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "recipe.yaml").write_text(mask)
+    assert load_recipe(tmp_path / "recipe.yaml", {}).include
+    for key in Mask.model_fields:
+        assert re.search(rf"^  {key}:", mask, re.MULTILINE), key
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
     recipe = load_recipe(tmp_path / "recipe.yaml", {})
     assert recipe.filters.answer is not None
     for model in (Recipe, Filters, Preference, Card, AnswerCheck):
         for key in model.model_fields.keys() - {"first_n", "function"}:
-            assert re.search(rf"^ *{key}:", text, re.MULTILINE), key
+            assert re.search(rf"^ *{key}:", RECIPE, re.MULTILINE), key
 
 
 @pytest.mark.parametrize("key", ["first_n", "function"])
 def test_keys_that_exclude_each_other_are_named_together(key: str) -> None:
-    assert key in DOCS.split("```yaml\n")[1].split("```")[0]
+    assert key in RECIPE

@@ -317,6 +317,31 @@ def test_the_training_row_marks_what_carries_loss(page: Page) -> None:
     page.locator("details.training > summary", has_text="no training row: ").wait_for()
 
 
+def test_turns_that_the_dataset_masks_are_not_marked(
+    context: BrowserContext, run_dir: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    (tmp_path / "masks.py").write_text(
+        "def first(record):\n    return [n == 0 and '<b>' for n in range(len(record['turns']))]\n"
+    )
+    recipe.write_text(f"formats: [openai]\nmask: {{function: '{tmp_path}/masks.py:first'}}\n")
+    masked = shutil.copytree(run_dir, tmp_path / "trajectories" / "r")
+    run(tmp_path, "export", "r", recipe=recipe)
+    report = write_report(StoredRun(masked)).path
+    with opened(context, report) as page:
+        assert "function: <b>" in (page.locator("#funnel-table").text_content() or "")
+        go_to(page, "plain")
+        page.keyboard.press("l")
+        turns = page.locator("details.training section")
+        turns.first.wait_for()
+        kinds = turns.evaluate_all("all => all.map(one => one.className)")
+        assert kinds == ["context", "context", "context", "context", "loss"]
+        title = turns.nth(2).locator("h5").text_content()
+        assert title == "gpt · masked in the dataset: function: <b>"
+        summary = page.locator("details.training > summary").text_content() or ""
+        assert summary.endswith("; the dataset masks 1 turn")
+
+
 def test_rows_are_found_by_where_they_were_exported_to(page: Page) -> None:
     page.select_option("#by-flag", "a partial row")
     assert shown_ids(page) == ["endless"]

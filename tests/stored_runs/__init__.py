@@ -5,5 +5,5 @@ tools              the tools of these runs
 test_stored_runs   resumes, verifies and exports them
 
 Each folder is named after a commit. It has a complete run with its training file, and one that was
-killed.
+killed. `exports.json` has the hashes of files that an earlier commit exported of the complete ones.
 """

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.dataset.directory import export_dataset
+from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.runs.config.fingerprint import meaning_of, with_defaults
 from batch_trajectories.runs.config.run_config import RunConfig
 from testing.fake_endpoint import FakeEndpoint
@@ -16,6 +20,7 @@ from tests.stored_runs.make import CONVERSATIONS, FINISHED, INPUTS, KILLED, REPL
 
 HERE = Path(__file__).parent
 COMMITS = ("cc79584", "837301e")
+FORMATS = "hermes,openai,llamafactory,atif,rl,raw,predictions,dpo,kto"
 
 
 @pytest.fixture(params=COMMITS)
@@ -56,6 +61,23 @@ def test_a_complete_run_starts_again_and_its_training_file_is_the_same(
 
 def test_a_run_verifies_as_it_was_left(cwd: Path) -> None:
     assert_verifies(cwd, "finished")
+
+
+RECIPES = {
+    "whole": {"formats": FORMATS, "filters": {"status": "any"}},
+    "turns": {"formats": "openai,llamafactory", "per_turn": True},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_rows_keep_their_bytes(cwd: Path, stored: Path, name: str) -> None:
+    """As commit 4676de56 made them of the same records."""
+    run_dir = StoredRun(cwd / "trajectories" / "finished")
+    source = Source(run_dir.path, run_dir.scan, run_dir.config.num_samples)
+    manifest = export_dataset(source, Recipe.model_validate(RECIPES[name]), cwd / "out")
+    files = [file for part in manifest["formats"] for file in part["files"]]
+    found = {file["path"]: file["sha256"] for file in [*files, manifest["rejects"]]}
+    assert found == json.loads((HERE / "exports.json").read_text())[stored.name][name]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
+from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +31,14 @@ def import_place(place: str, option: str) -> Any:
         raise OwnToolError(
             f"{option}: cannot import {place!r}: {type(error).__name__}: {error}"
         ) from error
+
+
+def import_function(place: str, option: str) -> Callable[..., Any]:
+    """The same for a function."""
+    function: Callable[..., Any] = import_place(place, option)
+    if not callable(function):
+        raise OwnToolError(f"{option}: {place!r} is not callable; give MODULE:FUNCTION")
+    return function
 
 
 def _import_file(path: Path) -> ModuleType:

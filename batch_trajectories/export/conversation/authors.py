@@ -34,7 +34,7 @@ def with_authors(entries: list[Entry], record: Record, own: Own) -> list[Entry]:
     brought = first_reply(messages, turns=len(turns))
     from_prompt = _turns_before(messages, brought)
     given = _turns_before(messages, own.start)
-    others = _other_models(record)
+    others = other_models(record)
     added = _added_texts(record)
     has_begun = False
     found: list[Entry] = []
@@ -97,7 +97,7 @@ def _turns_before(messages: Sequence[StoredMessage], start: int) -> int:
     return max(0, len(turns) - 1)
 
 
-def _other_models(record: Record) -> frozenset[str]:
+def other_models(record: Record) -> frozenset[str]:
     """The names of models in an agent's conversation that are not this run's.
 
     An agent that runs as a command may call several. Where no name is that of the run's model,

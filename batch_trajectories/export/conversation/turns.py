@@ -67,11 +67,18 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     author: Author = "model"
     hides_reasoning: bool = False
     """The model reasoned, but the API hides how. That is not the same as no reasoning."""
+    masked: tuple[str, ...] = ()
+    """Why it carries no loss although this run's model wrote it."""
 
     @property
     def is_given(self) -> bool:
         """Whether the turn was there before this run called a model."""
         return self.author in ("prompt", "parent")
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether trainers are to learn it."""
+        return self.author == "model" and not self.masked
 
 
 Entry = Said | Turn

@@ -130,7 +130,7 @@ def _with_conversation(record: Record, tolerances: Sequence[Tolerance]) -> Loade
 
 def _filters_of(recipe: Recipe, *, with_unscored: bool = False) -> RecordFilters:
     return RecordFilters(
-        recipe.filters,
+        recipe.record_filters,
         threshold=recipe.preference.threshold,
         reward_name=recipe.reward_name,
         with_comparisons=recipe.makes_comparisons,

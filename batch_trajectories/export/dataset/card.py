@@ -175,6 +175,7 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
             )
         if others := part.get("turns_of_others"):
             yield _by_others(part["format"], others, is_marked=part["marks_loss"])
+        yield from _masked(part, recipe)
     reasoning = statistics["reasoning"]
     hidden = reasoning.get("hidden", 0)
     yield ""
@@ -228,6 +229,21 @@ def _by_others(name: str, others: Mapping[str, int], *, is_marked: bool) -> str:
     if not is_marked:
         return f"  - turns of others: {counts}; {name} cannot mark them, so trainers learn them"
     return f"  - turns of others: {counts}; marked, so they carry no loss"
+
+
+def _masked(part: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
+    if masked := part.get("masked"):
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in masked["by_reason"].items())
+        how = "left out" if recipe.per_turn else "marked" if "marks_loss" in part else "mask 0"
+        yield (
+            f"- {part['format']}: {masked['turns']:,} of {masked['of']:,} turns carry no loss"
+            + (f" ({reasons}); {how}" if reasons else "")
+        )
+    if count := part.get("not_passed"):
+        yield (
+            f"- {part['format']}: {count:,} conversations did not pass or ended early "
+            "(`included` in their metadata)"
+        )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

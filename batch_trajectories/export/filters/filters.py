@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.ending import answer_of
@@ -28,7 +28,7 @@ from batch_trajectories.runs.store.checks import (
     expected_column,
 )
 from batch_trajectories.runs.store.record_types import Record, StoredError
-from toolsets.catalog.places import OwnToolError, import_place
+from toolsets.catalog.places import OwnToolError, import_function
 
 _NO_ANSWER = "there is no answer"
 
@@ -269,7 +269,10 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
 
 def _own_check(place: str) -> Callable[[Record], str | None]:
     """The same with a user's function."""
-    hook = _load_function(place)
+    try:
+        hook = import_function(place, "filters.answer.function")
+    except OwnToolError as error:
+        raise ConfigError(str(error)) from error
 
     def wrong(record: Record) -> str | None:
         if (answer := answer_of(record)) is None:
@@ -284,17 +287,6 @@ def _own_check(place: str) -> Callable[[Record], str | None]:
         return None if right else f"{place} says no"
 
     return wrong
-
-
-def _load_function(place: str) -> Callable[..., Any]:
-    option = "filters.answer.function"
-    try:
-        function: Callable[..., Any] = import_place(place, option)
-    except OwnToolError as error:
-        raise ConfigError(str(error)) from error
-    if not callable(function):
-        raise ConfigError(f"{option}: {place!r} is not callable")
-    return function
 
 
 def _is_exact(answer: str, expected: str) -> bool:

@@ -195,6 +195,8 @@ def _agent_step(
         step["llm_call_count"] = len(replies)
         if metrics := _metrics(replies):
             step["metrics"] = metrics
+    if turn.masked:
+        step["extra"] = {"loss": False, "masked": list(turn.masked)}
     return step
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -33,6 +33,9 @@ from batch_trajectories.runs.store.record_types import (
     StoredConversation,
     StoredTurn,
 )
+
+if TYPE_CHECKING:
+    from batch_trajectories.export.masking.masks import Masked, Masks
 
 MAIN_THREAD = "main"
 """The `thread` of a conversation that is no subagent's."""
@@ -60,13 +63,20 @@ class _Segment:
         self.logprobs: list[float] | None = []
         self.turns: list[StoredTurn] = []
 
-    def add(self, ids: list[int], logprobs: list[float] | None, *, is_sampled: bool) -> None:
+    def add(
+        self,
+        ids: list[int],
+        logprobs: list[float] | None,
+        *,
+        is_sampled: bool,
+        is_masked: bool = False,
+    ) -> None:
         """Add tokens; tokens before the first sampled ones are context."""
         if not is_sampled and not self.response:
             self.context += ids
             return
         self.response += ids
-        self.mask += [int(is_sampled)] * len(ids)
+        self.mask += [int(is_sampled and not is_masked)] * len(ids)
         if logprobs is None or self.logprobs is None:
             self.logprobs = None
         else:
@@ -79,13 +89,15 @@ def rows_of(
     *,
     subagents: bool = False,
     discarded: bool = False,
+    masks: Masks | None = None,
 ) -> list[dict[str, Any]]:
     """The rows of a record, one per segment; `reward_name` is the reward that counts.
 
     Records with rewards by name or per turn have `rewards`, and `turn_rewards` of these turns.
     With `subagents`, rows of their conversations follow (see `threads_of`), and each row names its
     `thread`. With `discarded`, a row for each discarded reply follows those of its conversation,
-    and each row says why its reply was `discarded`.
+    and each row says why its reply was `discarded`. With `masks`, masked turns have a loss mask of
+    0, and each row has `masked`, the reasons for each of its turns.
 
     Raises Rejected if a message holds a picture or the like, which ids do not have, if no turn of
     this run's model has token ids, or if ids are damaged.
@@ -93,10 +105,13 @@ def rows_of(
     STRICT.refuse(flaws_of_parts(record.messages))
 
     def rows_and_discarded(thread: StoredConversation) -> list[dict[str, Any]]:
-        rows = _rows_of(record, thread.turns, reward_name, is_main=thread is record)
+        masked = None if masks is None else masks.of(thread)
+        rows = _rows_of(record, thread.turns, reward_name, is_main=thread is record, masked=masked)
         if not discarded:
             return rows
-        return [{**row, "discarded": None} for row in rows] + _discarded_rows(record, thread)
+        return [{**row, "discarded": None} for row in rows] + _discarded_rows(
+            record, thread, masked=None if masks is None else {}
+        )
 
     try:
         rows = rows_and_discarded(record)
@@ -133,12 +148,14 @@ def discarded_replies(thread: StoredConversation) -> list[DiscardedReply]:
     return [reply for reply in later if reply.discarded not in COST_ONLY and reply.has_ids]
 
 
-def _discarded_rows(record: Record, thread: StoredConversation) -> list[dict[str, Any]]:
+def _discarded_rows(
+    record: Record, thread: StoredConversation, *, masked: Masked | None
+) -> list[dict[str, Any]]:
     """A row for each discarded reply: a sample of its own, whose reward nobody knows."""
     rows = []
     for number, reply in enumerate(discarded_replies(thread), 1):
         before = [replace(turn, inherited=True) for turn in thread.turns[: reply.turn - 1]]
-        for row in _rows_of(record, [*before, reply], None, is_main=False):
+        for row in _rows_of(record, [*before, reply], None, is_main=False, masked=masked):
             row |= dict.fromkeys(row.keys() & {"reward", "rewards"})
             row |= {"id": f"{record.id}#discarded{number}", "discarded": reply.discarded}
             rows.append(row)
@@ -152,10 +169,15 @@ def _has_model_of(record: Record, thread: InnerRecord) -> bool:
 
 
 def _rows_of(
-    record: Record, turns: Sequence[StoredTurn], reward_name: str | None, *, is_main: bool
+    record: Record,
+    turns: Sequence[StoredTurn],
+    reward_name: str | None,
+    *,
+    is_main: bool,
+    masked: Masked | None,
 ) -> list[dict[str, Any]]:
     """The rows of one conversation of a record: itself, or that of a subagent."""
-    segments = _segments(turns)
+    segments = _segments(turns, masked or {})
     missing = [turn.turn for turn in turns if turn.inherited is None and not turn.has_ids]
     return [
         {
@@ -177,6 +199,11 @@ def _rows_of(
             "finish_reasons": [turn.finish_reason for turn in segment.turns],
             "policy_versions": [_policy_version(turn) for turn in segment.turns],
             "sampling": [_sampling_of(turn) for turn in segment.turns],
+            **(
+                {}
+                if masked is None
+                else {"masked": [masked.get(t.turn, ()) for t in segment.turns]}
+            ),
         }
         for number, segment in enumerate(segments)
     ]
@@ -198,7 +225,7 @@ def _more_rewards(record: Record, segment: _Segment, *, is_main: bool) -> dict[s
     return facts
 
 
-def _segments(turns: Sequence[StoredTurn]) -> list[_Segment]:
+def _segments(turns: Sequence[StoredTurn], masked: Masked) -> list[_Segment]:
     """All segments in which this run's model sampled a token."""
     segments: list[_Segment] = []
     sequence: list[int] = []
@@ -211,13 +238,15 @@ def _segments(turns: Sequence[StoredTurn]) -> list[_Segment]:
             )
         segment = segments[-1]
         segment.add(turn.prompt, [0.0] * len(turn.prompt), is_sampled=False)
-        segment.add(turn.completion, _rounded(turn.logprobs), is_sampled=is_own)
+        is_masked = stored.turn in masked
+        logprobs = _rounded(turn.logprobs)
+        segment.add(turn.completion, logprobs, is_sampled=is_own, is_masked=is_masked)
         if is_own:
             segment.turns.append(stored)
         del sequence[turn.shared :]
         sequence += turn.prompt
         sequence += turn.completion
-    return [segment for segment in segments if 1 in segment.mask]
+    return [segment for segment in segments if segment.response]
 
 
 def _rounded(logprobs: list[float] | None) -> list[float] | None:
@@ -247,19 +276,28 @@ class _TokenFiles(CandidateFiles):
         if export.recipe.subagents:
             self._counts["subagents_left_out"] = 0
         self._split_texts: Counter[tuple[str, str]] = Counter()
+        self._masks = export.recipe.open_masks()
 
     def finish(self) -> dict[str, Any]:
         texts = [
             {"sampled": sampled, "shown": shown, "rows": count}
             for (sampled, shown), count in self._split_texts.most_common(_SPLIT_TEXTS)
         ]
-        return {**super().finish(), "split": 0, "split_texts": texts, **self._counts}
+        masked = {} if self._masks is None else {"masked": self._masks.counts()}
+        return {**super().finish(), "split": 0, "split_texts": texts, **self._counts, **masked}
 
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
         record, recipe = candidate.record, self.export.recipe
         rows = rows_of(
-            record, recipe.reward_name, subagents=recipe.subagents, discarded=recipe.discarded
+            record,
+            recipe.reward_name,
+            subagents=recipe.subagents,
+            discarded=recipe.discarded,
+            masks=self._masks,
         )
+        if self._masks is not None:
+            for row in rows:
+                self._masks.count(row["masked"])
         threads = [record, *(threads_of(record) if recipe.subagents else ())]
         self._counts["discarded_replies"] += sum(len(discarded_replies(one)) for one in threads)
         firsts = [row for row in rows if row["segment"] == 0 and not row.get("discarded")]

@@ -14,8 +14,9 @@ import msgspec
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import styled
-from batch_trajectories.export.conversation.turns import Conversation, has_null_arguments
+from batch_trajectories.export.conversation.turns import Conversation, Turn, has_null_arguments
 from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.masking.options import NOT_PASSED
 from batch_trajectories.export.rows.format import Format, RowFormat
 from batch_trajectories.export.rows.per_turn import content_of, cut_by_turn
 from batch_trajectories.export.rows.recipe import Recipe
@@ -193,22 +194,41 @@ class _RowFiles(CandidateFiles):
         self._with_nulls = 0
         style = format.limit(recipe.style)
         self._style = style if format.splits_calls else style.with_calls("keep")
+        self._masks = recipe.open_masks()
+        self._not_passed = 0
 
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+        masks, conversation = self._masks, candidate.parsed
+        if masks is None:
+            return self._add(split, conversation, seen)
+        conversation = masks.applied(conversation)
+        if not any(isinstance(entry, Turn) and entry.has_loss for entry in conversation.entries):
+            return "all_masked", "none of its turns carries loss"
+        is_included = bool(self.export.recipe.include) and masks.did_not_pass(candidate.record)
+        if is_included:
+            metadata = {**conversation.metadata, "included": NOT_PASSED}
+            conversation = msgspec.structs.replace(conversation, metadata=metadata)
+        why = self._add(split, conversation, seen)
+        if why is None:
+            masks.count(turn.masked for turn in conversation.own_turns)
+            self._not_passed += is_included
+        return why
+
+    def _add(self, split: str, conversation: Conversation, seen: set[Hashable]) -> Why | None:
         if self._per_turn:
-            return self._add_turns(split, candidate, seen)
-        conversation = styled(candidate.parsed, self._style)
+            return self._add_turns(split, conversation, seen)
+        conversation = styled(conversation, self._style)
         self.write(split, dumps_row(self._format.row_of(conversation, self._style)))
         if conversation.has_others:
             self._others += conversation.others
         self._with_nulls += has_null_arguments(conversation)
         return None
 
-    def _add_turns(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
+    def _add_turns(self, split: str, conversation: Conversation, seen: set[Hashable]) -> Why | None:
         """Write a row per turn, but for those that other samples of the prompt have as well."""
         new: list[Conversation] = []
         copies = 0
-        for cut in cut_by_turn(candidate.parsed, self._style):
+        for cut in cut_by_turn(conversation, self._style):
             content = content_of(cut)
             if self._without_copies and content in seen:
                 copies += 1
@@ -236,6 +256,8 @@ class _RowFiles(CandidateFiles):
             "marks_loss": self._format.marks_loss,
             "turns_of_others": dict(sorted(self._others.items())),
             **({"duplicate_turns": self._copies} if self._per_turn else {}),
+            **({} if self._masks is None else {"masked": self._masks.counts()}),
+            **({NOT_PASSED: self._not_passed} if self.export.recipe.include else {}),
             **({"rows_with_null_arguments": self._with_nulls} if has_nulls else {}),
         }
 

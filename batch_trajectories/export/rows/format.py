@@ -45,6 +45,8 @@ class Format:
     """The flaws of conversations that rows can represent."""
     accepts: frozenset[Reason] = frozenset()
     """Those of them with which rows are kept without `accept_rows`."""
+    marks_loss: bool = False
+    """Whether rows say which turns are not to be learnt."""
     shows_messages: bool = True
     """Whether rows show messages, so that only conversations without other flaws have a row."""
     takes_all: bool = False
@@ -96,8 +98,6 @@ class RowFormat(Format):
     holds: frozenset[Reason] = ANYWHERE
     splits_calls: bool = True
     """Whether `parallel_calls: split` divides turns."""
-    marks_loss: bool = False
-    """Whether rows say which turns are not to be learnt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

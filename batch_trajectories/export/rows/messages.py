@@ -37,7 +37,7 @@ def messages_of(
 ) -> list[dict[str, Any]]:
     """The conversation as messages; raises Rejected if text would be read as structure.
 
-    `marks_loss` marks the turns that are not this run's model's.
+    `marks_loss` marks the turns without loss.
     """
     style.tolerance.refuse(conversation.flaws)
     inline = style.is_inline(by_default=False)
@@ -50,7 +50,7 @@ def messages_of(
         parts = _messages(entry, style.tolerance, inline=inline)
         if marks_loss and isinstance(entry, Turn):
             is_context = conversation.is_for_turn and entry is not last
-            if is_context or entry.author != "model":
+            if is_context or not entry.has_loss:
                 parts[0].update(NO_LOSS)
         messages.extend(parts)
     return messages

@@ -17,7 +17,7 @@ from batch_trajectories.export.conversation.turns import Conversation, Entry, Sa
 
 
 def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversation]:
-    """For each turn of this run's model, the conversation up to it, without its results.
+    """For each turn with loss, the conversation up to it, without its results.
 
     Turns before the last user message lose their reasoning. With the style `field` they keep it, so
     that the template decides; with `last` all turns of the context lose it, with `none` all turns.
@@ -39,7 +39,7 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
             continue
         part = part + 1 if entry.number == before else 1
         before = entry.number
-        if entry.author != "model":
+        if not entry.has_loss:
             continue
         name = f"{entry.number}.{part}" if part > 1 else f"{entry.number}"
         metadata: dict[str, Any] = {**whole.metadata, "turn": entry.number}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -34,11 +34,15 @@ from batch_trajectories.export.conversation.style import (
     ToolsForm,
 )
 from batch_trajectories.export.conversation.tolerance import Tokens, Tolerance, accepted
+from batch_trajectories.export.masking.options import NOT_PASSED, WITHOUT_BOUNDS, Mask
 from batch_trajectories.export.rows.format import Copies, Format, RowFormat, format_named, named
 from batch_trajectories.export.rows.format_names import OTHER_NAMES, names
 from batch_trajectories.runs.config.loading import read_mapping
 from batch_trajectories.runs.config.option_types import AcceptedRows
 from batch_trajectories.runs.store.checks import EXPECTED, THRESHOLD
+
+if TYPE_CHECKING:
+    from batch_trajectories.export.masking.masks import Masks
 
 
 def _format_name(name: str) -> str:
@@ -212,6 +216,10 @@ class Recipe(_Part):
     """rl: rows for the conversations of subagents, too."""
     discarded: bool = False
     """rl: a row for each reply after which the model was asked again, too."""
+    mask: Mask | None = None
+    """Turns without loss; formats that cannot say so are refused."""
+    include: Annotated[tuple[Literal["not_passed"], ...], BeforeValidator(split_commas)] = ()
+    """Conversations that are rows only with a mask: `not_passed` also ended early."""
     accept_rows: AcceptedRows = ()
     """Flaws with which rows are kept, named as in rejects.jsonl."""
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
@@ -235,6 +243,14 @@ class Recipe(_Part):
         if not chosen or not all(map(_takes_all, chosen)):
             return values
         return {**values, "filters": {"status": ["any"], "exact_duplicates": False, **filters}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _masks_failures(cls, values: Any) -> Any:
+        """Failures are masked by all that needs no bound, unless the recipe says by what."""
+        if isinstance(values, dict) and values.get("include") and values.get("mask") is None:
+            return {**values, "mask": WITHOUT_BOUNDS}
+        return values
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -261,7 +277,33 @@ class Recipe(_Part):
                 raise ValueError(f"{option}: only rl has rows for them; add it to formats")
         if self.filters.first_n and self.filters.best_n:
             raise ValueError("filters: first_n and best_n both choose samples; give one")
+        if self.mask is not None:
+            self._check_mask()
         return self
+
+    def _check_mask(self) -> None:
+        for one in self.row_formats:
+            if one.shows_messages and not one.marks_loss and not (self.per_turn and one.has_turns):
+                how = "add per_turn" if one.has_turns else "choose openai, or another with marks"
+                raise ValueError(f"mask: {one.name} cannot say which turns carry no loss; {how}")
+        if self.include and (self.filters.require_passed or self.filters.passed):
+            name = "require_passed" if self.filters.require_passed else "passed"
+            raise ValueError(f"include: not_passed and filters.{name} exclude each other")
+
+    @property
+    def record_filters(self) -> Filters:
+        """The filters, with the endings that `include` adds."""
+        if NOT_PASSED in self.include and self.filters.status is None:
+            return self.filters.model_copy(update={"status": ("any",)})
+        return self.filters
+
+    def open_masks(self) -> Masks | None:
+        """What masks turns, None if nothing does. Raises `ConfigError`."""
+        if self.mask is None:
+            return None
+        from batch_trajectories.export.masking.masks import Masks
+
+        return Masks(self.mask, threshold=self.preference.threshold, reward_name=self.reward_name)
 
     @property
     def style(self) -> Style:
@@ -358,6 +400,7 @@ def _read(path: Path) -> dict[str, Any]:
 _PARTS: Mapping[str, type[BaseModel]] = {
     "filters": Filters,
     "answer": AnswerCheck,
+    "mask": Mask,
     "preference": Preference,
     "card": Card,
 }

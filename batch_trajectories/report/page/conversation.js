@@ -192,24 +192,37 @@ const EXPORTED = {
 function trainingForm(form) {
   if (form.file === "rejects") return h("p", { class: "mark" }, `${form.reason}: ${form.detail}`);
   const all = [["system", meta.systems[form.system], false], ...form.turns];
+  const reasons = maskedTurns(form);
   let given = form.given;
   return h("div", {},
     h("p", { class: "soft" }, "Marked: what carries loss where a trainer learns from the turns of gpt. The rest is context."),
-    all.map(([speaker, text, hasLoss]) => {
-      const isGiven = hasLoss && given-- > 0;
-      const words = [speaker, hasLoss ? "carries loss" : "", isGiven ? "brought along by the prompt" : ""];
+    all.map((turn) => {
+      const [speaker, text, isLearnt] = turn;
+      const masked = reasons.get(turn);
+      const hasLoss = isLearnt && !masked;
+      const isGiven = isLearnt && given-- > 0;
+      const words = [speaker, hasLoss ? "carries loss" : "", isGiven ? "brought along by the prompt" : "",
+        masked ? `masked in the dataset: ${masked.join(", ")}` : ""];
       return h("section", { class: hasLoss ? "loss" : "context" },
         h("h5", {}, words.filter(Boolean).join(" · ")),
         speaker === "system" ? fold("facts", `${count(text.length)} characters`, () => textBlock(text)) : textBlock(text));
     }));
 }
 
+// The turns of gpt that the dataset masks, with the reasons.
+function maskedTurns(form) {
+  const learnt = form.turns.filter(([, , hasLoss]) => hasLoss);
+  return new Map(Object.entries(form.masked ?? {}).map(([number, reasons]) => [learnt[number - 1], reasons]));
+}
+
 function trainingWords(form) {
   const characters = (turns) => turns.reduce((total, [, text]) => total + text.length, 0);
-  const loss = characters(form.turns.filter(([, , hasLoss]) => hasLoss));
+  const masked = maskedTurns(form);
+  const loss = characters(form.turns.filter((turn) => turn[2] && !masked.has(turn)));
   if (form.file === "rejects") return `${EXPORTED.rejects}: ${form.reason}`;
   const all = meta.systems[form.system].length + characters(form.turns);
-  return `${EXPORTED[form.file]}: loss on ${count(loss)} of ${count(all)} characters`;
+  const without = masked.size ? `; the dataset masks ${plural(masked.size, "turn")}` : "";
+  return `${EXPORTED[form.file]}: loss on ${count(loss)} of ${count(all)} characters${without}`;
 }
 
 // The whole reader: what is known of a trajectory, then its messages.

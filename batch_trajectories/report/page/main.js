@@ -135,6 +135,10 @@ function funnelRows({ steps, samples, exports }) {
   const line = (name, amount, words) => h("tr", {},
     h("th", { scope: "row" }, name), h("td", { class: "number" }, amount === null ? "" : count(amount)), h("td", {}, words));
   const lost = (part) => Object.entries(part.lost).map(([reason, n]) => line("", n, `left out: ${visible(reason)}`));
+  const masked = (part) => part.masked ? [
+    line("", part.masked.turns, `of ${count(part.masked.of)} turns carry no loss`),
+    ...Object.entries(part.masked.by_reason).map(([reason, n]) => line("", n, `masked: ${visible(reason)}`)),
+  ] : [];
   const notes = { tasks: samples > 1 ? `${count(samples)} samples per row` : "" };
   return [
     ...steps.flatMap((step) => [line(step.name, step.count, notes[step.name] ?? ""), ...lost(step)]),
@@ -142,6 +146,7 @@ function funnelRows({ steps, samples, exports }) {
       line("exported", part.rows, `rows of ${part.format} in ${visible(part.path)}, from ${count(part.used)} of ${count(part.tasks)} tasks`
         + (part.outdated ? "; conversations have ended since, export again" : "")),
       ...lost(part),
+      ...masked(part),
     ]),
   ];
 }

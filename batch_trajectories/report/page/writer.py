@@ -7,20 +7,24 @@ import hashlib
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
+from pydantic import ValidationError
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.errors import RunDirError
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tools import once
+from batch_trajectories.export.conversation.turns import Turn
 from batch_trajectories.export.health import Health, problems_in
 from batch_trajectories.export.reward_statistics import RewardStatistics
 from batch_trajectories.export.training_files import route, style_of_run
@@ -38,6 +42,9 @@ from batch_trajectories.runs.store.failures import NO_LIMIT, failures_by_class, 
 from batch_trajectories.runs.store.files import StorageError, replace_file
 from batch_trajectories.runs.store.reader import SomeRecords, over_records
 from batch_trajectories.runs.store.record_types import Record, Tools
+
+if TYPE_CHECKING:
+    from batch_trajectories.export.masking.masks import Masks
 
 _BEGINNING = b"<!doctype html>"
 
@@ -73,6 +80,7 @@ def write_report(
     report_id = secrets.token_hex(8)
     directory = path.with_name(f"{path.stem}_files")
     style = style_of_run(run["config"])
+    masks = masks_of_dataset(stored.path)
     samples = run["config"]["num_samples"]
 
     def collect(some: SomeRecords) -> _Part:
@@ -80,7 +88,7 @@ def write_report(
         pieces = Pieces(directory, report_id, inline_bytes=limit, first=some.first)
         part = _Part(samples, _Distinct(some.first), _Distinct(some.first))
         for record in some.records:
-            part.add(record, style, pieces)
+            part.add(record, style, masks, pieces)
         part.collected = pieces.finish()
         return part
 
@@ -125,11 +133,11 @@ class _Part:
         self.columns: list[str] = []
         self.count = 0
 
-    def add(self, record: Record, style: Style, pieces: Pieces) -> None:
+    def add(self, record: Record, style: Style, masks: Masks | None, pieces: Pieces) -> None:
         own = Own(record)
         self.rewards.add(record)
         self.health.add(record, own)
-        form = training_form(record, own, style=style, key_of=self.systems.key)
+        form = training_form(record, own, style=style, masks=masks, key_of=self.systems.key)
         row = row_of(record, own) | {"exported": form["file"]}
         self.columns = [*row, "chunk", "place"]
         shown = {"tools": once(record.tools, self._tools_shown), "training_form": dumps_row(form)}
@@ -154,6 +162,23 @@ def _is_page(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return file.read(len(_BEGINNING)).lower() in (_BEGINNING, b"")
+
+
+def masks_of_dataset(run_dir: Path) -> Masks | None:
+    """What masks turns in the dataset of a run, at its usual place; None without one that does."""
+    try:
+        manifest = orjson.loads((run_dir / "exports" / "dataset" / "manifest.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None  # the funnel says that it cannot be read
+    if not isinstance(manifest, dict) or not manifest.get("recipe", {}).get("mask"):
+        return None
+    from batch_trajectories.export.rows.recipe import Recipe
+
+    try:
+        return Recipe.model_validate(manifest["recipe"]).open_masks()
+    except (ConfigError, ValidationError) as error:
+        say(f"warning: {error}; the page does not show which turns the dataset masks")
+        return None
 
 
 def _about(stored: StoredRun) -> dict[str, Any]:
@@ -205,14 +230,20 @@ class _Distinct:
 
 
 def training_form(
-    record: Record, own: Own | None = None, *, key_of: Callable[[str], Any], style: Style
+    record: Record,
+    own: Own | None = None,
+    *,
+    key_of: Callable[[str], Any],
+    style: Style,
+    masks: Masks | None = None,
 ) -> dict[str, Any]:
     """The export row of a record, for `dumps_row`; `own` is that of `read_conversation`.
 
     Keys: `file` ("training", "partial" or "rejects"), `reason` and `detail` (of a reject, else
     None), `system` (what `key_of` gives for the text of the system turn, which most rows of a run
     share; None for a reject), `turns` (lists of speaker, text and whether it carries loss, without
-    the system turn), `given` (number of turns with loss that are from the prompt).
+    the system turn), `given` (number of turns with loss that are from the prompt); with `masks` of
+    the dataset also `masked`, the reasons of its masked turns by the number of the turn of `gpt`.
 
     All turns of `gpt` carry loss, also those from the prompt: trainers mask by speaker.
     """
@@ -229,7 +260,17 @@ def training_form(
         "system": key_of(system["value"]),
         "turns": [[turn["from"], turn["value"], turn["from"] == "gpt"] for turn in turns],
         "given": _given(row),
+        **({} if masks is None else {"masked": _masked(record, masks)}),
     }
+
+
+def _masked(record: Record, masks: Masks) -> dict[str, Sequence[str]]:
+    try:
+        entries = masks.applied(read_conversation(record)).entries
+    except ConfigError as error:  # the user's function fails, which the page says at each turn
+        return {str(number): [str(error)] for number in range(1, len(record.turns) + 1)}
+    turns = (entry for entry in entries if isinstance(entry, Turn))
+    return {str(turn.number): turn.masked for turn in turns if turn.masked}
 
 
 def _given(row: dict[str, Any]) -> int:

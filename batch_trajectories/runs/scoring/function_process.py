@@ -29,7 +29,7 @@ from batch_trajectories.basics.errors import machine_failure
 from batch_trajectories.basics.startup import die_with_parent
 from batch_trajectories.basics.text import clip, valid_utf8
 from batch_trajectories.runs.store.checks import parse_rewards
-from toolsets.catalog.places import OwnToolError, import_place
+from toolsets.catalog.places import OwnToolError, import_function
 
 _SHOWN = 1000
 _VERSION_CHARS = 16
@@ -42,9 +42,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     try:
-        function = import_place(place, "--reward")
-        if not callable(function):
-            raise OwnToolError(f"--reward: {place!r} is not callable; give MODULE:FUNCTION")
+        function = import_function(place, "--reward")
         _check_arguments(function, place)
     except OwnToolError as error:
         _send(replies, {"error": str(error)})
