@@ -34,7 +34,7 @@ from batch_trajectories.export.rows.recipe import FormatName, Recipe
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import scan
 from batch_trajectories.runs.directory.run_dir import read_run_json
-from benchmarks.consuming.rows import rows
+from testing.trainers.rows import rows
 
 ROOT = Path(__file__).resolve().parents[1]
 _FORMATS: tuple[FormatName, ...] = (

@@ -14,5 +14,6 @@ scripted_agent  a small agent that runs as a command
 fake_images     container images made of files of this machine
 quick_endpoint  an endpoint that does as little as possible, for measurements
 bit_flips       flips single bits of a finished run and records what the commands notice
+trainers/       what checks by real trainers share
 ray_cluster     a Ray cluster of two nodes on this machine
 """

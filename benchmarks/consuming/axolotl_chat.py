@@ -12,8 +12,8 @@ import datasets
 from axolotl.prompt_strategies.chat_template import load
 from axolotl.utils.dict import DictDefault
 
-from benchmarks.consuming import tiny
-from benchmarks.consuming.rows import rows as rows_of
+from testing.trainers import tiny
+from testing.trainers.rows import rows as rows_of
 
 _IGNORED = -100
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from nemo_automodel.components.datasets.llm.chat_dataset import ChatDataset
 
-from benchmarks.consuming import tiny
-from benchmarks.consuming.rows import rows as rows_of
 from benchmarks.consuming.templates import PER_MESSAGE
+from testing.trainers import tiny
+from testing.trainers.rows import rows as rows_of
 
 _IGNORED = -100
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import datasets
 from openrlhf.datasets.sft_dataset import SFTDataset
 
-from benchmarks.consuming import tiny
-from benchmarks.consuming.rows import rows as rows_of
 from benchmarks.consuming.templates import PER_MESSAGE
+from testing.trainers import tiny
+from testing.trainers.rows import rows as rows_of
 
 
 def main(directory: Path) -> None:

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.consuming.rows import not_checked
-from benchmarks.consuming.rows import rows as rows_of
+from testing.trainers.rows import not_checked
+from testing.trainers.rows import rows as rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 Rows = list[dict[str, Any]]

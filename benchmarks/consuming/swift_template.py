@@ -11,8 +11,8 @@ from pathlib import Path
 import transformers
 from swift import get_processor, get_template, load_dataset
 
-from benchmarks.consuming import tiny
-from benchmarks.consuming.rows import rows as rows_of
+from testing.trainers import tiny
+from testing.trainers.rows import rows as rows_of
 
 _IGNORED = -100
 

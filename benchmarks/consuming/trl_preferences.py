@@ -12,8 +12,8 @@ import torch
 import transformers
 import trl
 
-from benchmarks.consuming import tiny
-from benchmarks.consuming.rows import not_checked
+from testing.trainers import tiny
+from testing.trainers.rows import not_checked
 
 _TEMPLATE = Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja"
 

@@ -14,8 +14,8 @@ import torch
 import transformers
 import trl
 
-from benchmarks.consuming import tiny
-from benchmarks.consuming.rows import rows as rows_of
+from testing.trainers import tiny
+from testing.trainers.rows import rows as rows_of
 
 _IGNORED = -100
 """The label of what carries no loss."""

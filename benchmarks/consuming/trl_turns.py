@@ -10,8 +10,8 @@ import datasets
 import transformers
 import trl
 
-from benchmarks.consuming import tiny
-from benchmarks.consuming.rows import rows as rows_of
+from testing.trainers import tiny
+from testing.trainers.rows import rows as rows_of
 
 _IGNORED = -100
 _TEMPLATES = ("qwen3", "qwen3_5_think", "glm4moe", "nemotron_3_ultra")

@@ -9,8 +9,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
-from benchmarks.consuming import tiny
 from benchmarks.consuming.templates import PER_MESSAGE
+from testing.trainers import tiny
 
 
 def main(directory: Path) -> None:

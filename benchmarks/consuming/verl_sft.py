@@ -10,9 +10,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
-from benchmarks.consuming import tiny
-from benchmarks.consuming.rows import rows as rows_of
 from benchmarks.consuming.templates import PER_MESSAGE
+from testing.trainers import tiny
+from testing.trainers.rows import rows as rows_of
 
 
 class Rows(MultiTurnSFTDataset):

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from benchmarks.consuming.rows import not_checked
-from benchmarks.consuming.rows import rows as rows_of
+from testing.trainers.rows import not_checked
+from testing.trainers.rows import rows as rows_of
 
 _TOLERANCE = 1e-3
 """Two programs add floats in another order; an error of one token or of the temperature is 100

@@ -19,8 +19,8 @@ import trl
 from tokenizers import AddedToken
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.consuming import tiny
-from benchmarks.consuming.rows import rows as rows_of
+from testing.trainers import tiny
+from testing.trainers.rows import rows as rows_of
 
 _TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 _TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>")

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.consuming.rows import rows
+from testing.trainers.rows import rows
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
