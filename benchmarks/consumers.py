@@ -135,13 +135,13 @@ def _export(run_dir: Path, lines: Path, twins: Path) -> None:
     identity = read_run_json(run_dir)
     config = RunConfig.model_validate(identity["config"])
     rules = config.row_rules(identity["api"])
-    found = scan(
+    scanned = scan(
         Path(identity["dataset"]["path"]),
         max_samples=config.max_samples,
         rules=rules,
         num_samples=config.num_samples,
     )
-    source = Source(run_dir, found, config.num_samples)
+    source = Source(run_dir, scanned, config.num_samples)
     splits = {"train": 0.8, "test": 0.2}
     export_dataset(source, Recipe(formats=_FORMATS, splits=splits), lines)
     export_dataset(

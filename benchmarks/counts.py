@@ -83,7 +83,7 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
     journal = JournalWriter(directory, 0, on_storage_error=print)
     records = AppendFile(directory / "records.jsonl")
     provenance = Provenance(None, 0, "digest", {})
-    kept: list[Trajectory] = []
+    collected: list[Trajectory] = []
     blocks: list[int] = []
     for number in range(conversations):
         columns = {"prompt": f"Question number {number}"}
@@ -129,7 +129,7 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
         journal.finish(task.key)
         if end.status != "completed" or trajectory.turns != TURNS:
             raise RuntimeError(f"the conversation ended as {end} after {trajectory.turns} turns")
-        kept.append(trajectory)
+        collected.append(trajectory)
         if number in (0, conversations - 1):
             gc.collect()
             blocks.append(sys.getallocatedblocks())

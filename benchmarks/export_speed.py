@@ -103,8 +103,8 @@ def _in_a_process(run_dir: Path, kind: str) -> tuple[float, float]:
 def measure(run_dir: Path, kind: str, times: int) -> None:
     """Do one thing and print its seconds of CPU and the peak MB of this process."""
     config = RunConfig.model_validate(read_run_json(run_dir)["config"])
-    found = scan(config.dataset_file, max_samples=None, rules=config.row_rules("openai_chat"))
-    work = _work(run_dir, found, kind)
+    scanned = scan(config.dataset_file, max_samples=None, rules=config.row_rules("openai_chat"))
+    work = _work(run_dir, scanned, kind)
     status = Path("/proc/self/status").read_text  # `ru_maxrss` takes over that of the parent
     cpu = sum(work() for _ in range(times))
     peak = next(int(line.split()[1]) for line in status().splitlines() if "VmHWM" in line) / 1024
@@ -147,9 +147,9 @@ def _floor(records: Path, rows: Path) -> float:
             for line in chunk:
                 orjson.loads(line)
             cpu += time.process_time() - before
-            kept = [orjson.loads(row) for row in islice(made, _FLOOR_ROWS)]
+            parsed = [orjson.loads(row) for row in islice(made, _FLOOR_ROWS)]
             before = time.process_time()
-            for row in kept:
+            for row in parsed:
                 orjson.dumps(row)
             cpu += time.process_time() - before
     return cpu
@@ -211,13 +211,13 @@ def make_run(
     templates = [read_object(line) for line in (run_dir / "records.jsonl").open("rb")]
     _write_prompts(dataset, rows)
     config = RunConfig.model_validate(read_run_json(run_dir)["config"])
-    found = scan(dataset, max_samples=None, rules=config.row_rules("openai_chat"))
+    scanned = scan(dataset, max_samples=None, rules=config.row_rules("openai_chat"))
     offset = 0
     files = (run_dir / "records.jsonl", run_dir / "records.idx")
     with files[0].open("wb") as records, files[1].open("wb") as index:
         index.write(MARK)
         maker = RowMaker()
-        for record in _copies(found, templates):
+        for record in _copies(scanned, templates):
             stored = as_stored(record)
             records.write(stored.line)
             index.write(maker.rows(index_fields(stored), offset, len(stored.line)))

@@ -67,16 +67,18 @@ def main(capacity: int, prompts: int) -> None:
             "fixed": ("--num_workers=2", f"--batch_size={capacity // 2}"),
             "adaptive": ("--num_workers=4", "--batch_size=64"),
         }
-        found = {
+        collected = {
             name: measure(Path(root), dataset, capacity, name, *options)
             for name, options in ways.items()
         }
-    for name, figures in found.items():
+    for name, figures in collected.items():
         click.echo(
             f"{name:<9} {figures['wall_s']:6.1f} s   refused {figures['refused']:6.2%}, "
             f"after {_SETTLED_AFTER_S:g} s {figures['refused_late']:6.2%}"
         )
-    click.echo(f"adaptive / fixed {found['adaptive']['wall_s'] / found['fixed']['wall_s']:.3f}")
+    click.echo(
+        f"adaptive / fixed {collected['adaptive']['wall_s'] / collected['fixed']['wall_s']:.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -145,8 +145,8 @@ def main() -> None:
         if not (cwd / "p.jsonl").exists():
             generate(cwd, given, options.records)
         run_dir = cwd / "trajectories" / "r"
-        kept = {name: (run_dir / name).stat().st_size for name in ("records.jsonl", "records.idx")}
-        size_mb = kept["records.jsonl"] / 2**20
+        cache = {name: (run_dir / name).stat().st_size for name in ("records.jsonl", "records.idx")}
+        size_mb = cache["records.jsonl"] / 2**20
         print(f"{options.records:,} records, {size_mb:,.0f} MB", flush=True)
         for missing in (None, NAME, "records.idx"):
             if missing is not None:
@@ -155,7 +155,7 @@ def main() -> None:
             started = start(cwd, given, endpoint, to_the_end=not options.first_call)
             description = started.describe(to_the_end=not options.first_call)
             print(f"without {missing or 'nothing':<11} {description} (load {load:.1f})", flush=True)
-            for file, size in kept.items():
+            for file, size in cache.items():
                 with (run_dir / file).open("r+b") as opened:
                     opened.truncate(size)  # the last task is owed again
             for segment in (run_dir / "inflight").iterdir():

@@ -154,15 +154,15 @@ class Soak:
 
 def children_of(pid: int) -> list[int]:
     """The worker processes of a run."""
-    found = []
+    collected = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             if parent == pid and b"spawn_main" in (stat.parent / "cmdline").read_bytes():
-                found.append(int(stat.parent.name))
+                collected.append(int(stat.parent.name))
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return found
+    return collected
 
 
 def files_of(pid: int) -> float:

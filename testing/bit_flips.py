@@ -120,10 +120,10 @@ def main(count: int, name: str, seed: int, look: bool) -> None:
     """Make a run, flip bits of it, print what came of that."""
     with tempfile.TemporaryDirectory() as folder:
         whole = make_run(Path(folder))
-        found: list[tuple[int, Seen]] = []
+        collected: list[tuple[int, Seen]] = []
         for bit in flips(whole / name, count, seed=seed):
-            found.append((bit, attack(whole, name, bit, look=look)))
-        seen = [one for _, one in found]
+            collected.append((bit, attack(whole, name, bit, look=look)))
+        seen = [one for _, one in collected]
         click.echo(f"{len(seen):,} of {8 * (whole / name).stat().st_size:,} bits of {name}:")
     click.echo(f"  found by verify            {sum(one.verify == FOUND for one in seen):7,}")
     click.echo(f"  and the file is named      {sum(one.is_named for one in seen):7,}")
@@ -135,9 +135,9 @@ def main(count: int, name: str, seed: int, look: bool) -> None:
         codes_seen = ", ".join(f"{code}: {times:,}" for code, times in sorted(codes.items()))
         click.echo(f"  {label} ended with         {codes_seen}")
     click.echo(f"  a bug (exit {DEFECT})         {sum(one.has_defect() for one in seen):7,}")
-    silent = [bit for bit, one in found if one.is_silent()]
+    silent = [bit for bit, one in collected if one.is_silent()]
     click.echo(f"  silently in a training row {len(silent):7,}")
-    for bit, one in found:
+    for bit, one in collected:
         if one.has_defect():
             click.echo(f"    defect at bit {bit}: {one}")
             break

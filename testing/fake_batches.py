@@ -213,12 +213,12 @@ class FakeBatches(BaseUrls):
         return True
 
     def _page(self, request: web.Request, after: str) -> tuple[list[_Batch], bool]:
-        found = sorted(self.batches.values(), key=lambda one: -int(one.id.partition("_")[2]))
+        listed = sorted(self.batches.values(), key=lambda one: -int(one.id.partition("_")[2]))
         if after in request.query:
-            ids = [one.id for one in found]
-            found = found[ids.index(request.query[after]) + 1 :]
+            ids = [one.id for one in listed]
+            listed = listed[ids.index(request.query[after]) + 1 :]
         limit = min(2, int(request.query["limit"]))  # so that there are several pages
-        return found[:limit], len(found) > limit
+        return listed[:limit], len(listed) > limit
 
     # OpenAI.
 

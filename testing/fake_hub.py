@@ -35,11 +35,11 @@ def fake_hub(
             if re.fullmatch(rf"/api/datasets/{repository}(/revision/{revision})?", path):
                 siblings = [{"rfilename": name} for name in files]
                 self._json({"id": REPOSITORY, "sha": commit, "siblings": siblings})
-            elif found := re.fullmatch(rf"/api/datasets/{repository}/tree/{revision}(.*)", path):
+            elif match := re.fullmatch(rf"/api/datasets/{repository}/tree/{revision}(.*)", path):
                 recursive = "recursive=true" in url.query.lower()
-                self._json(_tree(files, found[1].strip("/"), recursive=recursive))
-            elif found := re.fullmatch(rf"/datasets/{repository}/resolve/{revision}/(.+)", path):
-                self._file(files.get(found[1]))
+                self._json(_tree(files, match[1].strip("/"), recursive=recursive))
+            elif match := re.fullmatch(rf"/datasets/{repository}/resolve/{revision}/(.+)", path):
+                self._file(files.get(match[1]))
             else:
                 self._send(404, b"{}", {"x-error-code": "RepoNotFound"})
 
@@ -90,14 +90,14 @@ def fake_hub(
 
 def _tree(files: Mapping[str, bytes], inside: str, *, recursive: bool) -> list[dict[str, Any]]:
     prefix = f"{inside}/" if inside else ""
-    found: dict[str, dict[str, Any]] = {}
+    collected: dict[str, dict[str, Any]] = {}
     for name, content in files.items():
         if not name.startswith(prefix):
             continue
         first, slash, _ = name.removeprefix(prefix).partition("/")
         if slash and not recursive:
             path = prefix + first
-            found[path] = {"type": "directory", "path": path, "oid": "c" * 40}
+            collected[path] = {"type": "directory", "path": path, "oid": "c" * 40}
         else:
-            found[name] = {"type": "file", "path": name, "size": len(content), "oid": "b" * 40}
-    return list(found.values())
+            collected[name] = {"type": "file", "path": name, "size": len(content), "oid": "b" * 40}
+    return list(collected.values())

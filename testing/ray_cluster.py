@@ -78,12 +78,12 @@ def two_nodes(scratch: Path) -> Iterator[TwoNodes]:
 
 def actors() -> list[int]:
     """The processes of all living workers of ours in clusters on this machine."""
-    found = []
+    collected = []
     for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(FileNotFoundError, ProcessLookupError):
             if cmdline.read_bytes().startswith(b"ray::RayWorkerActor"):
-                found.append(int(cmdline.parent.name))
-    return sorted(found)
+                collected.append(int(cmdline.parent.name))
+    return sorted(collected)
 
 
 def _serve() -> None:

@@ -63,7 +63,7 @@ def make_run(
     dataset = write_rows(folder / "p.jsonl", *rows)
     with dataset.open("a") as file:
         file.write(more)
-    found = scan(dataset, max_samples=None, num_samples=samples)
+    scanned = scan(dataset, max_samples=None, num_samples=samples)
     run_dir = folder / "r"
     run_dir.mkdir(exist_ok=True)
     config = RunConfig(dataset_file=dataset, run_name="r", output_dir=folder, num_samples=samples)
@@ -79,9 +79,9 @@ def make_run(
         "versions": {},
     }
     (run_dir / "run.json").write_text(json.dumps(identity))
-    write_rows(run_dir / "records.jsonl", *_stored(found, records))
+    write_rows(run_dir / "records.jsonl", *_stored(scanned, records))
     (run_dir / "records.idx").unlink(missing_ok=True)
-    return Source(run_dir, found, samples)
+    return Source(run_dir, scanned, samples)
 
 
 def _stored(found: Scan, records: Any) -> list[dict[str, Any]]:

@@ -191,7 +191,7 @@ async def _play(
 ) -> Played:
     events = copy.deepcopy(past or [])
     requests: list[Request] = []
-    told: list[StreamEvent] = []
+    reports: list[StreamEvent] = []
     trajectory = Trajectory(opening, events)
     workspace = Workspace(root)
     context = ToolContext(workspace, make_sandbox("local", workspace, Limits()))
@@ -211,8 +211,8 @@ async def _play(
         journal=lambda event: events.append(copy.deepcopy(event)),
         host=home,
         subagents=spec.options.subagents,
-        on_event=told.append,
+        on_event=reports.append,
     )
     end = await conversation.run(taken_up=past is not None)
     await context.close(remove=False)
-    return Played(trajectory, end, events, requests, told)
+    return Played(trajectory, end, events, requests, reports)

@@ -141,7 +141,7 @@ def kill_session(leader: int) -> None:
 
 def session_of(leader: int) -> list[int]:
     """The living processes of the session that `leader` leads or led."""
-    found = []
+    collected = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
@@ -150,8 +150,8 @@ def session_of(leader: int) -> list[int]:
         state, session, threads = fields[0], int(fields[3]), int(fields[17])
         # A dead process whose other threads still end holds its files and locks.
         if session == leader and (state != "Z" or threads > 1):
-            found.append(int(stat.parent.name))
-    return found
+            collected.append(int(stat.parent.name))
+    return collected
 
 
 def kill_repeatedly(
@@ -182,7 +182,7 @@ def _wait_for_end(session: int) -> None:
 
 def workers_of(parent: int) -> list[int]:
     """The worker processes of a run: children forked by it, or with the spawn entry point."""
-    found = []
+    collected = []
     try:
         own = Path(f"/proc/{parent}/cmdline").read_bytes()
     except FileNotFoundError:
@@ -195,8 +195,8 @@ def workers_of(parent: int) -> list[int]:
             continue
         is_child = int(stat.rpartition(")")[2].split()[1]) == parent
         if is_child and (cmdline == own or b"spawn_main" in cmdline):
-            found.append(pid)
-    return found
+            collected.append(pid)
+    return collected
 
 
 def wait_until(condition: Any, *, timeout_s: float = PATIENCE_S) -> None:

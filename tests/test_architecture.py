@@ -131,7 +131,7 @@ def tree_of(path: Path) -> ast.Module:
 @cache
 def imports_of(path: Path) -> set[str]:
     """The modules of ours that a module imports, wherever in it: lazily and for types too."""
-    found = set()
+    collected = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -142,8 +142,10 @@ def imports_of(path: Path) -> set[str]:
             continue
         for name in names:
             place = name.removeprefix(f"{PACKAGE.name}.").replace(".", "/")
-            found |= {one for one in (place, place.rpartition("/")[0]) if one in names_of_modules()}
-    return found
+            collected |= {
+                one for one in (place, place.rpartition("/")[0]) if one in names_of_modules()
+            }
+    return collected
 
 
 def folders() -> list[Path]:

@@ -76,13 +76,13 @@ class Block(NamedTuple):
 @cache
 def blocks() -> tuple[Block, ...]:
     """The fenced blocks of all pages."""
-    found = []
+    collected = []
     for path in PAGES:
         page = path.read_text()
         for fence in re.finditer(r"^( *)```(\w*)\n(.*?)^ *```$", page, re.DOTALL | re.MULTILINE):
             line = page.count("\n", 0, fence.start()) + 1
-            found.append(Block(path.name, line, fence[2], textwrap.dedent(fence[3])))
-    return tuple(found)
+            collected.append(Block(path.name, line, fence[2], textwrap.dedent(fence[3])))
+    return tuple(collected)
 
 
 def of(*languages: str) -> pytest.MarkDecorator:
@@ -192,7 +192,7 @@ STARTING = ("run", "estimate")
 @cache
 def runs() -> tuple[tuple[str, dict[str, Any]], ...]:
     """Where pages start runs, and the flags there; without those that only look."""
-    found = []
+    collected = []
     for block in blocks():
         for line in commands_in(block.text):
             words = ours(line)
@@ -210,9 +210,9 @@ def runs() -> tuple[tuple[str, dict[str, Any]], ...]:
                     if value not in (None, (), False) and key in RunConfig.model_fields
                 }
                 config = context.params["config_file"]
-            found.append((f"{block.page}:{block.line}", {**given, "config": config}))
-    assert len(found) > 10
-    return tuple(found)
+            collected.append((f"{block.page}:{block.line}", {**given, "config": config}))
+    assert len(collected) > 10
+    return tuple(collected)
 
 
 def test_every_start_names_a_model() -> None:

@@ -36,12 +36,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 def options_of(name: str) -> set[str]:
     """What a command shows in its help, without dashes."""
     command = main.command_of(name)
-    found = [
+    collected = [
         param
         for param in (*command.get_params(click.Context(command)), *main.params)
         if not (isinstance(param, click.Option) and param.hidden)
     ]
-    long = [opt for param in found for opt in (*param.opts, *param.secondary_opts)]
+    long = [opt for param in collected for opt in (*param.opts, *param.secondary_opts)]
     return {opt.removeprefix("--") for opt in long if opt.startswith("--")}
 
 
@@ -60,7 +60,7 @@ FOR_OTHERS = re.compile(
 
 def command_lines() -> list[tuple[str, str]]:
     """The commands that pages and presets show: in blocks, in the text, in comments."""
-    found = []
+    collected = []
     scripts = (ROOT / "docs").glob("*.sh")
     for page in [*PAGES, *scripts, *(ROOT / "configs").rglob("*.yaml")]:
         text = page.read_text().replace("\\\n", " ")
@@ -68,8 +68,8 @@ def command_lines() -> list[tuple[str, str]]:
         lines = re.findall(
             r"^#? *((?:[^\s`]*python[^\s`]* )batch_runner\.py .*)$", text, re.MULTILINE
         )
-        found += [(page.name, " ".join(line.split())) for line in [*inline, *lines]]
-    return found
+        collected += [(page.name, " ".join(line.split())) for line in [*inline, *lines]]
+    return collected
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

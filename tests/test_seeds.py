@@ -32,8 +32,8 @@ class Line(NamedTuple):
 
     @property
     def reason(self) -> str | None:
-        found = REASON.search(self.proof)
-        return found[1] if found else None
+        match = REASON.search(self.proof)
+        return match[1] if match else None
 
 
 def read(document: str) -> list[Line]:

@@ -188,6 +188,6 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     # At once: a prompt may hold a placeholder.
     return re.sub(
         r"\{(" + "|".join(PLACEHOLDERS) + r")\}",
-        lambda found: values.get(found[1], found[0]),
+        lambda match: values.get(match[1], match[0]),
         text,
     )

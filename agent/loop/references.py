@@ -45,11 +45,11 @@ def resolve(arguments: str, t: Trajectory) -> str:
 
     def content(match: re.Match[str]) -> str:
         nonlocal room
-        found = _content(match[1], t)
-        room -= len(found)
+        result = _content(match[1], t)
+        room -= len(result)
         if room < 0:
             raise UnusableReference(f"the results are longer than {MAX_RESOLVED_CHARS} characters")
-        return found
+        return result
 
     def resolved(value: Any) -> Any:
         match value:

@@ -159,13 +159,13 @@ def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> ModelErr
         place = headers.get("location", "another place")
         message = f"HTTP {status}: it has moved to {place}; give that as the base URL"
         return ModelError("not_found", message)
-    found = _read_error(body.decode(errors="replace"))
+    error = _read_error(body.decode(errors="replace"))
     return ModelError(
-        kind_of(status, found.codes, found.message),
-        f"HTTP {status}: {found.message}",
+        kind_of(status, error.codes, error.message),
+        f"HTTP {status}: {error.message}",
         retry_after_s=retry_after_s(headers),
-        code=found.code,
-        param=found.param,
+        code=error.code,
+        param=error.param,
     )
 
 
@@ -175,12 +175,14 @@ def error_behind_200(error: Any, place: str) -> ModelError:
     Routers put the provider's error into the body, and streams have no other way. `place` is
     where it stood.
     """
-    found = _read_error(json.dumps({"error": error}))
-    statuses = [int(code) if code.isdecimal() else _STATUS_OF.get(code, 0) for code in found.codes]
+    refusal = _read_error(json.dumps({"error": error}))
+    statuses = [
+        int(code) if code.isdecimal() else _STATUS_OF.get(code, 0) for code in refusal.codes
+    ]
     status = next((status for status in statuses if 400 <= status < 600), None)
-    kind = kind_of(status, found.codes, found.message)
-    message = f"error in {place}: {found.message}"
-    return ModelError(kind, message, code=found.code, param=found.param)
+    kind = kind_of(status, refusal.codes, refusal.message)
+    message = f"error in {place}: {refusal.message}"
+    return ModelError(kind, message, code=refusal.code, param=refusal.param)
 
 
 class _ErrorBody(NamedTuple):

@@ -53,10 +53,10 @@ def price(
         return None
     if own := settings.own_price:
         return _own_cost(own, usage, by_batch=by_batch)
-    found = _find(settings.name, settings.provider) or (
+    calculation = _find(settings.name, settings.provider) or (
         completion.model and _find(completion.model, settings.provider)
     )
-    if not found:
+    if not calculation:
         _warn(settings.name)
         return None
     from genai_prices import Usage
@@ -68,7 +68,7 @@ def price(
         cache_write_tokens=usage["cache_write_tokens"],
     )
     try:
-        return _batch_cost(found, tokens) if by_batch else _cost(found, tokens)
+        return _batch_cost(calculation, tokens) if by_batch else _cost(calculation, tokens)
     except ValueError:  # counts that contradict each other: more tokens cached than read
         return None
 
@@ -141,25 +141,25 @@ def _most_per_token(name: str, provider: str | None, bits: int, by_batch: bool) 
     Longer requests may cost more per token, never less. Kept, because working out a price takes
     longer than all the rest of a claim.
     """
-    if (found := _find(name, provider)) is None:
+    if (calculation := _find(name, provider)) is None:
         return None
     from genai_prices import Usage
 
     max_rate, many = 2**bits, _MILLION
     cost = _batch_cost if by_batch else _cost
-    plain = cost(found, Usage(input_tokens=max_rate))
-    cached = cost(found, Usage(input_tokens=max_rate, cache_write_tokens=max_rate))
-    both = cost(found, Usage(input_tokens=max_rate, output_tokens=many))
+    plain = cost(calculation, Usage(input_tokens=max_rate))
+    cached = cost(calculation, Usage(input_tokens=max_rate, cache_write_tokens=max_rate))
+    both = cost(calculation, Usage(input_tokens=max_rate, output_tokens=many))
     return _Rates(max(plain, cached) / max_rate, (both - plain) / many)
 
 
-def _cost(found: PriceCalculation, tokens: Tokens) -> float:
-    return float(found.model.calc_price(tokens, found.provider).total_price)
+def _cost(calculation: PriceCalculation, tokens: Tokens) -> float:
+    return float(calculation.model.calc_price(tokens, calculation.provider).total_price)
 
 
-def _batch_cost(found: PriceCalculation, tokens: Tokens) -> float:
-    full = _cost(found, tokens)
-    price = found.model.calc_price(tokens, found.provider, price_context=_BATCH)
+def _batch_cost(calculation: PriceCalculation, tokens: Tokens) -> float:
+    full = _cost(calculation, tokens)
+    price = calculation.model.calc_price(tokens, calculation.provider, price_context=_BATCH)
     cost = float(price.total_price)
     return cost if cost < full else full * _BATCH_SHARE
 
@@ -173,14 +173,14 @@ def is_known(settings: ModelSettings) -> bool:
 
 def table_price(settings: ModelSettings) -> Price | None:
     """The table's dollars per million tokens of a short request; None where it has none."""
-    if (found := _find(settings.name, settings.provider)) is None:
+    if (calculation := _find(settings.name, settings.provider)) is None:
         return None
     from genai_prices import Usage
 
     size = 1000
 
     def dollars(**tokens: int) -> float:
-        return round(_cost(found, Usage(**tokens)) * (_MILLION / size), 6)
+        return round(_cost(calculation, Usage(**tokens)) * (_MILLION / size), 6)
 
     read = dollars(input_tokens=size)
     return Price(

@@ -79,10 +79,10 @@ def sdk_of(client: Any) -> Sdk:
 
 def api_of(client: Any, api: Api | None) -> Api:
     """The API that a client speaks, given what the user says. Raises `UnusableClient`."""
-    found = api or ("openai_chat" if sdk_of(client) == "openai" else "anthropic_messages")
-    if (found == "anthropic_messages") != (sdk_of(client) == "anthropic"):
-        raise UnusableClient(f"api: {type(client).__name__} does not speak {found}; leave api out")
-    return found
+    chosen = api or ("openai_chat" if sdk_of(client) == "openai" else "anthropic_messages")
+    if (chosen == "anthropic_messages") != (sdk_of(client) == "anthropic"):
+        raise UnusableClient(f"api: {type(client).__name__} does not speak {chosen}; leave api out")
+    return chosen
 
 
 def base_url_of(client: Any) -> str:

@@ -105,12 +105,12 @@ def _results(line: Line, threads: Threads, turn: int, position: int) -> list[dic
     """
     calls = line.messages[position].get("tool_calls", ())
     places = {call["id"]: n for n, call in enumerate(calls)}
-    found = []
+    results = []
     for message in line.messages[position + 1 :]:
         if message["role"] == "assistant":
             break
         if message["role"] == "tool" and message["tool_call_id"] in places:
-            found.append((places.pop(message["tool_call_id"]), message))
+            results.append((places.pop(message["tool_call_id"]), message))
     _, number = line.replies[turn - 1]
     began = _ended_at(threads.exchanges[number]["reply"])
     took = None
@@ -128,7 +128,7 @@ def _results(line: Line, threads: Threads, turn: int, position: int) -> list[dic
             "started_at": began,
             "duration_s": took,
         }
-        for n, message in sorted(found, key=lambda place: place[0])
+        for n, message in sorted(results, key=lambda place: place[0])
     ]
 
 

@@ -285,10 +285,10 @@ class Trajectory:
         """The record with an agent's conversations; the sums stay those of all its calls."""
         from agent.state.agent_record import agent_record
 
-        found = agent_record(threads, self.messages[-1]["content"] if self.messages else "")
-        kept = ("notes", "discarded", "resumes", "api_calls", "usage", "cost_usd")
-        sums = {key: record[key] for key in kept}
-        return {**record, **found, **sums, "inner": [*record["inner"], *found["inner"]]}
+        of_agent = agent_record(threads, self.messages[-1]["content"] if self.messages else "")
+        fields = ("notes", "discarded", "resumes", "api_calls", "usage", "cost_usd")
+        sums = {key: record[key] for key in fields}
+        return {**record, **of_agent, **sums, "inner": [*record["inner"], *of_agent["inner"]]}
 
     def _open(self, opening: Sequence[Message]) -> None:
         self.messages: list[Message] = list(opening)

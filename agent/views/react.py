@@ -157,8 +157,8 @@ def _beyond_text(message: Message) -> list[dict[str, Any]]:
     """The unknown fields of the wrapped model's reply; they are recorded but not sent back."""
     blocks = message.get("provider_blocks", {"blocks": []})["blocks"]
     texts = ("content", "reasoning", "reasoning_content", "text")
-    found = [{key: block[key] for key in block if key not in texts} for block in blocks]
-    return [block for block in found if block.keys() - {"type"}]
+    beyond = [{key: block[key] for key in block if key not in texts} for block in blocks]
+    return [block for block in beyond if block.keys() - {"type"}]
 
 
 class Step(NamedTuple):
@@ -210,11 +210,11 @@ def _parts(text: str) -> Iterator[tuple[str, int, str]]:
         label, fence, body = heads[-1]
         has_text = bool(text[body:start].strip())
         if mark["label"]:
-            found = " ".join(mark["label"].lower().split())
-            has_action |= found == "action"
-            if has_action or found != "observation":
+            heading = " ".join(mark["label"].lower().split())
+            has_action |= heading == "action"
+            if has_action or heading != "observation":
                 is_fenced = is_wrapped and not label and not has_text
-                heads.append((found, fence if is_fenced else start, position))
+                heads.append((heading, fence if is_fenced else start, position))
             continue
         # If one fence has no end, no later one has: do not search again.
         block = None if has_unclosed else _BLOCK.match(text, start)

@@ -55,13 +55,13 @@ class CallsInOrder:
 
     def rank(self, id: str) -> int | None:
         """Which call of the conversation the id means, from 0."""
-        found = self._find(id)
-        return None if found is None else found[0]
+        call = self._find(id)
+        return None if call is None else call[0]
 
     def name(self, id: str) -> str:
         """The tool that the call is for; "" if there is no such call."""
-        found = self._find(id)
-        return "" if found is None else found[1]
+        call = self._find(id)
+        return "" if call is None else call[1]
 
     def latest(self) -> Sequence[ToolCall]:
         """The calls of the last message that has any."""
@@ -138,8 +138,8 @@ def _without(value: Any, path: Sequence[str]) -> Any:
         if name != "*" and name not in value:
             return value
         named = value if name == "*" else {name}
-        kept = {key: inner for key, inner in value.items() if key not in named}
-        return kept | {key: _without(value[key], rest) for key in named} if rest else kept
+        members = {key: inner for key, inner in value.items() if key not in named}
+        return members | {key: _without(value[key], rest) for key in named} if rest else members
     if isinstance(value, list) and name == "*":
         return [_without(inner, rest) for inner in value] if rest else []
     return value

@@ -128,7 +128,7 @@ def _divided(lines: Sequence[Line]) -> tuple[list[Line], list[Rewritten]]:
     for line in lines:
         for number in line.numbers:
             having[number].append(line)
-    kept, changed = [], []
+    same, changed = [], []
     for line in lines:
         numbers = set(line.numbers)
         repeating = [
@@ -140,12 +140,12 @@ def _divided(lines: Sequence[Line]) -> tuple[list[Line], list[Rewritten]]:
         for other in repeating:
             other.is_about = other.is_about or _is_about(other, line)
         if not later:
-            kept.append(line)
+            same.append(line)
             continue
         longest = max(later, key=lambda other: len(other.replies))
         if longest.messages[: len(line.messages)] != line.messages:
             changed.append(_difference(line, longest))
-    return kept, changed
+    return same, changed
 
 
 def _is_about(other: Line, line: Line) -> bool:

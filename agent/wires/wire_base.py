@@ -226,16 +226,16 @@ def _remove_server_tools(
     `automatic` replaces the choice of a tool that is gone.
     """
     tools = body.get("tools") or []
-    kept = [tool for tool in tools if not isinstance(read_tool(tool), str)]
-    if len(kept) == len(tools):
+    own_tools = [tool for tool in tools if not isinstance(read_tool(tool), str)]
+    if len(own_tools) == len(tools):
         return
-    if not kept:
+    if not own_tools:
         for key in ("tools", "tool_choice", "parallel_tool_calls"):
             body.pop(key, None)
         return
-    body["tools"] = kept
+    body["tools"] = own_tools
     chosen = _chosen(body.get("tool_choice"))
-    if chosen is not None and chosen not in map(_name, kept):
+    if chosen is not None and chosen not in map(_name, own_tools):
         body["tool_choice"] = automatic
 
 

@@ -56,20 +56,20 @@ class GeminiWire(Wire):
 
     def operation(self, method: str, path: str) -> Operation | None:
         """See `Wire.operation`."""
-        found = _PATH.search(path_of(path))
-        if found is None:
+        match = _PATH.search(path_of(path))
+        if match is None:
             return None
-        return _OPERATIONS.get(found["method"], "other") if method == "POST" else "other"
+        return _OPERATIONS.get(match["method"], "other") if method == "POST" else "other"
 
     def asked(self, path: str, body: Mapping[str, Any]) -> Asked:
         """See `Wire.asked`."""
-        found = _PATH.search(path_of(path))
-        is_stream = found is not None and found["method"] == "streamGenerateContent"
+        match = _PATH.search(path_of(path))
+        is_stream = match is not None and match["method"] == "streamGenerateContent"
         if is_stream and "alt=sse" not in path:
             raise WireError("streams are sent as events only: add ?alt=sse to the path")
         system, messages = self.messages_of(body)
         limit = _config_of(body).get("maxOutputTokens")
-        return Asked(found and found["model"], system, messages, _tools_of(body), is_stream, limit)
+        return Asked(match and match["model"], system, messages, _tools_of(body), is_stream, limit)
 
     def messages_of(self, body: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """See `Wire.messages_of`."""
@@ -95,8 +95,10 @@ class GeminiWire(Wire):
             limit = lower_of(max_tokens, config.get("maxOutputTokens"))
             new["generationConfig"] = {**config, "maxOutputTokens": limit}
         if without_server_tools and body.get("tools"):
-            kept = [{key: tool[key] for key in tool if key in _DECLARED} for tool in body["tools"]]
-            new["tools"] = [tool for tool in kept if tool]
+            declared = [
+                {key: tool[key] for key in tool if key in _DECLARED} for tool in body["tools"]
+            ]
+            new["tools"] = [tool for tool in declared if tool]
             if not new["tools"]:
                 del new["tools"]
                 new.pop("toolConfig", None)
@@ -105,12 +107,12 @@ class GeminiWire(Wire):
     def upstream_path(self, path: str) -> str:
         """See `Wire.upstream_path`. Of the query, only the form of the stream is passed on."""
         plain, _, query = path.partition("?")
-        found = _PATH.search(plain.rstrip("/"))
-        if found is None:
+        match = _PATH.search(plain.rstrip("/"))
+        if match is None:
             return plain
-        version = found["version"] or "/v1beta"
+        version = match["version"] or "/v1beta"
         form = "?alt=sse" if "alt=sse" in query else ""
-        return f"{version}/models/{found['model']}:{found['method']}{form}"
+        return f"{version}/models/{match['model']}:{match['method']}{form}"
 
     def stream_of(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.stream_of`: the reply without its end, then its end."""

@@ -161,10 +161,10 @@ def _discard(message: str) -> None:
 def _keys_of(scan: Scan, ids: Collection[str]) -> set[bytes]:
     """The keys of the tasks with these ids. Raises `ConfigError` for unknown ids."""
     wanted = set(ids)
-    found = {task.id: task.key for task in tasks(scan) if task.id in wanted}
-    if missing := sorted(wanted - found.keys()):
+    keys = {task.id: task.key for task in tasks(scan) if task.id in wanted}
+    if missing := sorted(wanted - keys.keys()):
         named = ", ".join(map(repr, missing[:_IDS_SHOWN]))
         raise ConfigError(
             f"only: {scan.path} has no task {named}; `open_run(...).tasks()` gives the ids"
         )
-    return set(found.values())
+    return set(keys.values())

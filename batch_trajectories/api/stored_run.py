@@ -112,11 +112,11 @@ class StoredRun:
         longer: dict[str, tuple[bytes, IndexEntry]] = {}
         with open_index(self.path) as (index, records):
             for key, entry in index.counting():
-                found = read_id(records, entry.offset, entry.length, key)
-                if found == record_id:
+                content = read_id(records, entry.offset, entry.length, key)
+                if content == record_id:
                     exact = key, entry
-                elif found.startswith(record_id):
-                    longer[found] = key, entry
+                elif content.startswith(record_id):
+                    longer[content] = key, entry
             if exact is None:
                 if len(longer) != 1:
                     raise RunDirError(self._not_found(record_id, list(longer)))
@@ -155,14 +155,14 @@ class StoredRun:
 
         Then the number of all records. The id of an unreadable record is "".
         """
-        found: list[tuple[str, IndexEntry]] = []
+        entries: list[tuple[str, IndexEntry]] = []
         with open_index(self.path) as (index, records):
             for key, entry in islice(index.latest(), limit):
                 try:
-                    found.append((read_id(records, entry.offset, entry.length, key), entry))
+                    entries.append((read_id(records, entry.offset, entry.length, key), entry))
                 except UnreadableRecord:
-                    found.append(("", entry))
-            return found, len(index)
+                    entries.append(("", entry))
+            return entries, len(index)
 
     def failures(self) -> Iterator[dict[str, Any]]:
         """The lines of failures.jsonl: failed attempts, worker deaths and bad rows, by `kind`."""
@@ -230,13 +230,13 @@ def conversations_in_flight(
     """
     journals = Inflight(inflight, read_only=True)
     journals.read(settled=settled)
-    found = []
+    conversations = []
     for key in journals.tasks():
         try:
-            found.append(_state(journals.task_id(key), journals.events(key), now))
+            conversations.append(_state(journals.task_id(key), journals.events(key), now))
         except StorageError:
             continue  # the record of the last task of its segment was just written
-    return sorted(found, key=lambda state: -(state["idle_s"] or 0.0))
+    return sorted(conversations, key=lambda state: -(state["idle_s"] or 0.0))
 
 
 def _state(task_id: str, events: Sequence[Event], now: float) -> dict[str, Any]:

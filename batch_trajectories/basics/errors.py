@@ -79,8 +79,8 @@ def machine_failure(error: BaseException) -> str | None:
 
 def machine_failure_in(output: str) -> str | None:
     """Like `machine_failure`, for the output of a program that failed to start something."""
-    found = _ANY_TEXT.search(output)
-    return None if found is None else f"{output}; {_TO_DO[_TEXTS[found[0]]]}"
+    match = _ANY_TEXT.search(output)
+    return None if match is None else f"{output}; {_TO_DO[_TEXTS[match[0]]]}"
 
 
 def describe(number: int) -> str:

@@ -144,8 +144,8 @@ def _repeated_key(text: str, *, levels: int) -> str | None:
 
 
 def _after_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return at if found is None else found.end()
+    match = _SPACE.match(text, at)
+    return at if match is None else match.end()
 
 
 def objects_among(value: Any) -> list[dict[str, Any]]:

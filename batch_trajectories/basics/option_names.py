@@ -54,12 +54,12 @@ FIXED = {name: former.fixed for name, former in FORMER.items() if former.fixed i
 
 def with_todays_names(values: Mapping[str, Any], *, is_stored: bool = False) -> dict[str, Any]:
     """Options under the names of today; of those that the user gives, only accepted ones."""
-    found = dict(values)
+    renamed = dict(values)
     for name in values.keys() & FORMER.keys():
         if is_stored or FORMER[name].is_accepted:
-            del found[name]
-            found |= FORMER[name].today(values)
-    return found
+            del renamed[name]
+            renamed |= FORMER[name].today(values)
+    return renamed
 
 
 def unknown(name: str, known: Iterable[str], advice: str) -> str:

@@ -39,5 +39,5 @@ class PerLoop(Generic[T]):
         self._users[loop] -= 1
         if self._users[loop] <= 0:
             del self._users[loop]
-            if (found := self._loops.pop(loop, None)) is not None:
-                await self._end(found)
+            if (client := self._loops.pop(loop, None)) is not None:
+                await self._end(client)

@@ -12,8 +12,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 def presets(kind: str = "") -> dict[str, Path]:
     """The presets in a folder of configs/ by name; of a folder with a `run.yaml`, that file."""
-    found = [*(CONFIGS / kind).glob("*.yaml"), *(CONFIGS / kind).glob("*/run.yaml")]
-    names = ((path.parent.name if path.stem == "run" else path.stem, path) for path in found)
+    paths = [*(CONFIGS / kind).glob("*.yaml"), *(CONFIGS / kind).glob("*/run.yaml")]
+    names = ((path.parent.name if path.stem == "run" else path.stem, path) for path in paths)
     return dict(sorted(names))
 
 

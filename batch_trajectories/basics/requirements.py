@@ -46,8 +46,8 @@ def requirements_problem(program: str, version: "tuple[int, int]") -> "str | Non
     """Why Python `version` as it is installed here cannot run `program`, and what to do."""
     oldest = ".".join(map(str, OLDEST))
     if version < OLDEST:
-        found = ".".join(map(str, version))
-        what = f"{program} needs Python {oldest} or newer; {sys.executable} is {found}"
+        version_text = ".".join(map(str, version))
+        what = f"{program} needs Python {oldest} or newer; {sys.executable} is {version_text}"
         return f"{what}. {_what_to_do(program, 'python' + oldest)}"
     if sys.flags.optimize > 1:
         return (

@@ -59,10 +59,10 @@ class Mistake(NamedTuple):
 def mistakes_in(error: ValidationError) -> list[Mistake]:
     """All rejected values, in the order of the fields; never empty."""
     mistakes = []
-    for found in error.errors(include_url=False, include_context=False):
-        reason = found["msg"].removeprefix("Value error, ")
+    for mistake in error.errors(include_url=False, include_context=False):
+        reason = mistake["msg"].removeprefix("Value error, ")
         mistakes.append(
-            Mistake(tuple(map(str, found["loc"])), reason, found["type"], found["input"])
+            Mistake(tuple(map(str, mistake["loc"])), reason, mistake["type"], mistake["input"])
         )
     return mistakes
 

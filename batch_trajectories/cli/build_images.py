@@ -41,10 +41,10 @@ def build_images(tasks: Path, container_engine: Engine, save: Path | None) -> No
     from toolsets.sandbox.engine import build_image, docker_problem, save_image
 
     with errors_as_exit_codes():
-        found = tasks_in(tasks)
-        if not found:
+        source_tasks = tasks_in(tasks)
+        if not source_tasks:
             raise DatasetError(f"{tasks}: no task directory: none holds a task.toml")
-        rows = [(task, task.row()) for task in found]
+        rows = [(task, task.row()) for task in source_tasks]
         wanted = [
             (task, row["image"])
             for task, row in rows
@@ -73,7 +73,7 @@ def build_images(tasks: Path, container_engine: Engine, save: Path | None) -> No
                 failed += 1
                 say(f"{task.id}: {error}")
         built = plural(len(wanted) - failed, "image")
-        named = plural(len(found) - len(wanted) - refused, "task")
+        named = plural(len(source_tasks) - len(wanted) - refused, "task")
         show(
             f"{tasks}: {built} built or there already, {failed} failed; "
             f"{named} naming an image, {plural(refused, 'task')} that cannot run (see `look`)"

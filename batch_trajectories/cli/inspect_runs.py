@@ -132,22 +132,22 @@ def merge(
 
     with errors_as_exit_codes():
         opened = [open_run(run, output_dir) for run in runs]
-        found = [(stored.path, stored.identity) for stored in opened]
+        parts = [(stored.path, stored.identity) for stored in opened]
         config = common_config(
-            found,
+            parts,
             run_name=into,
             output_dir=output_dir,
             dataset_file=dataset_file,
             allow_gaps=allow_gaps,
         )
-        first = found[0][1]
+        first = parts[0][1]
         if dataset_file is not None:
-            kept = keep_given(first, config)
-            first = {**first, "dataset": {**first["dataset"], "path": kept.path}}
+            kept_dataset = keep_given(first, config)
+            first = {**first, "dataset": {**first["dataset"], "path": kept_dataset.path}}
         scan = scan_of(config.run_dir, first, config)
-        for path, identity in found:
+        for path, identity in parts:
             refuse_narrowing(path, scan, config, identity, accepted=())
-        merged = merge_runs(found, config, scan, drop=drop_unfinished)
+        merged = merge_runs(parts, config, scan, drop=drop_unfinished)
         totals = write_results(merged.path, scan, config)
     show(merged.describe())
     show_run(merged.path, totals)

@@ -27,9 +27,9 @@ def tool_list(config: RunConfig) -> list[dict[str, Any]]:
     schemas that a model gets). Raises `ValueError` if a start would refuse the config.
     """
     sandbox = sandbox_problem(config.sandbox)
-    found = run_here(list_servers(config.mcp or {}))
-    failed = {name: str(error) for name, error in found.items() if isinstance(error, McpError)}
-    listed = {name: server for name, server in found.items() if isinstance(server, McpServer)}
+    servers = run_here(list_servers(config.mcp or {}))
+    failed = {name: str(error) for name, error in servers.items() if isinstance(error, McpError)}
+    listed = {name: server for name, server in servers.items() if isinstance(server, McpServer)}
     config = config.model_copy(update={"mcp": {**(config.mcp or {}), **listed}})
     return [
         _entry(

@@ -40,13 +40,13 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
         # Required by a config, but not used here.
         unused = {"dataset_file": "-", "run_name": "tools"}
         try:
-            found = tool_list(load_config(config_file, {**unused, **flags}))
+            listed = tool_list(load_config(config_file, {**unused, **flags}))
         except ValueError as error:
             raise ConfigError(str(error)) from error
     show(
-        orjson.dumps(found, option=orjson.OPT_INDENT_2).decode()
+        orjson.dumps(listed, option=orjson.OPT_INDENT_2).decode()
         if as_json
-        else tools_as_text(found)
+        else tools_as_text(listed)
     )
 
 
@@ -63,11 +63,11 @@ def endpoints(config_file: Path | None, as_json: bool) -> None:
     with errors_as_exit_codes():
         # A config is checked as a whole, and these two have no default.
         unused = {"dataset_file": "-", "run_name": "endpoints"}
-        found = endpoint_list(load_config(config_file, unused).endpoints)
+        listed = endpoint_list(load_config(config_file, unused).endpoints)
     show(
-        orjson.dumps(found, option=orjson.OPT_INDENT_2).decode()
+        orjson.dumps(listed, option=orjson.OPT_INDENT_2).decode()
         if as_json
-        else endpoints_as_text(found)
+        else endpoints_as_text(listed)
     )
 
 

@@ -72,8 +72,8 @@ def compare(first: str, second: str, output_dir: Path, as_json: bool) -> None:
     from batch_trajectories.report import comparison
 
     with errors_as_exit_codes():
-        found = comparison.compare(open_run(first, output_dir), open_run(second, output_dir))
-    show(_json(found) if as_json else comparison.as_text(found))
+        difference = comparison.compare(open_run(first, output_dir), open_run(second, output_dir))
+    show(_json(difference) if as_json else comparison.as_text(difference))
 
 
 @click.command()
@@ -93,16 +93,16 @@ def stats(run: str, output_dir: Path, as_json: bool, fail_on: str | None) -> Non
     names = _health_checks(fail_on)
     with errors_as_exit_codes():
         stored = open_run(run, output_dir)
-        found = stored.statistics()
+        statistics = stored.statistics()
         distribution = stored.identity["meaning"].get("distribution") or {}
         funnel, trouble = stored.funnel_if_known()
         if as_json:
-            show(_json({**found, "funnel": funnel}))
+            show(_json({**statistics, "funnel": funnel}))
         else:
             lines = [f"from rows to training rows: {trouble}"] if trouble else []
             lines += funnel_as_text(funnel) if funnel else []
-            show("\n".join([*lines, "", *as_text(found, distribution)]))
-    if any(result["is_problem"] and result["name"] in names for result in found["health"]):
+            show("\n".join([*lines, "", *as_text(statistics, distribution)]))
+    if any(result["is_problem"] and result["name"] in names for result in statistics["health"]):
         sys.exit(PROBLEMS)
 
 

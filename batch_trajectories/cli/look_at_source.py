@@ -49,12 +49,12 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
             names = parse_columns(columns or "")
         except ValueError as error:
             raise ConfigError(f"--columns: {error}") from error
-        found = source_of(source)
-        if found.tasks and kind is None:
+        source_kind = source_of(source)
+        if source_kind.tasks and kind is None:
             kind = "harbor"
         renaming = Renaming(names, None if kind is None else load_rows_file(kind))
         left_out: set[str] = set()
-        rows = islice(rows_of_source(found, left_out), _EXAMINED)
+        rows = islice(rows_of_source(source_kind, left_out), _EXAMINED)
         lines = [line for line in map(renaming.line, rows) if line.strip()]
         renaming.check(str(source))
         description = _described(source, lines, shown=shown, columns=columns, kind=kind)
@@ -114,12 +114,10 @@ def _described(
     first = "the first " if len(lines) == _EXAMINED else ""
     description = [f"{source}: {usable:,} of {first}{plural(len(lines), 'row')} can be used"]
     width = max(map(len, kinds), default=0)
-    for name, found in kinds.items():
-        rows = found.total()
+    for name, uses in kinds.items():
+        rows = uses.total()
         share = "" if rows == len(lines) else f" in {plural(rows, 'row')}"
-        description.append(
-            f"  {name:<{width}}  {' or '.join(found)}{share}; {_use_of(name, kinds)}"
-        )
+        description.append(f"  {name:<{width}}  {' or '.join(uses)}{share}; {_use_of(name, kinds)}")
     for reason, count in reasons.most_common(_REASONS):
         place = first_places.get(reason, "")
         description.append(f"{plural(count, 'row')}: {reason}{place and f' (the first: {place})'}")
@@ -136,8 +134,8 @@ def _described(
 
 def _place_of(reason: str) -> tuple[str, str]:
     """Where in a task directory a row cannot be used, "" if it is not from one; and why."""
-    found = re.match(r"(\S+/task\.toml(?::\d+)?): (.*)", reason, re.DOTALL)
-    return (found[1], found[2]) if found else ("", reason)
+    match = re.match(r"(\S+/task\.toml(?::\d+)?): (.*)", reason, re.DOTALL)
+    return (match[1], match[2]) if match else ("", reason)
 
 
 def _use_of(name: str, columns: dict[str, Any]) -> str:

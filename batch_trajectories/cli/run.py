@@ -81,7 +81,7 @@ def estimate(
             # The tasks that have ended are the quick ones: not a random sample.
             end(ended)
         limits = limits_of(config, plan.setups)
-        found = forecast(
+        estimated = forecast(
             config.run_dir,
             ended.totals,
             sample,
@@ -89,12 +89,12 @@ def estimate(
             limits=limits,
             seed=config.seed,
         )
-        if found is not None:
-            content = orjson.dumps(found.to_json(), option=orjson.OPT_INDENT_2) + b"\n"
+        if estimated is not None:
+            content = orjson.dumps(estimated.to_json(), option=orjson.OPT_INDENT_2) + b"\n"
             replace_file(config.run_dir / "estimate.json", content)
-    if found is None:
+    if estimated is None:
         fail("no task of the sample finished, so there is nothing to forecast", 1)
-    show(as_table(found))
+    show(as_table(estimated))
     end(ended)
 
 

@@ -59,15 +59,15 @@ def funnel_of(run_dir: Path, scan: Scan, totals: RunTotals) -> dict[str, Any]:
     }
 
 
-def funnel_as_text(found: Mapping[str, Any]) -> Iterator[str]:
+def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:
     """The funnel as lines."""
-    samples = found["samples"]
-    for step in found["steps"]:
+    samples = funnel["samples"]
+    for step in funnel["steps"]:
         is_sampled = step["name"] == "tasks" and samples > 1
         note = f"  {samples:,} samples per row" if is_sampled else ""
         yield f"{step['name']:<12}{step['count']:>12,}{note}"
         yield from _lost(step["lost"])
-    for export in found["exports"]:
+    for export in funnel["exports"]:
         outdated = "; conversations have ended since, export again" if export["outdated"] else ""
         yield (
             f"{'exported':<12}{export['rows']:>12,}  rows of {export['format']} in "

@@ -173,11 +173,11 @@ class Health:
         return [self._result(name, check) for name, check in HEALTH_CHECKS.items()]
 
     def _result(self, name: str, check: HealthCheck) -> dict[str, Any]:
-        found, of = self._found[name], self._of[name]
-        share = found / of if of else None
+        count, of = self._found[name], self._of[name]
+        share = count / of if of else None
         return {
             "name": name,
-            "found": found,
+            "found": count,
             "of": of,
             "share": share,
             "limit": check.limit,
@@ -253,16 +253,16 @@ class Health:
                         self._count("constant_rewards", _is_suspect(rewards, whole), shown)
 
 
-def problems_in(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def problems_in(results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Those of the results of `Health.to_json` that are problems."""
-    return [result for result in found if result["is_problem"]]
+    return [result for result in results if result["is_problem"]]
 
 
-def health_as_text(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def health_as_text(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The problems as lines, or one line that there are none."""
-    problems = problems_in(found)
+    problems = problems_in(results)
     if not problems:
-        looked_at = sum(result["of"] >= HEALTH_CHECKS[result["name"]].least for result in found)
+        looked_at = sum(result["of"] >= HEALTH_CHECKS[result["name"]].least for result in results)
         yield f"health: no problem found by {looked_at} checks"
     for result in problems:
         examples = "; ".join(result["examples"])

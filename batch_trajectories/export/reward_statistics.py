@@ -139,12 +139,12 @@ class RewardStatistics:
         return self._prompts.setdefault(hash(prompt_id), len(self._prompts))
 
     def _of_name(self, name: str) -> dict[str, Any]:
-        found = _one(self._all[name], "records")
+        figures = _one(self._all[name], "records")
         if not self._has_groups:
-            return found
+            return figures
         stds = [std for _, _, std in self._groups[name].all() if std is not None]
         return {
-            **found,
+            **figures,
             "groups": len(stds),
             "mean_group_std": _rounded(math.fsum(stds) / len(stds)) if stds else None,
             "equal_groups": sum(std == 0.0 for std in stds),
@@ -155,7 +155,7 @@ class RewardStatistics:
 
         Of a prompt it is the chance that k of its samples, drawn at random, hold one that passed.
         """
-        found: dict[str, float] = {}
+        rates: dict[str, float] = {}
         max_samples = max(self._judged, default=0)
         ks = [1 << bit for bit in range(max_samples.bit_length())]
         for k in dict.fromkeys([*ks, max_samples]) if max_samples else ():
@@ -164,13 +164,13 @@ class RewardStatistics:
                 for count, passed in zip(self._judged, self._passed, strict=True)
                 if count >= k
             ]
-            found[str(k)] = round(100 * math.fsum(chances) / len(chances), 2)
-        return found
+            rates[str(k)] = round(100 * math.fsum(chances) / len(chances), 2)
+        return rates
 
 
-def as_text(found: Mapping[str, Any]) -> Iterator[str]:
+def as_text(figures: Mapping[str, Any]) -> Iterator[str]:
     """The statistics as lines for a person; none without rewards."""
-    if by_name := found["by_name"]:
+    if by_name := figures["by_name"]:
         grouped = any("groups" in of_name for of_name in by_name.values())
         more = f"{'groups':>10}{'std in group':>14}{'all equal':>11}" if grouped else ""
         yield f"{'reward':<24}{'records':>10}{'mean':>12}{'std':>12}{more}"
@@ -185,15 +185,15 @@ def as_text(found: Mapping[str, Any]) -> Iterator[str]:
                 f"{name:<24}{of_name['records']:>10,}{_number(of_name['mean']):>12}"
                 f"{_number(of_name['std']):>12}{more}"
             )
-    if turns := found["turns"]:
+    if turns := figures["turns"]:
         yield f"{'reward per turn':<24}{'turns':>10}{'mean':>12}{'std':>12}"
         for name, of_name in turns.items():
             yield (
                 f"{name:<24}{of_name['turns']:>10,}{_number(of_name['mean']):>12}"
                 f"{_number(of_name['std']):>12}"
             )
-    if found["pass_at"]:
-        yield ", ".join(f"pass@{k} {percent:g}%" for k, percent in found["pass_at"].items())
+    if figures["pass_at"]:
+        yield ", ".join(f"pass@{k} {percent:g}%" for k, percent in figures["pass_at"].items())
 
 
 def _chance(count: int, passed: int, k: int) -> float:

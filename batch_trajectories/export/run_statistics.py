@@ -75,7 +75,7 @@ class RunStatistics:
         self._records += 1
         usage = record.usage or {}
         turns, calls = own.turns, record.own_tool_calls
-        found = {
+        amounts = {
             "turns": len(turns),
             "tool_calls": len(calls),
             "input_tokens": usage.get("input_tokens"),
@@ -83,7 +83,7 @@ class RunStatistics:
             "cost_usd": record.cost_usd,
             "model_seconds": sum(turn.duration_s for turn in turns) if turns else None,
         }
-        for name, number in found.items():
+        for name, number in amounts.items():
             if number is not None:
                 self._spreads[name].append(number)
         offered = names_of(record.tools)
@@ -183,29 +183,30 @@ def statistics_of(
         statistics.merge(other)
     statistics.health.add_failures(stored_failures(run_dir))
     spent, judges = spent_by(run_dir, max_attempts), spent_by_judges(run_dir)
-    found = statistics.to_json()
-    found["cost_usd"] |= {
+    figures = statistics.to_json()
+    figures["cost_usd"] |= {
         **{"spent_in_all": spent.usd, "spent_unknown": spent.unknown},
         **{"judges": judges.usd, "judges_unknown": judges.unknown},
     }
-    return found
+    return figures
 
 
-def as_text(found: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator[str]:
+def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator[str]:
     """The statistics as tables; `shares` are the toolsets asked for, in percent."""
-    statuses = ", ".join(f"{name} {count:,}" for name, count in found["rows"].items())
-    yield f"{found['records']:,} records: {statuses or 'none'}; kept for training {found['kept']:,}"
-    if text := describe(Checks(**found["checks"])):
+    statuses = ", ".join(f"{name} {count:,}" for name, count in figures["rows"].items())
+    kept = f"kept for training {figures['kept']:,}"
+    yield f"{figures['records']:,} records: {statuses or 'none'}; {kept}"
+    if text := describe(Checks(**figures["checks"])):
         yield text
-    yield from health_as_text(found["health"])
-    reasoning = found["reasoning"]
+    yield from health_as_text(figures["health"])
+    reasoning = figures["reasoning"]
     if turns := reasoning["assistant_turns"]:
         share = 100 * reasoning["with_reasoning"] / turns
         hidden = reasoning.get("hidden", 0)
         text = f", hidden by the API in {100 * hidden / turns:.1f}%" if hidden else ""
         yield f"reasoning in {share:.1f}% of {turns:,} turns{text}"
-    cost = found["cost_usd"]
-    if cost["records_of_unknown_cost"] < found["records"]:
+    cost = figures["cost_usd"]
+    if cost["records_of_unknown_cost"] < figures["records"]:
         text = f"cost ${cost['known_total']:.4f}"
         if cost["per_kept"] is not None:
             text += f", ${cost['per_kept']:.4f} per kept trajectory"
@@ -216,28 +217,28 @@ def as_text(found: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator[s
         unknown = cost["judges_unknown"]
         text = f"; unknown for {unknown:,} replies" if unknown else ""
         yield f"judges ${cost['judges']:.4f}{text}"
-    if lines := list(reward_statistics.as_text(found["rewards"])):
+    if lines := list(reward_statistics.as_text(figures["rewards"])):
         yield ""
         yield from lines
-    if failed := found.get("failed_scores"):
+    if failed := figures.get("failed_scores"):
         yield f"{plural(failed, 'score')} failed; `show RUN ID` has the reason of each"
-        yield from lines_of(found["failed_score_reasons"])
+        yield from lines_of(figures["failed_score_reasons"])
     yield ""
     head = ("mean", "p50", "p90", "p99", "max")
     yield f"{'per record':<16}" + "".join(f"{name:>14}" for name in head)
-    for name, spread in found["per_record"].items():
+    for name, spread in figures["per_record"].items():
         yield f"{name:<16}" + _numbers(spread)
-    if found["tools"]:
+    if figures["tools"]:
         yield ""
         columns = ("calls", "failures", "failed %", "p50 s", "p99 s")
         yield f"{'tool':<24}" + "".join(f"{name:>12}" for name in columns)
-        for tool in found["tools"]:
+        for tool in figures["tools"]:
             yield (
                 f"{tool['tool']:<24}{tool['count']:>12,}{tool['failure']:>12,}"
                 f"{tool['failure_rate']:>12g}"
                 + "".join(f"{_number(tool['seconds'][key]):>12}" for key in ("p50", "p99"))
             )
-    realised = {one["toolset"]: one["percent"] for one in found["toolsets"]}
+    realised = {one["toolset"]: one["percent"] for one in figures["toolsets"]}
     if names := sorted({*shares, *realised}):
         yield ""
         yield f"{'toolset':<24}{'asked %':>12}{'offered %':>12}"

@@ -103,8 +103,8 @@ def route(record: Record, own: Own | None = None, *, style: Style = _PLAIN) -> R
         conversation = read_conversation(record, own)
         row = row_of(conversation, style)
     except Rejected as rejected:
-        kept = FORMAT.how_to_keep(rejected.reason)
-        detail = f"{rejected.detail}; {kept}" if kept else rejected.detail
+        hint = FORMAT.how_to_keep(rejected.reason)
+        detail = f"{rejected.detail}; {hint}" if hint else rejected.detail
         return _reject(record, rejected.reason.value, detail)
     if style.require_reasoning and row["completed"] and not row["has_reasoning"]:
         return _reject(record, Reason.NO_REASONING.value, "no turn of the model holds reasoning")
@@ -142,7 +142,7 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
             read = stack.enter_context(order.reading())
             work = stack.enter_context(LongWork("export", total=order.with_record))
             for groups in order.groups(by_prompt=False):
-                few = [(found := read(number), Own(found)) for number in chain(*groups)]
+                few = [(stored := read(number), Own(stored)) for number in chain(*groups)]
                 work.advance(len(few))
                 for record, own in few:
                     statistics.add(record, own)

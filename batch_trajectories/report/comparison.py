@@ -38,8 +38,8 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
     both = [task_id for task_id in before if task_id in after]
     return {
         "runs": [
-            {"run_dir": str(stored.path), **_sums(list(found.values())), **_spent(stored)}
-            for stored, found in zip((first, second), entries, strict=True)
+            {"run_dir": str(stored.path), **_sums(list(entry.values())), **_spent(stored)}
+            for stored, entry in zip((first, second), entries, strict=True)
         ],
         "options": {
             name: [meaning.get(name) for meaning in meanings]
@@ -109,40 +109,45 @@ def _paired(pairs: list[tuple[IndexEntry, IndexEntry]]) -> dict[str, float | Non
     return means
 
 
-def as_text(found: dict[str, Any]) -> str:
+def as_text(comparison: dict[str, Any]) -> str:
     """A comparison for a person."""
-    first, second = found["runs"]
+    first, second = comparison["runs"]
     rows: list[tuple[str, ...]] = [
         ("", first["run_dir"], second["run_dir"], "mean difference per shared task")
     ]
-    paired = found["paired"]
+    paired = comparison["paired"]
     for status in sorted(first["statuses"] | second["statuses"]):
-        rows.append((status, *(_share(run, status) for run in found["runs"]), ""))
+        rows.append((status, *(_share(run, status) for run in comparison["runs"]), ""))
     for name in ("records", "turns", "tool_calls", "input_tokens", "output_tokens"):
         mean = paired.get(name)
         per_task = "" if mean is None else f"{mean:+,.2f}"
         rows.append((name, count(first[name]), count(second[name]), per_task))
     mean = paired["cost_usd"]
     rows.append(
-        ("cost", *map(_cost, found["runs"]), "" if mean is None else f"{mean:+,.6f} dollars")
+        ("cost", *map(_cost, comparison["runs"]), "" if mean is None else f"{mean:+,.6f} dollars")
     )
-    rows.append(("total spent", *map(_all_spent, found["runs"]), ""))
-    if any(run["judges_usd"] or run["judges_unknown"] for run in found["runs"]):
-        rows.append(("judges", *map(_paid_to_judges, found["runs"]), ""))
-    rows += _checks(found)
+    rows.append(("total spent", *map(_all_spent, comparison["runs"]), ""))
+    if any(run["judges_usd"] or run["judges_unknown"] for run in comparison["runs"]):
+        rows.append(("judges", *map(_paid_to_judges, comparison["runs"]), ""))
+    rows += _checks(comparison)
     widths = [max(len(row[n]) for row in rows) for n in range(3)]
     lines = [
         f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()
         for row in rows
     ]
-    lines += ["", f"{count(found['both'])} tasks have a record in both{_beside(found['only'])}"]
-    if not found["same_dataset"]:
+    lines += [
+        "",
+        f"{count(comparison['both'])} tasks have a record in both{_beside(comparison['only'])}",
+    ]
+    if not comparison["same_dataset"]:
         lines.append("the datasets differ")
     lines += [
         f"option {name}: {one_line(str(a), _VALUE_CHARS)} -> {one_line(str(b), _VALUE_CHARS)}"
-        for name, (a, b) in found["options"].items()
+        for name, (a, b) in comparison["options"].items()
     ]
-    return "\n".join(lines + _changes(found["changed"]) + _judged(found["judged_otherwise"]))
+    return "\n".join(
+        lines + _changes(comparison["changed"]) + _judged(comparison["judged_otherwise"])
+    )
 
 
 def _changes(changed: list[dict[str, str]]) -> list[str]:
@@ -158,9 +163,9 @@ def _changes(changed: list[dict[str, str]]) -> list[str]:
     return lines
 
 
-def _checks(found: dict[str, Any]) -> list[tuple[str, ...]]:
+def _checks(comparison: dict[str, Any]) -> list[tuple[str, ...]]:
     """Rows about checks; none if nothing was checked."""
-    both = [run["checks"] for run in found["runs"]]
+    both = [run["checks"] for run in comparison["runs"]]
     if not any(checks["checked"] for checks in both):
         return []
     passed = [
@@ -168,7 +173,7 @@ def _checks(found: dict[str, Any]) -> list[tuple[str, ...]]:
         + ("" if checks["pass_rate"] is None else f" ({checks['pass_rate']:.1f}%)")
         for checks in both
     ]
-    mean = found["paired"]["reward"]
+    mean = comparison["paired"]["reward"]
     rewards = [
         "-" if checks["mean_reward"] is None else f"{checks['mean_reward']:g}" for checks in both
     ]

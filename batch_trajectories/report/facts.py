@@ -121,12 +121,12 @@ def _by_name(record: Record) -> dict[str, float] | None:
 
 def _tools(record: Record, own: Own) -> dict[str, tuple[int, int]]:
     offered = {tool["function"]["name"] for tool in record.tools}
-    found: dict[str, tuple[int, int]] = {}
+    counts: dict[str, tuple[int, int]] = {}
     for stats in own.counts.tools:
         name = stats["tool"] if stats["tool"] in offered else NOT_OFFERED
-        calls, failed = found.get(name, (0, 0))
-        found[name] = (calls + stats["count"], failed + stats["failure"])
-    return found
+        calls, failed = counts.get(name, (0, 0))
+        counts[name] = (calls + stats["count"], failed + stats["failure"])
+    return counts
 
 
 def _last_content(messages: Sequence[StoredMessage], role: str) -> str:

@@ -11,7 +11,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 
 def plain(text: str) -> str:
     """`text` with control characters shown as ⟨U+…⟩."""
-    return _CONTROLS.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
+    return _CONTROLS.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", text)
 
 
 def one_line(text: str, limit: int) -> str:

@@ -55,8 +55,8 @@ def draw_until_closed(connection: Connection, run_dir: Path) -> None:
         with Live(console=console, screen=True, auto_refresh=False) as screen:
             while True:
                 began = time.monotonic()
-                found = look(stored)
-                screen.update(_drawn(found, height=console.height), refresh=True)
+                status = look(stored)
+                screen.update(_drawn(status, height=console.height), refresh=True)
                 took_s = time.monotonic() - began
                 if connection.poll(max(_EVERY_S, _PAUSE_PER_WORK * took_s)):
                     return
@@ -64,7 +64,7 @@ def draw_until_closed(connection: Connection, run_dir: Path) -> None:
         say(f"--live has ended: {error}; the run continues")
 
 
-def _drawn(found: Status, *, height: int) -> Group:
+def _drawn(status: Status, *, height: int) -> Group:
     """The sections of the status, with lines cut at the edge of the screen."""
     from rich.console import Group
     from rich.padding import Padding
@@ -73,9 +73,9 @@ def _drawn(found: Status, *, height: int) -> Group:
     from rich.text import Text
 
     shown = min(max(_MIN_IN_FLIGHT, height - _OTHER_LINES), _MAX_IN_FLIGHT)
-    head, *parts = sections(found, in_flight_shown=shown)
+    head, *parts = sections(status, in_flight_shown=shown)
     drawn: list[Rule | Text | Padding] = [Text(head[0], style="bold", no_wrap=True)]
-    totals = found.totals
+    totals = status.totals
     if totals.total:
         ended = totals.done + totals.failed + totals.discarded
         bar = ProgressBar(total=totals.total, completed=ended)

@@ -35,16 +35,16 @@ def show_status(stored: StoredRun, *, as_json: bool, every_s: float | None) -> N
     With `as_json`: one JSON object, or one line each time.
     """
     while True:
-        found = look(stored)
+        status = look(stored)
         if as_json:
             option = None if every_s else orjson.OPT_INDENT_2
-            text = orjson.dumps(found.to_json(), option=option).decode()
+            text = orjson.dumps(status.to_json(), option=option).decode()
         else:
-            text = "\n".join(line for section in sections(found) for line in section)
+            text = "\n".join(line for section in sections(status) for line in section)
             if every_s and sys.stdout.isatty():
                 click.clear()
         show(text)
-        if every_s is None or found.holder is None:
+        if every_s is None or status.holder is None:
             return
         time.sleep(every_s)
 
@@ -123,25 +123,25 @@ def run_status(stored: StoredRun) -> dict[str, Any]:
     }
 
 
-def sections(found: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]:
+def sections(status: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]]:
     """The status for a person: lists of lines, each with its title first."""
-    holder, state = found.holder, found.progress
+    holder, state = status.holder, status.progress
     running = "not running"
     if holder is not None:
         running = f"running (pid {holder.get('pid')} on {holder.get('host')})"
-    if holder is None and found.totals.pending:
+    if holder is None and status.totals.pending:
         running += "; the command of the run continues the pending tasks"
-    head = [f"{found.run_dir}: {running}"]
+    head = [f"{status.run_dir}: {running}"]
     if state is not None:
         head.append(f"this start: {plain(describe(state))}")
         head += [f"  {one_line(message, _LINE_CHARS)}" for message in state["messages"]]
     parts = [
         head,
-        as_table(found.totals).splitlines(),
-        [] if found.batches is None else [found.batches.describe()],
-        _in_flight(found.details["in_flight"], in_flight_shown, runs=holder is not None),
-        _slowest(found.details),
-        _errors(found.details["errors"]),
+        as_table(status.totals).splitlines(),
+        [] if status.batches is None else [status.batches.describe()],
+        _in_flight(status.details["in_flight"], in_flight_shown, runs=holder is not None),
+        _slowest(status.details),
+        _errors(status.details["errors"]),
     ]
     return [part for part in parts if part]
 
@@ -227,14 +227,19 @@ def _run(path: Path) -> dict[str, Any]:
     except RunDirError:
         return {"name": path.name, "state": "unreadable", **unknown}
     holder = holder_of(path)
-    told = _read(path / ("summary.json" if holder is None else PROGRESS_FILE)) or {}
-    found = {"name": path.name, "state": "not running" if holder is None else "running"}
-    counts = {key: told.get(key) for key in ("tasks", "done", "failed", "pending")}
-    if holder is not None and told:
-        failed = sum(told["failed"].values())
-        left = told["total"] - told["done"] - failed
-        counts = {"tasks": told["total"], "done": told["done"], "failed": failed, "pending": left}
-    return {**found, **unknown, "begun": begun, **counts}
+    stored = _read(path / ("summary.json" if holder is None else PROGRESS_FILE)) or {}
+    run = {"name": path.name, "state": "not running" if holder is None else "running"}
+    counts = {key: stored.get(key) for key in ("tasks", "done", "failed", "pending")}
+    if holder is not None and stored:
+        failed = sum(stored["failed"].values())
+        left = stored["total"] - stored["done"] - failed
+        counts = {
+            "tasks": stored["total"],
+            "done": stored["done"],
+            "failed": failed,
+            "pending": left,
+        }
+    return {**run, **unknown, "begun": begun, **counts}
 
 
 def _words(run: dict[str, Any]) -> str:
@@ -250,7 +255,7 @@ def _words(run: dict[str, Any]) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     """A JSON object; None where there is none yet."""
     try:
-        found = orjson.loads(path.read_bytes())
+        value = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

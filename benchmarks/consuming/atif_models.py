@@ -18,9 +18,9 @@ def main(directory: Path) -> None:
     for path in sorted((directory / "atif").glob("*.jsonl")):
         with path.open(encoding="utf-8", newline="\n") as lines:
             for line in lines:
-                found = model.model_validate(json.loads(line), strict=True)
+                parsed = model.model_validate(json.loads(line), strict=True)
                 count += 1
-                inside += _check_references(found)
+                inside += _check_references(parsed)
     told = f"{count} documents are valid, with {inside} of subagents in them"
     print(f"= harbor {metadata.version('harbor')}: {told}")
 

@@ -211,10 +211,10 @@ def test_two_turns_to_an_answer() -> None:
 
 
 def test_only_text_is_streamed_as_it_arrives() -> None:
-    told: list[StreamEvent] = []
+    events: list[StreamEvent] = []
     turn = {"content": "Action: look", "reasoning": "Hm.", "tool_calls": [{"name": "look"}]}
-    ask(Inner(turn), Request([USER], TOOLS, on_delta=told.append))
-    assert [event["type"] for event in told] == ["thinking_delta", "text_delta"]
+    ask(Inner(turn), Request([USER], TOOLS, on_delta=events.append))
+    assert [event["type"] for event in events] == ["thinking_delta", "text_delta"]
     silent = Inner({"content": "Final Answer: 1"})
     ask(silent, Request([USER], TOOLS))
     assert silent.requests[0].on_delta is None

@@ -249,16 +249,16 @@ def test_a_summary_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) 
     for n in range(4):
         messages.append(Message(role="assistant", content=f"part {n}"))
         messages.append(Message(role="user", content="on"))
-    kept: list[tuple[str, str, Event]] = []
+    collected: list[tuple[str, str, Event]] = []
     model = Unwilling()
     options = AgentOptions(summarize_over_messages=3, summarize_keep=2)
     view = SummarizingModel(
-        model, model, Trajectory(messages[:1]), options, lambda *event: kept.append(event)
+        model, model, Trajectory(messages[:1]), options, lambda *event: collected.append(event)
     )
     completion = asyncio.run(view.complete(Request(messages)))
     assert completion.message["content"] == "hi"
     assert model.asked[-1] == messages
-    kinds = [event["kind"] for _, _, event in kept]
+    kinds = [event["kind"] for _, _, event in collected]
     assert kinds == ["opening", "note"], "what was asked and that it failed is known"
     assert "no summary" in caplog.text
 

@@ -162,8 +162,8 @@ def test_prompts_that_ran_out_of_turns_or_gave_up_count_as_failed() -> None:
     with agent(*script, max_turns=1, completion_tools=True).start_session() as session:
         for prompt, status, failed in (("a", "failed", 1), ("b", "failed", 2), ("c", "done", 2)):
             session.new_prompt(prompt)
-            found = session.get_variables()
-            assert (found["status"], found["failed_turns"]) == (status, failed)
+            parsed = session.get_variables()
+            assert (parsed["status"], parsed["failed_turns"]) == (status, failed)
         failures = session.finalize_failures()
     assert failures is not None
     assert failures["reason"] == "2 prompts failed; the last one: no way"

@@ -330,18 +330,18 @@ class TestEvents:
     """S3.24, S3.25: what a handler receives; without one nothing changes."""
 
     def test_turns_calls_and_results_are_reported_in_order(self) -> None:
-        told: list[Any] = []
+        events: list[Any] = []
         script = [{**WRITE, "reasoning": "hm", "content": "writing"}, say("done")]
-        agent(script, stream_handler=told.append).chat("x")
-        assert [event["type"] for event in told] == [
+        agent(script, stream_handler=events.append).chat("x")
+        assert [event["type"] for event in events] == [
             *("thinking_delta", "text_delta", "tool_use_start", "tool_use_delta"),
             *("tool_use_stop", "tool_result", "turn_start", "text_delta"),
         ]
-        result = told[5]
+        result = events[5]
         assert result["tool_name"] == "write_file"
         assert result["is_error"] is False
         assert result["duration_ms"] >= 0
-        assert told[6]["turn_index"] == 1
+        assert events[6]["turn_index"] == 1
 
     @pytest.mark.parametrize("dialect", ["openai_chat", "anthropic_messages"])
     def test_streamed_or_not_the_record_is_the_same(self, dialect: Any) -> None:
@@ -350,13 +350,13 @@ class TestEvents:
             watched = AIAgent("m", "k", url, api=dialect, enabled_toolsets=["file"], **more)
             return watched.run_conversation("x")
 
-        told: list[Any] = []
+        events: list[Any] = []
         with FakeEndpoint(
             turns=3, latency_s=0.0, reasoning_chars=80, calls_per_turn=2, **WRITE_A_NOTE
         ) as fake:
-            whole, streamed = converse(), converse(stream_handler=told.append)
+            whole, streamed = converse(), converse(stream_handler=events.append)
         assert streamed["messages"] == whole["messages"]
-        assert {event["type"] for event in told} == {
+        assert {event["type"] for event in events} == {
             *("turn_start", "thinking_delta", "text_delta", "tool_use_start"),
             *("tool_use_delta", "tool_use_stop", "tool_result"),
         }

@@ -49,9 +49,9 @@ def test_it_says_which_keys_are_set_and_never_what_they_are(tmp_path: Path) -> N
     assert "key_command gcloud" in lines["signed"]
     assert not any(secret in done.stdout for secret in secrets.values())
     done = run(tmp_path, "endpoints", "--json", env=secrets)
-    found = {entry["prefix"]: entry for entry in json.loads(done.stdout)}
-    assert found["groq"]["variables"] == {"GROQ_API_KEY": True}
-    assert (found["groq"]["reasoning_field"], found["groq"]["prices"]) == ("reasoning", "groq")
+    output = {entry["prefix"]: entry for entry in json.loads(done.stdout)}
+    assert output["groq"]["variables"] == {"GROQ_API_KEY": True}
+    assert (output["groq"]["reasoning_field"], output["groq"]["prices"]) == ("reasoning", "groq")
 
 
 @pytest.mark.parametrize("prefix", HOSTED)
@@ -92,10 +92,10 @@ def test_a_request_has_the_provider_s_names(prefix: str) -> None:
 @pytest.mark.parametrize("prefix", ["litellm", "lmstudio", "ollama", "sglang", "vllm"])
 def test_a_server_of_one_s_own_can_be_anywhere(prefix: str) -> None:
     assert urlsplit(resolve(f"{prefix}:m").base_url or "").hostname == "127.0.0.1"
-    found = resolve(f"{prefix}:m:7b", "http://10.0.0.5:9000/v1")
-    assert (found.name, found.base_url) == ("m:7b", "http://10.0.0.5:9000/v1")
-    assert found.reasoning_field == PROVIDERS[prefix].reasoning_field
-    assert found.key_env in (NO_KEY, "LITELLM_API_KEY")
+    model = resolve(f"{prefix}:m:7b", "http://10.0.0.5:9000/v1")
+    assert (model.name, model.base_url) == ("m:7b", "http://10.0.0.5:9000/v1")
+    assert model.reasoning_field == PROVIDERS[prefix].reasoning_field
+    assert model.key_env in (NO_KEY, "LITELLM_API_KEY")
 
 
 def test_names_of_models_at_other_servers_may_begin_like_a_prefix() -> None:

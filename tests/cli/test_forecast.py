@@ -24,22 +24,22 @@ from tests.running import lines, run, write_prompts, write_rows
 
 class TestSample:
     def test_it_is_the_same_in_every_start_and_another_by_seed(self, tmp_path: Path) -> None:
-        found = scan(write_prompts(tmp_path / "p.jsonl", 200), max_samples=None, num_samples=2)
-        first = sample_tasks(found, count=30, seed=0)
+        scanned = scan(write_prompts(tmp_path / "p.jsonl", 200), max_samples=None, num_samples=2)
+        first = sample_tasks(scanned, count=30, seed=0)
         assert len(first) == 30
-        assert first == sample_tasks(found, count=30, seed=0)
-        assert first != sample_tasks(found, count=30, seed=1)
+        assert first == sample_tasks(scanned, count=30, seed=0)
+        assert first != sample_tasks(scanned, count=30, seed=1)
 
     def test_it_comes_from_all_over_the_file(self, tmp_path: Path) -> None:
-        found = scan(write_prompts(tmp_path / "p.jsonl", 400), max_samples=None)
-        drawn = sample_tasks(found, count=80, seed=0)
-        places = [n for n, task in enumerate(tasks(found)) if task.key in drawn]
+        scanned = scan(write_prompts(tmp_path / "p.jsonl", 400), max_samples=None)
+        drawn = sample_tasks(scanned, count=80, seed=0)
+        places = [n for n, task in enumerate(tasks(scanned)) if task.key in drawn]
         quarters = [sum(n // 100 == quarter for n in places) for quarter in range(4)]
         assert min(quarters) > 8
 
     def test_a_small_file_is_drawn_whole(self, tmp_path: Path) -> None:
-        found = scan(write_prompts(tmp_path / "p.jsonl", 5), max_samples=None)
-        assert len(sample_tasks(found, count=30, seed=0)) == 5
+        scanned = scan(write_prompts(tmp_path / "p.jsonl", 5), max_samples=None)
+        assert len(sample_tasks(scanned, count=30, seed=0)) == 5
 
 
 class TestIntervals:
@@ -107,7 +107,7 @@ def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> No
         assert "forecast for 300 tasks from a random sample of 60 (0 failed)" in pilot.stdout
         run_dir = tmp_path / "trajectories" / "r"
         assert len(lines(run_dir / "records.jsonl")) == 60
-        told = orjson.loads((run_dir / "estimate.json").read_bytes())
+        parsed = orjson.loads((run_dir / "estimate.json").read_bytes())
         again = run(tmp_path, "estimate", "--pilot=60", **options)
         assert len(lines(run_dir / "records.jsonl")) == 60
         assert again.stdout.split("time left")[0] == pilot.stdout.split("time left")[0]
@@ -121,10 +121,10 @@ def test_a_pilot_is_part_of_the_run_and_its_forecast_holds(tmp_path: Path) -> No
         ("input_tokens", summary["input_tokens"]),
         ("output_tokens", summary["output_tokens"]),
     ):
-        assert told[key]["low"] <= true <= told[key]["high"], key
-    assert told["hours"]["expected"] > 0
-    assert told["failure_percent"]["expected"] == 0
-    assert 3 < told["failure_percent"]["high"] < 8
+        assert parsed[key]["low"] <= true <= parsed[key]["high"], key
+    assert parsed["hours"]["expected"] > 0
+    assert parsed["failure_percent"]["expected"] == 0
+    assert 3 < parsed["failure_percent"]["high"] < 8
 
 
 @pytest.mark.slow

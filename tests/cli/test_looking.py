@@ -137,8 +137,8 @@ def test_status_without_a_run_lists_the_runs(cwd: Path, tmp_path: Path) -> None:
     listed = run(cwd, "status").stdout.splitlines()
     assert [line.split()[0] for line in listed] == ["other", "r"]
     assert re.match(r"r +not running, done 3 of 3, begun \d{4}-\d\d-\d\d \d\d:\d\d", listed[1])
-    found = json.loads(run(cwd, "status", "--json").stdout)
-    assert [(one["name"], one["tasks"], one["pending"]) for one in found] == [
+    parsed = json.loads(run(cwd, "status", "--json").stdout)
+    assert [(one["name"], one["tasks"], one["pending"]) for one in parsed] == [
         ("other", 3, 0), ("r", 3, 0),
     ]  # fmt: skip
     assert run(cwd, "status", "--watch").returncode == 2
@@ -301,16 +301,16 @@ def read_terminal(fd: int) -> bytes:
 
 
 def test_compare_shows_what_ended_differently(cwd: Path) -> None:
-    found = json.loads(run(cwd, "compare", "r", "other", "--json").stdout)
-    assert found["changed"] == [{"id": HOSTILE_ID, "from": "completed", "to": "max_turns"}]
-    assert [one["statuses"] for one in found["runs"]] == [
+    parsed = json.loads(run(cwd, "compare", "r", "other", "--json").stdout)
+    assert parsed["changed"] == [{"id": HOSTILE_ID, "from": "completed", "to": "max_turns"}]
+    assert [one["statuses"] for one in parsed["runs"]] == [
         {"completed": 2, "max_turns": 1},
         {"completed": 1, "max_turns": 2},
     ]
-    assert found["options"] == {"max_turns": [3, 2]}
-    assert found["same_dataset"]
-    assert found["both"] == 3
-    assert found["paired"]["turns"] == pytest.approx(-2 / 3)
+    assert parsed["options"] == {"max_turns": [3, 2]}
+    assert parsed["same_dataset"]
+    assert parsed["both"] == 3
+    assert parsed["paired"]["turns"] == pytest.approx(-2 / 3)
     text = run(cwd, "compare", "r", "other").stdout
     assert "completed -> max_turns: 1: x/<b>#?%</b> ⟨U+001B⟩[1m" in text
     assert "option max_turns: 3 -> 2" in text
@@ -350,11 +350,11 @@ def test_status_says_what_is_in_flight_and_watches_it_end(tmp_path: Path) -> Non
         wait_until(lambda: in_flight(tmp_path) == [("held", 2, "hold", "tools", ["hold"])])
         # The run writes its progress now and then.
         wait_until(lambda: (status(tmp_path)["progress"] or {}).get("done") == 1)
-        found = status(tmp_path)
-        assert found["progress"]["running"] == 1
-        assert found["tasks"] == 2
-        assert found["in_flight"][0]["idle_s"] >= 0
-        assert [task["id"] for task in found["slowest"]] == ["quick"]
+        parsed = status(tmp_path)
+        assert parsed["progress"]["running"] == 1
+        assert parsed["tasks"] == 2
+        assert parsed["in_flight"][0]["idle_s"] >= 0
+        assert [task["id"] for task in parsed["slowest"]] == ["quick"]
         text = run(tmp_path, "status", "r").stdout
         assert "\nthis start: left " in text
         assert "done 1, failed 0, running 1, " in text
@@ -394,8 +394,8 @@ def test_status_skips_an_unreadable_record(cwd: Path, tmp_path: Path) -> None:
 
 
 def status(cwd: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(cwd, "status", "r", "--json").stdout)
-    return found
+    parsed: dict[str, Any] = json.loads(run(cwd, "status", "r", "--json").stdout)
+    return parsed
 
 
 def in_flight(cwd: Path) -> list[tuple[Any, ...]]:
@@ -494,10 +494,10 @@ def test_errors_have_a_count_and_the_last_example(tmp_path: Path) -> None:
     file.close()
     with (tmp_path / "failures.jsonl").open("ab") as torn:
         torn.write(b'{"kind":"attempt","cla')
-    found = [
+    collected = [
         {key: one[key] for key in ("class", "count", "id")} for one in failures_by_class(tmp_path)
     ]
-    assert found == [
+    assert collected == [
         {"class": "timeout", "count": 2, "id": "t1"},
         {"class": WORKER_DIED, "count": 1, "id": "t2"},
     ]

@@ -46,15 +46,15 @@ def export(folder: Path, *records: dict[str, Any], pending: int = 0, **options: 
     """Export a run that holds `records`, one per row of its dataset; return its directory."""
     names = [f"t{n}" for n in range(len(records) + pending)]
     write_rows(folder / "p.jsonl", *({"id": name, "prompt": "Go."} for name in names))
-    found = scan(folder / "p.jsonl", max_samples=None)
+    scanned = scan(folder / "p.jsonl", max_samples=None)
     run_dir = folder / "r"
     run_dir.mkdir(exist_ok=True)
     stored = [
         whole(record) | {"id": task.id, "input_digest": task.input_digest}
-        for task, record in zip(tasks(found), records, strict=False)
+        for task, record in zip(tasks(scanned), records, strict=False)
     ]
     write_rows(run_dir / "records.jsonl", *stored)
-    export_run(run_dir, found, num_samples=1, **options)
+    export_run(run_dir, scanned, num_samples=1, **options)
     return run_dir
 
 

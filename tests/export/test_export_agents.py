@@ -50,10 +50,10 @@ def agents_record(*, ends_by_call: bool = False, **changes: Any) -> dict[str, An
             "timed_out": False,
         }
     )
-    found = recording.trajectory.to_record()
-    found["agent"] = {"name": "claude-code", "version": "2.1", **found["agent"]}
+    made = recording.trajectory.to_record()
+    made["agent"] = {"name": "claude-code", "version": "2.1", **made["agent"]}
     plain = record_of(options={}, view_compacted=False, status_reason=None, finished_at=9.0)
-    return {**plain, "attempt": 1, "input_digest": "d", **found, **changes}
+    return {**plain, "attempt": 1, "input_digest": "d", **made, **changes}
 
 
 def row(record: dict[str, Any], name: str, **style: Any) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def row(record: dict[str, Any], name: str, **style: Any) -> dict[str, Any]:
 
 
 def test_messages_out_of_order_are_added_to_those_before_them() -> None:
-    found = row(agents_record(), "openai")
-    assert [(m["role"], m["content"]) for m in found["messages"]] == [
+    training_row = row(agents_record(), "openai")
+    assert [(m["role"], m["content"]) for m in training_row["messages"]] == [
         ("system", "You work."),
         ("user", f"Mind the rules.\n\n{PROMPT}\n\nIt is Monday."),
         ("assistant", "Looking."),
@@ -72,10 +72,12 @@ def test_messages_out_of_order_are_added_to_those_before_them() -> None:
         ("tool", "2"),
         ("assistant", "Two."),
     ]
-    thoughts = [m["reasoning_content"] for m in found["messages"] if m["role"] == "assistant"]
+    thoughts = [
+        m["reasoning_content"] for m in training_row["messages"] if m["role"] == "assistant"
+    ]
     assert thoughts == ["What is there?", "Two, I think.", "Now I know."]
-    assert [tool["function"]["name"] for tool in json.loads(found["tools"])] == ["bash"]
-    metadata = json.loads(found["metadata"])
+    assert [tool["function"]["name"] for tool in json.loads(training_row["tools"])] == ["bash"]
+    metadata = json.loads(training_row["metadata"])
     assert metadata["agent"] == {"name": "claude-code", "version": "2.1"}
     assert metadata["tool_stats"] == [{"tool": "bash", "count": 2, "success": 2, "failure": 0}]
 
@@ -99,12 +101,12 @@ def test_a_tag_after_results_is_refused_in_hermes_rows() -> None:
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
 def test_every_format_holds_an_agents_conversation(name: str) -> None:
-    found = row(agents_record(), name)
-    text = json.dumps(found)
+    training_row = row(agents_record(), name)
+    text = json.dumps(training_row)
     for part in ("What is there?", "Keep your list up to date.", "It is Monday.", "Two."):
         assert part in text
     if name == "llamafactory":
-        assert [turn["from"] for turn in found["conversations"]] == [
+        assert [turn["from"] for turn in training_row["conversations"]] == [
             "system", "human", "function_call", "observation", "function_call", "observation",
             "gpt",
         ]  # fmt: skip
@@ -113,8 +115,13 @@ def test_every_format_holds_an_agents_conversation(name: str) -> None:
 @pytest.mark.parametrize("name", ROW_FORMATS)
 def test_a_conversation_that_ends_by_a_call_ends_so_in_every_format(name: str) -> None:
     """Some agents end their task by a command: no model sees its result."""
-    found = row(agents_record(ends_by_call=True), name)
-    turns = found.get("conversations") or found.get("messages") or found.get("steps") or [found]
+    training_row = row(agents_record(ends_by_call=True), name)
+    turns = (
+        training_row.get("conversations")
+        or training_row.get("messages")
+        or training_row.get("steps")
+        or [training_row]
+    )
     assert "wc" in json.dumps(turns[-1])
 
 
@@ -127,21 +134,21 @@ def test_a_row_says_how_many_calls_saw_other_messages() -> None:
     talk.system = "It is 10:01."
     recording.relay(talk, Said("Two."))
     record = agents_record() | recording.trajectory.to_record()
-    found = row(record, "openai")
-    assert found["messages"][0]["content"] == "It is 10:01."
-    assert json.loads(found["metadata"])["rewritten_calls"] == 1
+    training_row = row(record, "openai")
+    assert training_row["messages"][0]["content"] == "It is 10:01."
+    assert json.loads(training_row["metadata"])["rewritten_calls"] == 1
 
 
 def test_other_conversations_of_an_agent_are_documents_of_their_own() -> None:
-    found = row(agents_record(), "atif")
-    assert found["agent"]["name"] == "claude-code"
-    assert found["agent"]["version"] == "2.1"
-    [side] = found["subagent_trajectories"]
+    training_row = row(agents_record(), "atif")
+    assert training_row["agent"]["name"] == "claude-code"
+    assert training_row["agent"]["version"] == "2.1"
+    [side] = training_row["subagent_trajectories"]
     assert (side["agent"]["name"], side["extra"]) == ("side", {"key": "thread#0"})
     assert [step["message"] for step in side["steps"]] == [
         "Make a title.", PROMPT, "Counting",
     ]  # fmt: skip
-    assert "subagents_left_out" not in found["extra"]
+    assert "subagents_left_out" not in training_row["extra"]
 
 
 def test_a_run_of_agents_is_exported_in_all_formats(tmp_path: Path) -> None:
@@ -172,9 +179,9 @@ def test_all_texts_of_an_agent_are_searched() -> None:
 
 def test_the_table_and_the_index_count_what_the_agent_did() -> None:
     record = agents_record()
-    found = row_of(stored(record))
-    assert (found["turns"], found["calls"], found["answer"]) == (3, 2, "Two.")
-    assert found["flags"] == ["inner conversations"]
+    table_row = row_of(stored(record))
+    assert (table_row["turns"], table_row["calls"], table_row["answer"]) == (3, 2, "Two.")
+    assert table_row["flags"] == ["inner conversations"]
     assert index_fields(stored(record))[4:8] == [3, 2, 40, 20]
 
 

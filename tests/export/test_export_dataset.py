@@ -48,12 +48,12 @@ class TestFilters:
     def test_only_completed_conversations_are_kept_unless_asked_for(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked(), EARLY, FAILED)
         completed = {"exact_duplicates": False}
-        kept = rejects(source, formats="openai", filters=completed)
-        assert kept == {"t1": "status", "t2": "failed"}
+        reasons = rejects(source, formats="openai", filters=completed)
+        assert reasons == {"t1": "status", "t2": "failed"}
         assert left_out(source) == {"t2": "failed"}
         assert left_out(source, status="max_turns,length") == {"t0": "status", "t2": "failed"}
-        found = rows(source, "openai", filters={"status": "max_turns"})
-        assert [(row["id"], row["completed"]) for row in found] == [("t1", False)]
+        training_rows = rows(source, "openai", filters={"status": "max_turns"})
+        assert [(row["id"], row["completed"]) for row in training_rows] == [("t1", False)]
 
     def test_reasoning_is_counted_over_the_turns_of_the_model(self, tmp_path: Path) -> None:
         half = record_of(user(), assistant("", call(), reasoning="Hm."), result("r"),
@@ -133,8 +133,8 @@ class TestFilters:
     ) -> None:
         prompts = [{"expected": expected}, {}]
         source = make_run(tmp_path, said(f"<think>0</think>{answer}"), said("x"), prompts=prompts)
-        found = left_out(source, answer={"match": match})
-        assert found == ({} if is_right else {"t0": "answer"}) | {"t1": "answer"}
+        reasons = left_out(source, answer={"match": match})
+        assert reasons == ({} if is_right else {"t0": "answer"}) | {"t1": "answer"}
 
     def test_an_expected_answer_that_is_not_a_pattern_is_named_with_its_row(
         self, tmp_path: Path
@@ -186,8 +186,8 @@ class TestFilters:
             "t2": "evaluation_files",
             "t3": "evaluation_files",
         }
-        found = left_out(source, evaluation_files=files, evaluation_words=8)
-        assert found.keys() == {"t0", "t2", "t3"}
+        reasons = left_out(source, evaluation_files=files, evaluation_words=8)
+        assert reasons.keys() == {"t0", "t2", "t3"}
         right = (tmp_path / "bench.jsonl").read_text()
         for name, content, place in (
             ("empty.txt", "too short\n", "empty.txt:"),
@@ -253,8 +253,8 @@ class TestFilters:
                       assistant("Hi.")),
             record_of(user(), assistant("", call()), result(f'"\\u003c{KEY}"'), assistant("Hi.")),
         ]  # fmt: skip
-        found = left_out(make_run(tmp_path, *records), secrets="patterns")
-        assert found == {f"t{n}": "secrets" for n in range(3)}
+        reasons = left_out(make_run(tmp_path, *records), secrets="patterns")
+        assert reasons == {f"t{n}": "secrets" for n in range(3)}
 
     def test_secrets_are_found_in_all_that_atif_and_raw_hold(self, tmp_path: Path) -> None:
         """Conversations of subagents, replies set aside, columns that are lists or objects."""
@@ -584,8 +584,8 @@ class TestDirectory:
         directory, _ = exported(source, formats="openai,raw", shard_mb=1)
         (directory / "notes.txt").write_text("mine")
         exported(source, formats="hermes")
-        found = {p.relative_to(directory).as_posix() for p in directory.rglob("*")}
-        assert found == {
+        paths = {p.relative_to(directory).as_posix() for p in directory.rglob("*")}
+        assert paths == {
             *("hermes", "hermes/train.jsonl", "rejects.jsonl"),
             *("README.md", "manifest.json", "notes.txt"),
         }
@@ -607,9 +607,9 @@ class TestDirectory:
         source = make_run(tmp_path, *(worked(f"A{n}") for n in range(9)))
         exported(source, formats="raw", shard_mb=1e-6)
         exported(source, formats="raw")
-        told = capsys.readouterr().err
-        assert told.count("train-0") == 5
-        assert "00004-of-00009.jsonl and 4 more; --output keeps several" in told
+        output = capsys.readouterr().err
+        assert output.count("train-0") == 5
+        assert "00004-of-00009.jsonl and 4 more; --output keeps several" in output
 
     def test_a_manifest_that_points_outside_is_refused(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())
@@ -751,9 +751,9 @@ class TestCheck:
         manifest["formats"][0]["used"] += 1
         manifest["pending"] += 1
         (directory / "manifest.json").write_text(json.dumps(manifest))
-        found = self.check(source)
-        assert any("tasks" in one for one in found)
-        assert any(one.startswith("openai: 2 used") for one in found)
+        problems = self.check(source)
+        assert any("tasks" in one for one in problems)
+        assert any(one.startswith("openai: 2 used") for one in problems)
 
     @pytest.mark.parametrize(
         ("before", "after", "told"),
@@ -787,15 +787,15 @@ class TestCheck:
         source = make_run(tmp_path, worked("A"), pending=1)
         exported(source, formats="openai")
         source = make_run(tmp_path, worked("A"), worked("B"))
-        found = self.check(source)
-        assert "pending: 1, but the records now give 0; export again" in found
-        assert "openai/train.jsonl: the records give other bytes" in found
+        problems = self.check(source)
+        assert "pending: 1, but the records now give 0; export again" in problems
+        assert "openai/train.jsonl: the records give other bytes" in problems
 
     def test_finds_that_rows_of_parquet_are_others_now(self, tmp_path: Path) -> None:
         pytest.importorskip("pyarrow")
         exported(make_run(tmp_path, worked("A")), formats="parquet")
-        found = self.check(make_run(tmp_path, worked("B")))
-        assert "openai_parquet/train.parquet: the records give other bytes" in found
+        problems = self.check(make_run(tmp_path, worked("B")))
+        assert "openai_parquet/train.parquet: the records give other bytes" in problems
 
     def test_an_interrupted_export_is_none(self, tmp_path: Path) -> None:
         source = make_run(tmp_path, worked())
@@ -895,8 +895,8 @@ class TestCommand:
             format="kto,parquet,raw,openai",
         )
         assert done.returncode == 2
-        (told,) = done.stderr.splitlines()
-        assert "mine:right failed for t1: ZeroDivisionError: division by zero" in told
+        (output,) = done.stderr.splitlines()
+        assert "mine:right failed for t1: ZeroDivisionError: division by zero" in output
         assert list((source.run_dir / "exports" / "dataset").iterdir()) == []
 
     def test_writes_checks_and_warns_of_what_is_pending(self, tmp_path: Path) -> None:
@@ -950,12 +950,12 @@ class TestCommand:
         source = make_run(tmp_path, worked("A"), EARLY)
         done = run(tmp_path, "export", source.run_dir, format="openai", push_to_hub="me/mine")
         assert done.returncode == 0, done.stderr
-        told = done.stdout.partition("would send ")[2].splitlines()
-        assert told[0].endswith("to me/mine (private):")
-        sent = [line.split()[-1] for line in told if line.startswith("   ")]
+        output = done.stdout.partition("would send ")[2].splitlines()
+        assert output[0].endswith("to me/mine (private):")
+        sent = [line.split()[-1] for line in output if line.startswith("   ")]
         assert sent == ["README.md", "manifest.json", "openai/train.jsonl", "rejects.jsonl"]
-        assert "stays" in told[4]
-        assert "nothing was sent" in told[-1]
+        assert "stays" in output[4]
+        assert "nothing was sent" in output[-1]
         assert run(tmp_path, "export", source.run_dir, "--push_for_real").returncode == 2
 
 

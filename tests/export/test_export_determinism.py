@@ -20,10 +20,10 @@ FORMATS = "hermes,llamafactory,openai,atif,dpo,kto,parquet"
 @pytest.mark.long
 def test_workers_kills_and_resumes_leave_no_trace(tmp_path: Path) -> None:
     """Samples are judged by their row, so that pairs and labels are made too."""
-    found = []
+    collected = []
     with FakeEndpoint(turns=3, latency_s=0.05, reasoning_chars=40, **WRITE_A_NOTE) as endpoint:
         for name, workers in (("one", 1), ("four", 4)):
-            found.append(exported(finished(tmp_path / name, endpoint, workers)))
+            collected.append(exported(finished(tmp_path / name, endpoint, workers)))
         for attempt in range(3):
             folder = prepared(tmp_path / f"killed{attempt}")
             kill_repeatedly(folder, given(endpoint, 2), endpoint, [9, 9])
@@ -33,9 +33,9 @@ def test_workers_kills_and_resumes_leave_no_trace(tmp_path: Path) -> None:
             # A call that was cut off is told as such: another conversation, not another export.
             if resumes and not any(resume["interrupted"] for resume in resumes):
                 break
-        found.append(exported(folder))
-    assert found[0] == found[1] == found[2]
-    made = {path.split("/")[0] for path in found[0]}
+        collected.append(exported(folder))
+    assert collected[0] == collected[1] == collected[2]
+    made = {path.split("/")[0] for path in collected[0]}
     assert {"hermes", "openai_parquet", "llamafactory_parquet", "atif", "kto"} <= made
 
 

@@ -69,8 +69,8 @@ def test_is_text_or_refused(tmp_path: Path, name: str) -> None:
             assert (token in human["value"]) == (place == "prompt")
             assert "[INST]" not in answered["value"]
             body = answered["value"].removeprefix("<tool_response>\n")
-            told = json.loads(body.removesuffix("\n</tool_response>"))["content"]
-            assert told == (f"a {token} b" if place == "result" else "plain")
+            parsed = json.loads(body.removesuffix("\n</tool_response>"))["content"]
+            assert parsed == (f"a {token} b" if place == "result" else "plain")
         if name == "llamafactory":
             kinds = [turn["from"] for turn in row["conversations"]]
             assert kinds == ["system", "human", "function_call", "observation", "gpt"]

@@ -60,15 +60,15 @@ def refused(record: dict[str, Any], name: str = "openai") -> str:
 
 class TestOpenai:
     def test_messages_hold_what_was_said_and_no_absent_key(self) -> None:
-        found = row(worked())
-        assert list(found) == [
+        training_row = row(worked())
+        assert list(training_row) == [
             *("id", "messages", "tools", "completed"),
             *("num_turns", "num_tool_calls", "has_reasoning", "metadata"),
         ]
         arguments = {"city": "Oslo", "n": 1.5}
         tool_call = {"id": "c1", "type": "function",
                  "function": {"name": "temp", "arguments": arguments}}  # fmt: skip
-        assert found["messages"] == [
+        assert training_row["messages"] == [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "Go."},
             {"role": "assistant", "content": "Looking.", "reasoning_content": "Which city?",
@@ -76,7 +76,7 @@ class TestOpenai:
             {"role": "tool", "tool_call_id": "c1", "name": "temp", "content": '{"c": 9}'},
             {"role": "assistant", "content": "Done.", "reasoning_content": "Now I know."},
         ]  # fmt: skip
-        assert json.loads(found["tools"]) == [TEMP]
+        assert json.loads(training_row["tools"]) == [TEMP]
 
     def test_without_tools_the_list_is_an_empty_one(self) -> None:
         assert row(record_of(user(), assistant("Hi."), tools=[]))["tools"] == "[]"
@@ -101,12 +101,12 @@ class TestReasoning:
     def test_the_style_decides_which_reasoning_is_kept(
         self, style: Any, found: list[str | None]
     ) -> None:
-        told = row(worked(), reasoning=style)
-        turns = [m for m in told["messages"] if m["role"] == "assistant"]
+        training_row = row(worked(), reasoning=style)
+        turns = [m for m in training_row["messages"] if m["role"] == "assistant"]
         assert [turn.get("reasoning_content") for turn in turns] == found
-        assert told["has_reasoning"] is any(found)
+        assert training_row["has_reasoning"] is any(found)
         counts = {"assistant_turns": 2, "with_reasoning": sum(map(bool, found))}
-        assert json.loads(told["metadata"])["reasoning"] == counts
+        assert json.loads(training_row["metadata"])["reasoning"] == counts
 
     def test_inline_reasoning_is_in_the_content_and_nowhere_else(self) -> None:
         turns = row(worked(), reasoning="inline")["messages"][2::2]
@@ -124,8 +124,8 @@ class TestReasoning:
 
 class TestParallelCalls:
     def test_split_makes_one_turn_per_call_with_its_result(self) -> None:
-        found = row(PARALLEL, parallel_calls="split")["messages"]
-        told = [(m["role"], m["content"], m.get("reasoning_content")) for m in found]
+        messages = row(PARALLEL, parallel_calls="split")["messages"]
+        told = [(m["role"], m["content"], m.get("reasoning_content")) for m in messages]
         assert told == [
             ("user", "Go.", None),
             ("assistant", "Both.", "Two."),
@@ -134,13 +134,13 @@ class TestParallelCalls:
             ("tool", "2", None),
             ("assistant", "Done.", None),
         ]
-        assert [c["id"] for m in found for c in m.get("tool_calls", ())] == ["a", "b"]
+        assert [c["id"] for m in messages for c in m.get("tool_calls", ())] == ["a", "b"]
 
     def test_a_call_without_result_stays_last(self) -> None:
         calls = [call(id=name) for name in ("a", "b", "c")]
         record = record_of(user(), assistant("", *calls), result("2", id="b"), status="length")
-        found = row(record, parallel_calls="split")["messages"]
-        ids = [[c["id"] for c in m["tool_calls"]] for m in found if m["role"] == "assistant"]
+        messages = row(record, parallel_calls="split")["messages"]
+        ids = [[c["id"] for c in m["tool_calls"]] for m in messages if m["role"] == "assistant"]
         assert ids == [["b"], ["a", "c"]]
 
     def test_atif_keeps_a_turn_whole(self, tmp_path: Path) -> None:
@@ -206,8 +206,8 @@ class TestLlamafactory:
         assert all(value.strip() for _, value in said(record))
 
     def test_without_tools_the_column_is_blank(self) -> None:
-        found = row(record_of(user(), assistant("Hi."), tools=[]), "llamafactory")
-        assert found["tools"] == ""
+        training_row = row(record_of(user(), assistant("Hi."), tools=[]), "llamafactory")
+        assert training_row["tools"] == ""
 
     def test_dataset_info_names_all_tags_and_columns(self, tmp_path: Path) -> None:
         """Its loader takes every tag that is left out for none."""
@@ -322,8 +322,8 @@ class TestAtif:
         assert left_out.keys() == {"b", "c"}
         assert left_out["b"].startswith("arguments_not_json: ")
         assert left_out["c"].startswith("no_reply: ")
-        told = row(record, "atif", reasoning="none")["subagent_trajectories"][1]
-        assert "reasoning_content" not in told["steps"][2]
+        training_row = row(record, "atif", reasoning="none")["subagent_trajectories"][1]
+        assert "reasoning_content" not in training_row["steps"][2]
 
     def test_atif_has_no_document_of_a_simulated_user(self) -> None:
         """What it wrote are user messages: as an agent's steps they would be trained on."""
@@ -337,9 +337,9 @@ def _inner(
     key: str, name: str, *messages: dict[str, Any], inner: list[Any] | None = None
 ) -> dict[str, Any]:
     """The conversation of a subagent, as a record holds it."""
-    told = record_of(*messages)
+    made = record_of(*messages)
     kept = ("messages", "turns", "usage", "model_returned", "api_calls", "resumes")
-    members = {name: told[name] for name in kept}
+    members = {name: made[name] for name in kept}
     return {"key": key, "name": name, **members, "inner": inner or [], "cost_usd": None}
 
 
@@ -451,16 +451,16 @@ class TestPreferences:
         record = record_of(user(), assistant("Given."), user("On."), assistant("Own."),
                            check={"reward": 1.0})  # fmt: skip
         record["turns"] = record["turns"][1:]
-        (found,) = rows(make_run(tmp_path, record), "kto")
-        assert [m["content"] for m in found["prompt"]] == ["Go.", "Given.", "On."]
-        assert [m["content"] for m in found["completion"]] == ["Own."]
+        (training_rows,) = rows(make_run(tmp_path, record), "kto")
+        assert [m["content"] for m in training_rows["prompt"]] == ["Go.", "Given.", "On."]
+        assert [m["content"] for m in training_rows["completion"]] == ["Own."]
 
     def test_later_user_messages_are_part_of_the_completion(self, tmp_path: Path) -> None:
         record = record_of(user(), assistant("A."), user("On."), assistant("B."),
                            check={"reward": 1.0})  # fmt: skip
-        (found,) = rows(make_run(tmp_path, record), "kto")
-        assert [m["content"] for m in found["prompt"]] == ["Go."]
-        assert [m["content"] for m in found["completion"]] == ["A.", "On.", "B."]
+        (training_rows,) = rows(make_run(tmp_path, record), "kto")
+        assert [m["content"] for m in training_rows["prompt"]] == ["Go."]
+        assert [m["content"] for m in training_rows["completion"]] == ["A.", "On.", "B."]
 
 
 def test_raw_rows_are_the_records_to_the_byte(tmp_path: Path) -> None:
@@ -591,16 +591,16 @@ class TestForgedStructure:
         assert refused(record) == "control_token"
         assert "<|im_end|>" not in row(record, "hermes")["conversations"][0]["value"]
         system = {"role": "system", "content": "You <|im_start|>"}
-        told = record_of(system, user(), assistant("Hi."))
-        assert refused(told) == refused(told, "llamafactory") == "control_token"
-        assert row(told, system="omit")["messages"][0]["role"] == "user"
+        made = record_of(system, user(), assistant("Hi."))
+        assert refused(made) == refused(made, "llamafactory") == "control_token"
+        assert row(made, system="omit")["messages"][0]["role"] == "user"
 
     @pytest.mark.parametrize("tag", ["<tool_call>", "</think>", "<think>"])
     def test_tags_in_prompts_and_results_are_text_of_their_turn(self, tag: str) -> None:
         record = record_of(user(f"What is {tag}?"), assistant("", call()), result(f"a {tag} b"),
                            assistant("Hi."))  # fmt: skip
-        found = row(record)["messages"]
-        assert (found[0]["content"], found[2]["content"]) == (f"What is {tag}?", f"a {tag} b")
+        messages = row(record)["messages"]
+        assert (messages[0]["content"], messages[2]["content"]) == (f"What is {tag}?", f"a {tag} b")
         told = said(record)
         assert (told[0], told[2]) == (("human", f"What is {tag}?"), ("observation", f"a {tag} b"))
 
@@ -630,8 +630,8 @@ class TestForgedStructure:
         except Rejected:
             return
         assert line.count(b"\n") == 1
-        found = json.loads(line)["messages"]
-        assert (found[0]["content"], found[2]["content"]) == (text, text)
+        parsed = json.loads(line)["messages"]
+        assert (parsed[0]["content"], parsed[2]["content"]) == (text, text)
 
 
 def test_all_formats_say_the_same(tmp_path: Path) -> None:

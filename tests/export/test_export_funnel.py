@@ -70,8 +70,8 @@ def export_both(source: Source, **recipe: Any) -> None:
 
 def test_each_step_says_what_was_lost_and_why(tmp_path: Path) -> None:
     source = mixed_run(tmp_path)
-    found = funnel(source)
-    assert found["steps"] == [
+    steps = funnel(source)
+    assert steps["steps"] == [
         {
             "name": "rows",
             "count": 13,
@@ -93,7 +93,7 @@ def test_each_step_says_what_was_lost_and_why(tmp_path: Path) -> None:
         },
         {"name": "passed", "count": 1, "lost": {}},
     ]
-    assert (found["samples"], found["exports"]) == (1, [])
+    assert (steps["samples"], steps["exports"]) == (1, [])
 
 
 def test_exports_are_told_with_what_their_manifests_counted(tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_an_export_is_outdated_once_more_conversations_have_ended(tmp_path: Path
     with (source.run_dir / "records.jsonl").open("ab") as file:
         file.write(orjson.dumps(again) + b"\n")  # the failed one, tried again
     (source.run_dir / "records.idx").unlink(missing_ok=True)
-    found = funnel(source)
-    assert found["exports"][0]["outdated"]
-    assert any("export again" in line for line in funnel_as_text(found))
+    steps = funnel(source)
+    assert steps["exports"][0]["outdated"]
+    assert any("export again" in line for line in funnel_as_text(steps))
 
 
 def test_stats_shows_the_funnel(tmp_path: Path) -> None:
@@ -201,10 +201,10 @@ def test_the_report_holds_the_funnel_and_no_path(tmp_path: Path) -> None:
     done = run(tmp_path, **SCRIPTED)
     assert done.returncode == 0, done.stderr
     stored = StoredRun(tmp_path / "trajectories" / "r")
-    found = _meta(stored)["funnel"]
-    assert found == stored.funnel()
-    assert [step["count"] for step in found["steps"]] == [4, 3, 3]
-    assert found["exports"][0]["rows"] == 3
+    steps = _meta(stored)["funnel"]
+    assert steps == stored.funnel()
+    assert [step["count"] for step in steps["steps"]] == [4, 3, 3]
+    assert steps["exports"][0]["rows"] == 3
     dataset.unlink()
     assert _meta(StoredRun(stored.path))["funnel"] is None
 
@@ -212,8 +212,8 @@ def test_the_report_holds_the_funnel_and_no_path(tmp_path: Path) -> None:
 def _meta(stored: StoredRun) -> dict[str, Any]:
     page = write_report(stored).path.read_text()
     assert str(stored.path.parent.parent) not in page
-    found: dict[str, Any] = json.loads(page.split('id="meta-data">')[1].split("</script>")[0])
-    return found
+    parsed: dict[str, Any] = json.loads(page.split('id="meta-data">')[1].split("</script>")[0])
+    return parsed
 
 
 def test_rare_reasons_of_bad_rows_are_counted_together(tmp_path: Path) -> None:
@@ -242,13 +242,13 @@ def test_every_step_adds_up(
     export_both(source, formats="openai,llamafactory,kto,raw", filters={"require_passed": True})
     stored = StoredRun(source.run_dir)
     totals = compute_totals(source.run_dir, source.scan, stored.config)
-    found = funnel_of(source.run_dir, source.scan, totals)
-    rows, tasks, completed, *more = found["steps"]
+    steps = funnel_of(source.run_dir, source.scan, totals)
+    rows, tasks, completed, *more = steps["steps"]
     assert (rows["count"] - sum(rows["lost"].values())) * samples == tasks["count"]
     assert tasks["count"] - sum(tasks["lost"].values()) == completed["count"]
     for reached in more:
         assert completed["count"] - sum(completed["lost"].values()) == reached["count"]
-    assert len(found["exports"]) == 5
-    for export in found["exports"]:
+    assert len(steps["exports"]) == 5
+    for export in steps["exports"]:
         assert export["tasks"] - sum(export["lost"].values()) == export["used"]
         assert not export["outdated"]

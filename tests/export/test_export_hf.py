@@ -28,13 +28,13 @@ def loaded(directory: Path, name: str) -> dict[str, list[Any]]:
 
 def written(directory: Path, name: str) -> dict[str, list[Any]]:
     """The same of the JSON lines, with tools of formats with messages as a list."""
-    found = {}
+    collected = {}
     for path in sorted((directory / name).glob("*.jsonl")):
         rows = lines(path)
         if name in ("openai", "dpo", "kto"):
             rows = [{**row, "tools": json.loads(row["tools"])} for row in rows]
-        found[path.stem] = rows
-    return found
+        collected[path.stem] = rows
+    return collected
 
 
 @pytest.fixture
@@ -66,12 +66,14 @@ def test_alone_it_holds_rows_of_openai_in_shards(source: Source, tmp_path: Path)
 
 def test_another_content_has_another_fingerprint(tmp_path: Path) -> None:
     """By the fingerprint `datasets` finds what it cached: two contents must not share one."""
-    found = []
+    collected = []
     for answer in ("Yes.", "No."):
         source = make_run(tmp_path, worked(answer))
         export_dataset(source, Recipe(formats=("hf",)), tmp_path / "d")
-        found.append(datasets.load_from_disk(tmp_path / "d" / "openai_hf")["train"]._fingerprint)
-    assert found[0] != found[1]
+        collected.append(
+            datasets.load_from_disk(tmp_path / "d" / "openai_hf")["train"]._fingerprint
+        )
+    assert collected[0] != collected[1]
 
 
 @pytest.mark.parametrize("form", ["text", "list"])

@@ -95,10 +95,10 @@ def talked(make: Callable[[], Talk], part: JSON, *, in_result: bool, changes: bo
 
 
 def record(recording: Recording) -> JSON:
-    found = recording.trajectory.to_record()
-    found["agent"] = {"name": "mine", "version": "1", **found["agent"]}
+    recorded = recording.trajectory.to_record()
+    recorded["agent"] = {"name": "mine", "version": "1", **recorded["agent"]}
     plain = record_of(options={}, view_compacted=False, status_reason=None, finished_at=9.0)
-    made: JSON = json.loads(json.dumps({**plain, "attempt": 1, "input_digest": "d", **found}))
+    made: JSON = json.loads(json.dumps({**plain, "attempt": 1, "input_digest": "d", **recorded}))
     return made
 
 
@@ -113,21 +113,21 @@ def test_a_picture_is_in_the_record_and_rejects_the_row_by_name(
     make: Callable[[], Talk], in_result: bool, name: str
 ) -> None:
     recording = talked(make, part_of(api_of(make())), in_result=in_result)
-    found = record(recording)
-    assert json.dumps(found).count(DATA) == 1
+    made = record(recording)
+    assert json.dumps(made).count(DATA) == 1
     with pytest.raises(Rejected) as caught:
-        row(found, name)
+        row(made, name)
     assert caught.value.reason == Reason.HAS_IMAGES
-    assert DATA not in (row_text := json.dumps(row(found, name, "has_images")))
+    assert DATA not in (row_text := json.dumps(row(made, name, "has_images")))
     assert "bytes, digest " in row_text
 
 
 @pytest.mark.parametrize("make", TALKS.values(), ids=TALKS)
 def test_a_document_rejects_the_row_by_another_name(make: Callable[[], Talk]) -> None:
-    found = record(talked(make, part_of(api_of(make()), is_image=False), in_result=False))
+    made = record(talked(make, part_of(api_of(make()), is_image=False), in_result=False))
     with pytest.raises(Rejected, match="has_files: message 2: a part of the type"):
-        row(found, "openai")
-    assert "bytes, digest " in json.dumps(row(found, "openai", "has_files"))
+        row(made, "openai")
+    assert "bytes, digest " in json.dumps(row(made, "openai", "has_files"))
 
 
 @pytest.mark.parametrize("make", TALKS.values(), ids=TALKS)
@@ -137,14 +137,14 @@ def test_a_picture_that_each_call_shows_again_is_stored_once(make: Callable[[], 
     for changes in (False, True):
         recording = talked(make, part, in_result=False, changes=changes)
         assert json.dumps(recording.events).count(DATA) == 1
-        found = record(recording)
-        assert json.dumps(found).count(DATA) == 1
+        made = record(recording)
+        assert json.dumps(made).count(DATA) == 1
         with pytest.raises(Rejected, match="has_images"):
-            row(found, "hermes")
+            row(made, "hermes")
         # Read back, the conversation is the same.
         again = Recording(PROMPT, recording.events)
         assert again.trajectory.to_record() == recording.trajectory.to_record()
-        assert not found["rewritten"] or DATA not in json.dumps(found["rewritten"])
+        assert not made["rewritten"] or DATA not in json.dumps(made["rewritten"])
 
 
 def test_token_ids_have_no_pictures() -> None:

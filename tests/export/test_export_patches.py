@@ -27,9 +27,9 @@ def test_predictions_hold_the_diffs_of_records(tmp_path: Path) -> None:
         tmp_path, with_diff(), {**with_diff(patch=""), "status": "max_turns"}, prompts=prompts
     )
     directory, manifest = exported(source, formats="predictions")
-    found = lines(directory / "predictions" / "train.jsonl")
+    entries = lines(directory / "predictions" / "train.jsonl")
     model = worked()["model"]
-    assert found == [
+    assert entries == [
         {"instance_id": "o__r-1", "model_name_or_path": model, "model_patch": PATCH},
         {"instance_id": "t1", "model_name_or_path": model, "model_patch": ""},
     ]
@@ -41,11 +41,11 @@ def test_records_without_a_whole_diff_are_rejected_by_name(tmp_path: Path) -> No
         tmp_path, worked("A"), with_diff(**CUT), with_diff(**FAILED), with_diff(**BINARY)
     )
     directory, _ = exported(source, formats="predictions")
-    told = lines(directory / "rejects.jsonl")
-    assert [line["reason"] for line in told] == [
+    entries = lines(directory / "rejects.jsonl")
+    assert [line["reason"] for line in entries] == [
         "no_patch", "patch_truncated", "no_patch", "no_patch",
     ]  # fmt: skip
-    assert "at most 64 MiB" in told[2]["detail"]
+    assert "at most 64 MiB" in entries[2]["detail"]
 
 
 def test_a_row_has_one_prediction(tmp_path: Path) -> None:
@@ -62,5 +62,5 @@ def test_a_row_has_one_prediction(tmp_path: Path) -> None:
 def test_rows_hold_the_diff_in_their_metadata(tmp_path: Path) -> None:
     source = make_run(tmp_path, with_diff("A"), with_diff("B", **CUT), worked("C"))
     for name in ("hermes", "openai"):
-        told = [json.loads(row["metadata"]) for row in rows(source, name)]
-        assert [row.get("patch") for row in told] == [PATCH, None, None]
+        parsed = [json.loads(row["metadata"]) for row in rows(source, name)]
+        assert [row.get("patch") for row in parsed] == [PATCH, None, None]

@@ -72,15 +72,15 @@ def turns_of(row: dict[str, Any]) -> list[str]:
 
 
 def test_each_turn_has_a_row_that_ends_with_it_and_is_learnt_alone(tmp_path: Path) -> None:
-    found = rows(source_of(tmp_path, asked_twice()), "openai", per_turn=True)
-    assert [(row["id"], turns_of(row)) for row in found] == [
+    training_rows = rows(source_of(tmp_path, asked_twice()), "openai", per_turn=True)
+    assert [(row["id"], turns_of(row)) for row in training_rows] == [
         ("t0#t1", ["R1|Look.*"]),
         ("t0#t2", ["R1|Look.", "R2|A1*"]),
         ("t0#t3", ["|Look.", "|A1", "R3|Again.*"]),
         ("t0#t4", ["|Look.", "|A1", "R3|Again.", "R4|A2*"]),
     ]
-    assert [row["messages"][-1]["role"] for row in found] == ["assistant"] * 4
-    assert found[2]["messages"][2] == {
+    assert [row["messages"][-1]["role"] for row in training_rows] == ["assistant"] * 4
+    assert training_rows[2]["messages"][2] == {
         "role": "tool", "tool_call_id": "c1", "name": "temp", "content": "r1"
     }  # fmt: skip
 
@@ -89,10 +89,10 @@ def test_the_columns_of_a_row_are_those_of_its_turn(tmp_path: Path) -> None:
     record = asked_twice()
     del record["messages"][5]["reasoning"]
     record["turns"][2]["finish_reason"] = "tool_calls"
-    found = rows(source_of(tmp_path, record), "openai", per_turn=True)
-    columns = [(r["num_turns"], r["num_tool_calls"], r["has_reasoning"]) for r in found]
+    training_rows = rows(source_of(tmp_path, record), "openai", per_turn=True)
+    columns = [(r["num_turns"], r["num_tool_calls"], r["has_reasoning"]) for r in training_rows]
     assert columns == [(1, 1, True), (1, 0, True), (1, 1, False), (1, 0, True)]
-    metadata = [json.loads(row["metadata"]) for row in found]
+    metadata = [json.loads(row["metadata"]) for row in training_rows]
     assert [told["turn"] for told in metadata] == [1, 2, 3, 4]
     assert [told["finish_reason"] for told in metadata] == ["stop", "stop", "tool_calls", "stop"]
     assert metadata[2]["reasoning"] == {"assistant_turns": 1, "with_reasoning": 0}
@@ -114,8 +114,10 @@ def test_the_columns_of_a_row_are_those_of_its_turn(tmp_path: Path) -> None:
 def test_the_style_decides_which_reasoning_the_context_keeps(
     tmp_path: Path, reasoning: Any, last: list[str]
 ) -> None:
-    found = rows(source_of(tmp_path, asked_twice()), "openai", per_turn=True, reasoning=reasoning)
-    assert turns_of(found[-1]) == last
+    training_rows = rows(
+        source_of(tmp_path, asked_twice()), "openai", per_turn=True, reasoning=reasoning
+    )
+    assert turns_of(training_rows[-1]) == last
 
 
 def test_the_context_of_a_turn_is_what_the_model_saw(tmp_path: Path) -> None:
@@ -129,22 +131,22 @@ def test_the_context_of_a_turn_is_what_the_model_saw(tmp_path: Path) -> None:
         assistant("\nC"),
     )
     record = record_of(*said, view_trimmed=True)
-    found = rows(source_of(made(tmp_path / "t"), record), "openai", per_turn=True)
-    assert [turns_of(row) for row in found] == [
+    training_rows = rows(source_of(made(tmp_path / "t"), record), "openai", per_turn=True)
+    assert [turns_of(row) for row in training_rows] == [
         ["|\n\nLook.*"],
         ["|Look.", "|\n\nA\n\nB*"],
         ["|Look.", "|A\n\nB", "|\nC*"],
     ]
-    assert all(row["messages"][2]["content"] == "\nr\n" for row in found[1:])
-    assert json.loads(found[0]["metadata"])["trimmed_replies"] == 2
+    assert all(row["messages"][2]["content"] == "\nr\n" for row in training_rows[1:])
+    assert json.loads(training_rows[0]["metadata"])["trimmed_replies"] == 2
     plain = rows(source_of(made(tmp_path / "p"), record_of(*said)), "openai", per_turn=True)
     assert turns_of(plain[1])[0].startswith("|\n\nLook.")
     assert "trimmed_replies" not in json.loads(plain[0]["metadata"])
 
 
 def test_turns_of_others_are_context_and_have_no_row(tmp_path: Path) -> None:
-    found = rows(source_of(tmp_path, mixed()), "openai", per_turn=True)
-    assert [(row["id"], turns_of(row)) for row in found] == [
+    training_rows = rows(source_of(tmp_path, mixed()), "openai", per_turn=True)
+    assert [(row["id"], turns_of(row)) for row in training_rows] == [
         ("t0#t4", ["|Hello.", "|", "|One?", "|*"]),
         ("t0#t5", ["|Hello.", "|", "|One?", "|", "|Two.*"]),
     ]
@@ -154,8 +156,10 @@ def test_parallel_calls_that_are_split_have_a_row_each(tmp_path: Path) -> None:
     calls = [call(id="a"), call(id="b")]
     record = record_of(user(), assistant("Both.", *calls, reasoning="R"), result("1", id="a"),
                        result("2", id="b"), assistant("Done."))  # fmt: skip
-    found = rows(source_of(tmp_path, record), "openai", per_turn=True, parallel_calls="split")
-    assert [(row["id"], turns_of(row)) for row in found] == [
+    training_rows = rows(
+        source_of(tmp_path, record), "openai", per_turn=True, parallel_calls="split"
+    )
+    assert [(row["id"], turns_of(row)) for row in training_rows] == [
         ("t0#t1", ["R|Both.*"]),
         ("t0#t1.2", ["R|Both.", "|*"]),
         ("t0#t2", ["R|Both.", "|", "|Done.*"]),
@@ -167,15 +171,18 @@ def test_rows_of_llamafactory_may_end_with_a_call(tmp_path: Path) -> None:
     early["messages"] = early["messages"][:7]  # ends with a result
     early["turns"] = early["turns"][:3]
     filters = {"status": "any", "exact_duplicates": False}
-    found = rows(source_of(tmp_path, early), "llamafactory", per_turn=True, filters=filters)
-    ends = [(row["conversations"][-1]["from"], row["conversations"][-1]["value"]) for row in found]
+    training_rows = rows(source_of(tmp_path, early), "llamafactory", per_turn=True, filters=filters)
+    ends = [
+        (row["conversations"][-1]["from"], row["conversations"][-1]["value"])
+        for row in training_rows
+    ]
     text = '<tool_call>[{"name": "temp", "arguments": {}}]</tool_call>'
     assert ends == [
         ("function_call", f"<think>\nR1\n</think>\n\nLook.\n{text}"),
         ("gpt", "<think>\nR2\n</think>\n\nA1"),
         ("function_call", f"<think>\nR3\n</think>\n\nAgain.\n{text}"),
     ]
-    assert all(len(row["conversations"]) % 2 == 0 for row in found)
+    assert all(len(row["conversations"]) % 2 == 0 for row in training_rows)
 
 
 @pytest.mark.parametrize("name", ["hermes", "atif", "raw", "dpo", "kto"])
@@ -207,8 +214,8 @@ def test_a_sample_with_nothing_new_is_rejected(tmp_path: Path) -> None:
     short = asked_twice()
     short["messages"], short["turns"] = short["messages"][:4], short["turns"][:2]
     source = source_of(tmp_path, asked_twice(), short, samples=2)
-    found = rejects(source, formats="openai", per_turn=True, filters={"status": "any"})
-    assert found == {"t0#s1": "exact_duplicates"}
+    reasons = rejects(source, formats="openai", per_turn=True, filters={"status": "any"})
+    assert reasons == {"t0#s1": "exact_duplicates"}
 
 
 def test_a_flaw_in_any_turn_rejects_all_rows_of_the_conversation(tmp_path: Path) -> None:

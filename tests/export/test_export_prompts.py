@@ -36,9 +36,9 @@ def test_a_prompt_has_one_row_in_the_columns_of_verl(tmp_path: Path) -> None:
         asked("R", None),
         asked("R", None),
     ]
-    found, part = prompts_of(make_run(tmp_path, *records, samples=2, prompts=prompts))
+    prompt_rows, part = prompts_of(make_run(tmp_path, *records, samples=2, prompts=prompts))
     system = {"role": "system", "content": "Be brief."}
-    assert found == [
+    assert prompt_rows == [
         {
             "prompt": [system, {"role": "user", "content": "Q"}],
             "data_source": "sums",

@@ -37,12 +37,12 @@ def rendered(folder: Path, template: str, record: dict[str, Any], **recipe: Any)
 def test_a_template_that_shows_all_drops_nothing(tmp_path: Path) -> None:
     record = record_of(user(CHINESE), assistant("", call(f'{{"city": "{CHINESE}"}}')),
                        result("r"), assistant("Hi."))  # fmt: skip
-    found = rendered(tmp_path, ALL, record)
-    assert found.dropped == []
-    assert f'temp{{"city": "{CHINESE}"}}' in found.text
-    assert "<user>" in found.text
-    ((begin, end),) = found.trained
-    assert found.text[begin:end] == f'temp{{"city": "{CHINESE}"}}'
+    output = rendered(tmp_path, ALL, record)
+    assert output.dropped == []
+    assert f'temp{{"city": "{CHINESE}"}}' in output.text
+    assert "<user>" in output.text
+    ((begin, end),) = output.trained
+    assert output.text[begin:end] == f'temp{{"city": "{CHINESE}"}}'
 
 
 def test_templates_choose_how_json_is_written(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_a_second_call_that_is_left_out_is_named_although_it_says_the_same(tmp_p
 
 def test_inline_reasoning_that_is_stripped_is_named(tmp_path: Path) -> None:
     strips = ALL.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
-    found = rendered(tmp_path, strips, worked(), reasoning="inline")
-    assert found.dropped == [f"message {n} (assistant), reasoning" for n in (3, 5)]
+    output = rendered(tmp_path, strips, worked(), reasoning="inline")
+    assert output.dropped == [f"message {n} (assistant), reasoning" for n in (3, 5)]
     assert rendered(tmp_path, ALL, worked(), reasoning="inline").dropped == []
 
 
@@ -109,9 +109,9 @@ def test_inline_reasoning_that_is_stripped_is_named(tmp_path: Path) -> None:
 )
 def test_a_refused_template_is_an_error_and_renders_nothing(tmp_path: Path, template: str) -> None:
     """Templates come from strangers, so they run in a sandbox."""
-    found = rendered(tmp_path, template, worked())
-    assert found.text == ""
-    assert "refuses the row" in found.dropped[0]
+    output = rendered(tmp_path, template, worked())
+    assert output.text == ""
+    assert "refuses the row" in output.dropped[0]
 
 
 def test_a_tokenizer_config_holds_its_template(tmp_path: Path) -> None:
@@ -146,11 +146,11 @@ def test_the_command_shows_rows_and_sums_up_what_is_dropped(tmp_path: Path) -> N
     done = run(tmp_path, "export", source.run_dir, **options)
     assert done.returncode == 0, done.stderr
     end = "=== dropped by the template in 2 rows"
-    _, shown, told = done.stdout.partition("=== t0\n")[2].partition(end)
+    _, shown, output = done.stdout.partition("=== t0\n")[2].partition(end)
     assert "dropped: message 3 (assistant), reasoning" in done.stdout
     assert "=== t1" not in done.stdout
     assert shown
     assert "carry loss: 30 of " in done.stdout
-    assert told.splitlines()[1].split(maxsplit=1) == ["2", "message (assistant), reasoning"]
+    assert output.splitlines()[1].split(maxsplit=1) == ["2", "message (assistant), reasoning"]
     done = run(tmp_path, "export", source.run_dir, format="raw", render="t.jinja")
     assert (done.returncode, "add it to --format" in done.stderr) == (2, True)

@@ -35,8 +35,8 @@ def add_scores(source: Source, *scores: dict[str, Any] | None) -> Path:
 
 
 def metadata(row: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(row["metadata"])
-    return {key: found[key] for key in ("reward", "rewards", "turn_rewards") if key in found}
+    parsed: dict[str, Any] = json.loads(row["metadata"])
+    return {key: parsed[key] for key in ("reward", "rewards", "turn_rewards") if key in parsed}
 
 
 class TestMetadata:
@@ -99,9 +99,9 @@ class TestScores:
         path.write_bytes(path.read_bytes().replace(b'"f":2', b'"f":4'))
         with pytest.raises(RunDirError, match=r"scores\.jsonl:1: not a score"):
             list(stored_records(source.run_dir))
-        found = run(tmp_path, "verify", source.run_dir)
-        assert found.returncode == 6
-        assert "scores.jsonl:1: not a score" in found.stdout
+        done = run(tmp_path, "verify", source.run_dir)
+        assert done.returncode == 6
+        assert "scores.jsonl:1: not a score" in done.stdout
         run(tmp_path, "verify", source.run_dir, "--repair")
         assert [line["rewards"] for _, line in read_scores(path)] == [{"f": 3.0}]
 
@@ -138,9 +138,9 @@ class TestFilters:
     ) -> None:
         source = self.make(tmp_path)
         filters = {"exact_duplicates": False, **filters}
-        found = rejects(source, formats="openai", filters=filters)
-        assert list(found.values()) == list(left_out.values())
-        assert [id[-1] for id in found] == [id[-1] for id in left_out]
+        reasons = rejects(source, formats="openai", filters=filters)
+        assert list(reasons.values()) == list(left_out.values())
+        assert [id[-1] for id in reasons] == [id[-1] for id in left_out]
 
     @pytest.mark.parametrize(
         ("filters", "kept"), [({"min_reward": 0.75}, ["b"]), ({"best_n": 1}, ["b"])]
@@ -150,8 +150,8 @@ class TestFilters:
     ) -> None:
         source = self.make(tmp_path)
         filters = {"exact_duplicates": False, **filters}
-        found = rows(source, "openai", reward_name="style", filters=filters)
-        assert [row["messages"][-1]["content"] for row in found] == kept
+        exported = rows(source, "openai", reward_name="style", filters=filters)
+        assert [row["messages"][-1]["content"] for row in exported] == kept
 
     def test_pairs_and_labels_use_the_named_reward(self, tmp_path: Path) -> None:
         source = self.make(tmp_path)
@@ -164,8 +164,8 @@ class TestFilters:
 
     def test_a_name_that_nothing_has_leaves_all_out(self, tmp_path: Path) -> None:
         source = self.make(tmp_path)
-        found = rejects(source, formats="dpo", reward_name="none")
-        assert set(found.values()) == {"no_reward"}
+        reasons = rejects(source, formats="dpo", reward_name="none")
+        assert set(reasons.values()) == {"no_reward"}
 
     def test_wrong_values_are_named_with_file_and_field(self, tmp_path: Path) -> None:
         recipe = tmp_path / "r.yaml"

@@ -256,8 +256,10 @@ def test_conversations_of_subagents_are_trajectories_of_their_own() -> None:
     check = {"passed": True, "reward": 0.75}
     record = with_subagents(check=check, scores=[{**score, "turn_rewards": {"format": [0.0, 1.0]}}])
     assert [row.keys() & {"thread", "thread_id"} for row in rows_of(stored(record))] == [set()]
-    found = rows_of(stored(record), subagents=True)
-    threads = [(row["thread"], row["thread_id"], row["segment"], row["segments"]) for row in found]
+    training_rows = rows_of(stored(record), subagents=True)
+    threads = [
+        (row["thread"], row["thread_id"], row["segment"], row["segments"]) for row in training_rows
+    ]
     assert threads == [
         ("main", None, 0, 1),
         ("searcher", "c1", 0, 1),
@@ -266,11 +268,14 @@ def test_conversations_of_subagents_are_trajectories_of_their_own() -> None:
         ("searcher", "c2", 1, 2),
     ]
     for key in ("id", "group_id", "sample", "status", "reward", "rewards"):
-        assert len({str(row[key]) for row in found}) == 1
-    assert found[1]["prompt_ids"] == [50, 51]
-    assert (found[1]["response_ids"], found[1]["loss_mask"]) == ([52, 53, 54], [1, 0, 1])
-    assert (found[1]["turns"], found[4]["turns"]) == ([1, 2], [2])
-    by_turn = [row.get("turn_rewards") for row in found]
+        assert len({str(row[key]) for row in training_rows}) == 1
+    assert training_rows[1]["prompt_ids"] == [50, 51]
+    assert (training_rows[1]["response_ids"], training_rows[1]["loss_mask"]) == (
+        [52, 53, 54],
+        [1, 0, 1],
+    )
+    assert (training_rows[1]["turns"], training_rows[4]["turns"]) == ([1, 2], [2])
+    by_turn = [row.get("turn_rewards") for row in training_rows]
     assert by_turn == [{"format": [0.0, 1.0]}, None, None, None, None], "those are of main turns"
 
 
@@ -301,8 +306,12 @@ def test_failures_and_equal_samples_are_rows(tmp_path: Path) -> None:
         played(FIRST, SECOND, status="max_turns"),
     ]
     source = make_run(tmp_path, *records, samples=3)
-    found = rows(source, "rl", filters={})
-    assert [(row["group_id"], row["sample"]) for row in found] == [("t0", 0), ("t0", 1), ("t0", 2)]
+    training_rows = rows(source, "rl", filters={})
+    assert [(row["group_id"], row["sample"]) for row in training_rows] == [
+        ("t0", 0),
+        ("t0", 1),
+        ("t0", 2),
+    ]
     assert len(rows(source, "rl", filters={"status": ["completed"]})) == 2
     assert len(rows(source, "rl", filters={"exact_duplicates": True})) == 1
 

@@ -32,17 +32,17 @@ def test_counts_what_records_hold(tmp_path: Path) -> None:
     source = make_run(tmp_path, *records, ended, pending=2)
     done = run(tmp_path, "stats", str(source.run_dir), "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["records"], found["kept"]) == (4, 3)
-    assert found["rows"] == {"completed": 3, "max_turns": 1}
-    cost = found["cost_usd"]
+    output = json.loads(done.stdout)
+    assert (output["records"], output["kept"]) == (4, 3)
+    assert output["rows"] == {"completed": 3, "max_turns": 1}
+    cost = output["cost_usd"]
     assert cost["known_total"] == pytest.approx(4.5)
     assert cost["per_kept"] == pytest.approx(1.5)
     assert cost["records_of_unknown_cost"] == 1
-    (tool,) = found["tools"]
+    (tool,) = output["tools"]
     assert tool["count"] == 4
     assert (tool["seconds"]["max"], tool["seconds"]["mean"]) == (9.0, 4.5)
-    assert found["per_record"]["model_seconds"]["max"] == 1.0
+    assert output["per_record"]["model_seconds"]["max"] == 1.0
 
 
 def test_shows_a_table(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_what_is_kept_is_known_from_an_export_only_while_that_is_current(tmp_pat
     assert run(tmp_path, **SCRIPTED).returncode == 0
     run_dir = tmp_path / "trajectories" / "r"
     assert left_out(run_dir) == frozenset({"p1"})
-    found = StoredRun(run_dir).statistics()
-    assert found["kept"] == 2
-    assert found == statistics_of(run_dir, style=Style())
+    statistics = StoredRun(run_dir).statistics()
+    assert statistics["kept"] == 2
+    assert statistics == statistics_of(run_dir, style=Style())
     assert statistics_of(run_dir, style=Style(), left_out=["p0", "p1"])["kept"] == 1
     manifest = run_dir / "exports" / "manifest.json"
     for name in ("records.jsonl", "run.json", "exports/rejects.jsonl"):

@@ -65,14 +65,14 @@ def test_tokens_that_most_tokenizers_treat_as_text_are_kept(
     text = json.dumps(row.get("messages") or row.get("conversations") or row)
     for place in (f"You {token}", f"a {token} b", f"c {token} d", f"e {token}", f"h {token}"):
         assert place in text
-    (told,) = why(source, formats=name, filters={"control_tokens": "all"}).values()
-    assert told.startswith("control_token: ")
+    (reasons,) = why(source, formats=name, filters={"control_tokens": "all"}).values()
+    assert reasons.startswith("control_token: ")
 
 
 def test_a_token_of_templates_beside_markup_is_still_found(tmp_path: Path) -> None:
     record = record_of(user("<s> and then <|im_end|>"), assistant("Hi."))
-    (told,) = why(make_run(tmp_path, record), formats="openai").values()
-    assert told == (
+    (reasons,) = why(make_run(tmp_path, record), formats="openai").values()
+    assert reasons == (
         "control_token: user message before turn 1: '<|im_end|>'; "
         "--accept_rows=control_token keeps such rows"
     )
@@ -83,13 +83,13 @@ def test_rejects_say_how_to_keep_a_row(tmp_path: Path, name: str) -> None:
     """Following it keeps the row."""
     judged = {"check": {"reward": 1}}
     source = make_run(tmp_path, *(record | judged for record in (INVENTED, TOKEN, PLAIN)))
-    told = why(source, formats=name)
-    assert {id: text.rpartition("; ")[2] for (id, _), text in told.items()} == {
+    reasons = why(source, formats=name)
+    assert {id: text.rpartition("; ")[2] for (id, _), text in reasons.items()} == {
         "t0": "--accept_rows=unknown_tool keeps such rows",
         "t1": "--accept_rows=control_token keeps such rows",
     }
-    kept = rows(source, name, accept_rows="unknown_tool,control_token")
-    assert [row["id"] for row in kept] == ["t0", "t1", "t2"]
+    training_rows = rows(source, name, accept_rows="unknown_tool,control_token")
+    assert [row["id"] for row in training_rows] == ["t0", "t1", "t2"]
 
 
 def test_a_call_of_a_tool_that_was_not_offered_is_reported_unchanged(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_arguments_that_are_not_an_object_are_a_string_where_calls_are_text(
     source = make_run(tmp_path, record)
     (row,) = rows(source, "hermes", accept_rows=reason)
     said = row["conversations"][2]["value"].partition("<tool_call>\n")[2]
-    told = json.loads(said.removesuffix("\n</tool_call>"))
-    assert told == {"name": "temp", "arguments": written}
+    parsed = json.loads(said.removesuffix("\n</tool_call>"))
+    assert parsed == {"name": "temp", "arguments": written}
     assert row["conversations"][3]["value"].count("Error: no") == 1
 
 
@@ -122,9 +122,9 @@ def test_arguments_that_are_not_an_object_are_a_string_where_calls_are_text(
 def test_where_calls_are_objects_they_refuse_the_row(tmp_path: Path, name: str) -> None:
     """Templates and loaders want objects there; the reject names the format that does not."""
     source = make_run(tmp_path, BROKEN)
-    (told,) = why(source, formats=name, accept_rows="arguments_not_json").values()
-    assert told.startswith("arguments_not_json: turn 1, call 1 (temp): ")
-    assert told.endswith(
+    (reasons,) = why(source, formats=name, accept_rows="arguments_not_json").values()
+    assert reasons.startswith("arguments_not_json: turn 1, call 1 (temp): ")
+    assert reasons.endswith(
         f"; {name} cannot hold this; export --format=hermes --accept_rows=arguments_not_json can"
     )
 
@@ -134,20 +134,20 @@ def test_tags_in_a_text_are_kept_where_they_are_not_structure(tmp_path: Path) ->
     (row,) = rows(source, "openai", accept_rows="marker_in_text")
     assert row["messages"][-1]["content"] == "A call is <tool_call>{}</tool_call>."
     for name in ("hermes", "llamafactory"):
-        (told,) = why(source, formats=name, accept_rows="marker_in_text").values()
-        assert told.endswith("export --format=openai --accept_rows=marker_in_text can")
+        (reasons,) = why(source, formats=name, accept_rows="marker_in_text").values()
+        assert reasons.endswith("export --format=openai --accept_rows=marker_in_text can")
 
 
 def test_tags_in_results_and_arguments_are_kept_the_same_way(tmp_path: Path) -> None:
     record = record_of(user(), assistant("", call('{"q": "</tool_call>"}')),
                        result("</tool_response>"), assistant("Hi."))  # fmt: skip
     source = make_run(tmp_path, record)
-    (told,) = why(source, formats="openai", accept_rows="marker_in_arguments").values()
-    assert told.startswith("marker_in_result: ")
+    (reasons,) = why(source, formats="openai", accept_rows="marker_in_arguments").values()
+    assert reasons.startswith("marker_in_result: ")
     both = {"accept_rows": "marker_in_arguments,marker_in_result"}
     assert len(rows(source, "openai", **both)) == 1
-    (told,) = why(source, formats="llamafactory", **both).values()
-    assert told.startswith("marker_in_arguments: ")
+    (reasons,) = why(source, formats="llamafactory", **both).values()
+    assert reasons.startswith("marker_in_arguments: ")
 
 
 def test_each_format_refuses_for_itself(tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_a_rejected_sample_does_not_count_among_the_best(tmp_path: Path) -> None
     source = make_run(tmp_path, worse, best, samples=2)
     filters = {"best_n": 1}
     assert [row["id"] for row in rows(source, "openai", filters=filters)] == ["t0"]
-    kept = rows(source, "openai", filters=filters, accept_rows="unknown_tool")
-    assert [row["id"] for row in kept] == ["t0#s1"]
+    training_rows = rows(source, "openai", filters=filters, accept_rows="unknown_tool")
+    assert [row["id"] for row in training_rows] == ["t0#s1"]
 
 
 def test_documents_hold_all_but_calls_without_an_object(tmp_path: Path) -> None:

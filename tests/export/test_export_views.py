@@ -80,16 +80,16 @@ def test_replies_that_saw_a_summary_are_counted(tmp_path: Path) -> None:
     given: dict[str, Any] = {"summarize_over_messages": 6, "summarize_keep": 2}
     played = play(tmp_path, script, **given)
     seen = sum("[Summary of" in json.dumps(list(request.messages)) for request in played.requests)
-    told = metadata_of(record_from(played, **given))
-    assert (told["view_compacted"], told["summaries"]) == (seen, 1)
+    metadata = metadata_of(record_from(played, **given))
+    assert (metadata["view_compacted"], metadata["summaries"]) == (seen, 1)
     assert seen == 2
 
 
 def test_a_summary_that_was_not_used_is_none(tmp_path: Path) -> None:
     given: dict[str, Any] = {"summarize_over_messages": 6, "summarize_keep": 2}
     played = play(tmp_path, [echo("a"), echo("b"), echo("c"), say(" "), ANSWER], **given)
-    told = metadata_of(record_from(played, **given))
-    assert told.keys().isdisjoint({"view_compacted", "summaries"})
+    metadata = metadata_of(record_from(played, **given))
+    assert metadata.keys().isdisjoint({"view_compacted", "summaries"})
 
 
 def test_results_that_the_model_saw_cut_are_counted(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def resumed(*calls: str, kept: bool = True) -> dict[str, Any]:
 
 def test_a_workspace_that_was_lost_is_counted() -> None:
     record = record_of(user(), assistant("Hi."), resumes=[resumed(), resumed("c1", kept=False)])
-    told = metadata_of(record)
-    assert (told["interrupted_calls"], told["workspace_lost"]) == (1, 1)
+    metadata = metadata_of(record)
+    assert (metadata["interrupted_calls"], metadata["workspace_lost"]) == (1, 1)
 
 
 def test_what_was_seen_whole_says_nothing_more() -> None:
@@ -129,9 +129,9 @@ def test_each_side_of_a_pair_says_it(tmp_path: Path) -> None:
     broken = judged(0.0, "B") | {"resumes": [resumed("c1", kept=False)]}
     source = make_run(tmp_path, judged(1.0, "A") | {"resumes": []}, broken, samples=2)
     (pair,) = rows(source, "dpo")
-    told = json.loads(pair["metadata"])
-    assert told["chosen"].keys() == {"id", "reward"}
-    assert told["rejected"]["interrupted_calls"] == told["rejected"]["workspace_lost"] == 1
+    parsed = json.loads(pair["metadata"])
+    assert parsed["chosen"].keys() == {"id", "reward"}
+    assert parsed["rejected"]["interrupted_calls"] == parsed["rejected"]["workspace_lost"] == 1
 
 
 def test_filters_leave_them_out(tmp_path: Path) -> None:

@@ -76,9 +76,9 @@ def test_rows_have_the_columns_of_their_format(tmp_path: Path, name: str) -> Non
     directory, _ = exported(source, formats=name)
     columns = list(format_named(name).columns)
     assert (columns[0], columns[-1]) == ("id", "metadata")
-    found = lines(directory / name / "train.jsonl")
-    assert found
-    assert all(list(row) == columns for row in found)
+    entries = lines(directory / name / "train.jsonl")
+    assert entries
+    assert all(list(row) == columns for row in entries)
 
 
 def test_sharegpt_is_another_name_of_hermes(tmp_path: Path) -> None:

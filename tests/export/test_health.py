@@ -177,11 +177,11 @@ def test_sound_records_have_no_problem() -> None:
 @pytest.mark.parametrize("name", HEALTH_CHECKS)
 def test_each_check_finds_its_problem_and_no_other(name: str) -> None:
     records, given, example = FOUND[name]
-    found = problems(records, **given)
-    assert list(found) == [name]
-    assert found[name]["examples"][0] == example
-    (line,) = health_as_text([found[name]])
-    assert line.startswith(f"health: {name}: {found[name]['found']} of {found[name]['of']} ")
+    listed = problems(records, **given)
+    assert list(listed) == [name]
+    assert listed[name]["examples"][0] == example
+    (line,) = health_as_text([listed[name]])
+    assert line.startswith(f"health: {name}: {listed[name]['found']} of {listed[name]['of']} ")
 
 
 def test_attempts_that_always_fail_for_one_reason_are_a_problem() -> None:
@@ -193,9 +193,9 @@ def test_attempts_that_always_fail_for_one_reason_are_a_problem() -> None:
         *attempts("varied", "setup_failed", "timeout", "setup_failed"),
         *attempts("seldom", "setup_failed", "setup_failed"),
     ]
-    found = problems([record(n) for n in range(30)], failures=failures)
-    assert found["failing_prompts"]["examples"] == ["alike"]
-    assert (found["failing_prompts"]["found"], found["failing_prompts"]["of"]) == (1, 2)
+    listed = problems([record(n) for n in range(30)], failures=failures)
+    assert listed["failing_prompts"]["examples"] == ["alike"]
+    assert (listed["failing_prompts"]["found"], listed["failing_prompts"]["of"]) == (1, 2)
 
 
 def test_a_hard_value_of_a_column_is_no_problem_where_rewards_are_rare() -> None:

@@ -88,8 +88,8 @@ def test_a_turn_with_it_has_no_think_block(reply: Completion) -> None:
     row = to_row(stored(record_with(reply)))
     assert gpt(row) == ["Hi."]
     assert row["has_reasoning"] is False
-    told = json.loads(row["metadata"])["reasoning"]
-    assert told == {"assistant_turns": 1, "with_reasoning": 0, "hidden": 1}
+    parsed = json.loads(row["metadata"])["reasoning"]
+    assert parsed == {"assistant_turns": 1, "with_reasoning": 0, "hidden": 1}
 
 
 @pytest.mark.parametrize("reply", NOT_HIDDEN.values(), ids=NOT_HIDDEN)
@@ -175,8 +175,10 @@ def test_statistics_and_the_card_count_it(tmp_path: Path) -> None:
     counts = {"assistant_turns": 3, "with_reasoning": 1, "without_reasoning": 2, "hidden": 1}
     assert manifest["statistics"]["reasoning"] == {**counts, "rows_with_any": 1}
     assert "1 more turns had some that the API hides" in (directory / "README.md").read_text()
-    found = statistics_of(source.run_dir, style=Style())
-    assert "reasoning in 33.3% of 3 turns, hidden by the API in 33.3%" in list(as_text(found, {}))
+    statistics = statistics_of(source.run_dir, style=Style())
+    assert "reasoning in 33.3% of 3 turns, hidden by the API in 33.3%" in list(
+        as_text(statistics, {})
+    )
 
 
 def test_rows_without_any_think_tag(tmp_path: Path) -> None:

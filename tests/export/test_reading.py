@@ -215,11 +215,11 @@ def test_rows_keep_integers_of_any_size(tmp_path: Path) -> None:
     offered = [{**TEMP, "function": {**TEMP["function"], "parameters": {"maximum": long}}}]
     records = conversation(), conversation(seed=long), conversation(tools=offered)
     source = sealed(make_run(tmp_path, *records, prompts=columns))
-    found = rows(source, "hermes")
-    metadata = [json.loads(row["metadata"]) for row in found]
+    exported = rows(source, "hermes")
+    metadata = [json.loads(row["metadata"]) for row in exported]
     assert [of_row["columns"].get("n") for of_row in metadata] == [long, 1, None]
     assert metadata[1]["seed"] == long
-    assert json.loads(found[2]["tools"]) == offered
+    assert json.loads(exported[2]["tools"]) == offered
 
 
 def test_damage_in_a_part_that_no_row_shows_is_found_without_a_checksum(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ GROUPS = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.25]]
 
 def counted(*rewards: list[float], samples: int = 4) -> dict[str, Any]:
     """The statistics of groups with these rewards."""
-    found = RewardStatistics(samples)
+    figures = RewardStatistics(samples)
     for prompt, group in enumerate(rewards):
         for reward in group:
-            found.add(stored({**judged(reward, "a"), "prompt_id": f"p{prompt}"}))
-    return found.to_json()
+            figures.add(stored({**judged(reward, "a"), "prompt_id": f"p{prompt}"}))
+    return figures.to_json()
 
 
 def test_spread_of_groups_and_of_all() -> None:
@@ -43,9 +43,9 @@ def test_spread_of_groups_and_of_all() -> None:
 
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass() -> None:
     """Counted over all draws, for samples that are judged by hand."""
-    found = counted(*GROUPS)["pass_at"]
-    assert list(found) == ["1", "2", "4"]
-    for k, percent in found.items():
+    counts = counted(*GROUPS)["pass_at"]
+    assert list(counts) == ["1", "2", "4"]
+    for k, percent in counts.items():
         shares = []
         for group in GROUPS:
             draws = list(combinations([reward > 0.5 for reward in group], int(k)))
@@ -54,9 +54,9 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass() -> None:
 
 
 def test_a_prompt_with_fewer_samples_counts_for_what_it_has() -> None:
-    found = counted([1.0, 0.0, 0.0], [1.0])
-    assert found["pass_at"] == {"1": 66.67, "2": 66.67, "3": 100.0}
-    assert found["by_name"]["reward"]["groups"] == 1
+    counts = counted([1.0, 0.0, 0.0], [1.0])
+    assert counts["pass_at"] == {"1": 66.67, "2": 66.67, "3": 100.0}
+    assert counts["by_name"]["reward"]["groups"] == 1
 
 
 def test_many_samples_are_no_problem() -> None:
@@ -64,17 +64,19 @@ def test_many_samples_are_no_problem() -> None:
 
 
 def test_single_samples_make_no_groups() -> None:
-    found = counted([1.0], [0.0], samples=1)
-    assert found["by_name"] == {"reward": {"records": 2, "mean": 0.5, "std": 0.707107}}
-    assert found["pass_at"] == {}
+    counts = counted([1.0], [0.0], samples=1)
+    assert counts["by_name"] == {"reward": {"records": 2, "mean": 0.5, "std": 0.707107}}
+    assert counts["pass_at"] == {}
 
 
 def test_rewards_of_turns_are_counted_apart_and_failed_scores_not_at_all() -> None:
-    found = RewardStatistics(1)
+    figures = RewardStatistics(1)
     score = {"source": "m:f", "version": "1", "error": None}
-    found.add(stored(worked(scores=[{**score, "rewards": {}, "turn_rewards": {"f": [1.0, None]}}])))
-    found.add(stored(worked(scores=[{**score, "rewards": None, "error": "ValueError: no"}])))
-    assert found.to_json() == {
+    figures.add(
+        stored(worked(scores=[{**score, "rewards": {}, "turn_rewards": {"f": [1.0, None]}}]))
+    )
+    figures.add(stored(worked(scores=[{**score, "rewards": None, "error": "ValueError: no"}])))
+    assert figures.to_json() == {
         "by_name": {},
         "turns": {"f": {"turns": 1, "mean": 1.0, "std": None}},
         "pass_at": {},
@@ -82,11 +84,11 @@ def test_rewards_of_turns_are_counted_apart_and_failed_scores_not_at_all() -> No
 
 
 def test_any_number_of_names_takes_limited_memory() -> None:
-    found = RewardStatistics(1)
+    figures = RewardStatistics(1)
     for n in range(2 * MAX_NAMES):
         check = {"passed": True, "reward": 1.0, "rewards": {f"n{n}": 1.0}}
-        found.add(stored(worked(check=check)))
-    assert len(found.to_json()["by_name"]) == MAX_NAMES
+        figures.add(stored(worked(check=check)))
+    assert len(figures.to_json()["by_name"]) == MAX_NAMES
 
 
 def test_the_command_shows_them(tmp_path: Path) -> None:
@@ -97,8 +99,8 @@ def test_the_command_shows_them(tmp_path: Path) -> None:
     expected = list(as_text(counted(*GROUPS)))
     assert all(line in done.stdout.splitlines() for line in expected)
     assert expected[-1] == "pass@1 50%, pass@2 61.11%, pass@4 66.67%"
-    found = json.loads(run(tmp_path, "stats", source.run_dir, "--json").stdout)
-    assert found["rewards"] == counted(*GROUPS)
+    parsed = json.loads(run(tmp_path, "stats", source.run_dir, "--json").stdout)
+    assert parsed["rewards"] == counted(*GROUPS)
 
 
 def test_a_run_without_rewards_shows_nothing_of_them(tmp_path: Path) -> None:

@@ -92,8 +92,10 @@ class TestFunctions:
         done = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
         assert (done.returncode, counts(done)) == (1, (2, 1))
         assert "\n          1  graders:length: ValueError: x (graders.py:…)" in done.stdout
-        told = run(tmp_path, "stats", "r", output_dir=".").stdout
-        assert "1 score failed; `show RUN ID` has the reason of each\n          1  graders:" in told
+        output = run(tmp_path, "stats", "r", output_dir=".").stdout
+        assert (
+            "1 score failed; `show RUN ID` has the reason of each\n          1  graders:" in output
+        )
         (failed,) = [line for line in scores(source) if line["error"]]
         assert (failed["id"], failed["rewards"]) == ("t0", None)
         assert failed["error"] == "ValueError: x (graders.py:7)"
@@ -337,8 +339,8 @@ class TestAJudge:
             done = run(tmp_path, "score", "r", judge="j", output_dir=".")
             assert done.returncode == 0, done.stderr
             assert [body["model"] for body in bodies] == ["j", "j"]
-        kept = rejects(source, formats="openai", filters={"min_rewards": {"judge": 1}})
-        assert kept == {"t1": "min_rewards"}
+        reasons = rejects(source, formats="openai", filters={"min_rewards": {"judge": 1}})
+        assert reasons == {"t1": "min_rewards"}
 
     def test_is_not_asked_again_what_an_export_has_asked(self, tmp_path: Path) -> None:
         """`verdicts.jsonl` was written by exports until version 0.1; its replies are paid for.
@@ -458,7 +460,7 @@ class TestCallsInFlight:
     @pytest.mark.parametrize("breaks", ["a call", "keeping"])
     def test_that_end_when_another_breaks_are_kept(self, breaks: str) -> None:
         """Their replies are paid for."""
-        kept: list[int] = []
+        collected: list[int] = []
 
         async def ask(item: int) -> int:
             if item == 0 and breaks == "a call":
@@ -471,13 +473,13 @@ class TestCallsInFlight:
             return item
 
         def keep(found: list[int]) -> None:
-            kept.extend(found)
+            collected.extend(found)
             if breaks == "keeping" and 2 not in found:
                 raise ValueError("broken")
 
         with pytest.raises(ValueError, match="broken"):
             asyncio.run(ask_all(range(3), ask, max_in_flight=3, keep=keep))
-        assert sorted(kept) == ([1, 2] if breaks == "a call" else [0, 1, 2])
+        assert sorted(collected) == ([1, 2] if breaks == "a call" else [0, 1, 2])
 
     @pytest.mark.parametrize("limit", [3, 9])
     def test_are_shown_while_none_ends(self, limit: int) -> None:
@@ -492,14 +494,14 @@ class TestCallsInFlight:
                 seen.append(in_flight)
                 shown.set()
 
-            work = ask_all(range(4), ask, max_in_flight=limit, keep=found.extend, show=show)
+            work = ask_all(range(4), ask, max_in_flight=limit, keep=collected.extend, show=show)
             await asyncio.wait_for(work, PATIENCE_S)
 
         seen: list[int] = []
-        found: list[int] = []
+        collected: list[int] = []
         asyncio.run(ask_them())
         assert seen[0] == min(limit, 4)
-        assert sorted(found) == list(range(4))
+        assert sorted(collected) == list(range(4))
 
     def test_are_never_more_than_allowed(self) -> None:
         running = peak = 0
@@ -512,9 +514,9 @@ class TestCallsInFlight:
             running -= 1
             return item
 
-        found: list[int] = []
-        asyncio.run(ask_all(range(50), ask, max_in_flight=4, keep=found.extend))
-        assert (peak, sorted(found)) == (4, list(range(50)))
+        collected: list[int] = []
+        asyncio.run(ask_all(range(50), ask, max_in_flight=4, keep=collected.extend))
+        assert (peak, sorted(collected)) == (4, list(range(50)))
 
 
 class TestABudget:

@@ -71,11 +71,11 @@ def resume_and_judge(
 
 def judge_run_dir(run_dir: Path, *, tasks: int) -> None:
     """Check what lies on disk after a run that came to its end."""
-    found = check_run(run_dir)
-    assert not found.found, found.describe()
-    assert not found.owed
+    problems = check_run(run_dir)
+    assert not problems.found, problems.describe()
+    assert not problems.owed
     records = finished_lines(run_dir / "records.jsonl")
-    assert len(records) == found.records == tasks
+    assert len(records) == problems.records == tasks
     assert {path.name for path in run_dir.iterdir()} <= KNOWN
     for name in ("inflight", "workspaces"):
         assert not list((run_dir / name).iterdir())
@@ -87,18 +87,18 @@ def judge_run_dir(run_dir: Path, *, tasks: int) -> None:
 
 def finished_lines(records: Path) -> dict[str, bytes]:
     """Whole records by id; fails on a second one. A torn last line is not a record."""
-    found: dict[str, bytes] = {}
+    collected: dict[str, bytes] = {}
     if not records.exists():
-        return found
+        return collected
     for line in records.read_bytes().splitlines(keepends=True):
         try:
             record: dict[str, Any] = orjson.loads(line)
         except orjson.JSONDecodeError:
             continue
         if line.endswith(b"\n") and "id" in record:
-            assert record["id"] not in found, f"{record['id']} has two records"
-            found[record["id"]] = line
-    return found
+            assert record["id"] not in collected, f"{record['id']} has two records"
+            collected[record["id"]] = line
+    return collected
 
 
 def asked_of(endpoint: FakeEndpoint) -> dict[str, int]:

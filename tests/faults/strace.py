@@ -60,7 +60,7 @@ def points(
     assert traced.returncode == 0, traced.stderr
     output = str(cwd / str(given.get("output_dir", "trajectories")))
     logs = sorted(cwd.glob("calls*"), key=lambda log: log.stat().st_size, reverse=True)
-    found: dict[tuple[str, int], Point] = {}
+    collected: dict[tuple[str, int], Point] = {}
     for log in logs:
         seen: Counter[str] = Counter()
         for line in log.read_text().splitlines():
@@ -71,8 +71,8 @@ def points(
             # The first files that a thread opens have the numbers of what its program imports.
             if (output in rest or '"trajectories' in rest) and (call != "openat" or log == logs[0]):
                 point = Point(who, call, seen[call], rest[:100].replace(output, ""))
-                found.setdefault((call, seen[call]), point)
-    return list(found.values())
+                collected.setdefault((call, seen[call]), point)
+    return list(collected.values())
 
 
 def run_with(

@@ -117,8 +117,8 @@ def test_damage_by_a_power_loss_or_an_editor_costs_only_the_damaged_tasks(
             if len(file.read_bytes().splitlines()) > 3:
                 damage(file)
         (run_dir / "records.idx").unlink()  # as old as the records at most, and not synced
-        kept = finished_lines(run_dir / "records.jsonl")
-        assert len(before) > len(kept) >= 3
+        entries = finished_lines(run_dir / "records.jsonl")
+        assert len(before) > len(entries) >= 3
         resume_and_judge(tmp_path, given, tasks=16, endpoint=endpoint, wasted=3 * 16)
     assert any(run_dir.glob("quarantine/records.jsonl*")), "what was unreadable is kept"
 

@@ -50,15 +50,15 @@ def replies_on_disk(cwd: Path) -> set[Key]:
         row["id"]: conversation_of({"messages": [{"role": "user", "content": row["prompt"]}]})
         for row in map(orjson.loads, (cwd / "p.jsonl").read_bytes().splitlines())
     }
-    found = set()
+    collected = set()
     for record in map(orjson.loads, finished_lines(run_dir / "records.jsonl").values()):
-        found |= {(names[record["id"]], turn["turn"]) for turn in record["turns"]}
+        collected |= {(names[record["id"]], turn["turn"]) for turn in record["turns"]}
     for journal in run_dir.glob("inflight/*.jsonl"):
         for line in journal.read_bytes().splitlines(keepends=True):
             entry = orjson.loads(line) if line.endswith(b"\n") else None
             if entry is not None and entry["event"]["kind"] == "reply":
-                found.add((names[entry["task"]], entry["event"]["turn"]))
-    return found
+                collected.add((names[entry["task"]], entry["event"]["turn"]))
+    return collected
 
 
 def asked_by_turn(endpoint: FakeEndpoint) -> dict[Key, int]:

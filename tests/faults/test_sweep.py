@@ -54,7 +54,7 @@ def points(who: Who) -> list[Point]:
 def assert_survived(scene: Path, point: Point, fault: str) -> None:
     """Run with the fault, judge how that ended, resume, and judge all again."""
     done = strace.run_with(scene, point, fault, SCRIPTED)
-    told = f"{point} {fault}: exit {done.returncode}, {done.stderr}"
+    output = f"{point} {fault}: exit {done.returncode}, {done.stderr}"
     run_dir = scene / "trajectories" / "r"
     try:
         assert "Traceback" not in done.stderr
@@ -65,11 +65,11 @@ def assert_survived(scene: Path, point: Point, fault: str) -> None:
             assert done.returncode == 0 or done.stderr.startswith("error: ")
             assert done.stderr.count("run the same command again") <= 1
         if done.returncode == 0:
-            found = check_run(run_dir)
-            assert (found.found, found.records) == ([], TASKS), found.describe()
+            problems = check_run(run_dir)
+            assert (problems.found, problems.records) == ([], TASKS), problems.describe()
         resume_and_judge(scene, SCRIPTED, tasks=TASKS)
     except AssertionError as error:
-        error.add_note(told)
+        error.add_note(output)
         raise
     shutil.rmtree(scene / "trajectories")
 

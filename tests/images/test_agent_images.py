@@ -67,19 +67,19 @@ def test_an_agent_works_in_the_image_of_its_row(
     )
     done = run(tmp_path, "--row_setup", **given)
     assert done.returncode == 0, done.stderr
-    found = records(tmp_path)
-    passed = {name: record["check"]["passed"] for name, record in found.items()}
+    done_records = records(tmp_path)
+    passed = {name: record["check"]["passed"] for name, record in done_records.items()}
     assert passed == {"root": True, "user": True, "unfixed": False}
-    assert "+    return a + b" in found["user"]["diff"]["patch"]
-    said = {name: record["agent"]["stdout"].splitlines() for name, record in found.items()}
+    assert "+    return a + b" in done_records["user"]["diff"]["patch"]
+    said = {name: record["agent"]["stdout"].splitlines() for name, record in done_records.items()}
     assert said["root"] == [
         "/testbed /root",
         "hi /testbed /root",
         "Finished root in 2 steps.",
     ]
     assert said["user"][:2] == ["/home/agent/work /home/agent", " /home/agent/work /home/agent"]
-    assert found["root"]["agent"]["version"].startswith("3.")
-    assert len(endpoint.of_task("user")) == found["user"]["api_calls"] == 3
+    assert done_records["root"]["agent"]["version"].startswith("3.")
+    assert len(endpoint.of_task("user")) == done_records["user"]["api_calls"] == 3
     assert_nothing_is_left(tmp_path)
 
 
@@ -197,10 +197,10 @@ def test_links_of_an_image_lead_nowhere_else(
     write_rows(tmp_path / "p.jsonl", work("p", "python:1", setup=setup), work("other", "python:1"))
     done = run(tmp_path, "--row_setup", **in_image(images, endpoint), max_attempts=1)
     assert done.returncode in (0, 1), done.stderr
-    found = records(tmp_path)
-    assert found["other"]["status"] == "completed"
-    assert found["p"]["status"] == status
+    done_records = records(tmp_path)
+    assert done_records["other"]["status"] == "completed"
+    assert done_records["p"]["status"] == status
     if status == "failed":
-        assert found["p"]["error"]["class"] == "agent_failed"
-        assert "the sandbox did not start" in found["p"]["error"]["message"]
+        assert done_records["p"]["error"]["class"] == "agent_failed"
+        assert "the sandbox did not start" in done_records["p"]["error"]["message"]
     assert_nothing_is_left(tmp_path)

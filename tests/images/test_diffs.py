@@ -195,18 +195,18 @@ def check_right_fixes(tmp_path: Path, **options: Any) -> None:
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, "--row_setup", **options, max_processes=30)
     assert done.returncode == 0, done.stderr
-    found = records(tmp_path)
-    assert {name: record["check"].get("error") for name, record in found.items()} == dict.fromkeys(
-        found
-    )
-    rewards = {name: record["check"]["reward"] for name, record in found.items()}
+    done_records = records(tmp_path)
+    assert {
+        name: record["check"].get("error") for name, record in done_records.items()
+    } == dict.fromkeys(done_records)
+    rewards = {name: record["check"]["reward"] for name, record in done_records.items()}
     assert rewards == {**dict.fromkeys(RIGHT, 1.0), "none": 0.0}
-    assert {record["check"]["in"] for record in found.values()} == {"fresh"}
+    assert {record["check"]["in"] for record in done_records.values()} == {"fresh"}
     for name in RIGHT:
-        assert "+    return a + b" in found[name]["diff"]["patch"], name
-        assert not found[name]["diff"]["truncated"]
-    assert "+++ b/new/calc.py" in found["a repository within"]["diff"]["patch"]
-    assert found["none"]["diff"] == {"patch": "", "truncated": False}
+        assert "+    return a + b" in done_records[name]["diff"]["patch"], name
+        assert not done_records[name]["diff"]["truncated"]
+    assert "+++ b/new/calc.py" in done_records["a repository within"]["diff"]["patch"]
+    assert done_records["none"]["diff"] == {"patch": "", "truncated": False}
     assert not [*(tmp_path / "trajectories/r/workspaces").iterdir()]
 
 
@@ -227,12 +227,12 @@ def test_what_cannot_be_carried_is_no_reward(images: Path, tmp_path: Path) -> No
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, "--row_setup", **OPTIONS, images=images)
     assert done.returncode == 0, done.stderr
-    found = records(tmp_path)
-    assert found["much"]["check"]["reward"] is found["odd"]["check"]["reward"] is None
-    assert "at most 64 MiB can be carried" in found["much"]["check"]["error"]
-    assert "is not UTF-8" in found["odd"]["check"]["error"]
-    assert found["same"]["check"]["reward"] == 1.0
-    assert "is not UTF-8" in found["same"]["diff"]["error"]
+    done_records = records(tmp_path)
+    assert done_records["much"]["check"]["reward"] is done_records["odd"]["check"]["reward"] is None
+    assert "at most 64 MiB can be carried" in done_records["much"]["check"]["error"]
+    assert "is not UTF-8" in done_records["odd"]["check"]["error"]
+    assert done_records["same"]["check"]["reward"] == 1.0
+    assert "is not UTF-8" in done_records["same"]["diff"]["error"]
 
 
 @pytest.mark.slow

@@ -57,12 +57,12 @@ def enter(tmp_path: Path, **options: Any) -> None:
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, "--row_setup", **options)
     assert done.returncode == 0, done.stderr
-    found = records(tmp_path)
-    said = {name: results_of(record)[0] for name, record in found.items()}
+    done_records = records(tmp_path)
+    said = {name: results_of(record)[0] for name, record in done_records.items()}
     assert said["service"]["stdout"] == "hi from /work\n"
     assert said["server"]["stdout"] == "only\n"
     for name in ("service", "server"):
-        assert found[name]["check"]["passed"], found[name]["check"]
+        assert done_records[name]["check"]["passed"], done_records[name]["check"]
     for name in ("failing", "none"):
         assert said[name]["exit_code"] == 2
     assert not [*(tmp_path / "trajectories/r/workspaces").iterdir()]

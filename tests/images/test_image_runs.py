@@ -93,8 +93,10 @@ def worked_on(cwd: Path, **options: Any) -> dict[str, Any]:
     write_rows(cwd / "p.jsonl", *FIXES, row("lost", "missing:1"))
     done = run(cwd, *FLAGS, max_attempts=1, **options)
     assert done.returncode in (0, 1), done.stderr
-    found = records(cwd)
-    passed = {name: record["check"] and record["check"]["passed"] for name, record in found.items()}
+    done_records = records(cwd)
+    passed = {
+        name: record["check"] and record["check"]["passed"] for name, record in done_records.items()
+    }
     assert passed == {
         "by a command": True,
         "by the file tools": True,
@@ -103,7 +105,7 @@ def worked_on(cwd: Path, **options: Any) -> dict[str, Any]:
         "with hidden tests": True,
         "lost": None,
     }
-    return found
+    return done_records
 
 
 @pytest.mark.slow
@@ -299,9 +301,9 @@ def test_killed_at_random_moments(images: Path, tmp_path: Path) -> None:
             kill(process)
     done = run(tmp_path, *FLAGS, images=images, **OPTIONS)
     assert done.returncode == 0, done.stderr
-    found = records(tmp_path)
-    assert len(found) == 6
-    for record in found.values():
+    done_records = records(tmp_path)
+    assert len(done_records) == 6
+    for record in done_records.values():
         assert record["status"] == "completed"
         assert "restarts" not in record
         # A call that was interrupted may have run or not.

@@ -364,16 +364,16 @@ def test_one_lock_serves_threads_too(tmp_path: Path) -> None:
     write_layout(tmp_path / "made", [layer_of([Entry("a", b"x")])], name="1")
     store = ImageStore(tmp_path)
     store.find("made:1")
-    found: list[UnpackedImage] = []
+    collected: list[UnpackedImage] = []
     threads = [
-        threading.Thread(target=lambda: found.append(store.unpack("made:1"))) for _ in range(4)
+        threading.Thread(target=lambda: collected.append(store.unpack("made:1"))) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({image.path for image in found}) == 1
-    assert len(found) == 4
+    assert len({image.path for image in collected}) == 1
+    assert len(collected) == 4
 
 
 def test_the_users_of_an_image(tmp_path: Path) -> None:

@@ -120,9 +120,9 @@ def test_a_killed_conversation_continues_in_its_container(tmp_path: Path) -> Non
     done = run(tmp_path, "--row_setup", **{**PODMAN, "command_timeout_s": 5},
                accept_config_change="command_timeout_s")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = lines(tmp_path / "trajectories/r/records.jsonl")
-    assert ["kept" in record["messages"][-2]["content"] for record in found] == [True, True]
-    assert sorted("restarts" in record for record in found) == [False, True]
+    entries: list[dict[str, Any]] = lines(tmp_path / "trajectories/r/records.jsonl")
+    assert ["kept" in record["messages"][-2]["content"] for record in entries] == [True, True]
+    assert sorted("restarts" in record for record in entries) == [False, True]
     assert_nothing_is_left(tmp_path)
 
 
@@ -156,11 +156,11 @@ def test_later_commits_are_removed_in_containers(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, "--row_setup", **PODMAN)
     assert done.returncode == 0, done.stderr
-    found = records_of(tmp_path)
-    assert {name: record["check"]["reward"] for name, record in found.items()} == {
+    done_records = records_of(tmp_path)
+    assert {name: record["check"]["reward"] for name, record in done_records.items()} == {
         "clean": 0.0, "kept": 1.0,
     }  # fmt: skip
-    assert "invalid reference: v2" in found["clean"]["messages"][2]["content"]
+    assert "invalid reference: v2" in done_records["clean"]["messages"][2]["content"]
     assert_nothing_is_left(tmp_path)
 
 

@@ -48,7 +48,7 @@ def write_images(images: Path) -> None:
 
 def described(tree: Path) -> dict[str, tuple[int, bytes]]:
     """The mode and the content of everything in a tree."""
-    found = {}
+    collected = {}
     for path in [tree, *tree.rglob("*")]:
         mode = path.lstat().st_mode
         content = b""
@@ -56,8 +56,8 @@ def described(tree: Path) -> dict[str, tuple[int, bytes]]:
             content = os.fsencode(path.readlink())
         elif stat.S_ISREG(mode):
             content = path.read_bytes()
-        found[str(path.relative_to(tree))] = (mode, content)
-    return found
+        collected[str(path.relative_to(tree))] = (mode, content)
+    return collected
 
 
 def disk(place: Path) -> int:
@@ -79,14 +79,14 @@ def test_images_with_one_base_cost_the_base_once(tmp_path: Path, order: list[str
     """And each is what it is when it is unpacked alone."""
     images = tmp_path / "images"
     write_images(images)
-    found = {name: described(unpack(images, name)) for name in order}
+    body = {name: described(unpack(images, name)) for name in order}
     assert disk(ImageStore(images).unpacked) < 5.5 * MIB
     for name in order:
         alone = tmp_path / "alone" / name
         alone.mkdir(parents=True)
         (alone / name).symlink_to(images / name)
-        assert found[name] == described(unpack(alone, name))
-    assert found["one"] == described(unpack(images, "one")), "no other has changed it"
+        assert body[name] == described(unpack(alone, name))
+    assert body["one"] == described(unpack(images, "one")), "no other has changed it"
     assert ImageStore(images).unpack("same:1").workdir == "/lib"
 
 

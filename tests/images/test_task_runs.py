@@ -347,13 +347,13 @@ def judge_forty_tasks(cwd: Path) -> None:
 
 def _processes_of(run_dir: Path) -> list[str]:
     """The mounts and command lines of other processes that name a run directory."""
-    found = []
+    collected = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             if int(process.name) != os.getpid():
-                found.append((process / "mountinfo").read_text())
-                found.append((process / "cmdline").read_text(errors="replace"))
-    return [text for text in found if str(run_dir) in text]
+                collected.append((process / "mountinfo").read_text())
+                collected.append((process / "cmdline").read_text(errors="replace"))
+    return [text for text in collected if str(run_dir) in text]
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.long)])

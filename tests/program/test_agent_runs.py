@@ -180,15 +180,15 @@ def _reply(exchange: Exchange) -> tuple[str, str | None, list[tuple[str, Any]]]:
 
 
 def _results(request: dict[str, Any]) -> list[str]:
-    found = []
+    collected = []
     for message in request.get("messages") or request["input"]:
         if message.get("role") == "tool":
-            found.append(message["content"])
+            collected.append(message["content"])
         elif message.get("type") == "function_call_output":
-            found.append(message["output"])
+            collected.append(message["output"])
         elif isinstance(message.get("content"), list):
-            found += [b["content"] for b in message["content"] if b["type"] == "tool_result"]
-    return found
+            collected += [b["content"] for b in message["content"] if b["type"] == "tool_result"]
+    return collected
 
 
 @pytest.mark.slow

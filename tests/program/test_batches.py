@@ -55,13 +55,13 @@ def asking(api: FakeBatches, dialect: str = "chat", **more: object) -> dict[str,
 
 
 def records_of(cwd: Path, name: str = "r") -> list[dict[str, Any]]:
-    found = finished_lines(cwd / "trajectories" / name / "records.jsonl")
-    return [json.loads(line) for _, line in sorted(found.items())]
+    entries = finished_lines(cwd / "trajectories" / name / "records.jsonl")
+    return [json.loads(line) for _, line in sorted(entries.items())]
 
 
 def summary_of(cwd: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((cwd / "trajectories/r/summary.json").read_text())
-    return found
+    parsed: dict[str, Any] = json.loads((cwd / "trajectories/r/summary.json").read_text())
+    return parsed
 
 
 @pytest.mark.slow
@@ -323,11 +323,11 @@ def test_the_reserve_of_calls_never_sent_is_made_once(tmp_path: Path) -> None:
 def running(cwd: Path, pid: int, limit: str = "calls in") -> int:
     """Conversations that the run of process `pid` says to have assigned, while `limit` holds."""
     try:
-        told = json.loads((cwd / "trajectories" / "r" / "progress.json").read_text())
+        parsed = json.loads((cwd / "trajectories" / "r" / "progress.json").read_text())
     except FileNotFoundError:
         return 0
-    is_waiting = told["pid"] == pid and limit in told["limit"]
-    return int(told["running"]) if is_waiting else 0
+    is_waiting = parsed["pid"] == pid and limit in parsed["limit"]
+    return int(parsed["running"]) if is_waiting else 0
 
 
 def noted(cwd: Path) -> list[str]:
@@ -376,8 +376,8 @@ def kill_on_and_on(cwd: Path, dialect: str, kills: int, seed: int, **fake: Any) 
                 process.wait()
                 killed[(noted(cwd) or ["nothing"])[-1]] += 1
                 if noted(cwd):  # what a kill leaves is no damage
-                    found = check_run(cwd / "trajectories" / "r").found
-                    assert not [one for one in found if one.file.name == "batches.jsonl"]
+                    problems = check_run(cwd / "trajectories" / "r").found
+                    assert not [one for one in problems if one.file.name == "batches.jsonl"]
         done = run(cwd, BY_BATCH, **given)
         assert done.returncode == 0, done.stderr + (cwd / "output.txt").read_text()
         assert not api.paid_twice, f"seed {seed}, {killed}"

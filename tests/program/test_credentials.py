@@ -54,8 +54,8 @@ def shows_secret(leader: int) -> bool:
 
 def replies_on_disk(run_dir: Path) -> set[tuple[str, int]]:
     content = b"".join(path.read_bytes() for path in run_dir.rglob("*.jsonl"))
-    found = re.findall(rb'"response_id":"chatcmpl-(\w+)_(\d+)"', content)
-    return {(conversation.decode(), int(turn)) for conversation, turn in found}
+    matches = re.findall(rb'"response_id":"chatcmpl-(\w+)_(\d+)"', content)
+    return {(conversation.decode(), int(turn)) for conversation, turn in matches}
 
 
 @pytest.mark.slow

@@ -153,8 +153,8 @@ def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
             self.send(503, b"", **{"retry-after": "60"})
 
     def seconds() -> int:
-        found = re.search(r"\(giving up in (\d+) s\)", limit_told(tmp_path / "trajectories/r"))
-        return int(found[1]) if found else 0
+        match = re.search(r"\(giving up in (\d+) s\)", limit_told(tmp_path / "trajectories/r"))
+        return int(match[1]) if match else 0
 
     with listening(Refusing) as root:
         given: dict[str, Any] = {
@@ -178,20 +178,20 @@ def test_a_server_that_is_down_is_shown_with_a_count_down_and_left_at_a_signal(
 
 
 def test_outages_are_shown_until_calls_are_answered() -> None:
-    told: list[str] = []
-    outages = Outages((), say=told.append)
+    events: list[str] = []
+    outages = Outages((), say=events.append)
     assert (outages.describe(), outages.are_all()) == ("", False)
     outages.note(URL, "connection: refused", 50.4)
     outages.note(URL, "connection: reset", 500.0)
     assert outages.describe() == f"waiting for {URL}: connection: reset (giving up in 50 s)"
     assert outages.are_all()
-    assert len(told) == 1
+    assert len(events) == 1
     outages.on_replies(URL)
     assert (outages.describe(), outages.are_all()) == ("", False)
     outages.note(URL, "connection: refused", 9.4)
     assert outages.describe().endswith("refused (giving up in 9 s)")
     assert not outages.are_all()
-    assert len(told) == 1
+    assert len(events) == 1
 
 
 def test_an_outage_of_an_endpoint_that_has_answered_is_shown_but_no_new_message() -> None:

@@ -99,9 +99,9 @@ def stop(process: Process, number: int = signal.SIGINT) -> int:
 
 
 def records(tmp_path: Path) -> dict[str, dict[str, Any]]:
-    found = lines(tmp_path / "trajectories/r/records.jsonl")
-    assert len({record["id"] for record in found}) == len(found)
-    return {record["id"]: record for record in found}
+    entries = lines(tmp_path / "trajectories/r/records.jsonl")
+    assert len({record["id"] for record in entries}) == len(entries)
+    return {record["id"]: record for record in entries}
 
 
 def test_sessions_become_records(tmp_path: Path, endpoint: FakeEndpoint) -> None:
@@ -115,12 +115,12 @@ def test_sessions_become_records(tmp_path: Path, endpoint: FakeEndpoint) -> None
         status, _ = world.ask("DELETE", "/sessions/none")
         assert status == 404
         assert stop(world.process) == 0
-    found = records(tmp_path)
-    by_key = next(name for name in found if name.startswith("key-"))
-    assert set(found) == {"one", "one#2", "cut", by_key}
-    assert found["one"]["messages"][-1]["content"] == said[-1]["content"]
-    assert found["one"]["row"] == {"id": "one", "prompt": "First."}
-    assert [found[name]["status"] for name in ("one", "one#2", by_key, "cut")] == [
+    done_records = records(tmp_path)
+    by_key = next(name for name in done_records if name.startswith("key-"))
+    assert set(done_records) == {"one", "one#2", "cut", by_key}
+    assert done_records["one"]["messages"][-1]["content"] == said[-1]["content"]
+    assert done_records["one"]["row"] == {"id": "one", "prompt": "First."}
+    assert [done_records[name]["status"] for name in ("one", "one#2", by_key, "cut")] == [
         *("completed", "completed", "completed"),
         "cancelled",
     ]
@@ -217,10 +217,10 @@ def test_after_a_kill_a_session_continues_where_it_was(
         assert endpoint.journal()["replies"] == 2
         world.call(messages, at="/sessions/a")
         assert stop(world.process) == 0
-    found = records(tmp_path)
-    assert found["a"]["status"] == "completed"
-    assert (found["a"]["api_calls"], found["b"]["api_calls"]) == (2, 1)
-    assert found["a"]["set_aside"] == []
+    done_records = records(tmp_path)
+    assert done_records["a"]["status"] == "completed"
+    assert (done_records["a"]["api_calls"], done_records["b"]["api_calls"]) == (2, 1)
+    assert done_records["a"]["set_aside"] == []
     assert endpoint.journal()["replies"] == 3
 
 
@@ -336,8 +336,8 @@ def test_a_session_continues_after_a_call_without_a_usable_reply(
         assert "malformed" in json.dumps(reply["error"])
         world.talk("Go.", at="/sessions/a")
         assert stop(world.process) == 0
-    found = records(tmp_path)
-    assert {name: record["status"] for name, record in found.items()} == {
+    done_records = records(tmp_path)
+    assert {name: record["status"] for name, record in done_records.items()} == {
         **{"a": "completed", "other": "completed"},
     }
     assert "a: a call failed: malformed: " in (tmp_path / "trajectories/r/run.log").read_text()

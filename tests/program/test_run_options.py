@@ -42,11 +42,11 @@ def test_options_come_from_flags_config_and_rows(tmp_path: Path) -> None:
     )
     done = run(tmp_path, **configured(tmp_path, max_turns=2), repeat_limit=0)
     assert done.returncode == 0, done.stderr
-    found = records(tmp_path)
-    assert (found["all"]["status"], found["all"]["api_calls"]) == ("max_turns", 2)
-    assert (found["own"]["status"], found["own"]["api_calls"]) == ("max_turns", 1)
-    assert found["all"]["options"] == {"max_turns": 2, "repeat_limit": 0}
-    assert found["own"]["options"] == {"max_turns": 1, "repeat_limit": 0}
+    done_records = records(tmp_path)
+    assert (done_records["all"]["status"], done_records["all"]["api_calls"]) == ("max_turns", 2)
+    assert (done_records["own"]["status"], done_records["own"]["api_calls"]) == ("max_turns", 1)
+    assert done_records["all"]["options"] == {"max_turns": 2, "repeat_limit": 0}
+    assert done_records["own"]["options"] == {"max_turns": 1, "repeat_limit": 0}
 
 
 @pytest.mark.slow
@@ -107,9 +107,9 @@ def test_rows_in_chat_form_are_read_as_their_first_user_text(tmp_path: Path) -> 
     )
     done = run(tmp_path, **SCRIPTED)
     assert "messages[0] must be text of the system or the user" in done.stderr
-    found = records(tmp_path)
-    assert [m["content"] for m in found["openai"]["messages"]] == ["Be brief.", "Hi", "mine"]
-    assert [m["content"] for m in found["sharegpt"]["messages"]] == ["Hi", "mine"]
+    done_records = records(tmp_path)
+    assert [m["content"] for m in done_records["openai"]["messages"]] == ["Be brief.", "Hi", "mine"]
+    assert [m["content"] for m in done_records["sharegpt"]["messages"]] == ["Hi", "mine"]
 
 
 @pytest.mark.slow

@@ -73,14 +73,14 @@ def test_the_flags_of_the_batch_runner(tmp_path: Path) -> None:
     accepted: dict[str, Any] = {"prefill_messages_file": "prefill.json", "api_key_env": "none"}
     done = run(tmp_path, "--resume", "--reasoning_disabled", "--dry_run", **SCRIPTED, **accepted)
     assert done.returncode == 0, done.stderr
-    told = run(tmp_path, "--help_all").stdout
-    assert not {*("--resume", *accepted)} & {*told.split()}
+    output = run(tmp_path, "--help_all").stdout
+    assert not {*("--resume", *accepted)} & {*output.split()}
     for name in (
         *("dataset_file", "batch_size", "run_name", "num_workers", "model", "base_url"),
         *("max_turns", "max_samples", "max_tokens", "ephemeral_system_prompt"),
         *("prefill_messages", "reasoning_effort", "extra_body", "log_level", "key_env"),
     ):
-        assert f"--{name} " in told, name
+        assert f"--{name} " in output, name
 
 
 def test_records_are_private_and_keep_a_mode_that_the_user_set(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def run_for_tokens(cwd: Path, endpoint: FakeEndpoint, **more: object) -> str:
 
 
 def records(cwd: Path, name: str = "r") -> list[dict[str, Any]]:
-    found = lines(cwd / "trajectories" / name / "records.jsonl")
-    return sorted(found, key=lambda record: str(record["id"]))
+    entries = lines(cwd / "trajectories" / name / "records.jsonl")
+    return sorted(entries, key=lambda record: str(record["id"]))
 
 
 def rl_rows(cwd: Path, name: str = "r") -> list[dict[str, Any]]:
@@ -168,9 +168,13 @@ def test_without_the_option_nothing_is_asked_for_or_said(tmp_path: Path) -> None
 def test_a_template_that_strips_reasoning_splits_each_conversation(tmp_path: Path) -> None:
     with FakeEndpoint(tokens="vllm", strip_reasoning=1, **PLAYS) as endpoint:
         run_for_tokens(tmp_path, endpoint)
-    found = rl_rows(tmp_path)
-    assert [(row["segment"], row["turns"]) for row in found] == [(0, [1]), (1, [2]), (2, [3])] * 2
-    for row in found:
+    exported = rl_rows(tmp_path)
+    assert [(row["segment"], row["turns"]) for row in exported] == [
+        (0, [1]),
+        (1, [2]),
+        (2, [3]),
+    ] * 2
+    for row in exported:
         assert (row["split"] is None) == (row["segment"] == 0)
         assert set(row["loss_mask"]) == {1}
 
@@ -218,9 +222,9 @@ def test_a_branch_trains_on_its_own_turns(tmp_path: Path, whole: list[dict[str, 
         done = run(tmp_path, "fork", "r", "--at_turn=1", "--n=1", run_name="b")
         assert done.returncode == 0, done.stderr
     # Branches are in the order in which their parents ended.
-    found = sorted(rl_rows(tmp_path, "b"), key=lambda row: str(row["id"]))
-    assert [row["turns"] for row in found] == [[2, 3]] * 2
-    for row, parent in zip(found, whole, strict=True):
+    exported = sorted(rl_rows(tmp_path, "b"), key=lambda row: str(row["id"]))
+    assert [row["turns"] for row in exported] == [[2, 3]] * 2
+    for row, parent in zip(exported, whole, strict=True):
         own = len(row["response_ids"])
         assert (
             row["prompt_ids"] + row["response_ids"] == parent["prompt_ids"] + parent["response_ids"]
@@ -240,9 +244,9 @@ def test_subagents_have_rows_of_what_they_sampled(tmp_path: Path) -> None:
     assert len(rl_rows(tmp_path)) == 2
     done = run(tmp_path, "export", "r", "--subagents", format="rl")
     assert done.returncode == 0, done.stderr
-    found = lines(tmp_path / "trajectories/r/exports/dataset/rl/train.jsonl")
+    entries = lines(tmp_path / "trajectories/r/exports/dataset/rl/train.jsonl")
     for record in records(tmp_path):
-        rows = [row for row in found if row["id"] == record["id"]]
+        rows = [row for row in entries if row["id"] == record["id"]]
         assert [row["thread"] for row in rows] == ["main", "helper", "helper"]
         assert [row["thread_id"] for row in rows[1:]] == [one["key"] for one in record["inner"]]
         assert [row["turns"] for row in rows] == [[1, 2, 3], [1, 2], [1, 2]]

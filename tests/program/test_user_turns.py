@@ -151,8 +151,8 @@ def test_a_conversation_too_long_for_its_users_model_ends_with_a_reason_of_its_o
     assert record["status_reason"].startswith("the simulated user ended as context_exceeded: ")
     assert "maximum context length is 512" in record["status_reason"]
     assert [m["content"] for m in record["messages"]] == ["Hello.", "What can I do?"]
-    [kept] = lines(tmp_path / "trajectories" / "r" / "exports" / "partial.jsonl")
-    assert kept["id"] == "p1"
+    [entries] = lines(tmp_path / "trajectories" / "r" / "exports" / "partial.jsonl")
+    assert entries["id"] == "p1"
     stats = json.loads(run(tmp_path, "stats", "r", "--json").stdout)
     tasks = next(step for step in stats["funnel"]["steps"] if step["name"] == "tasks")
     assert tasks["lost"] == {"user_context_exceeded": 1}

@@ -45,14 +45,14 @@ def test_all_workers_see_the_same_page_and_no_key_is_written(tmp_path: Path) -> 
         )
     assert done.returncode == 0, done.stderr
     records = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
-    told = {
+    collected = {
         message["content"]
         for record in records
         for message in record["messages"]
         if message["role"] == "tool"
     }
     assert len(records) == 8
-    assert len(told) == 2
+    assert len(collected) == 2
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any("web_cache" in path.parts for path in written)
     assert not any(b"canary-key-77" in path.read_bytes() for path in written)

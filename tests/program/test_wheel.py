@@ -104,5 +104,5 @@ def test_a_script_beside_modules_of_the_same_names_sees_types(python: Path, tmp_
 
 def test_it_says_how_to_install_what_is_missing(python: Path) -> None:
     code = "from batch_trajectories.basics.errors import install; print(install('live'))"
-    told = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd="/", timeout=60)
-    assert told.stdout == "pip install 'batch-trajectories[live]'\n"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd="/", timeout=60)
+    assert done.stdout == "pip install 'batch-trajectories[live]'\n"

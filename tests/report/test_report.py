@@ -174,9 +174,9 @@ def test_the_command_writes_report_html_into_the_run(run_dir: Path) -> None:
 def test_no_script_runs_but_ours(run_dir: Path, tmp_path: Path) -> None:
     """The policy forbids everything, names our script and style by hash, and allows no address."""
     page = write_report(StoredRun(run_dir), tmp_path / "page.html").path.read_text()
-    found = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
-    assert found
-    policy = dict(part.strip().partition(" ")[::2] for part in found[1].split(";"))
+    match = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert match
+    policy = dict(part.strip().partition(" ")[::2] for part in match[1].split(";"))
     assert policy["default-src"] == "'none'"
     assert re.fullmatch(r"'sha256-[\w+/=]+'", policy["script-src"])
     assert re.fullmatch(r"'sha256-[\w+/=]+'", policy["style-src"])
@@ -220,10 +220,10 @@ def test_the_page_reads_what_rows_hold_and_all_of_it(run_dir: Path, tmp_path: Pa
 def calls_in(path: Path, report_id: str, kind: str) -> list[Any]:
     items = []
     for number, line in enumerate(path.read_text().split("\n")[:-1]):
-        found = re.fullmatch(r'reportData\("(\w+)", "(\w+)", (\d+), (".*")\);', line)
-        assert found
-        assert found.groups()[:3] == (report_id, kind, str(number))
-        items += json.loads(json.loads(found[4]))
+        match = re.fullmatch(r'reportData\("(\w+)", "(\w+)", (\d+), (".*")\);', line)
+        assert match
+        assert match.groups()[:3] == (report_id, kind, str(number))
+        items += json.loads(json.loads(match[4]))
     return items
 
 

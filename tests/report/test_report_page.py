@@ -132,19 +132,19 @@ def test_no_number_is_cut(context: BrowserContext, report: Path, width: int) -> 
 
 
 def test_the_funnel_leads_from_rows_to_training_rows(page: Page, run_dir: Path) -> None:
-    found = StoredRun(run_dir).funnel()
+    steps = StoredRun(run_dir).funnel()
     lines = [
         re.sub(r"\s+", " ", text).strip()
         for text in page.locator("#funnel-table tr").all_inner_texts()
     ]
-    rows, tasks, completed = found["steps"]
+    rows, tasks, completed = steps["steps"]
     assert lines[0] == f"rows {rows['count']}"
     assert f"tasks {tasks['count']}" in lines
     for reason, count in tasks["lost"].items():
         assert f"{count} left out: {reason}" in lines
     assert f"completed {completed['count']}" in lines
     assert not any(line.startswith("passed") for line in lines), "nothing was checked or scored"
-    (training,) = found["exports"]
+    (training,) = steps["exports"]
     assert f"exported {training['rows']} rows of hermes in r.jsonl" in "\n".join(lines)
     assert training["lost"]
     for reason, count in training["lost"].items():
@@ -216,11 +216,11 @@ def edited(report: Path, name: str, change: Callable[[Any], None]) -> Path:
     """A copy of a report with other data in the script element `name`."""
     head, start, rest = report.read_text().partition(f'id="{name}">')
     data, end, tail = rest.partition("</script>")
-    found = orjson.loads(data)
-    change(found)
+    parsed = orjson.loads(data)
+    change(parsed)
     copy = report.with_name(f"edited {name}.html")
     copy.write_bytes(
-        f"{head}{start}".encode() + embedded(orjson.dumps(found)) + f"{end}{tail}".encode()
+        f"{head}{start}".encode() + embedded(orjson.dumps(parsed)) + f"{end}{tail}".encode()
     )
     return copy
 

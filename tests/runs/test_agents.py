@@ -87,18 +87,18 @@ def test_a_run_continues_where_its_preset_knows_more() -> None:
 def test_an_agent_can_be_a_file_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("command: [run, '{prompt}']\nspeaks: openai_chat\n")
     (tmp_path / "run.yaml").write_text("agent: mine.yaml\n")
-    found = load_config(tmp_path / "run.yaml", {"dataset_file": "p", "run_name": "r"})
-    assert found.agent is not None
-    assert found.agent.name == "mine"
+    loaded = load_config(tmp_path / "run.yaml", {"dataset_file": "p", "run_name": "r"})
+    assert loaded.agent is not None
+    assert loaded.agent.name == "mine"
 
 
 def test_the_file_of_an_agent_can_be_a_part_of_a_config(tmp_path: Path) -> None:
     """As docs/agents.md shows it."""
     file = tmp_path / "mine.yaml"
     file.write_text("agent:\n  command: [run, '{prompt}']\n  speaks: openai_chat\n")
-    found = config(agent=str(file)).agent
-    assert found is not None
-    assert (found.name, found.command) == ("mine", ("run", "{prompt}"))
+    loaded = config(agent=str(file)).agent
+    assert loaded is not None
+    assert (loaded.name, loaded.command) == ("mine", ("run", "{prompt}"))
 
 
 def test_a_missing_key_is_named_without_all_the_others() -> None:

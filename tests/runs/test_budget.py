@@ -68,17 +68,17 @@ class TestClaim:
         return estimate_cost(request, replace(self.SETTINGS, **changed))
 
     def test_it_is_above_what_any_tokenizer_makes_of_the_request(self) -> None:
-        found = self.ask()
-        assert found.tokens is not None
-        assert 10_000 + 1000 < found.tokens < 14_000
-        assert 2000 < found.likely_input_tokens < 3000
+        claim = self.ask()
+        assert claim.tokens is not None
+        assert 10_000 + 1000 < claim.tokens < 14_000
+        assert 2000 < claim.likely_input_tokens < 3000
 
     def test_dollars_count_all_input_as_written_into_the_cache(self) -> None:
-        found = self.ask()
-        assert found.usd is not None
-        assert found.tokens is not None
+        claim = self.ask()
+        assert claim.usd is not None
+        assert claim.tokens is not None
         # $3.75 per million tokens written into the cache, $15 per million of the reply
-        assert found.usd == pytest.approx((found.tokens - 1000) * 3.75e-6 + 1000 * 15e-6)
+        assert claim.usd == pytest.approx((claim.tokens - 1000) * 3.75e-6 + 1000 * 15e-6)
 
     def test_without_a_limit_or_a_price_nothing_is_known(self) -> None:
         assert self.ask(max_tokens=None, api="openai_chat")[:2] == (None, None)
@@ -86,19 +86,19 @@ class TestClaim:
         assert self.ask(name="nobody-knows", provider=None).tokens is not None
 
     def test_max_tokens_in_the_extra_body_counts(self) -> None:
-        found = self.ask(extra_body={"max_tokens": 50_000})
-        assert found.tokens is not None
-        assert found.tokens > 60_000
+        claim = self.ask(extra_body={"max_tokens": 50_000})
+        assert claim.tokens is not None
+        assert claim.tokens > 60_000
 
 
 class TestWorkerBudget:
     """One worker's side."""
 
     def test_the_unused_reserve_of_a_call_is_available_to_the_next(self) -> None:
-        told: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
 
         async def use() -> None:
-            budget = WorkerBudget(budget=Cost(usd=5.0), report=told.append)
+            budget = WorkerBudget(budget=Cost(usd=5.0), report=events.append)
             first = asyncio.create_task(budget.reserve(Cost(usd=1.0)))
             second = asyncio.create_task(budget.reserve(Cost(usd=1.0)))
             await asyncio.sleep(0)
@@ -110,8 +110,8 @@ class TestWorkerBudget:
             await second
 
         asyncio.run(use())
-        assert told[0]["wanted"] == [2.0, 0]
-        assert told[0]["needs"] == [[1.0, 0]]
+        assert events[0]["wanted"] == [2.0, 0]
+        assert events[0]["needs"] == [[1.0, 0]]
 
     @pytest.mark.parametrize(
         ("outcome", "spent"),
@@ -128,10 +128,10 @@ class TestWorkerBudget:
         ],
     )
     def test_an_unknown_cost_counts_as_the_worst_case(self, outcome: Any, spent: float) -> None:
-        told: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
 
         async def use() -> None:
-            budget = WorkerBudget(budget=Cost(usd=5.0), report=told.append)
+            budget = WorkerBudget(budget=Cost(usd=5.0), report=events.append)
             budget.take_grant(Cost(usd=2.0))
             await budget.reserve(Cost(usd=1.0))
             budget.settle(Cost(usd=1.0), outcome)
@@ -139,13 +139,13 @@ class TestWorkerBudget:
             await asyncio.sleep(0)
 
         asyncio.run(use())
-        assert told[-1]["returned"] == [2.0 - spent, 0]
+        assert events[-1]["returned"] == [2.0 - spent, 0]
 
     def test_a_reserve_of_an_earlier_start_serves_only_its_call(self) -> None:
-        told: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
 
         async def use() -> None:
-            budget = WorkerBudget(budget=Cost(usd=5.0), report=told.append)
+            budget = WorkerBudget(budget=Cost(usd=5.0), report=events.append)
             budget.take_over(Cost(usd=1.0))
             assert not budget.try_to_reserve(Cost(usd=0.5))
             budget.settle(Cost(usd=1.0), reply(0.25))
@@ -153,7 +153,7 @@ class TestWorkerBudget:
             budget.close()
 
         asyncio.run(use())
-        assert told[-1]["returned"] == [0.25, 0]
+        assert events[-1]["returned"] == [0.25, 0]
 
     def test_waiting_calls_are_refused_when_the_run_stops(self) -> None:
         async def use() -> None:
@@ -347,8 +347,8 @@ def test_attempts_that_were_replaced_count(tmp_path: Path) -> None:
     once = spent_before(entries, inflight, budget_log)
     assert spent_before([*entries, *entries], inflight, budget_log).tokens == 2 * once.tokens > 0
     held = [Cost(tokens=7), Cost(tokens=10**5)]  # beside what is known, and inside what is lent
-    found = spent_before(entries, inflight, budget_log, held=held)
-    assert found.tokens == once.tokens + 7 + 10**5
+    amount = spent_before(entries, inflight, budget_log, held=held)
+    assert amount.tokens == once.tokens + 7 + 10**5
     budget_log.append("lent", Cost(tokens=10**6))
     assert spent_before(entries, inflight, budget_log, held=held).tokens == 10**6
     budget_log.close()
@@ -373,9 +373,9 @@ def test_a_budget_in_tokens_needs_no_price(tmp_path: Path) -> None:
         }  # fmt: skip
         stopped = run(tmp_path, **options)
         assert stopped.returncode == 3, stopped.stderr
-        found = summary(tmp_path, "r")
-        assert 0 < found["input_tokens"] + found["output_tokens"] <= 3000
-        assert 0 < found["done"] < 40
+        parsed = summary(tmp_path, "r")
+        assert 0 < parsed["input_tokens"] + parsed["output_tokens"] <= 3000
+        assert 0 < parsed["done"] < 40
 
 
 @pytest.mark.parametrize(

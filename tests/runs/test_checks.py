@@ -165,14 +165,14 @@ class TestARun:
         script = {"prompt": "x", "script": [say("done")]}
         write_rows(cwd / "q.jsonl", *({**script, **row} for row in other))
         start(cwd, dataset_file="q.jsonl", run_name="other")
-        told = run(cwd, "compare", "r", "other").stdout
-        assert re.search(r"^passed +1 of 3 \(33\.3%\) +2 of 3 \(66\.7%\)$", told, re.MULTILINE)
-        assert re.search(r"^reward +0\.5 +0\.833333 +\+0\.3333$", told, re.MULTILINE)
-        assert "passed only in the second: 1: bad" in told
-        found = json.loads(run(cwd, "compare", "r", "other", "--json").stdout)
-        assert found["runs"][0]["checks"] == CHECKS
-        assert found["paired"]["reward"] == pytest.approx(1 / 3)
-        assert found["judged_otherwise"] == [{"id": "bad", "from": False, "to": True}]
+        output = run(cwd, "compare", "r", "other").stdout
+        assert re.search(r"^passed +1 of 3 \(33\.3%\) +2 of 3 \(66\.7%\)$", output, re.MULTILINE)
+        assert re.search(r"^reward +0\.5 +0\.833333 +\+0\.3333$", output, re.MULTILINE)
+        assert "passed only in the second: 1: bad" in output
+        parsed = json.loads(run(cwd, "compare", "r", "other", "--json").stdout)
+        assert parsed["runs"][0]["checks"] == CHECKS
+        assert parsed["paired"]["reward"] == pytest.approx(1 / 3)
+        assert parsed["judged_otherwise"] == [{"id": "bad", "from": False, "to": True}]
 
     @pytest.mark.slow
     def test_that_resumes_counts_earlier_checks(self, cwd: Path, tmp_path: Path) -> None:
@@ -204,9 +204,9 @@ class TestARun:
     def test_with_samples_says_how_many_prompts_passed(self, tmp_path: Path) -> None:
         """Like pass@k: one sample that passes is enough."""
         write_dataset(tmp_path)
-        told = start(tmp_path, num_samples=2)
+        done = start(tmp_path, num_samples=2)
         assert (
-            "checked 6: passed 2 (33.3%), did not pass 4; mean reward 0.5; 1 of 3 prompts " in told
+            "checked 6: passed 2 (33.3%), did not pass 4; mean reward 0.5; 1 of 3 prompts " in done
         )
         summary = read(tmp_path / "trajectories" / "r" / "summary.json")
         assert (summary["prompts_checked"], summary["prompts_passed"]) == (3, 1)
@@ -233,10 +233,10 @@ class TestScored:
                 for id, w in worth.items()
             ),
         )
-        told = start(tmp_path, reward="grade.py:grade", num_samples=2)
-        assert "scored 8: passed 4 (50.0%; without a check by a reward of 0.5 or more)" in told
-        assert "2 of 4 prompts passed at least once" in told
-        assert "4 completed conversations did not pass" in told
+        done = start(tmp_path, reward="grade.py:grade", num_samples=2)
+        assert "scored 8: passed 4 (50.0%; without a check by a reward of 0.5 or more)" in done
+        assert "2 of 4 prompts passed at least once" in done
+        assert "4 completed conversations did not pass" in done
         return tmp_path
 
     def test_is_told_alike(self, scored: Path) -> None:
@@ -244,9 +244,9 @@ class TestScored:
         assert stats["checks"] == read(scored / "trajectories" / "r" / "summary.json")["checks"]
         assert (stats["checks"]["passed"], stats["checks"]["pass_rate"]) == (4, 50.0)
         assert stats["rewards"]["pass_at"]["1"] == 50.0
-        told = run(scored, "stats", "r").stdout
-        assert re.search(r"^passed +4$", told, re.MULTILINE)
-        assert re.search(r"left out +4  not_passed$", told, re.MULTILINE)
+        output = run(scored, "stats", "r").stdout
+        assert re.search(r"^passed +4$", output, re.MULTILINE)
+        assert re.search(r"left out +4  not_passed$", output, re.MULTILINE)
 
     @pytest.mark.slow
     def test_is_forked_and_exported_alike(self, scored: Path) -> None:
@@ -266,8 +266,8 @@ class TestWhatIsRequired:
         training = tmp_path / "trajectories" / "r.jsonl"
         start(tmp_path)
         assert len(lines(training)) == 4
-        told = start(tmp_path, "--require_passed")
-        assert "--require_passed leaves" not in told
+        done = start(tmp_path, "--require_passed")
+        assert "--require_passed leaves" not in done
         assert [row["id"] for row in lines(training)] == ["good", "plain"]
         exports = tmp_path / "trajectories" / "r" / "exports"
         left_out = {line["id"]: line["reason"] for line in lines(exports / "rejects.jsonl")}
@@ -392,9 +392,9 @@ class TestACheckThatFailedItself:
         statistics = RewardStatistics(2)
         for number, check in enumerate([{"passed": True, "reward": 1.0}, FAILED]):
             statistics.add(stored(worked(check=check, prompt_id="p", sample=number)))
-        found = statistics.to_json()
-        assert found["pass_at"] == {"1": 100.0}
-        assert found["by_name"]["reward"]["records"] == 1
+        figures = statistics.to_json()
+        assert figures["pass_at"] == {"1": 100.0}
+        assert figures["by_name"]["reward"]["records"] == 1
 
     def test_is_not_stood_for_by_other_rewards_or_answers(self) -> None:
         score = {"source": "s", "version": None, "rewards": {"style": 0.7}, "error": None}
@@ -493,8 +493,8 @@ class TestWrongAnswers:
         for filters in ({"near_duplicates": 0.5}, {"first_n": 1}, {"best_n": 1}):
             for formats in ("openai", "openai,dpo"):
                 directory, _ = exported(source, formats=formats, filters=filters)
-                found = lines(directory / "openai" / "train.jsonl")
-                assert [row["id"] for row in found] == ["t0#s1"]
+                entries = lines(directory / "openai" / "train.jsonl")
+                assert [row["id"] for row in entries] == ["t0#s1"]
             assert len(lines(directory / "dpo" / "train.jsonl")) == 1
 
     def test_an_answer_given_by_a_call_is_exported_as_text(self, tmp_path: Path) -> None:

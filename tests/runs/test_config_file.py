@@ -20,9 +20,9 @@ FLAGS: dict[str, Any] = {"run_name": "r", "dataset_file": "p.jsonl"}
 def refused(tmp_path: Path, text: str = "", **flags: Any) -> str:
     """What is said of a config file with this text, and these flags on top."""
     (tmp_path / "run.yaml").write_text(text or "num_workers: 1\n")
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "run.yaml", FLAGS | flags)
-    return str(told.value).replace(f"{tmp_path}/", "")
+    return str(caught.value).replace(f"{tmp_path}/", "")
 
 
 def test_a_key_that_is_given_twice_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_values_that_are_not_json_cannot_be_sent(tmp_path: Path, value: str, rea
 
 @pytest.mark.parametrize("key", ["messages", "stream", "tools", "n"])
 def test_extra_body_cannot_overwrite_fields_of_the_program(tmp_path: Path, key: str) -> None:
-    told = refused(tmp_path, f"extra_body: {{top_k: 5, {key}: true}}\n")
-    assert f"extra_body: {key}: not allowed in extra_body" in told
+    refusal = refused(tmp_path, f"extra_body: {{top_k: 5, {key}: true}}\n")
+    assert f"extra_body: {key}: not allowed in extra_body" in refusal
 
 
 def test_a_port_that_is_none_uses_up_no_attempts(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_a_port_that_is_none_uses_up_no_attempts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["http://me:canary@host/v1", "http://host/v1?key=canary"])
 def test_a_secret_in_a_url_is_not_shown(tmp_path: Path, url: str) -> None:
-    told = [refused(tmp_path, base_url=url)]
-    told += [refused(tmp_path, f"base_url: {url}\n")]
-    told += [refused(tmp_path, f"endpoints: {{mine: {{base_url: '{url}'}}}}\n")]
-    for message in told:
+    refusal = [refused(tmp_path, base_url=url)]
+    refusal += [refused(tmp_path, f"base_url: {url}\n")]
+    refusal += [refused(tmp_path, f"endpoints: {{mine: {{base_url: '{url}'}}}}\n")]
+    for message in refusal:
         assert "must not have a password, key or query" in message
         assert "canary" not in message
 

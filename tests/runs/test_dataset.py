@@ -257,16 +257,16 @@ def test_a_row_that_changes_after_the_scan_is_not_a_task(
     tmp_path: Path, lines: list[object]
 ) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "bb"})
-    found = scan(path, max_samples=None)
+    scanned = scan(path, max_samples=None)
     write(path, *lines)
     with pytest.raises(DatasetChanged, match="run the same command again"):
-        list(tasks(found))
+        list(tasks(scanned))
     with pytest.raises(DatasetChanged):
-        list(tasks(found, [0, 1]))
+        list(tasks(scanned, [0, 1]))
 
 
 def test_rows_that_are_appended_after_the_scan_wait_for_the_next(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"})
-    found = scan(path, max_samples=None)
+    scanned = scan(path, max_samples=None)
     write(path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
-    assert [task.columns["prompt"] for task in tasks(found)] == ["a", "b"]
+    assert [task.columns["prompt"] for task in tasks(scanned)] == ["a", "b"]

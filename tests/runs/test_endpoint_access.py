@@ -104,8 +104,8 @@ def start(tmp_path: Path, endpoint: dict[str, Any], *flags: str, **given: Any) -
 
 
 def files_with(path: Path, text: str) -> list[Path]:
-    found = path.rglob("*")
-    return [file for file in found if file.is_file() and text.encode() in file.read_bytes()]
+    paths = path.rglob("*")
+    return [file for file in paths if file.is_file() and text.encode() in file.read_bytes()]
 
 
 def test_a_key_command_serves_all_workers_and_its_keys_are_nowhere(tmp_path: Path) -> None:

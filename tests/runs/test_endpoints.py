@@ -44,10 +44,10 @@ class TestNames:
             "extra_body": {"top_k": 5},
         }
         given = config(model="local:m:7b", endpoints={"local": own}, temperature=1.0, top_p=0.9)
-        [found] = called_models(set_up_models(given))
-        assert (found.name, found.base_url) == ("m:7b", LOCAL["base_url"])
-        assert (found.api, found.reference) == ("anthropic_messages", "local:m:7b")
-        assert (found.temperature, found.top_p, found.extra_body) == (0.3, 0.9, {"top_k": 5})
+        [model] = called_models(set_up_models(given))
+        assert (model.name, model.base_url) == ("m:7b", LOCAL["base_url"])
+        assert (model.api, model.reference) == ("anthropic_messages", "local:m:7b")
+        assert (model.temperature, model.top_p, model.extra_body) == (0.3, 0.9, {"top_k": 5})
 
     def test_a_variable_that_is_named_must_hold_a_key(self) -> None:
         given = config(model="local:m", endpoints={"local": {**LOCAL, "key_env": "LOCAL_KEY"}})

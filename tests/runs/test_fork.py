@@ -139,12 +139,12 @@ def test_branches_start_at_their_parent_s_turn_and_cost_only_new_calls(tmp_path:
     assert len(after) == PROMPTS * BRANCHES * 2, "nothing of the prefix was asked again"
     last = [messages for messages in before if len(messages) == 5]
     assert all(any(messages[:5] == shared for shared in last) for messages in after)
-    found = records(tmp_path, "b")
-    assert sorted(record["id"] for record in found) == sorted(
+    done_records = records(tmp_path, "b")
+    assert sorted(record["id"] for record in done_records) == sorted(
         f"fork.p{n}@2{sample}" for n in range(PROMPTS) for sample in ("", "#s1", "#s2")
     )
     parents = {record["id"]: record for record in records(tmp_path, "r")}
-    for record in found:
+    for record in done_records:
         fork = record["fork"]
         parent = parents[fork["record"]]
         assert (fork["run"], fork["turn"], fork["branch"]) == ("r", 2, record["sample"])
@@ -169,7 +169,7 @@ def test_branches_start_at_their_parent_s_turn_and_cost_only_new_calls(tmp_path:
     assert {one["turns"] for one in status["slowest"]} == {2}
     for line in lines(tmp_path / "trajectories" / "b.jsonl"):
         assert (line["num_turns"], line["num_tool_calls"], line["api_calls"]) == (2, 1, 2)
-    for record in found:
+    for record in done_records:
         row = row_of(stored(record))
         own = [turn for turn in record["turns"] if "inherited" not in turn]
         assert (row["turns"], row["calls"], row["reasoned"]) == (2, 1, 2)

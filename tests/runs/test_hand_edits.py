@@ -159,10 +159,10 @@ def test_a_record_that_does_not_fit_is_left_out_of_branches(
 def test_verify_sets_an_edited_record_aside(tmp_path: Path, whole_run: Source) -> None:
     place = "turns.0.duration_s"
     source = edited(whole_run, tmp_path, place)
-    found = run(tmp_path, "verify", "r", output_dir=".")
-    assert found.returncode == 6
+    done = run(tmp_path, "verify", "r", output_dir=".")
+    assert done.returncode == 6
     message = f"records.jsonl:2: not a complete record (id 't1'; {EDITS[place][1]}): it is lost"
-    assert message in found.stdout + found.stderr
+    assert message in done.stdout + done.stderr
     run(tmp_path, "verify", "r", "--repair", output_dir=".")
     assert (source.run_dir / "records.jsonl").read_bytes().count(b"\n") == 2
     exported(source, formats="openai")

@@ -223,10 +223,10 @@ REFUSED: dict[str, tuple[str, dict[str, str | None], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> None:
     task, files, message = REFUSED[name]
-    found = refusal(write_task(tmp_path / name, task, **files))
-    assert message in found
+    error = refusal(write_task(tmp_path / name, task, **files))
+    assert message in error
     if name != "variable":
-        assert found.startswith(f"{name}/task.toml")
+        assert error.startswith(f"{name}/task.toml")
 
 
 def test_names_of_systems_are_compared_without_case(tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ def test_an_imported_run_of_hermes_agent_can_be_resumed(theirs: Path) -> None:
     assert first["conversations"][1:] == conversation("Prompt 0", *WORK, ANSWER)[1:]
     assert "terminal" in first["tools"]
     assert first["api_calls"] == 7
-    kept = [json.loads(line) for line in finished_lines(records).values()]
-    theirs_kept = [record for record in kept if record["api"] == "hermes-agent"]
+    parsed = [json.loads(line) for line in finished_lines(records).values()]
+    theirs_kept = [record for record in parsed if record["api"] == "hermes-agent"]
     assert {record["model"] for record in theirs_kept} == {"their-model"}
     assert sorted(record["status"] for record in theirs_kept) == [*["completed"] * 3, "max_turns"]
 
@@ -163,10 +163,10 @@ def test_a_row_that_is_not_of_the_format_says_why(
 
 
 def test_later_user_messages_are_kept() -> None:
-    found = read_conversation(
+    imported = read_conversation(
         conversation("p", ANSWER, ("human", "And now?"), ANSWER), model=None, at=0.0
     )
-    assert [message["role"] for message in found.trajectory.messages] == [
+    assert [message["role"] for message in imported.trajectory.messages] == [
         *("user", "assistant", "user", "assistant"),
     ]
 
@@ -188,9 +188,9 @@ def test_entries_that_are_not_of_the_format_say_why(entries: Any, message: str) 
 
 
 def test_failed_calls_are_recognised_by_their_results() -> None:
-    found = read_conversation(conversation("p", *WORK, ANSWER), model="m", at=5.0)
-    told = found.trajectory.to_record()
-    assert [call["is_error"] for call in told["tool_calls"]] == [False, True]
-    assert [call["id"] for call in told["messages"][1]["tool_calls"]] == ["c1", "c2"]
-    assert told["messages"][1]["reasoning"] == "Two at once."
-    assert found.is_answered
+    imported = read_conversation(conversation("p", *WORK, ANSWER), model="m", at=5.0)
+    made = imported.trajectory.to_record()
+    assert [call["is_error"] for call in made["tool_calls"]] == [False, True]
+    assert [call["id"] for call in made["messages"][1]["tool_calls"]] == ["c1", "c2"]
+    assert made["messages"][1]["reasoning"] == "Two at once."
+    assert imported.is_answered

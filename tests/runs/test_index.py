@@ -72,12 +72,12 @@ def write(run_dir: Path, seed: int, count: int) -> list[dict[str, Any]]:
 
 def from_records(run_dir: Path) -> dict[bytes, IndexEntry]:
     """What an index has to say, read from the records alone."""
-    found = {}
+    collected = {}
     offset = 0
     for line in (run_dir / "records.jsonl").read_bytes().splitlines(keepends=True):
         record = orjson.loads(line)
         usage, error = record["usage"] or {}, record["error"] or {}
-        found[task_key(record["id"], record["input_digest"])] = IndexEntry(
+        collected[task_key(record["id"], record["input_digest"])] = IndexEntry(
             offset,
             len(line),
             record["status"],
@@ -92,7 +92,7 @@ def from_records(run_dir: Path) -> dict[bytes, IndexEntry]:
             None if record["check"] is None else record["check"]["reward"],
         )
         offset += len(line)
-    return found
+    return collected
 
 
 def cut(at: int) -> Callable[[bytes], bytes]:

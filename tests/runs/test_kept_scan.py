@@ -63,14 +63,14 @@ def dataset(tmp_path: Path) -> Path:
 
 def served(dataset: Path, **options: Any) -> bool:
     """Whether what is kept is used; what is found must be what a scan finds, either way."""
-    kept = dataset.with_name("dataset.idx")
+    cache = dataset.with_name("dataset.idx")
     options = {**ASKED, **options}
-    found, scanned = cached_scan(kept, dataset, **options), scan(dataset, **options)
-    assert found == scanned
+    cached, scanned = cached_scan(cache, dataset, **options), scan(dataset, **options)
+    assert cached == scanned
     every = list(tasks(scanned))
-    assert list(tasks(found)) == every
-    assert [found.key(n) for n in range(found.tasks)] == [task.key for task in every]
-    return load_scan(kept, dataset, **options) is not None
+    assert list(tasks(cached)) == every
+    assert [cached.key(n) for n in range(cached.tasks)] == [task.key for task in every]
+    return load_scan(cache, dataset, **options) is not None
 
 
 def test_the_same_dataset_is_not_scanned_again(dataset: Path) -> None:
@@ -82,16 +82,16 @@ def test_the_same_dataset_is_not_scanned_again(dataset: Path) -> None:
 def test_keys_are_found_in_files_of_earlier_versions(tmp_path: Path) -> None:
     """They have an occurrence for each row, even where no id repeats."""
     path, kept = write(tmp_path / "p.jsonl", [b'{"prompt":"a"}', b'{"prompt":"b"}']), tmp_path / "k"
-    found = scan(path, **ASKED)
-    save_scan(kept, found)
-    assert cached_keys(kept) == found.keys
+    scanned = scan(path, **ASKED)
+    save_scan(kept, scanned)
+    assert cached_keys(kept) == scanned.keys
     _, header, body = kept.read_bytes().split(b"\n", 2)
     fields = orjson.loads(header)
     assert fields.pop("occurrences") == 0
     ones = array("I", [1, 1]).tobytes()
     old = orjson.dumps(fields) + b"\n" + body[:16] + ones + body[16:]
     kept.write_bytes(blake2b(old, digest_size=32).hexdigest().encode() + b"\n" + old)
-    assert cached_keys(kept) == found.keys
+    assert cached_keys(kept) == scanned.keys
 
 
 def in_place(old: bytes, new: bytes) -> Callable[[list[bytes]], list[bytes]]:
@@ -122,10 +122,10 @@ def test_a_changed_dataset_is_scanned_even_with_its_old_size_and_time(
 
 
 def test_a_last_line_that_grew_is_another_line(dataset: Path, tmp_path: Path) -> None:
-    kept = tmp_path / "dataset.idx"
+    cache = tmp_path / "dataset.idx"
     for bounds in (None, 2):
         dataset.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"}')
-        save_scan(kept, scan(dataset, **{**ASKED, "max_samples": bounds}))
+        save_scan(cache, scan(dataset, **{**ASKED, "max_samples": bounds}))
         assert served(dataset, max_samples=bounds)
         dataset.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"} and more')
         assert not served(dataset, max_samples=bounds)
@@ -178,18 +178,18 @@ def test_rules_are_the_same_in_any_order_of_their_names(dataset: Path) -> None:
 
 
 def test_a_damaged_scan_file_is_not_used_and_is_replaced(dataset: Path, tmp_path: Path) -> None:
-    kept = tmp_path / "dataset.idx"
-    right = kept.read_bytes()
+    cache = tmp_path / "dataset.idx"
+    right = cache.read_bytes()
     draw = random.Random(0)
     damaged = [right[:at] for at in draw.sample(range(len(right)), 20)]
     for at in draw.sample(range(len(right)), 20):
         damaged.append(right[:at] + bytes([right[at] ^ 1]) + right[at + 1 :])
     for content in (b"", b"\n\n", b"\0" * len(right), right + b"\0", *damaged):
-        kept.write_bytes(content)
+        cache.write_bytes(content)
         assert not served(dataset)
-        save_scan(kept, cached_scan(kept, dataset, **ASKED))
-        assert kept.read_bytes() == right
-    kept.unlink()
+        save_scan(cache, cached_scan(cache, dataset, **ASKED))
+        assert cache.read_bytes() == right
+    cache.unlink()
     assert not served(dataset)
 
 
@@ -204,7 +204,7 @@ def test_a_dataset_that_is_edited_again_and_again_is_always_read_as_it_is(
     tmp_path: Path, seed: int
 ) -> None:
     draw = random.Random(seed)
-    path, kept = tmp_path / "p.jsonl", tmp_path / "dataset.idx"
+    path, cache = tmp_path / "p.jsonl", tmp_path / "dataset.idx"
     rows = some_lines(draw, draw.randrange(40))
     for _ in range(12):
         write(path, rows)
@@ -215,7 +215,7 @@ def test_a_dataset_that_is_edited_again_and_again_is_always_read_as_it_is(
         }
         served(path, **options)
         if draw.randrange(3):
-            save_scan(kept, cached_scan(kept, path, **{**ASKED, **options}))
+            save_scan(cache, cached_scan(cache, path, **{**ASKED, **options}))
         match draw.randrange(6):
             case 0:
                 rows = rows + some_lines(draw, 3)
@@ -231,8 +231,8 @@ def test_a_dataset_that_is_edited_again_and_again_is_always_read_as_it_is(
 
 def test_a_scan_of_other_rules_differs_from_that_of_these(dataset: Path) -> None:
     """Otherwise the comparisons above would say nothing."""
-    found = scan(dataset, **ASKED)
-    assert found != replace(found, keys=bytes(len(found.keys)))
+    scanned = scan(dataset, **ASKED)
+    assert scanned != replace(scanned, keys=bytes(len(scanned.keys)))
 
 
 def test_a_run_takes_a_row_that_was_edited_in_place_as_new_work(tmp_path: Path) -> None:
@@ -293,10 +293,10 @@ def test_a_wrong_saved_scan_costs_one_start(tmp_path: Path) -> None:
     )
     assert run(tmp_path, **SCRIPTED).returncode == 0
     run_dir = tmp_path / "trajectories" / "r"
-    told = (run_dir / "dataset.idx").read_bytes().split(b"\n", 1)[1]
-    told = told[:-32] + told[-16:] + told[-32:-16]
-    digest = blake2b(told, digest_size=32).hexdigest().encode()
-    (run_dir / "dataset.idx").write_bytes(digest + b"\n" + told)
+    cache = (run_dir / "dataset.idx").read_bytes().split(b"\n", 1)[1]
+    cache = cache[:-32] + cache[-16:] + cache[-32:-16]
+    digest = blake2b(cache, digest_size=32).hexdigest().encode()
+    (run_dir / "dataset.idx").write_bytes(digest + b"\n" + cache)
     kept = [line for line in lines(run_dir / "records.jsonl") if line["id"] != "p2"]
     write_rows(run_dir / "records.jsonl", *kept)
     refused = run(tmp_path, **SCRIPTED)

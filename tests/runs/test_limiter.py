@@ -219,10 +219,10 @@ class TestGate:
         asyncio.run(use())
 
     def test_refusals_are_reported_at_once_and_failures_counted(self) -> None:
-        told: list[tuple[float | None, float]] = []
+        events: list[tuple[float | None, float]] = []
 
         async def use() -> list[float]:
-            gate = open_gate(permits=3, on_refusal=lambda *refusal: told.append(refusal))
+            gate = open_gate(permits=3, on_refusal=lambda *refusal: events.append(refusal))
             sent = []
             for error in (
                 ModelError("rate_limited", "", retry_after_s=2.0),
@@ -238,7 +238,7 @@ class TestGate:
             return sent
 
         sent = asyncio.run(use())
-        assert told == [(2.0, sent[0])]
+        assert events == [(2.0, sent[0])]
 
     def test_a_cool_down_ends_by_itself(self) -> None:
         async def use() -> None:

@@ -54,7 +54,7 @@ class TestWhatACallCosts:
     OWN = replace(KNOWN, prices={"gpt-4o": Price(2.0, 10.0, 0.5, 3.0)})
 
     def test_each_kind_of_token_has_its_price(self) -> None:
-        found = price(
+        amount = price(
             reply(
                 input_tokens=1_000_000,
                 cache_read_tokens=200_000,
@@ -64,7 +64,7 @@ class TestWhatACallCosts:
             ),
             self.OWN,
         )
-        assert found == pytest.approx(0.7 * 2 + 0.2 * 0.5 + 0.1 * 3 + 0.05 * 10)
+        assert amount == pytest.approx(0.7 * 2 + 0.2 * 0.5 + 0.1 * 3 + 0.05 * 10)
 
     def test_calls_by_batches_cost_half(self) -> None:
         said = reply(input_tokens=1_000_000, output_tokens=0)
@@ -81,10 +81,10 @@ class TestWhatACallCosts:
 
     def test_a_claim_counts_the_dearest_kind_of_input(self) -> None:
         request = Request([Message(role="user", content="x" * 1000)])
-        found = estimate_cost(request, replace(self.OWN, max_tokens=1000))
-        assert found.usd is not None
-        assert found.tokens is not None
-        assert found.usd == pytest.approx((found.tokens - 1000) * 3e-6 + 1000 * 10e-6)
+        amount = estimate_cost(request, replace(self.OWN, max_tokens=1000))
+        assert amount.usd is not None
+        assert amount.tokens is not None
+        assert amount.usd == pytest.approx((amount.tokens - 1000) * 3e-6 + 1000 * 10e-6)
         free = replace(self.OWN, prices={"gpt-4o": Price(0, 0, 0, 0)}, max_tokens=9)
         assert estimate_cost(request, free).usd == 0.0
 
@@ -92,25 +92,25 @@ class TestWhatACallCosts:
     def test_what_is_left_out_costs_as_input_does(
         self, read: float | None, written: float | None
     ) -> None:
-        found = PriceConfig(input=1.0, output=2.0, cache_read=read, cache_write=written).to_price()
-        assert found == Price(1.0, 2.0, 1.0 if read is None else read, written or 1.0)
+        amount = PriceConfig(input=1.0, output=2.0, cache_read=read, cache_write=written).to_price()
+        assert amount == Price(1.0, 2.0, 1.0 if read is None else read, written or 1.0)
 
 
 class TestWhoseTheyAre:
     def test_a_model_is_named_as_the_user_writes_it_or_as_the_endpoint_knows_it(self) -> None:
         for name in ("openai:gpt-5-mini", "gpt-5-mini"):
-            found = settings(model="openai:gpt-5-mini", key_env="none", prices={name: OWN})
-            assert found.own_price == Price(0.5, 1.5, 0.5, 0.5)
+            model = settings(model="openai:gpt-5-mini", key_env="none", prices={name: OWN})
+            assert model.own_price == Price(0.5, 1.5, 0.5, 0.5)
         assert settings(model="openai:gpt-5", key_env="none", prices={"x": OWN}).own_price is None
 
     def test_an_endpoint_has_its_own(self) -> None:
         dear = {"input": 5, "output": 6}
-        found = config(
+        loaded = config(
             models={"gpu1:m": 1, "gpu2:m": 1},
             endpoints={"gpu1": {**LOCAL, "prices": {"m": dear}}, "gpu2": LOCAL},
             prices={"m": OWN},
         )
-        one, other = called_models(set_up_models(found))
+        one, other = called_models(set_up_models(loaded))
         assert one.own_price == Price(5, 6, 5, 5)
         assert other.own_price == Price(0.5, 1.5, 0.5, 0.5)
         # A sibling at the same endpoint is another model, and what is said of it counts.
@@ -143,8 +143,8 @@ class TestWhoseTheyAre:
             config(endpoints={"a": {**LOCAL, "prices": prices}})
 
     def test_a_free_model_has_a_known_price(self) -> None:
-        found = settings(model="m", base_url="http://h/v1", prices={"m": {"input": 0, "output": 0}})
-        assert is_known(found)
+        model = settings(model="m", base_url="http://h/v1", prices={"m": {"input": 0, "output": 0}})
+        assert is_known(model)
 
 
 @pytest.mark.slow

@@ -100,14 +100,14 @@ def test_an_unknown_cost_is_not_forecast(progress: Progress) -> None:
 
 
 def test_the_state_is_a_file_until_the_end(tmp_path: Path) -> None:
-    told: list[str] = []
-    progress = Progress(total=3, run_dir=tmp_path, tell=told.append)
+    events: list[str] = []
+    progress = Progress(total=3, run_dir=tmp_path, tell=events.append)
     progress.say("waiting")
     progress._written_at -= 60  # as if it had been written a minute ago
     progress.show(2, "limit 1")
     state = json.loads((tmp_path / PROGRESS_FILE).read_bytes())
     assert (state["pid"], state["running"], state["limit"]) == (os.getpid(), 2, "limit 1")
-    assert state["messages"] == told == ["waiting"]
+    assert state["messages"] == events == ["waiting"]
     progress.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -134,9 +134,9 @@ class TestAFunction:
 
         async def score() -> Any:
             functions = RewardFunctions([f"{file}:length"], timeout_s=60)
-            found = await functions.scores(worked(), None)
+            amount = await functions.scores(worked(), None)
             await functions.close()
-            return found
+            return amount
 
         (after,) = asyncio.run(score())
         assert before["version"] == same["version"] != after["version"]

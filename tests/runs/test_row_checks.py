@@ -55,10 +55,10 @@ class TestRewardFiles:
     def test_the_first_that_was_written_holds_the_reward(
         self, tmp_path: Path, command: str, reward: float, passed: bool
     ) -> None:
-        found = judged(tmp_path / "w", {"command": command, **REWARDS})
-        assert (found["reward"], found["passed"]) == (reward, passed)
+        result = judged(tmp_path / "w", {"command": command, **REWARDS})
+        assert (result["reward"], result["passed"]) == (reward, passed)
         if "speed" in command:
-            assert found["rewards"] == {"reward": 0, "speed": 7}
+            assert result["rewards"] == {"reward": 0, "speed": 7}
 
     @pytest.mark.parametrize(
         ("content", "rewards", "by_turn"),
@@ -73,9 +73,9 @@ class TestRewardFiles:
         self, tmp_path: Path, content: Any, rewards: dict[str, float], by_turn: dict[str, Any]
     ) -> None:
         command = f"mkdir -p out; echo '{json.dumps(content)}' > out/reward.json"
-        found = judged(tmp_path / "w", {"command": command, **REWARDS}, turns=2)
-        assert found["rewards"] == rewards
-        assert found.get("turn_rewards", {}) == by_turn
+        result = judged(tmp_path / "w", {"command": command, **REWARDS}, turns=2)
+        assert result["rewards"] == rewards
+        assert result.get("turn_rewards", {}) == by_turn
 
     @pytest.mark.parametrize(
         ("command", "message"),
@@ -101,9 +101,9 @@ class TestRewardFiles:
     def test_a_check_without_a_reward_has_failed_itself(
         self, tmp_path: Path, command: str, message: str
     ) -> None:
-        found = judged(tmp_path / "w", {"command": command, **REWARDS}, turns=2)
-        assert (found["passed"], found["reward"]) == (None, None)
-        assert message in found["error"]
+        result = judged(tmp_path / "w", {"command": command, **REWARDS}, turns=2)
+        assert (result["passed"], result["reward"]) == (None, None)
+        assert message in result["error"]
 
     def test_what_the_model_left_there_does_not_count(self, tmp_path: Path) -> None:
         root = tmp_path / "w"
@@ -117,22 +117,22 @@ class TestRewardFiles:
 
     def test_a_check_whose_files_have_no_place_has_failed_itself(self, tmp_path: Path) -> None:
         reward_file = f"{300 * 'd'}/reward.json"
-        found = judged(tmp_path / "w", {"command": "true", "reward_file": reward_file})
-        assert (found["passed"], found["reward"], found["exit_code"]) == (None, None, None)
-        assert f"cannot make room for {reward_file}" in found["error"]
+        result = judged(tmp_path / "w", {"command": "true", "reward_file": reward_file})
+        assert (result["passed"], result["reward"], result["exit_code"]) == (None, None, None)
+        assert f"cannot make room for {reward_file}" in result["error"]
 
     @pytest.mark.parametrize("how", [{}, REWARDS])
     def test_a_check_that_takes_too_long_gives_no_reward(self, tmp_path: Path, how: Any) -> None:
         command = "echo 1 | tee reward.txt; sleep 60"
-        found = judged(tmp_path / "w", {"command": command, "timeout_s": 0.3, **how})
-        assert (found["passed"], found["reward"], found["exit_code"]) == (None, None, None)
-        assert found["error"].startswith("`check`: it timed out after ")
-        assert found["stdout"] == "1\n"
+        result = judged(tmp_path / "w", {"command": command, "timeout_s": 0.3, **how})
+        assert (result["passed"], result["reward"], result["exit_code"]) == (None, None, None)
+        assert result["error"].startswith("`check`: it timed out after ")
+        assert result["stdout"] == "1\n"
 
     def test_a_check_that_ends_its_sandbox_gives_no_reward(self, tmp_path: Path) -> None:
-        found = judged(tmp_path / "w", {"command": "kill -9 $PPID"})
-        assert (found["passed"], found["reward"]) == (None, None)
-        assert "the sandbox ended" in found["error"]
+        result = judged(tmp_path / "w", {"command": "kill -9 $PPID"})
+        assert (result["passed"], result["reward"]) == (None, None)
+        assert "the sandbox ended" in result["error"]
 
 
 class TestPrintedRewards:
@@ -164,15 +164,15 @@ class TestPrintedRewards:
 
     def test_a_reward_for_each_turn_needs_the_number_of_turns(self, tmp_path: Path) -> None:
         command = "echo '{\"turn_rewards\": ['$CONVERSATION_TURNS']}'"
-        found = judged(tmp_path / "w", {"command": command}, turns=3)
-        assert "the last line of its output 'reward' has 1 reward," in found["error"]
-        found = judged(tmp_path / "w", {"command": command}, turns=1)
-        assert found["turn_rewards"] == {"reward": [1]}
+        result = judged(tmp_path / "w", {"command": command}, turns=3)
+        assert "the last line of its output 'reward' has 1 reward," in result["error"]
+        result = judged(tmp_path / "w", {"command": command}, turns=1)
+        assert result["turn_rewards"] == {"reward": [1]}
 
     @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
     def test_a_reward_that_is_not_finite_fails_the_check(self, tmp_path: Path, number: str) -> None:
-        found = judged(tmp_path / "w", {"command": f"echo '{{\"reward\": {number}}}'"})
-        assert "not a finite number" in found["error"]
+        result = judged(tmp_path / "w", {"command": f"echo '{{\"reward\": {number}}}'"})
+        assert "not a finite number" in result["error"]
 
     @pytest.mark.parametrize("check", ["", {"command": " "}])
     def test_a_check_without_a_command_is_refused(self, check: Any) -> None:
@@ -182,8 +182,8 @@ class TestPrintedRewards:
     @pytest.mark.parametrize("wrong", [{"a": 1}, [True, 1], ["1", 1], 5])
     def test_wrong_rewards_of_turns_fail_the_check(self, tmp_path: Path, wrong: Any) -> None:
         command = f"echo '{json.dumps({'reward': 1, 'turn_rewards': wrong})}'"
-        found = judged(tmp_path / "w", {"command": command}, turns=2)
-        assert "the last line of its output" in found["error"]
+        result = judged(tmp_path / "w", {"command": command}, turns=2)
+        assert "the last line of its output" in result["error"]
 
 
 def test_a_check_has_its_own_variables_and_scripts(tmp_path: Path) -> None:

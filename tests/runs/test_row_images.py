@@ -82,9 +82,9 @@ class TestImage:
         monkeypatch.delenv("UNSET", raising=False)
         rules = RowRules(image="needed", inside=True, variables=frozenset(["TOKEN", "UNSET"]))
         env = {"A": "x-${TOKEN}-${UNSET:-u}-${SECRET:-none}", "B": "$TOKEN"}
-        found = read({"env": env}, rules).image
-        assert found is not None
-        assert found.env == {"A": "x-t0-u-none", "B": "$TOKEN"}
+        completion = read({"env": env}, rules).image
+        assert completion is not None
+        assert completion.env == {"A": "x-t0-u-none", "B": "$TOKEN"}
         with pytest.raises(ValueError, match=r"allow it: --env_from=SECRET"):
             read({"env": {"A": "${SECRET}"}}, rules)
         with pytest.raises(ValueError, match=r"`env.A`: the variable UNSET is not set"):

@@ -114,11 +114,11 @@ def test_the_exit_code_judges_and_a_reward_may_grade(tmp_path: Path) -> None:
         'echo \'{"reward": "high"}\'': (True, 1.0),
     }
     rows = [{"files": {"src/a.py": "a"}, "check": check} for check in judged]
-    found = {
+    collected = {
         record["row"]["check"]: (record["check"]["passed"], record["check"]["reward"])
         for record in records_of(tmp_path, *rows)
     }
-    assert found == judged
+    assert collected == judged
 
 
 @pytest.mark.parametrize("sandbox", ["bwrap", pytest.param("local", marks=pytest.mark.slow)])

@@ -66,8 +66,8 @@ def test_what_comes_while_the_parent_is_busy_travels_together() -> None:
         assert len(sent) == 1
         journal.on_kept(1)
         assert len(sent) == 2
-        header, told = unpack(sent[1])
-        assert len(told.splitlines()) == 4
+        header, body = unpack(sent[1])
+        assert len(body.splitlines()) == 4
         assert set(header["keys"]) == {task_key(f"p{n}", "d").hex() for n in range(1, 5)}
 
     asyncio.run(work())
@@ -101,8 +101,8 @@ def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Pat
     first.append("p", "d", reply(1), assignment=1, position=0)
     first.append("q", "d", reply(1), assignment=1, position=0)
     second = JournalWriter(tmp_path, 1, on_storage_error=errors.append)
-    header, told = unpack(sent[0])
-    second.append_lines(map(bytes.fromhex, header["keys"]), told)
+    header, body = unpack(sent[0])
+    second.append_lines(map(bytes.fromhex, header["keys"]), body)
     for writer in (first, second):
         writer.close()
     inflight = Inflight(tmp_path)

@@ -202,9 +202,9 @@ def test_a_shard_without_rows_is_complete(tmp_path: Path) -> None:
 
 
 def run_json(cwd: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((cwd / "trajectories" / name / "run.json").read_text())
-    found.pop("crc32", None)
-    return found
+    parsed: dict[str, Any] = json.loads((cwd / "trajectories" / name / "run.json").read_text())
+    parsed.pop("crc32", None)
+    return parsed
 
 
 def put_run_json(cwd: Path, name: str, content: dict[str, Any]) -> None:

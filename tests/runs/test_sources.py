@@ -487,9 +487,9 @@ class TestRuns:
 
 def revisions(run_dir: Path) -> list[str]:
     """Of the datasets in a run directory."""
-    found = sorted(run_dir.glob("dataset-*.json"))
-    assert [file.stem for file in found] == sorted(f.stem for f in run_dir.glob("dataset-*.jsonl"))
-    return [json.loads(file.read_text())["revision"] for file in found]
+    listed = sorted(run_dir.glob("dataset-*.json"))
+    assert [file.stem for file in listed] == sorted(f.stem for f in run_dir.glob("dataset-*.jsonl"))
+    return [json.loads(file.read_text())["revision"] for file in listed]
 
 
 class TestTheHub:

@@ -88,9 +88,9 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
 
         def spent() -> float:
             shown = run(tmp_path, "status", "r", "--json")
-            found = orjson.loads(shown.stdout)
-            assert found["spent_unknown"] == 0
-            return float(found["spent_usd"])
+            parsed = orjson.loads(shown.stdout)
+            assert parsed["spent_unknown"] == 0
+            return float(parsed["spent_usd"])
 
         # A kill while all but one have ended, and two have failed.
         with started(tmp_path, **options, max_attempts=2) as process:
@@ -166,13 +166,13 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("api", DIALECTS)
 def test_the_cost_of_an_unreadable_reply_is_known_in_every_dialect(api: str) -> None:
-    told = {
+    collected = {
         "openai_chat": {"prompt_tokens": 7, "completion_tokens": 3, "cost": 0.5},
         "openai_responses": {"input_tokens": 7, "output_tokens": 3},
         "anthropic_messages": {"input_tokens": 7, "output_tokens": 3},
     }[api]
     with pytest.raises(ModelError) as caught:
-        read_reply(api, orjson.dumps({"model": "m", "usage": told}))
+        read_reply(api, orjson.dumps({"model": "m", "usage": collected}))
     assert caught.value.paid is not None
     assert caught.value.paid.usage is not None
     assert caught.value.paid.usage["input_tokens"] == 7

@@ -395,9 +395,9 @@ def test_batches_that_conversations_will_take_are_not_damage(path: Path) -> None
 
 
 def test_a_finished_run_is_whole(path: Path) -> None:
-    found = checked(path)
-    assert (found.found, found.records, found.owed) == ([], 5, "")
-    assert "5 records, no problems found" in found.describe()
+    problems = checked(path)
+    assert (problems.found, problems.records, problems.owed) == ([], 5, "")
+    assert "5 records, no problems found" in problems.describe()
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -405,9 +405,9 @@ def test_damage_is_named_repaired_and_costs_only_what_it_hit(path: Path, name: s
     damage = DAMAGES[name]
     damage.do(path)
     before = content_of(path)
-    found = checked(path)
-    assert damage.message in found.describe()
-    assert found.left == found.found
+    problems = checked(path)
+    assert damage.message in problems.describe()
+    assert problems.left == problems.found
     assert content_of(path) == before, "without --repair nothing is written"
     repaired = checked(path, repair=True)
     assert (repaired.left == []) is damage.repaired, repaired.describe()
@@ -504,9 +504,9 @@ def test_the_exit_code_says_what_verify_found(path: Path) -> None:
     cwd = path.parent.parent
     assert run(cwd, "verify", "r").returncode == 0
     os.truncate(path / "records.jsonl", (path / "records.jsonl").stat().st_size - 2)
-    told = run(cwd, "verify", "r", "--json")
-    assert told.returncode == 6
-    problem = json.loads(told.stdout)["problems"][0]
+    done = run(cwd, "verify", "r", "--json")
+    assert done.returncode == 6
+    problem = json.loads(done.stdout)["problems"][0]
     assert (problem["file"], problem["line"]) == ("trajectories/r/records.jsonl", 5)
     with locked(path):
         for flags in ([], ["--repair"]):

@@ -44,9 +44,9 @@ def run_shown(tmp_path: Path, installed: Installed, *arguments: str) -> str:
 
 
 def test_a_program_of_the_system_needs_nothing() -> None:
-    found = find_program("sh")
-    assert not found.binds
-    assert Path(found.path).is_relative_to("/usr")
+    program = find_program("sh")
+    assert not program.binds
+    assert Path(program.path).is_relative_to("/usr")
 
 
 def test_a_program_that_is_not_there_is_named() -> None:
@@ -68,9 +68,9 @@ def test_an_npm_program_is_shown_with_all_packages(
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "agent").symlink_to(packages / "agent" / "bin" / "agent.sh")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    found = find_program("agent")
-    assert list(found.binds) == [str(packages)]
-    assert run_shown(tmp_path, found) == "from the other package"
+    program = find_program("agent")
+    assert list(program.binds) == [str(packages)]
+    assert run_shown(tmp_path, program) == "from the other package"
 
 
 @needs_bwrap
@@ -113,8 +113,8 @@ def test_a_single_file_is_shown_without_its_neighbours(tmp_path: Path) -> None:
 def test_further_paths_are_shown(tmp_path: Path) -> None:
     program = script(tmp_path / "apps" / "agent", '#!/bin/sh\ncat "$1"\n')
     data = script(tmp_path / "data" / "file", "further")
-    found = find_program(str(program), [data.parent])
-    assert run_shown(tmp_path, found, str(data)) == "further"
+    installed = find_program(str(program), [data.parent])
+    assert run_shown(tmp_path, installed, str(data)) == "further"
     with pytest.raises(NotInstalled, match="gone does not exist"):
         find_program(str(program), [tmp_path / "gone"])
 

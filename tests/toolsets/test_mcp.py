@@ -99,9 +99,9 @@ def play(
 
     async def work() -> list[ToolResult]:
         listed = {}
-        for name, found in (await list_servers(servers)).items():
-            assert isinstance(found, McpServer), found
-            listed[name] = found
+        for name, loaded in (await list_servers(servers)).items():
+            assert isinstance(loaded, McpServer), loaded
+            listed[name] = loaded
         pool = McpServers(listed)
         toolboxes = Toolboxes(root, pool, timeout_s)
         pool.open()
@@ -120,9 +120,9 @@ def play(
 
 def refusal(**servers: McpServer) -> str:
     """Why the first server that cannot be used cannot."""
-    for found in asyncio.run(list_servers(servers)).values():
-        if isinstance(found, McpError):
-            return str(found)
+    for loaded in asyncio.run(list_servers(servers)).values():
+        if isinstance(loaded, McpError):
+            return str(loaded)
     raise AssertionError("all of them can be used")
 
 
@@ -280,10 +280,10 @@ def test_an_unusable_server_is_an_error_at_the_start(
     ],
 )
 def test_tools_that_cannot_be_offered_are_refused(arguments: list[str], message: str) -> None:
-    found = asyncio.run(list_servers({"raw": server(*arguments)}))["raw"]
-    assert isinstance(found, McpServer)
+    loaded = asyncio.run(list_servers({"raw": server(*arguments)}))["raw"]
+    assert isinstance(loaded, McpServer)
     with pytest.raises(McpError, match=message):
-        McpServers({"raw": found}).toolsets()
+        McpServers({"raw": loaded}).toolsets()
 
 
 def test_a_schema_too_deep_to_be_read_is_named_at_once() -> None:
@@ -376,9 +376,9 @@ def test_a_server_per_task_works_in_its_workspace(tmp_path: Path) -> None:
 
 def test_a_server_per_task_ends_with_its_task(tmp_path: Path) -> None:
     async def work() -> None:
-        found = (await list_servers({"raw": server(per_task=True)}))["raw"]
-        assert isinstance(found, McpServer)
-        toolboxes = Toolboxes(tmp_path, McpServers({"raw": found}), 20)
+        loaded = (await list_servers({"raw": server(per_task=True)}))["raw"]
+        assert isinstance(loaded, McpServer)
+        toolboxes = Toolboxes(tmp_path, McpServers({"raw": loaded}), 20)
         told = await toolboxes.of("a").call("raw__pids", "{}")
         pid, _ = json.loads(told.content)
         assert is_alive(pid)
@@ -527,12 +527,12 @@ def test_the_list_of_tools_says_which_are_available(tmp_path: Path) -> None:
     given = configured(tmp_path, {"raw": {"command": RAW}, "gone": {"command": "no-such-program"}})
     shown = run(tmp_path, "tools", "--json", **given, tools="my_tools:shout")
     assert shown.returncode == 0, shown.stderr
-    found = json.loads(shown.stdout)
-    text = tools_as_text(found)
+    parsed = json.loads(shown.stdout)
+    text = tools_as_text(parsed)
     assert "my_tools: Tools of my_tools\n  shout  Say it louder\n" in text
     assert "  raw__echo     Say it again\n" in text
     assert "gone: Tools of the MCP server gone\n  not available: mcp: the server" in text
-    by_name = {entry["name"]: entry for entry in found}
+    by_name = {entry["name"]: entry for entry in parsed}
     assert not by_name["gone"]["available"]
     assert by_name["my_tools"]["available"]
     assert by_name["raw"]["tools"][0]["name"] == "raw__big"

@@ -329,9 +329,9 @@ def test_own_tools_and_toolsets_keep_their_settings() -> None:
         return text
 
     mine: Any = (speak, plain)
-    (found,) = as_toolsets([("m", Toolset("mine", "Mine.", mine))])
-    assert (found.name, [one.name for one in found.tools]) == ("mine", ["say", "plain"])
-    assert found.tools[0] is speak
+    (loaded,) = as_toolsets([("m", Toolset("mine", "Mine.", mine))])
+    assert (loaded.name, [one.name for one in loaded.tools]) == ("mine", ["say", "plain"])
+    assert loaded.tools[0] is speak
     with pytest.raises(OwnToolError, match="is not a tool"):
         as_toolsets([("m", [print])])
 
@@ -341,8 +341,8 @@ def test_places_of_one_module_are_one_toolset(
 ) -> None:
     written(tmp_path, "two_places", MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (found,) = load_own(("two_places:note", "two_places:get_weather"))
-    assert (found.name, len(found.tools)) == ("two_places", 2)
+    (loaded,) = load_own(("two_places:note", "two_places:get_weather"))
+    assert (loaded.name, len(loaded.tools)) == ("two_places", 2)
 
 
 def test_an_agent_takes_functions(tmp_path: Path) -> None:

@@ -335,20 +335,20 @@ def test_an_unknown_sandbox_is_refused_by_name(workspace: Workspace) -> None:
 @pytest.mark.parametrize("chunk", [1, 3, 7, 1000])
 def test_output_is_cut_between_characters_and_counted_exactly(chunk: int) -> None:
     raw = ("é日𝄞" * 40).encode()
-    kept = HeadTail(101)
+    output = HeadTail(101)
     for start in range(0, len(raw), chunk):
-        kept.feed(raw[start : start + chunk])
-    head, mark, tail = output_text(*kept.kept(), kept.total).split("\n")
+        output.feed(raw[start : start + chunk])
+    head, mark, tail = output_text(*output.kept(), output.total).split("\n")
     cut_bytes = int(mark.split()[1])
     assert "\ufffd" not in head + tail
     assert len(head.encode()) + len(tail.encode()) + cut_bytes == len(raw)
 
 
 def test_output_within_the_limit_is_whole() -> None:
-    kept = HeadTail(10)
+    output = HeadTail(10)
     for piece in (b"01234", b"567", b"\xff\0"):
-        kept.feed(piece)
-    assert output_text(*kept.kept(), kept.total) == "01234567\ufffd\ufffd"
+        output.feed(piece)
+    assert output_text(*output.kept(), output.total) == "01234567\ufffd\ufffd"
 
 
 def test_commands_take_no_threads_of_the_worker(workspace: Workspace) -> None:
@@ -363,12 +363,12 @@ def test_commands_take_no_threads_of_the_worker(workspace: Workspace) -> None:
 
 
 def test_children_of_every_thread_are_found() -> None:
-    found: list[int] = []
+    collected: list[int] = []
     done = threading.Event()
 
     def start() -> None:
         with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
-            found.append(child.pid)
+            collected.append(child.pid)
             started.set()
             done.wait()
 
@@ -377,7 +377,7 @@ def test_children_of_every_thread_are_found() -> None:
     thread.start()
     started.wait()
     try:
-        assert found[0] in {pid for pid, _ in descendants()}
+        assert collected[0] in {pid for pid, _ in descendants()}
     finally:
         done.set()
         thread.join()

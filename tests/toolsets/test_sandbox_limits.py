@@ -267,8 +267,8 @@ def test_reaching_the_task_s_own_process_limit_is_a_result(
     name: str, crowded: Path, tmp_path: Path
 ) -> None:
     command = "i=0; while [ $i -lt 150 ]; do sleep 5 & i=$((i+1)); done 2>/dev/null; echo went on"
-    told = work([name, str(tmp_path / "ws"), str(crowded), "1000", command])
-    assert told.startswith(("result", "SandboxError the sandbox ran too many processes"))
+    done = work([name, str(tmp_path / "ws"), str(crowded), "1000", command])
+    assert done.startswith(("result", "SandboxError the sandbox ran too many processes"))
 
 
 def work(argv: list[str]) -> str:
@@ -311,6 +311,6 @@ def test_cpus_are_limited_by_the_control_group(
         finally:
             await sandbox.stop()
 
-    found = asyncio.run(use())
-    assert found in ([], [("max", True)]) if quota is None else found == [(quota, True)]
+    listed = asyncio.run(use())
+    assert listed in ([], [("max", True)]) if quota is None else listed == [(quota, True)]
     assert quotas() == []

@@ -120,6 +120,6 @@ def test_what_tasks_do_not_need_is_refused(tmp_path: Path, extras: Extras | None
 
     result = asyncio.run(use())
     assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert {name: found.pop(name) for name in numbers} == dict.fromkeys(numbers, "ENOSYS")
-    assert set(found.values()) == {"EAFNOSUPPORT"}
+    parsed = json.loads(result.stdout)
+    assert {name: parsed.pop(name) for name in numbers} == dict.fromkeys(numbers, "ENOSYS")
+    assert set(parsed.values()) == {"EAFNOSUPPORT"}

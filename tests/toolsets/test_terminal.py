@@ -401,8 +401,8 @@ def test_after_a_resume_the_model_is_informed_that_its_shell_is_new(
     answered = [{"role": "tool", "name": "terminal", "content": "{}"}]
     task = Task(kind, tmp_path / "ws", Limits(), resumed=True)
     try:
-        told = json.loads(task.call("terminal", command="true", conversation=answered).content)
-        assert told["note"] == f"[new shell: the one before ended between the calls; {LOST}]"
+        parsed = json.loads(task.call("terminal", command="true", conversation=answered).content)
+        assert parsed["note"] == f"[new shell: the one before ended between the calls; {LOST}]"
         again = json.loads(task.call("terminal", command="true", conversation=answered).content)
         assert "note" not in again
         other = json.loads(task.call("python", code="1", conversation=answered).content)
@@ -624,19 +624,19 @@ def test_groups_of_dead_workers_are_removed_by_the_next(tmp_path: Path) -> None:
 
 def of_our_own(root: Path) -> set[str]:
     """What could leak: children, descriptors, mounts beneath `root`, groups of this process."""
-    found = {f"descriptor {path.name}" for path in Path("/proc/self/fd").iterdir()}
+    paths = {f"descriptor {path.name}" for path in Path("/proc/self/fd").iterdir()}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(fields[1]) == os.getpid():
-            found.add(f"child {path.parent.name}")
-    found |= {m for m in Path("/proc/self/mounts").read_text().splitlines() if str(root) in m}
+            paths.add(f"child {path.parent.name}")
+    paths |= {m for m in Path("/proc/self/mounts").read_text().splitlines() if str(root) in m}
     # Path.glob would fail where another test removes a group meanwhile.
     groups = (path for path, _, _ in os.walk("/sys/fs/cgroup"))
-    found |= {path for path in groups if "/trajectories-" in path and f"-{os.getpid()}-" in path}
-    return found
+    paths |= {path for path in groups if "/trajectories-" in path and f"-{os.getpid()}-" in path}
+    return paths
 
 
 @pytest.mark.parametrize(
@@ -672,11 +672,11 @@ def test_many_tasks_at_once_leave_nothing_behind(kind: str, tmp_path: Path, task
 
 def processes_with(text: str) -> list[int]:
     """Processes whose current directory is beneath a path."""
-    found = []
+    collected = []
     for link in Path("/proc").glob("[0-9]*/cwd"):
         try:
             if str(link.readlink()).startswith(text):
-                found.append(int(link.parent.name))
+                collected.append(int(link.parent.name))
         except OSError:
             continue
-    return found
+    return collected

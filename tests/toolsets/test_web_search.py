@@ -106,9 +106,9 @@ def test_a_search_is_made_once_unless_it_found_nothing(provider: Site, tmp_path:
     assert len(provider.visits) == 2
     assert search(settings, "other words").is_error
     assert search(settings, max_results=3).is_error
-    kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert b"two words" in kept
-    assert KEY.encode() not in kept
+    paths = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"two words" in paths
+    assert KEY.encode() not in paths
 
 
 @pytest.mark.parametrize(

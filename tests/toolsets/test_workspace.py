@@ -252,9 +252,9 @@ def test_walk_yields_paths_in_their_sorted_order(workspace: Workspace) -> None:
     for path in ("a/b", "a.txt", "a-b/c", "z", "a/b2/c", "B"):
         workspace.write_bytes(path, b"")
     (workspace.root / "a" / "loop").symlink_to("..")
-    found = list(workspace.walk_files())
-    assert found == sorted(found)
-    assert found == ["B", "a-b/c", "a.txt", "a/b", "a/b2/c", "z"]
+    paths = list(workspace.walk_files())
+    assert paths == sorted(paths)
+    assert paths == ["B", "a-b/c", "a.txt", "a/b", "a/b2/c", "z"]
     assert list(workspace.walk_files("a")) == ["a/b", "a/b2/c"]
     assert list(workspace.walk_files("a/b")) == ["a/b"]
 

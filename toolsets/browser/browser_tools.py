@@ -128,7 +128,7 @@ async def browser_back(context: ToolContext) -> ToolResult:
 @tool(sequential=True)
 async def browser_get_images(context: ToolContext) -> list[Any]:
     """List the images of the page, with address, description and size in pixels."""
-    found = await _session(context).act(
+    images = await _session(context).act(
         lambda page: page.locator("img").evaluate_all(
             """(all, most) => all.slice(0, most).map(image => ({
                 url: String(image.currentSrc || image.src).slice(0, 1000),
@@ -146,7 +146,7 @@ async def browser_get_images(context: ToolContext) -> list[Any]:
             "width": image["width"],
             "height": image["height"],
         }
-        for image in found[:_MAX_IMAGES]
+        for image in images[:_MAX_IMAGES]
     ]
 
 

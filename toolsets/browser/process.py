@@ -115,8 +115,8 @@ class _Mode(NamedTuple):
 
 def _executable() -> str | None:
     named = os.environ.get(VARIABLE)
-    found = (shutil.which(name) for name in ((named,) if named else _PROGRAMS))
-    return next((path for path in found if path is not None), None)
+    paths = (shutil.which(name) for name in ((named,) if named else _PROGRAMS))
+    return next((path for path in paths if path is not None), None)
 
 
 def _is_alive(start: asyncio.Task[Chromium]) -> bool:

@@ -85,10 +85,10 @@ class Proxy:
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
             raise _Failed(_NO_ADDRESS) from None
-        permitted = [info for info in found if self._guard.permits(host, port, str(info[4][0]))]
+        permitted = [info for info in addresses if self._guard.permits(host, port, str(info[4][0]))]
         if not permitted:
             raise _Failed(REFUSED)
         for family, kind, protocol, _, address in permitted:

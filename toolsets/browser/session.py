@@ -148,10 +148,10 @@ class BrowserSession:
         if not _REF.fullmatch(plain):
             shown = clip(ref, max_chars=50)
             raise ToolError(f"{shown!r} is not a ref; refs are in the snapshot, such as e12")
-        found = page.get_by_ref(plain)
-        if not await found.count():
+        locator = page.get_by_ref(plain)
+        if not await locator.count():
             raise ToolError(f"nothing on the page has the ref {plain} now; see browser_snapshot")
-        return found
+        return locator
 
     async def _current(self, *, opens: bool) -> Any:
         """The current page; `opens` opens one. Raises `ToolError` if there is none."""

@@ -54,8 +54,8 @@ def load_own(places: tuple[str, ...]) -> tuple[Toolset, ...]:
 def as_toolsets(named: Iterable[tuple[str, Any]]) -> tuple[Toolset, ...]:
     """Return toolsets of the objects found under each name; see `load_own`."""
     toolsets: dict[str, Toolset] = {}
-    for name, found in named:
-        toolset = _toolset(name, found)
+    for name, value in named:
+        toolset = _toolset(name, value)
         if (same_name := toolsets.get(toolset.name)) is not None:
             toolset = dataclasses.replace(toolset, tools=(*same_name.tools, *toolset.tools))
         _check_names(toolset)
@@ -69,28 +69,28 @@ def schemas_digest(tools: Sequence[Tool]) -> str:
     return hashlib.sha256(exact_json.dumps(schemas, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def _toolset(name: str, found: Any) -> Toolset:
-    if isinstance(found, Toolset):
-        return dataclasses.replace(found, tools=tuple(_tool(item, name) for item in found.tools))
-    items = found if isinstance(found, list | tuple) else [found]
+def _toolset(name: str, value: Any) -> Toolset:
+    if isinstance(value, Toolset):
+        return dataclasses.replace(value, tools=tuple(_tool(item, name) for item in value.tools))
+    items = value if isinstance(value, list | tuple) else [value]
     tools = tuple(_tool(item, name) for item in items)
     if not tools:
         raise OwnToolError(f"tools: {name}: the list has no tools")
     return Toolset(name, f"Tools of {name}.", tools)
 
 
-def _tool(found: Any, name: str) -> Tool:
-    if isinstance(found, Tool):
-        return found
-    if not (inspect.isfunction(found) or inspect.ismethod(found)):
+def _tool(value: Any, name: str) -> Tool:
+    if isinstance(value, Tool):
+        return value
+    if not (inspect.isfunction(value) or inspect.ismethod(value)):
         raise OwnToolError(
-            f"tools: {name}: {found!r} is not a tool; give a function, a Tool, a list of them, or "
+            f"tools: {name}: {value!r} is not a tool; give a function, a Tool, a list of them, or "
             "a Toolset"
         )
     try:
-        return tool()(found)
+        return tool()(value)
     except TypeError as error:
-        raise OwnToolError(f"{_place(found)}: {error}") from error
+        raise OwnToolError(f"{_place(value)}: {error}") from error
 
 
 def _check_names(toolset: Toolset) -> None:

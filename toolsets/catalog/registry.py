@@ -223,15 +223,15 @@ def _expand(
     names: Sequence[str], known: Mapping[str, Toolset], *, everything: Collection[str]
 ) -> set[str]:
     """Return the named toolsets and all they include; includes may form a circle."""
-    found: set[str] = set()
+    members: set[str] = set()
     pending = list(names)
     while pending:
         name = pending.pop()
         if name in ALL:
-            pending.extend(set(everything) - found)
-        elif name != NONE and name not in found:
+            pending.extend(set(everything) - members)
+        elif name != NONE and name not in members:
             if name not in known:
                 raise UnknownToolset(f"unknown toolset {name!r}; known: {', '.join(sorted(known))}")
-            found.add(name)
+            members.add(name)
             pending.extend(known[name].includes)
-    return found
+    return members

@@ -141,8 +141,8 @@ def _images_of(source: Path, place: str, open_member: Opener) -> Iterator[Stored
             raise
         yield from _saved_images(source, place, open_member)
         return
-    found = list(_manifests(open_member, index, source, frozenset()))
-    for digest, names in found:
+    images = list(_manifests(open_member, index, source, frozenset()))
+    for digest, names in images:
         path = _blob(digest, source)
         raw = _document_bytes(open_member, path, source)
         if f"sha256:{hashlib.sha256(raw).hexdigest()}" != digest:
@@ -154,7 +154,7 @@ def _images_of(source: Path, place: str, open_member: Opener) -> Iterator[Stored
         except (KeyError, TypeError):
             raise ImageError(f"{source}: {path} is not the manifest of an image") from None
         known = set(map(full_name, names)) | {full_name(f"{place}:{name}") for name in names}
-        if len(found) == 1:
+        if len(images) == 1:
             known.add(full_name(place))
         yield StoredImage(
             source,
@@ -234,12 +234,12 @@ def _document_bytes(open_member: Opener, name: str, source: Path) -> bytes:
 
 def _object(raw: bytes, source: Path, name: str) -> dict[str, Any]:
     try:
-        found = orjson.loads(raw)
+        value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise ImageError(f"{source}: {name} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ImageError(f"{source}: {name} is not a JSON object")
-    return found
+    return value
 
 
 def _machine() -> str:

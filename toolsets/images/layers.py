@@ -355,8 +355,8 @@ class _Member(tarfile.TarInfo):
 
 def _data_of(member: tarfile.TarInfo) -> list[tuple[int, int]]:
     """Where a file has content, each with its size; between these are holes."""
-    found = getattr(member, "sparse", None)
-    if found is None:
+    sparse = getattr(member, "sparse", None)
+    if sparse is None:
         return [(0, member.size)]
     if member.size > MAX_BYTES:
         raise ImageError(
@@ -364,11 +364,11 @@ def _data_of(member: tarfile.TarInfo) -> list[tuple[int, int]]:
             f"{MAX_BYTES >> 30} GiB are unpacked"
         )
     end = 0
-    for start, size in found:
+    for start, size in sparse:
         if start < end or size < 0 or start + size > member.size:
             raise ImageError(f"the layer has a bad list of holes of {member.name[:200]!r}")
         end = start + size
-    return [(start, size) for start, size in found if size]
+    return [(start, size) for start, size in sparse if size]
 
 
 @contextlib.contextmanager
@@ -382,10 +382,10 @@ def _limited(archive: tarfile.TarFile) -> Iterator[None]:
         left -= size
         if left < 0:
             raise tarfile.ReadError("a header is too long")
-        found: bytes = read(size)
-        if len(found) < size:
+        content: bytes = read(size)
+        if len(content) < size:
             raise tarfile.ReadError("unexpected end of data")
-        return found
+        return content
 
     stream.read = read_less
     try:

@@ -31,16 +31,16 @@ def add_to_layout(layout: Path, name: str, engine_id: str, save: Callable[[Path]
     with locked(layout / ".lock"):
         index = _index(layout)
         entries: list[dict[str, Any]] = index["manifests"]
-        found = next((e for e in entries if _notes(e).get(_OF_ENGINE) == engine_id), None)
-        if found is None:
+        known = next((e for e in entries if _notes(e).get(_OF_ENGINE) == engine_id), None)
+        if known is None:
             archive = layout / ".saved.tar"
             archive.unlink(missing_ok=True)  # of a start that was killed
             try:
                 save(archive)
-                found = _added(layout, archive)
+                known = _added(layout, archive)
             finally:
                 archive.unlink(missing_ok=True)
-        entry = {**found, "annotations": {_NAME: name, _OF_ENGINE: engine_id}}
+        entry = {**known, "annotations": {_NAME: name, _OF_ENGINE: engine_id}}
         index["manifests"] = [e for e in entries if _notes(e).get(_NAME) != name] + [entry]
         _write(layout / "oci-layout", orjson.dumps({"imageLayoutVersion": "1.0.0"}))
         _write(layout / "index.json", orjson.dumps(index))

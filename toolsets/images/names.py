@@ -17,8 +17,8 @@ _DEFAULT_PREFIXES = ("docker.io/", "index.docker.io/", "localhost/", "library/")
 
 def digest_of(reference: str) -> str | None:
     """The digest in `sha256:...` or `name@sha256:...`; None if there is none."""
-    found = reference.rpartition("@")[2]
-    return found if DIGEST.fullmatch(found) else None
+    digest = reference.rpartition("@")[2]
+    return digest if DIGEST.fullmatch(digest) else None
 
 
 def full_name(reference: str) -> str:

@@ -82,17 +82,17 @@ class ImageStore:
         """The image that a name or digest means; raises `ImageError` if there is none."""
         digest = digest_of(reference)
         if digest is not None:
-            found = [
+            matching = [
                 image for image in self._images if digest in (image.digest, image.config_digest)
             ]
         else:
             name = full_name(reference)
-            found = [image for image in self._images if name in image.names]
-        if len({image.config_digest for image in found}) > 1:
-            places = ", ".join(sorted(str(image.source) for image in found))
+            matching = [image for image in self._images if name in image.names]
+        if len({image.config_digest for image in matching}) > 1:
+            places = ", ".join(sorted(str(image.source) for image in matching))
             raise ImageError(f"image {reference!r}: several have this name ({places})")
-        if found:
-            return found[0]
+        if matching:
+            return matching[0]
         names = sorted({name for image in self._images for name in image.names})
         known = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
         msg = f"image {reference!r} is not in {self.directory} (there: {known or 'none'})"
@@ -131,11 +131,11 @@ class ImageStore:
 
     @cached_property
     def _scanned(self) -> tuple[list[StoredImage], list[ImageError]]:
-        found = list(images_in(self.directory))
-        problems = [item for item in found if isinstance(item, ImageError)]
+        images = list(images_in(self.directory))
+        problems = [item for item in images if isinstance(item, ImageError)]
         for problem in problems:
             _log.warning("an image cannot be read: %s", problem)
-        return [item for item in found if isinstance(item, StoredImage)], problems
+        return [item for item in images if isinstance(item, StoredImage)], problems
 
     @property
     def _images(self) -> list[StoredImage]:
@@ -165,17 +165,17 @@ class ImageStore:
     @cached_property
     def _layers(self) -> dict[str, list[str]]:
         """The layers of all images that can be read, by the digest of the configuration."""
-        found = {}
+        layers = {}
         for image in self._images:
             with suppress(ImageError, OSError, tarfile.TarError):
-                found[image.config_digest] = _diff_ids(image.configuration(), len(image.layers))
-        return found
+                layers[image.config_digest] = _diff_ids(image.configuration(), len(image.layers))
+        return layers
 
     def _unpack(self, image: StoredImage, place: Path) -> None:
         _log.info("unpacking image %s of %s", image.digest, image.source)
         config = image.configuration()
         diff_ids = _diff_ids(config, len(image.layers))
-        others = [ids for found, ids in self._layers.items() if found != image.config_digest]
+        others = [ids for digest, ids in self._layers.items() if digest != image.config_digest]
         shared = max((_in_common(diff_ids, ids) for ids in others), default=0)
         with _being_made(place) as making:
             unpacking = self._filled(making / TREE, image, diff_ids, shared)
@@ -232,10 +232,10 @@ def _in_common(one: list[str], other: list[str]) -> int:
 
 def _diff_ids(config: dict[str, Any], layers: int) -> list[str]:
     rootfs = config.get("rootfs")
-    found = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None
-    if not isinstance(found, list) or len(found) != layers:
+    ids = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None
+    if not isinstance(ids, list) or len(ids) != layers:
         raise ImageError("its configuration does not list its layers")
-    return [str(item) for item in found]
+    return [str(item) for item in ids]
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:

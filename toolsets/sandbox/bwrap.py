@@ -196,9 +196,9 @@ def _is_orphan(process: Path) -> bool:
 
 
 def _bwrap() -> str:
-    if (found := shutil.which("bwrap")) is None:
+    if (program := shutil.which("bwrap")) is None:
         raise SandboxError(f"the sandbox is gone: bwrap was not found; {_INSTALL}")
-    return found
+    return program
 
 
 def launch(

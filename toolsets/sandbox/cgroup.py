@@ -44,12 +44,12 @@ class Group:
 
     def open(self) -> list[int]:
         """Descriptors of files by which a process writes itself into the group."""
-        found = []
+        groups = []
         for path in self.paths:
             # It can be gone: an older version that has another /proc takes it for a dead one's.
             with contextlib.suppress(FileNotFoundError):
-                found.append(os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
-        return found
+                groups.append(os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+        return groups
 
     def refusals(self) -> int:
         """How often processes or memory were refused in it, by its own limit or an outer one."""
@@ -158,9 +158,9 @@ _known_files: dict[Path, frozenset[str]] = {}
 
 def _files_of(group: Path) -> frozenset[str]:
     """The files of a group: those of the first one that was made in the same place."""
-    if (found := _known_files.get(group.parent)) is None:
-        found = _known_files[group.parent] = frozenset(file.name for file in group.iterdir())
-    return found
+    if (files := _known_files.get(group.parent)) is None:
+        files = _known_files[group.parent] = frozenset(file.name for file in group.iterdir())
+    return files
 
 
 def can_limit_cpus() -> bool:
@@ -209,7 +209,7 @@ class _Counter:
 
 def _counters(group: Path, known: frozenset[str] | None = None) -> list[_Counter]:
     """What counts refusals in a group, which has no other files than the `known`."""
-    found = []
+    counters = []
     for names, begins in (
         # With what is not local, newer systems count the groups beneath as well.
         (("pids.events.local", "pids.events"), b"max "),
@@ -218,9 +218,9 @@ def _counters(group: Path, known: frozenset[str] | None = None) -> list[_Counter
         for name in names if known is None else filter(known.__contains__, names):
             with contextlib.suppress(FileNotFoundError):
                 fd = os.open(f"{group}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-                found.append(_Counter(fd, begins))
+                counters.append(_Counter(fd, begins))
                 break
-    return found
+    return counters
 
 
 def _value(file: Path, name: str) -> int:
@@ -299,13 +299,13 @@ def _candidates(controller: str) -> Iterator[Path]:
 @cache
 def _own() -> tuple[_Counter, ...]:
     """What counts refusals in the groups of this process."""
-    found = []
+    groups = []
     for controllers, own in _memberships():
         for controller in ("pids", "memory"):
             if controller in controllers.split(","):
                 at = _ROOT / controller / own
-                found.append(at if at.is_dir() else _ROOT / controller)
+                groups.append(at if at.is_dir() else _ROOT / controller)
         if not controllers:
             at = _ROOT / own
-            found.append(at if at.is_dir() else _ROOT)
-    return tuple(counter for path in dict.fromkeys(found) for counter in _counters(path))
+            groups.append(at if at.is_dir() else _ROOT)
+    return tuple(counter for path in dict.fromkeys(groups) for counter in _counters(path))

@@ -144,8 +144,8 @@ class _EngineImages(ImageSandboxes):
         from toolsets.images.names import full_name  # few runs have images
 
         known = image_digests(self._settings.engine)
-        found = {reference: known.get(full_name(reference)) for reference in references}
-        return {reference: digest for reference, digest in found.items() if digest}
+        by_name = {reference: known.get(full_name(reference)) for reference in references}
+        return {reference: digest for reference, digest in by_name.items() if digest}
 
     def warning(self) -> str | None:
         """See `ImageSandboxes`."""
@@ -252,8 +252,8 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
     @property
     def entrypoint(self) -> tuple[str, ...]:
         """See `ServedSandbox`."""
-        found = self._config.get("Entrypoint") if self._spec.starts_entrypoint else None
-        return tuple(map(str, found or ()))
+        command = self._config.get("Entrypoint") if self._spec.starts_entrypoint else None
+        return tuple(map(str, command or ()))
 
     @property
     def can_change_all(self) -> bool:

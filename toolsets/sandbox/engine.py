@@ -72,18 +72,18 @@ def image_config(engine: str, image: str, pull: Pull) -> tuple[dict[str, Any], s
 
     One process of this user pulls at a time. Raises `ImageError` with the engine's words.
     """
-    found = config_of(engine, image)
-    if found is None and pull == "missing":
+    config = config_of(engine, image)
+    if config is None and pull == "missing":
         with locked(_lock_of(image)):
-            found = config_of(engine, image)
-            if found is None:
+            config = config_of(engine, image)
+            if config is None:
                 done = ask_engine(engine, ["pull", "--quiet", image], timeout_s=_PULL_TIMEOUT_S)
                 if done.returncode != 0:
                     raise ImageError(f"image {image!r} cannot be pulled: {words_of(done)}")
-                found = config_of(engine, image)
-    if found is None:
+                config = config_of(engine, image)
+    if config is None:
         raise ImageError(f"image {image!r}: {engine} does not have it (--pull=missing pulls it)")
-    return found
+    return config
 
 
 def image_digests(engine: str) -> dict[str, str]:
@@ -95,7 +95,7 @@ def image_digests(engine: str) -> dict[str, str]:
     if done.returncode != 0:
         raise SandboxError(f"sandbox {engine}: images: {words_of(done)}")
     listed = (line.partition(" ") for line in done.stdout.decode().splitlines())
-    return {full_name(name): _digest(found) for found, _, name in listed}
+    return {full_name(name): _digest(id) for id, _, name in listed}
 
 
 def build_image(
@@ -150,16 +150,16 @@ def remove_containers(engine: str, run_dir: Path) -> int:
     workspaces = run_dir / "workspaces"
     if not workspaces.is_dir():
         return 0
-    kept = {plain_name(path.name) for path in workspaces.iterdir()}
+    paths = {plain_name(path.name) for path in workspaces.iterdir()}
     names = done.stdout.decode().split()
-    left = [name for name in names if name.removeprefix(f"bt-{run}-") not in kept]
+    left = [name for name in names if name.removeprefix(f"bt-{run}-") not in paths]
     for name in left:
         ask_engine(engine, ["rm", "--force", "--volumes", name])
         ask_engine(engine, ["rmi", "--force", f"localhost/{name}:files"])
     prefix = f"localhost/bt-{run}-"
     listed = ["images", "--filter", f"reference={prefix}*", "--format", "{{.Repository}}"]
     for image in ask_engine(engine, listed).stdout.decode().split():
-        if image.removeprefix(prefix) not in kept:
+        if image.removeprefix(prefix) not in paths:
             ask_engine(engine, ["rmi", "--force", f"{image}:files"])
     return len(left)
 
@@ -178,9 +178,9 @@ def config_of(engine: str, image: str) -> tuple[dict[str, Any], str] | None:
     return config if isinstance(config, dict) else {}, _digest(digest.decode())
 
 
-def _digest(found: str) -> str:
+def _digest(text: str) -> str:
     """As Docker writes it; Podman leaves the name of the hash out."""
-    return found if ":" in found else f"sha256:{found}"
+    return text if ":" in text else f"sha256:{text}"
 
 
 def _lock_of(image: str) -> Path:
@@ -191,9 +191,9 @@ def _lock_of(image: str) -> Path:
 
 
 def engine_program(engine: str) -> str:
-    if (found := shutil.which(engine)) is None:
+    if (program := shutil.which(engine)) is None:
         raise SandboxError(f"the sandbox is gone: {engine} was not found; {_INSTALL}")
-    return found
+    return program
 
 
 def engine_environment() -> dict[str, str]:

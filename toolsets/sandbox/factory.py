@@ -40,15 +40,15 @@ def sandbox_kind(name: str) -> type[Sandbox]:
         kind: type[Sandbox] = resolve_name(SANDBOXES[name])
         return kind
     entries = metadata.entry_points(group=ENTRY_POINTS)  # reads a file of each package
-    found = [entry for entry in entries if entry.name == name]
-    if not found:
+    matching = [entry for entry in entries if entry.name == name]
+    if not matching:
         known = sorted({*SANDBOXES, *entries.names})
         hint = (meant := did_you_mean(name, known)) and f" ({meant})"
         raise SandboxError(
             f"--sandbox: unknown sandbox {name!r}{hint}; known: {', '.join(known)}, and those of "
             f"packages that you install (entry points {ENTRY_POINTS})"
         )
-    places = {f"{entry.value} of {_distribution(entry)}": entry for entry in found}
+    places = {f"{entry.value} of {_distribution(entry)}": entry for entry in matching}
     if len(places) > 1:
         raise SandboxError(
             f"sandbox {name}: several packages offer it: {', '.join(places)}; uninstall all but one"

@@ -132,9 +132,9 @@ async def until_ready(fd: int, *, for_writing: bool = False) -> None:
 def _kill_beneath(pid: int) -> None:
     """Kill what a process has started, from below, so that each is still waited for."""
     for _ in range(_KILL_ROUNDS):
-        found = [child for child, _ in descendants(pid)]
-        for child in found:
+        children = [child for child, _ in descendants(pid)]
+        for child in children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGKILL)
-        if not found:
+        if not children:
             break

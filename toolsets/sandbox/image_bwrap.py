@@ -88,11 +88,11 @@ class BwrapImages(ImageSandboxes):
 
     def digests(self, references: Collection[str]) -> dict[str, str]:
         """See `ImageSandboxes`."""
-        found = {}
+        by_name = {}
         for reference in references:
             with suppress(ImageError):
-                found[reference] = self._store.find(reference).config_digest
-        return found
+                by_name[reference] = self._store.find(reference).config_digest
+        return by_name
 
     def warning(self) -> str | None:
         """See `ImageSandboxes`."""
@@ -369,17 +369,17 @@ def user_of(image: UnpackedImage, name: str | None) -> User:
     """
     wanted, _, group = (name or image.user or "0").partition(":")
     known = _table(image, "/etc/passwd", 6)
-    found = next((row for row in known if wanted in (row[0], row[2])), None)
-    if found is None and not wanted.isdecimal():
+    entry = next((row for row in known if wanted in (row[0], row[2])), None)
+    if entry is None and not wanted.isdecimal():
         raise ImageError(f"user {wanted!r} is not in /etc/passwd of the image")
     try:
-        uid, gid = (int(wanted), 0) if found is None else (int(found[2]), int(found[3]))
+        uid, gid = (int(wanted), 0) if entry is None else (int(entry[2]), int(entry[3]))
         if group:
             gid = int(group) if group.isdecimal() else _group(image, group)
     except ValueError as error:
         raise ImageError(f"/etc/passwd of the image: {wanted!r} has no numbers") from error
-    home = found[5] if found is not None and found[5].startswith("/") else "/"
-    return User(wanted if found is None else found[0], uid, gid, home)
+    home = entry[5] if entry is not None and entry[5].startswith("/") else "/"
+    return User(wanted if entry is None else entry[0], uid, gid, home)
 
 
 def _group(image: UnpackedImage, name: str) -> int:

@@ -152,8 +152,10 @@ class ImageFiles:
 
     def tree(self, path: str) -> dict[str, FileState]:
         """All beneath a directory by its path in it; directories `.git` are not entered."""
-        found = self._marked("tree", path)
-        return {entry.path: FileState(entry.kind, entry.size_bytes, mark) for entry, mark in found}
+        entries = self._marked("tree", path)
+        return {
+            entry.path: FileState(entry.kind, entry.size_bytes, mark) for entry, mark in entries
+        }
 
     def copy_from(self, source: ImageFiles, top: str, states: Mapping[str, FileState]) -> None:
         """Copy files and links beneath a directory, with whether they may be executed."""
@@ -181,7 +183,7 @@ class ImageFiles:
                 raise
             if [number for number, _ in reply.contents] != [*range(len(small))]:
                 raise SandboxError(_FORBIDDEN)
-            read = {small[number]: _content(found) for number, found in reply.contents}
+            read = {small[number]: _content(content) for number, content in reply.contents}
         for path in set(files) - set(small):
             self.write_bytes(f"{top}/{path}", source.read_bytes(f"{top}/{path}", states[path].size))
         put = [
@@ -215,9 +217,12 @@ class ImageFiles:
                 for number, encoded in reply.contents:
                     if not 0 <= number < len(batch):
                         raise SandboxError(_FORBIDDEN)
-                    found = batch[number]
+                    content = batch[number]
                     large = encoded is None
-                    yield found, self.read_bytes(found, max_bytes) if large else _content(encoded)
+                    yield (
+                        content,
+                        self.read_bytes(content, max_bytes) if large else _content(encoded),
+                    )
                 if not 0 < reply.seen <= len(batch):
                     raise SandboxError(_FORBIDDEN)
                 batch = batch[reply.seen :]

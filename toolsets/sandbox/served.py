@@ -347,7 +347,7 @@ class ServedSandbox(Sandbox):
         if reply.refused is not None:
             raise _refusal(reply.refused)
         out, err = (
-            decoded(kept, self._limits.output_bytes) for kept in (reply.stdout, reply.stderr)
+            decoded(output, self._limits.output_bytes) for output in (reply.stdout, reply.stderr)
         )
         is_first = session is not None and session not in self._opened
         lost = None

@@ -203,12 +203,12 @@ async def search(query: str, max_results: int, settings: WebSettings) -> list[Se
     """Ask the provider that `settings` name. Raises `ToolError` with a message for the model."""
     try:
         async with asyncio.timeout(settings.timeout_s):
-            found = await PROVIDERS[settings.provider](query, max_results, settings)
+            results = await PROVIDERS[settings.provider](query, max_results, settings)
     except TimeoutError:
         raise ToolError(
             f"search provider {settings.provider} did not answer within {settings.timeout_s:g} s"
         ) from None
-    return found[:max_results]
+    return results[:max_results]
 
 
 async def _ddgs(query: str, max_results: int, settings: WebSettings) -> list[SearchResult]:

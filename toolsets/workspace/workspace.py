@@ -184,11 +184,11 @@ class Workspace:
 
         Files that have none of the bytes `literals` may be left out; here, none are.
         """
-        for found in self.walk_files(path):
-            if is_wanted(found):
+        for entry in self.walk_files(path):
+            if is_wanted(entry):
                 # Skips a file that was removed or replaced since it was listed.
                 with contextlib.suppress(PathError):
-                    yield found, self.read_bytes(found, max_bytes)
+                    yield entry, self.read_bytes(entry, max_bytes)
 
     @cached_property
     def prefixes(self) -> tuple[list[str], ...]:
@@ -373,15 +373,15 @@ def _names(path: str) -> list[str]:
 
 def _entries(directory: int, names: list[str]) -> list[FileEntry]:
     """Return the entries of an open directory in the order of the paths beneath them."""
-    found = []
+    entries = []
     with os.scandir(directory) as scan:
         for item in scan:
             # Skips an entry that vanished since it was listed.
             with contextlib.suppress(OSError):
                 status = item.stat(follow_symlinks=False)
-                found.append(_entry("/".join([*names, item.name]), status))
+                entries.append(_entry("/".join([*names, item.name]), status))
     # "a.txt" sorts before "a/b": directories are compared with a slash at their end.
-    return sorted(found, key=lambda entry: entry.path + "/" * (entry.kind == "dir"))
+    return sorted(entries, key=lambda entry: entry.path + "/" * (entry.kind == "dir"))
 
 
 def _entry(path: str, status: os.stat_result) -> FileEntry:

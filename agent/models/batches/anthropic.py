@@ -106,7 +106,7 @@ class AnthropicBatches:
 
     async def _since(self, moment: float) -> list[tuple[str, int, bool]]:
         """Id and size of the batches created since, newest first, and whether they are over."""
-        found = []
+        batches = []
         async for batch in self._client.messages.batches.list(limit=100):
             # One without a readable time may be of any time.
             at: Any = batch.created_at
@@ -114,8 +114,8 @@ class AnthropicBatches:
                 break
             request_counts: Any = batch.request_counts
             counts = [n for _, n in request_counts or () if isinstance(n, int)]
-            found.append((id_of(batch), sum(counts), batch.processing_status == "ended"))
-        return found
+            batches.append((id_of(batch), sum(counts), batch.processing_status == "ended"))
+        return batches
 
     async def _is_of(self, id: str, lost: LostBatch) -> bool:
         try:

@@ -70,9 +70,9 @@ class EventSplitter:
 def _event(raw: bytes) -> ServerEvent:
     if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
         return ServerEvent(raw, raw[6:-2].decode())
-    found = []
+    data_lines = []
     for line in _LINES.split(raw.decode()):
         name, _, value = line.partition(":")
         if name == "data":
-            found.append(value.removeprefix(" "))
-    return ServerEvent(raw, "\n".join(found) if found else None)
+            data_lines.append(value.removeprefix(" "))
+    return ServerEvent(raw, "\n".join(data_lines) if data_lines else None)

@@ -202,8 +202,8 @@ class ClientPreparer:
                         return _signed(await self._send(path, body), self._fixed)
                     template = self._templates[place] = self._template(request, _outline(body))
         if template.dropped or template.added:
-            kept = {name: body[name] for name in body if name not in template.dropped}
-            body = {**kept, **template.added}
+            fields = {name: body[name] for name in body if name not in template.dropped}
+            body = {**fields, **template.added}
         return Prepared(template.url, template.headers, exact_json.dumps(body), template.key)
 
     async def renew(self, rejected: Prepared) -> bool:
@@ -304,8 +304,8 @@ def _headers_of(request: Any) -> dict[str, str]:
 
 
 def _secrets_in(headers: Mapping[str, str]) -> list[str]:
-    found = (headers.get(name, "") for name in _CREDENTIALS)
-    return [value.removeprefix("Bearer ") for value in found if value]
+    values = (headers.get(name, "") for name in _CREDENTIALS)
+    return [value.removeprefix("Bearer ") for value in values if value]
 
 
 class _Capture:

@@ -298,10 +298,10 @@ def _read_custom_call(call: Mapping[str, Any]) -> ToolCall:
 
 def unknown_of_call(call: ToolCall) -> dict[str, Any]:
     """What a call holds beyond what every API has; `add_to_call` puts it back."""
-    found = unknown_in(call, _CALL_FIELDS)
+    unknown = unknown_in(call, _CALL_FIELDS)
     if of_function := unknown_in(call["function"], _FUNCTION_FIELDS):
-        found["function"] = of_function
-    return found
+        unknown["function"] = of_function
+    return unknown
 
 
 def add_to_call(call: ToolCall, unknown: Mapping[str, Any]) -> None:

@@ -97,15 +97,15 @@ def asking_body(settings: ModelSettings, body: Mapping[str, Any]) -> dict[str, A
 def without_tokens(reply: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """The body of a reply without the tokens that `request` did not ask for."""
     hidden = {field for field, asks in _GIVEN_FOR.items() if not any(map(request.get, asks))}
-    kept = {key: value for key, value in reply.items() if key not in hidden}
+    fields = {key: value for key, value in reply.items() if key not in hidden}
     if isinstance(choices := reply.get("choices"), list):
-        kept["choices"] = [
+        fields["choices"] = [
             {key: value for key, value in choice.items() if key not in hidden}
             if isinstance(choice, dict)
             else choice
             for choice in choices
         ]
-    return kept
+    return fields
 
 
 def with_tokens(
@@ -129,13 +129,13 @@ def with_tokens(
     if sampled == Sampled():
         return completion
     rest = {**extra, "reply": reply, "choice": choice}
-    kept = {place: fields for place, fields in rest.items() if fields}
+    packed = {place: fields for place, fields in rest.items() if fields}
     return replace(
         completion,
         tokens=sampled,
         token_texts=texts,
         sampling=None if request is None else sampling_in(request),
-        extra=kept or None,
+        extra=packed or None,
     )
 
 

@@ -32,15 +32,15 @@ def uncounted_in(usage: Any, known: Mapping[str, Collection[str]]) -> dict[str, 
     """
     if not isinstance(usage, dict):
         return {}
-    found: dict[str, Any] = {}
+    uncounted: dict[str, Any] = {}
     for key, value in usage.items():
         if isinstance(value, dict):
             value = uncounted_in(value, dict.fromkeys(known.get(key, ()), ()))
         elif key in known:
             continue
         if value:
-            found[key] = value
-    return found
+            uncounted[key] = value
+    return uncounted
 
 
 def extra_of(**parts: Any) -> dict[str, Any] | None:

@@ -37,13 +37,13 @@ def with_authors(entries: list[Entry], record: Record, own: Own) -> list[Entry]:
     others = other_models(record)
     added = _added_texts(record)
     has_begun = False
-    found: list[Entry] = []
+    written: list[Entry] = []
     place = len(turns) - len(own.turns)
     for entry in entries:
         if isinstance(entry, Said):
             if has_begun:
                 entry = msgspec.structs.replace(entry, author=_author_of(entry.text, added))
-            found.append(entry)
+            written.append(entry)
             continue
         has_begun = entry.number > from_prompt
         if entry.number <= given:
@@ -54,8 +54,8 @@ def with_authors(entries: list[Entry], record: Record, own: Own) -> list[Entry]:
             place += entry.replies
             if replies and all(reply.model in others for reply in replies):
                 entry = msgspec.structs.replace(entry, author="other_model")
-        found.append(entry)
-    return found
+        written.append(entry)
+    return written
 
 
 def _author_of(text: str, added: list[tuple[str, Author]]) -> Author:
@@ -73,7 +73,7 @@ def _author_of(text: str, added: list[tuple[str, Author]]) -> Author:
 def _added_texts(record: Record) -> list[tuple[str, Author]]:
     """What was added on the user's side after the prompt, in order, and who wrote it."""
     simulated = {inner.key for inner in record.inner}
-    found: list[tuple[str, Author]] = []
+    added: list[tuple[str, Author]] = []
     further = 0
     for note in record.notes:
         if note.text is None:
@@ -81,10 +81,10 @@ def _added_texts(record: Record) -> list[tuple[str, Author]]:
         if note.reason == USER_TURN:
             further += 1
             is_simulated = user_key(further) in simulated
-            found.append((note.text, "simulated_user" if is_simulated else "prompt"))
+            added.append((note.text, "simulated_user" if is_simulated else "prompt"))
         else:
-            found.append((note.text, "runtime"))
-    return found
+            added.append((note.text, "runtime"))
+    return added
 
 
 def _turns_before(messages: Sequence[StoredMessage], start: int) -> int:

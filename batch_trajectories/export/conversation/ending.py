@@ -96,16 +96,16 @@ def _with_answer_as_text(
     start = max(n for n, message in enumerate(messages) if message.role == "assistant")
     turn, *results = messages[start:]
     others = [other for other in turn.tool_calls if other is not call]
-    kept = [result for result in results if result.tool_call_id != call.id]
+    earlier = [result for result in results if result.tool_call_id != call.id]
     answer = _answer(call)
     for result in results:
-        if result not in kept:
+        if result not in earlier:
             if result.is_error:
                 raise Rejected(Reason.UNFINISHED, "completed, but the final answer was refused")
             # The answer as the runtime took it, with its references resolved.
             answer = result.details.get("text", answer)
     last = StoredMessage("assistant", answer)
-    return [*messages[:start], replace(turn, tool_calls=others), *kept, last]
+    return [*messages[:start], replace(turn, tool_calls=others), *earlier, last]
 
 
 def _answer(call: StoredCall) -> str:

@@ -84,12 +84,12 @@ def leaks_of(record: Record) -> list[Leak]:
     replies = [message for message in record.messages if message.role == "assistant"]
     brought = max(0, len(replies) - len(record.turns))
     search = _Search(record.row)
-    found = []
+    leaks = []
     for turn, reply in enumerate(replies[brought:], 1):
         for reason, evidence in search.of(reply):
             if turn > inherited:
-                found.append(Leak(turn, reason, clip(evidence.strip(), max_chars=_MAX_EVIDENCE)))
-    return found
+                leaks.append(Leak(turn, reason, clip(evidence.strip(), max_chars=_MAX_EVIDENCE)))
+    return leaks
 
 
 class _Search:

@@ -302,9 +302,9 @@ def _read_turn(
     except ValueError:
         calls = [_read_call(call, flaws, number, n) for n, call in enumerate(tool_calls, start=1)]
     answers = [
-        Result(call.id, call.name, found.content, bool(found.is_error), found.own_chars)
+        Result(call.id, call.name, result.content, bool(result.is_error), result.own_chars)
         for call in calls
-        if (found := results.get(call.id)) is not None
+        if (result := results.get(call.id)) is not None
     ]
     return Turn(number, reasoning, text, calls, answers, len(messages))
 

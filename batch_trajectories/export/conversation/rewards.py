@@ -23,8 +23,8 @@ def reward_of(record: Record, name: str | None = None) -> float | None:
 
 def judged(record: Record, name: str | None) -> Judgement:
     """The judgement of a record, with the reward of this name."""
-    found = judgement_of(record)
-    return found if name is None else found._replace(reward=reward_of(record, name))
+    judgement = judgement_of(record)
+    return judgement if name is None else judgement._replace(reward=reward_of(record, name))
 
 
 def not_passed(judgement: Judgement) -> Rejected | None:

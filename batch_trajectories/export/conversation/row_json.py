@@ -135,10 +135,10 @@ def control_token(text: str) -> Token | None:
     if ("<" in text and _has_in_angles(text, _CONTROL_IN_ANGLES)) or (
         "[" in text and _has_in_brackets(text)
     ):
-        if found := _TEMPLATE_TOKEN.search(text):
-            return Token(found[0], is_markup=False)
-        if found := _CONTROL_TOKEN.search(text):
-            return Token(found[0], is_markup=True)
+        if match := _TEMPLATE_TOKEN.search(text):
+            return Token(match[0], is_markup=False)
+        if match := _CONTROL_TOKEN.search(text):
+            return Token(match[0], is_markup=True)
     return None
 
 

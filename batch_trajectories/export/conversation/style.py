@@ -77,11 +77,11 @@ def styled(conversation: Conversation, style: Style) -> Conversation:
             metadata = {**conversation.metadata, "cut_by_export": cut}
             conversation = msgspec.structs.replace(conversation, metadata=metadata)
     if style.reasoning in ("last", "none"):
-        kept = style.reasoning == "last"
+        keeps_last = style.reasoning == "last"
         last = max(n for n, entry in enumerate(entries) if isinstance(entry, Turn))
         entries = [
             msgspec.structs.replace(entry, reasoning="")
-            if isinstance(entry, Turn) and not (kept and n == last)
+            if isinstance(entry, Turn) and not (keeps_last and n == last)
             else entry
             for n, entry in enumerate(entries)
         ]

@@ -102,8 +102,8 @@ def patch_of(record: Record) -> str:
     if error := diff.get("error"):
         raise Rejected(Reason.NO_PATCH, str(error))
     if diff.get("truncated"):
-        kept = len(diff["patch"])
-        raise Rejected(Reason.CUT_PATCH, f"the record holds only the first {kept:,} characters")
+        length = len(diff["patch"])
+        raise Rejected(Reason.CUT_PATCH, f"the record holds only the first {length:,} characters")
     if "base64" in diff:
         raise Rejected(Reason.NO_PATCH, "its diff is not UTF-8; `diff.base64` of the record has it")
     return str(diff["patch"])

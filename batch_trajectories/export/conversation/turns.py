@@ -129,12 +129,12 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
     def replies_by_turn(self) -> dict[int, list[StoredTurn]]:
         """The replies of each own turn by its number: several if the provider paused it."""
         left = list(self.own.turns)
-        found = {}
+        by_turn = {}
         for turn in reversed(self.own_turns):
             if count := min(turn.replies, len(left)):
-                found[turn.number] = left[-count:]
+                by_turn[turn.number] = left[-count:]
                 del left[-count:]
-        return found
+        return by_turn
 
 
 def has_null_arguments(conversation: Conversation) -> bool:

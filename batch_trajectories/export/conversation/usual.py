@@ -78,14 +78,14 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         if not wanted:
             entries.append(Turn(number, reasoning, text, [], [], 1, "model", hides))
             break
-        found = messages[place : place + len(wanted)]
-        if len(found) < len(wanted):
+        following = messages[place : place + len(wanted)]
+        if len(following) < len(wanted):
             return None
-        place += len(found)
+        place += len(following)
         calls: list[Call] = []
         results: list[Result] = []
         ids = set()
-        for call, result in zip(wanted, found, strict=True):
+        for call, result in zip(wanted, following, strict=True):
             function = call.function
             name = function.name
             if (

@@ -233,20 +233,20 @@ class _Making:
         """The record with its conversation, if some format needs it; raises _LeftOut."""
         if (rejection := self._filters.rejection(record)) is not None:
             raise _LeftOut(*rejection)
-        found = Loaded(record)
+        loaded = Loaded(record)
         if self._needs_conversations:
             try:
-                found = _with_conversation(record, self._tolerances)
+                loaded = _with_conversation(record, self._tolerances)
             except Rejected as rejected:
                 raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
         if self._recipe.filters.exact_duplicates and not self._is_new(number, record):
             raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
         if self._near is None or self._filters.only_compared(record) is not None:
             # A record without a row of its own must not exclude others.
-            return found
+            return loaded
         if earlier := self._near.earlier(record):
             raise _LeftOut("near_duplicates", f"says nearly the same as {earlier}")
-        return found
+        return loaded
 
     def _is_new(self, number: int, record: Record) -> bool:
         said = said_in(record)
@@ -287,8 +287,8 @@ class _Making:
 
     def _reject(self, named: _Named, reason: str, detail: str, format: Format | None) -> None:
         # What no format accepts is reported for the first format.
-        if kept := (format or self._row_formats[0]).how_to_keep(reason):
-            detail = f"{detail}; {kept}"
+        if hint := (format or self._row_formats[0]).how_to_keep(reason):
+            detail = f"{detail}; {hint}"
         line = {
             **named,
             "format": None if format is None else format.name,

@@ -75,12 +75,12 @@ def _by_config(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, lis
     """
     suffix = _suffix(manifest)
     for part in manifest["formats"]:
-        found: dict[str, list[str]] = {}
+        by_config: dict[str, list[str]] = {}
         for file in part["files"]:
             if _is_loaded(part) and file["path"].endswith(suffix):
-                found.setdefault(file["split"], []).append(file["path"])
-        if found:
-            yield part["format"], found
+                by_config.setdefault(file["split"], []).append(file["path"])
+        if by_config:
+            yield part["format"], by_config
 
 
 def _pattern(path: str) -> str:
@@ -117,8 +117,8 @@ def _files_of_trainers(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]
         t for part in manifest["formats"] for t in format_named(part["format"]).trainers.items()
     ]
     for trainer, read in sorted(known, key=lambda one: _FIRST.get(one[0], len(_FIRST))):
-        if found := [folder for folder in read if folder in folders]:
-            path = found[0] if found[0].endswith("_hf") else _pattern(folders[found[0]])
+        if readable := [folder for folder in read if folder in folders]:
+            path = readable[0] if readable[0].endswith("_hf") else _pattern(folders[readable[0]])
             yield trainer, f"`{path}`"
 
 

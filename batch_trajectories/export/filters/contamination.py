@@ -55,19 +55,19 @@ def load_questions(files: Sequence[Path], *, words: int) -> Questions:
 
 
 def _read(path: Path) -> Iterator[tuple[str, str]]:
-    found = 0
+    count = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 place = f"{path.name}:{number}"
                 for text in _texts(path, number, line):
-                    found += len(_words(text)) >= _FEWEST_WORDS
+                    count += len(_words(text)) >= _FEWEST_WORDS
                     yield place, text
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot read these evaluation questions: {error.strerror or error}"
         ) from error
-    if not found:
+    if not count:
         raise ConfigError(
             f"{path}: no question of {_FEWEST_WORDS} words or more; nothing could overlap with it"
         )

@@ -140,8 +140,8 @@ class RecordFilters:
         if self._counts:
             yield from _counts(record, filters)
         yield from self._judged(record)
-        if self._questions is not None and (found := self._questions.overlap(record)):
-            yield Rejection("evaluation_files", found)
+        if self._questions is not None and (overlap := self._questions.overlap(record)):
+            yield Rejection("evaluation_files", overlap)
         if self._scanner is not None:
             for place, text in texts_of(record):
                 if kind := self._scanner(text):
@@ -157,11 +157,11 @@ class RecordFilters:
         if self._is_outside(reward, highest=filters.max_reward):
             yield Rejection("max_reward", detail)
         for name, least in filters.min_rewards.items():
-            if self._is_outside(found := reward_of(record, name), least=least):
-                yield Rejection("min_rewards", _named(name, found))
+            if self._is_outside(given := reward_of(record, name), least=least):
+                yield Rejection("min_rewards", _named(name, given))
         for name, highest in filters.max_rewards.items():
-            if self._is_outside(found := reward_of(record, name), highest=highest):
-                yield Rejection("max_rewards", _named(name, found))
+            if self._is_outside(given := reward_of(record, name), highest=highest):
+                yield Rejection("max_rewards", _named(name, given))
         if filters.passed is not None:
             is_good = judgement.is_good(self._threshold)
             is_unscored = is_good is None and judgement.error is None
@@ -294,10 +294,10 @@ def _is_exact(answer: str, expected: str) -> bool:
 
 
 def _is_close(answer: str, expected: str, tolerance: float) -> bool:
-    found, wanted = _NUMBER.findall(answer), _NUMBER.findall(expected)
-    if not found or not wanted:
+    given, wanted = _NUMBER.findall(answer), _NUMBER.findall(expected)
+    if not given or not wanted:
         return False
-    got, right = (float(numbers[-1].replace(",", "")) for numbers in (found, wanted))
+    got, right = (float(numbers[-1].replace(",", "")) for numbers in (given, wanted))
     return abs(got - right) <= tolerance * max(1.0, abs(right))
 
 

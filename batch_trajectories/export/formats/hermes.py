@@ -144,8 +144,8 @@ def _tool_value(turn: Turn, tolerance: Tolerance) -> str:
             where = f"what follows the results of turn {turn.number}"
             said.append(result.content[result.own_chars :].strip())
             refuse_control_tokens(said[-1], tolerance, where=where)
-            if found := TOOL_RESPONSE.search(said[-1]):
-                tolerance.refuse([Flaw(Reason.MARKER_IN_RESULT, f"{where}: {found[0]}")])
+            if match := TOOL_RESPONSE.search(said[-1]):
+                tolerance.refuse([Flaw(Reason.MARKER_IN_RESULT, f"{where}: {match[0]}")])
         blocks.append(f"<tool_response>\n{body}\n</tool_response>")
     return "\n".join([*blocks, *said])
 

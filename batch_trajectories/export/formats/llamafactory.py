@@ -98,17 +98,17 @@ def dataset_info(part: Mapping[str, Any], run_name: str) -> dict[str, Any]:
 
     All tags are named: its loader sets omitted ones to None.
     """
-    found = {}
+    info = {}
     for file in part["files"]:
         folder, _, rest = file["path"].partition("/")
         if folder == FORMAT.name:
-            found[f"{run_name}_{file['split']}"] = {
+            info[f"{run_name}_{file['split']}"] = {
                 "file_name": rest.partition("/")[0],
                 "formatting": "sharegpt",
                 "columns": {"messages": "conversations", "tools": "tools"},
                 "tags": _TAGS,
             }
-    return {"dataset_info.json": found}
+    return {"dataset_info.json": info}
 
 
 FORMAT = RowFormat(

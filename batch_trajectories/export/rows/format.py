@@ -130,7 +130,7 @@ def named(name: str) -> Format | Copies:
 
 def format_named(name: str) -> Format:
     """The format of this name; raises KeyError if that are copies."""
-    found = named(name)
-    if isinstance(found, Copies):
+    loaded = named(name)
+    if isinstance(loaded, Copies):
         raise KeyError(name)
-    return found
+    return loaded

@@ -81,8 +81,8 @@ def refuse_structure_in_results(turn: Turn, tolerance: Tolerance) -> None:
         if holds_structure(result.content):
             where = f"result of turn {turn.number}"
             refuse_control_tokens(result.content, tolerance, where=where)
-            if found := TOOL_RESPONSE.search(result.content):
-                tolerance.refuse([Flaw(Reason.MARKER_IN_RESULT, f"{where}: {found[0]}")])
+            if match := TOOL_RESPONSE.search(result.content):
+                tolerance.refuse([Flaw(Reason.MARKER_IN_RESULT, f"{where}: {match[0]}")])
 
 
 def refuse_structure_in_arguments(turn: Turn, tolerance: Tolerance) -> None:
@@ -91,8 +91,8 @@ def refuse_structure_in_arguments(turn: Turn, tolerance: Tolerance) -> None:
         if holds_structure(call.arguments):
             where = f"arguments of turn {turn.number}"
             refuse_control_tokens(call.arguments, tolerance, where=where)
-            if found := TOOL_CALL.search(call.arguments):
-                tolerance.refuse([Flaw(Reason.MARKER_IN_ARGUMENTS, f"{where}: {found[0]}")])
+            if match := TOOL_CALL.search(call.arguments):
+                tolerance.refuse([Flaw(Reason.MARKER_IN_ARGUMENTS, f"{where}: {match[0]}")])
 
 
 def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -326,17 +326,17 @@ class Recipe(_Part):
     @property
     def copies(self) -> list[Copies]:
         """What the rows are copied to, Parquet first."""
-        found = [one for one in self._named if isinstance(one, Copies)]
-        return sorted(found, key=lambda one: one.name, reverse=True)
+        of_runs = [one for one in self._named if isinstance(one, Copies)]
+        return sorted(of_runs, key=lambda one: one.name, reverse=True)
 
     @property
     def row_formats(self) -> list[Format]:
         """The formats without copies; `openai` where only copies are asked for."""
-        found = self._named
+        formats = self._named
         if not self.writes_lines:
             openai = format_named("openai")
-            found = [openai if isinstance(one, Copies) else one for one in found]
-        return [one for one in dict.fromkeys(found) if isinstance(one, Format)]
+            formats = [openai if isinstance(one, Copies) else one for one in formats]
+        return [one for one in dict.fromkeys(formats) if isinstance(one, Format)]
 
     @property
     def writes_lines(self) -> bool:

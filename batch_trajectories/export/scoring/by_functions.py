@@ -33,10 +33,10 @@ def score_by_functions(
 
         def keep(results: list[list[tuple[str, str, Mapping[str, Any]]]]) -> None:
             nonlocal scores
-            found = [score for result in results for score in result]
-            file.append(found)
-            scores += len(found)
-            for _, _, score in found:
+            new_scores = [score for result in results for score in result]
+            file.append(new_scores)
+            scores += len(new_scores)
+            for _, _, score in new_scores:
                 if score["error"] is not None:
                     failed.add(f"{score['source']}: {score['error']}")
 
@@ -51,12 +51,12 @@ def score_by_functions(
                 # No score depends on another.
                 given.pop("scores", None)
                 workspace = _workspace(run_dir, record)
-                found = [
+                scores = [
                     score
                     for place in missing
                     for score in await functions[place].scores(given, workspace)
                 ]
-                return [(score_key(record), record.id, score) for score in found]
+                return [(score_key(record), record.id, score) for score in scores]
 
             try:
                 await ask_all(

@@ -133,17 +133,17 @@ class _Asking:
         """Give records the scores in verdicts on the same question, which are paid for."""
         if not (replies := read_verdicts(self._file.run_dir)):
             return
-        found = []
+        answers = []
         for record, _ in self._unscored():
             reply = replies.get(self._prompt.verdict_key(self._settings, record), "")
             rewards = rewards_in_reply(reply, turns=len(record.own_turns))
             if rewards["error"] is None:
                 score = {**self._source, **rewards, "reply": reply}
-                found.append((score_key(record), record.id, score))
-        self._file.append(found)
-        self._done.update(key for key, _, _ in found)
-        if found:
-            say(f"{len(found):,} of verdicts.jsonl became scores")
+                answers.append((score_key(record), record.id, score))
+        self._file.append(answers)
+        self._done.update(key for key, _, _ in answers)
+        if answers:
+            say(f"{len(answers):,} of verdicts.jsonl became scores")
 
     async def ask_all(self, budget: JudgeBudget | None, *, max_in_flight: int) -> None:
         """Ask about all records that lack a score."""
@@ -189,17 +189,17 @@ class _Asking:
             (key, id, {**self._source, **rewards, "reply": reply, **_paid(completion)}), None
         )
 
-    def _keep(self, found: list[_Asked]) -> None:
-        self._file.append(answer.scored for answer in found)
-        for (_, _, score), failure in found:
+    def _keep(self, answers: list[_Asked]) -> None:
+        self._file.append(answer.scored for answer in answers)
+        for (_, _, score), failure in answers:
             if score["error"] is not None:
                 self.failed.add(score["error"])
             if failure is None:
                 self.calls.replied(score)
             kind = "no score" if failure is None else failure.kind
             self.calls.ended(None if score["error"] is None else kind)
-        failures = [answer.failure for answer in found if answer.failure is not None]
-        self._has_answered = self._has_answered or len(failures) < len(found)
+        failures = [answer.failure for answer in answers if answer.failure is not None]
+        self._has_answered = self._has_answered or len(failures) < len(answers)
         stop_where_useless(failures, has_answered=self._has_answered)
 
 

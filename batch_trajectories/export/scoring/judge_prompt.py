@@ -114,13 +114,13 @@ def rewards_in_reply(reply: str, *, turns: int) -> dict[str, Any]:
     last = lines[-1].strip() if lines else ""
     said = {*_WORDS.findall(last)}
     try:
-        found = float("RIGHT" in said) if len(said) == 1 else orjson.loads(last)
+        value = float("RIGHT" in said) if len(said) == 1 else orjson.loads(last)
     except orjson.JSONDecodeError:
         shown = clip(repr(last), max_chars=_SHOWN)
         message = f"the last line of the reply is no number, JSON object, RIGHT or WRONG: {shown}"
         return {"rewards": None, "error": message}
     try:
-        return {**parse_rewards(found, name=NAME, turns=turns).to_json(), "error": None}
+        return {**parse_rewards(value, name=NAME, turns=turns).to_json(), "error": None}
     except ValueError as error:
         return {"rewards": None, "error": f"the last line of the reply {error}"}
 

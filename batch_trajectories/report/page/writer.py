@@ -250,8 +250,8 @@ def training_form(
     routed = route(record, own, style=style)
     row = routed.row
     if routed.place == "rejects":
-        found = {"reason": row["reason"], "detail": row["detail"], "system": None}
-        return {"file": routed.place, **found, "turns": [], "given": 0}
+        form = {"reason": row["reason"], "detail": row["detail"], "system": None}
+        return {"file": routed.place, **form, "turns": [], "given": 0}
     system, *turns = row["conversations"]
     return {
         "file": routed.place,

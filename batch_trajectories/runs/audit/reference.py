@@ -47,9 +47,9 @@ class Reference(NamedTuple):
     def texts(self) -> dict[str, Made]:
         """What only a solved workspace has, by file."""
         patch = self.patch or ""
-        found = dict(_made_by(patch, is_reversed=self.is_reversed))
+        made = dict(_made_by(patch, is_reversed=self.is_reversed))
         texts = {path: content.decode(errors="replace") for path, content in self.files.items()}
-        return found | {path: Made([text], text.splitlines()) for path, text in texts.items()}
+        return made | {path: Made([text], text.splitlines()) for path, text in texts.items()}
 
 
 def read_reference(
@@ -106,8 +106,8 @@ def _made_by(patch: str, *, is_reversed: bool) -> Iterator[tuple[str, Made]]:
         for hunk in hunks:
             lines = hunk.splitlines()
             if new := [line[1:] for line in lines if line.startswith(mark)]:
-                kept = [line[1:] for line in lines if line[:1] in (mark, " ", "")]
-                made.texts.append("\n".join(kept))
+                texts = [line[1:] for line in lines if line[:1] in (mark, " ", "")]
+                made.texts.append("\n".join(texts))
                 made.added.extend(new)
         name = re.search(
             rf"^{'---' if is_reversed else r'[+]{3}'} (?:[ab]/)?([^\t\n]*)", header, re.M

@@ -33,29 +33,29 @@ def why_hollow(check: dict[str, Any]) -> str | None:
         skipped = {status for status in statuses if status.lower() in _SKIPPED}
         return "all its tests were skipped" if skipped == statuses.keys() else None
     output = f"{check.get('stdout') or ''}\n{check.get('stderr') or ''}"
-    found = [*_summaries(output)]
-    if not found or not all(is_hollow for _, is_hollow in found):
+    summaries = [*_summaries(output)]
+    if not summaries or not all(is_hollow for _, is_hollow in summaries):
         return None
-    return f"no test ran: {found[-1][0]}"
+    return f"no test ran: {summaries[-1][0]}"
 
 
 def _summaries(output: str) -> list[tuple[str, bool]]:
     """What each runner printed last, and whether it says that no test ran."""
-    found = []
+    summaries = []
     for match in _PYTEST.finditer(output):
         counts = match[1]
-        found.append((counts, not re.search(r"passed|failed|xfailed|error", counts)))
+        summaries.append((counts, not re.search(r"passed|failed|xfailed|error", counts)))
     for match in _UNITTEST.finditer(output):
         skipped = re.search(r"skipped=(\d+)", match[2] or "")
         is_hollow = int(match[1]) == (int(skipped[1]) if skipped else 0)
-        found.append((" ".join(match[0].split()), is_hollow))
+        summaries.append((" ".join(match[0].split()), is_hollow))
     of_go = [match for match in _GO.finditer(output) if match[1] or match[0].startswith("ok")]
     if of_go:
         tests = set(_GO_TESTS.findall(output))
         is_hollow = tests == {"SKIP"} or (not tests and all(match[1] for match in of_go))
-        found.append((" ".join(of_go[-1][0].split()), is_hollow))
+        summaries.append((" ".join(of_go[-1][0].split()), is_hollow))
     for match in _CARGO.finditer(output):
-        found.append((match[0], match[1] == "0"))
+        summaries.append((match[0], match[1] == "0"))
     for match in _JEST.finditer(output):
-        found.append((match[0], "passed" not in match[1] and "failed" not in match[1]))
-    return found
+        summaries.append((match[0], "passed" not in match[1] and "failed" not in match[1]))
+    return summaries

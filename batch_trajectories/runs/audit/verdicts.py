@@ -67,8 +67,8 @@ def task_digest(columns: Mapping[str, Any]) -> str:
     """16 hex digits over what makes a task: prompt, set-up, image and check."""
     names = ["prompt", *CHAT_COLUMNS, "expected", "target", *SETUP_COLUMNS, *HISTORY_COLUMNS]
     names += [*INSIDE_COLUMNS, *image_columns(columns)]
-    found = {name: columns[name] for name in sorted({*names}) if columns.get(name) is not None}
-    content = exact_json.dumps(found, option=orjson.OPT_SORT_KEYS)
+    present = {name: columns[name] for name in sorted({*names}) if columns.get(name) is not None}
+    content = exact_json.dumps(present, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
@@ -116,7 +116,7 @@ def _part_of(record: Record) -> dict[str, Any]:
 
 def _line_of(id_: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     defects = [*_defects_of(parts)]
-    defects.sort(key=lambda found: [*WHAT_TO_DO].index(found.verdict))
+    defects.sort(key=lambda defect: [*WHAT_TO_DO].index(defect.verdict))
     first = defects[0] if defects else TaskVerdict(SOUND, "")
     times = {
         "setup_s": max((part.get("setup_s", 0.0) for part in parts), default=0.0),
@@ -125,7 +125,7 @@ def _line_of(id_: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "id": id_,
         **first._asdict(),
-        "defects": list(dict.fromkeys(found.verdict for found in defects)),
+        "defects": list(dict.fromkeys(defect.verdict for defect in defects)),
         "digest": parts[0].pop("digest"),
         "image": parts[0].pop("image"),
         "times": times,
@@ -170,9 +170,9 @@ def _defects_of(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
         yield TaskVerdict("passes_untouched", f"passed without any work: {_ended(untouched[0])}")
     if has_reference and _outcome(solved[0]) != "passed":
         yield TaskVerdict("reference_fails", _ended(solved[0]))
-    found = [leak for part in by_step["leak"] for leak in part.get("found", ())]
-    if found:
-        yield TaskVerdict("leaks_fix", "; ".join(leak["what"] for leak in found[:_LEAKS_SHOWN]))
+    leaks = [leak for part in by_step["leak"] for leak in part.get("found", ())]
+    if leaks:
+        yield TaskVerdict("leaks_fix", "; ".join(leak["what"] for leak in leaks[:_LEAKS_SHOWN]))
     # Where the untouched workspace passes, no forged file is needed.
     forged = [part for part in by_step["tamper"] if _outcome(part) == "passed"]
     if forged and _outcome(untouched[0]) != "passed":

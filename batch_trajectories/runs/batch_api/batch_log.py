@@ -117,18 +117,18 @@ class BatchLog:
 
         `settled` are the tasks that need no more work.
         """
-        found = []
+        jobs = []
         for job in jobs_in(self._path):
             job.needed = sum(task_of(id) not in settled for id in job.ids)
             if job.state == "collected" and job.needed:
                 self._index(job)
             if job.needed and job.state not in ("gathered", "void"):
-                found.append(job)
-        kept = {self._results_file(job) for job in found}
+                jobs.append(job)
+        still_needed = {self._results_file(job) for job in jobs}
         for path in listed(self._directory):
-            if path not in kept:  # of jobs that are no longer needed, or half written
+            if path not in still_needed:  # of jobs that are no longer needed, or half written
                 path.unlink()
-        return found
+        return jobs
 
     def note(self, job: BatchJob, state: State, **more: Any) -> None:
         """Write the line of a step, durably, and update the job."""
@@ -316,13 +316,13 @@ def held_in(run_dir: Path, settled: Container[bytes]) -> dict[bytes, dict[str, l
     They were granted and never returned: a worker settles a call when it has the answer, and
     there is none before its job is collected. Call `free_unsent` first.
     """
-    found: dict[bytes, dict[str, list[Any]]] = {}
+    reserves: dict[bytes, dict[str, list[Any]]] = {}
     for job in jobs_in(run_dir / "batches.jsonl"):
         if job.state in ("sending", "created"):
             for id, reserve in zip(job.ids, job.reserves, strict=False):
                 if (task := task_of(id)) not in settled:
-                    found.setdefault(task, {})[id] = reserve
-    return found
+                    reserves.setdefault(task, {})[id] = reserve
+    return reserves
 
 
 def jobs_in(path: Path) -> Iterable[BatchJob]:

@@ -63,14 +63,14 @@ def in_todays_words(values: Mapping[str, Any], base_url: str | None) -> dict[str
     Earlier versions took models without a provider for those of OpenRouter where no base URL was
     given.
     """
-    found = with_todays_names(values, is_stored=True)
-    if found.get("models"):
-        found.pop("model", None)  # a default that was not used
-    if base_url is None and found.get("models"):
-        found["models"] = {_full(name): weight for name, weight in found["models"].items()}
-    elif base_url is None and found.get("model"):
-        found["model"] = _full(found["model"])
-    return found
+    renamed = with_todays_names(values, is_stored=True)
+    if renamed.get("models"):
+        renamed.pop("model", None)  # a default that was not used
+    if base_url is None and renamed.get("models"):
+        renamed["models"] = {_full(name): weight for name, weight in renamed["models"].items()}
+    elif base_url is None and renamed.get("model"):
+        renamed["model"] = _full(renamed["model"])
+    return renamed
 
 
 def _full(model: str) -> str:

@@ -112,15 +112,15 @@ def _assignments(value: Any, form: str) -> Any:
         return value
     if value.lstrip().startswith("{"):
         return parse_json(value)
-    found: dict[str, str] = {}
+    assignments: dict[str, str] = {}
     for part in filter(None, map(str.strip, value.split(","))):
         name, sign, given = map(str.strip, part.partition("="))
         if not sign or not name or not given:
             raise ValueError(f"{part!r}: give {form}")
-        if name in found:
+        if name in assignments:
             raise ValueError(f"{name!r} is given twice")
-        found[name] = given
-    return found
+        assignments[name] = given
+    return assignments
 
 
 # Options that few runs have: what reads them is imported where one is given.

@@ -38,8 +38,8 @@ def problem_of_sandbox(config: RunConfig) -> str | None:
 
 def replaced_images(config: RunConfig, known: Mapping[str, str]) -> dict[str, str]:
     """The digests of those images that are others now than `known`; missing ones do not count."""
-    found = image_sandboxes(config).digests(known) if known else {}
-    return {name: digest for name, digest in found.items() if digest != known[name]}
+    digests = image_sandboxes(config).digests(known) if known else {}
+    return {name: digest for name, digest in digests.items() if digest != known[name]}
 
 
 def remove_leftover_containers(config: RunConfig) -> None:

@@ -43,9 +43,9 @@ def with_listed_servers(config: RunConfig) -> RunConfig:
     from toolsets.mcp.mcp_settings import McpError
     from toolsets.mcp.servers import list_servers
 
-    found = run_here(list_servers(wanted))
+    by_server = run_here(list_servers(wanted))
     listed: dict[str, McpServer] = {}
-    for name, server in found.items():
+    for name, server in by_server.items():
         if isinstance(server, McpError):
             raise server
         listed[name] = server

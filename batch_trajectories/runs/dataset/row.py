@@ -347,8 +347,8 @@ def _chat_message(n: int, item: Any) -> Message:
         case "system" | "user" | "assistant" if isinstance(content, list):
             kinds = (part.get("type") if isinstance(part, dict) else part for part in content)
             other = next((kind for kind in kinds if kind != "text"), None)
-            found = f"a part of type {clip(repr(other), max_chars=50)}" if content else "no parts"
-            raise ValueError(f"prompt[{n}].content must be text, or a list of text parts ({found})")
+            what = f"a part of type {clip(repr(other), max_chars=50)}" if content else "no parts"
+            raise ValueError(f"prompt[{n}].content must be text, or a list of text parts ({what})")
     raise ValueError(
         f"prompt[{n}] must be an object with `role` (system, developer, user or assistant) "
         "and `content` (text)"

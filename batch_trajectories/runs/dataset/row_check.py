@@ -174,12 +174,12 @@ def _tests(raw: Any, *, inside: bool) -> Outcomes | None:
 
 def _texts(raw: Any, name: str) -> list[str]:
     """A list of texts, or of lists of texts."""
-    found: list[str] = []
+    texts: list[str] = []
     for item in raw if isinstance(raw, list) else [] if raw is None else [raw]:
-        found += item if isinstance(item, list) else [item]
-    if not all(isinstance(item, str) for item in found):
+        texts += item if isinstance(item, list) else [item]
+    if not all(isinstance(item, str) for item in texts):
         raise ValueError(f"`{name}` must be a list of texts")
-    return found
+    return texts
 
 
 def _pattern(text: str) -> str:

@@ -71,8 +71,8 @@ def read_image(
 
 def image_columns(columns: Mapping[str, Any]) -> list[str]:
     """The column that names the image of a row, and those that precede it."""
-    found = next((n for n, name in enumerate(IMAGE_COLUMNS) if columns.get(name) is not None), 1)
-    return list(IMAGE_COLUMNS[: max(2, found + 1)])
+    place = next((n for n, name in enumerate(IMAGE_COLUMNS) if columns.get(name) is not None), 1)
+    return list(IMAGE_COLUMNS[: max(2, place + 1)])
 
 
 def read_limits(raw: Any) -> RowLimits:
@@ -82,15 +82,15 @@ def read_limits(raw: Any) -> RowLimits:
     if not isinstance(raw, dict) or (unknown := raw.keys() - {*RowLimits._fields}):
         names = f" (got {', '.join(sorted(map(str, unknown)))})" if isinstance(raw, dict) else ""
         raise ValueError(f"`limits` must be an object with memory_mb, disk_mb and cpus{names}")
-    found = {}
+    limits = {}
     for name, value in raw.items():
         least, unit = (_LEAST_CPUS, "CPUs") if name == "cpus" else (1, "megabytes")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and least <= value < 2**31):
             shown = clip(repr(value), max_chars=50)
             raise ValueError(f"`limits.{name}`: {shown} is not a number of {unit}, {least} or more")
-        found[name] = int(value) if value is not None and name != "cpus" else value
-    return RowLimits(**found)
+        limits[name] = int(value) if value is not None and name != "cpus" else value
+    return RowLimits(**limits)
 
 
 def read_user(raw: Any, name: str) -> str | None:
@@ -109,15 +109,15 @@ def read_env(raw: Any, name: str, variables: Collection[str]) -> dict[str, str]:
         return {}
     if not isinstance(raw, dict):
         raise ValueError(f"`{name}` must be an object that maps names of variables to texts")
-    found = {}
+    env = {}
     for key, value in raw.items():
         place = f"{name}.{key}"
         if not _NAME.fullmatch(key):
             raise ValueError(f"`{name}`: {key!r} is not the name of a variable")
         if not isinstance(value, str) or "\0" in value:
             raise ValueError(f"`{place}` must be text without NUL")
-        found[key] = _filled_in(value, place, variables)
-    return found
+        env[key] = _filled_in(value, place, variables)
+    return env
 
 
 def read_flag(raw: Any, name: str) -> bool | None:
@@ -158,8 +158,8 @@ def _reference(columns: Mapping[str, Any]) -> str | None:
 
 
 def _filled_in(text: str, place: str, variables: Collection[str]) -> str:
-    def value_of(found: re.Match[str]) -> str:
-        name, default = found["name"], found["default"]
+    def value_of(match: re.Match[str]) -> str:
+        name, default = match["name"], match["default"]
         if name in variables and name in os.environ:
             return os.environ[name]
         if default is not None:

@@ -281,12 +281,12 @@ def _repeated(hashes: array[int]) -> set[int]:
     for value in hashes:
         # By the first bits: rows of one shard may have the last ones in common.
         buckets[value >> 56].append(value)
-    found: set[int] = set()
+    repeated: set[int] = set()
     for bucket in buckets:
         seen: set[int] = set()
         for value in bucket:
-            (found if value in seen else seen).add(value)
-    return found
+            (repeated if value in seen else seen).add(value)
+    return repeated
 
 
 def _numbered(base: str, occurrence: int) -> str:

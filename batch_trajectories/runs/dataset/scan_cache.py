@@ -47,17 +47,17 @@ def cached_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan
     return load_scan(cache, path, **options) or scan(path, **options)
 
 
-def save_scan(cache: Path, found: Scan) -> None:
-    """Write `found` to the file `cache`, unless it is there already. Raises `StorageError`."""
+def save_scan(cache: Path, made: Scan) -> None:
+    """Write `made` to the file `cache`, unless it is there already. Raises `StorageError`."""
     header = orjson.dumps(
         {
-            "for": _options_digest(**found.options),
-            "bad_rows": [list(row) for row in found.bad_rows],
-            "occurrences": len(found.occurrences),
-            **{name: getattr(found, name) for name in _IN_HEADER},
+            "for": _options_digest(**made.options),
+            "bad_rows": [list(row) for row in made.bad_rows],
+            "occurrences": len(made.occurrences),
+            **{name: getattr(made, name) for name in _IN_HEADER},
         }
     )
-    parts = (header, b"\n", found.offsets.tobytes(), found.occurrences.tobytes(), found.keys)
+    parts = (header, b"\n", made.offsets.tobytes(), made.occurrences.tobytes(), made.keys)
     digest = _digest(*parts)
     if not _has_digest(cache, digest):
         replace_file(cache, b"".join((digest, b"\n", *parts)))

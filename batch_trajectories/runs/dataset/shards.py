@@ -37,10 +37,10 @@ class Shard:
 
 def parse_shard(text: str) -> Shard:
     """Read "i/n". Raises `ValueError`."""
-    found = _SHARD.fullmatch(text)
-    if found is None:
+    match = _SHARD.fullmatch(text)
+    if match is None:
         raise ValueError(f"{text!r}: write i/n, such as 0/8")
-    shard = Shard(int(found[1]), int(found[2]))
+    shard = Shard(int(match[1]), int(match[2]))
     if not 1 <= shard.count <= MAX_SHARDS:
         raise ValueError(f"{text!r}: the number of shards must be 1 to {MAX_SHARDS:,}")
     if shard.index >= shard.count:

@@ -23,33 +23,33 @@ def outcomes(patterns: Iterable[str], output: str) -> dict[str, str]:
     import regex
 
     plain = regex.sub(_ESCAPES, "", output)
-    found: list[tuple[int, str, str]] = []
+    lines: list[tuple[int, str, str]] = []
     for pattern in patterns:
         try:
             matches = regex.finditer(
                 pattern, plain, flags=regex.MULTILINE, timeout=_TIMEOUT_S, concurrent=True
             )
-            found += ((match.start(), match["name"], match["status"]) for match in matches)
+            lines += ((match.start(), match["name"], match["status"]) for match in matches)
         except TimeoutError as error:
             raise PatternTimeout(f"{pattern!r} took more than {_TIMEOUT_S:g} s") from error
-    found.sort(key=lambda item: item[0])
-    return {_plain(name): status for _, name, status in found}
+    lines.sort(key=lambda item: item[0])
+    return {_plain(name): status for _, name, status in lines}
 
 
-def statuses_of(tests: Outcomes, found: Mapping[str, str]) -> dict[str, str]:
+def statuses_of(tests: Outcomes, by_test: Mapping[str, str]) -> dict[str, str]:
     """The status of each test that is named."""
     named, key = (tests.must_pass, _plain) if tests.expected is None else (tests.expected, _exact)
-    ran = {key(name): status for name, status in found.items()}
+    ran = {key(name): status for name, status in by_test.items()}
     return {name: ran.get(key(name), MISSING) for name in named}
 
 
-def wrong_outcomes(tests: Outcomes, found: Mapping[str, str]) -> dict[str, str]:
+def wrong_outcomes(tests: Outcomes, by_test: Mapping[str, str]) -> dict[str, str]:
     """The tests that did not end as they should, with the status they have."""
     if tests.expected is None:
-        statuses = statuses_of(tests, found)
+        statuses = statuses_of(tests, by_test)
         return {name: got for name, got in statuses.items() if got not in tests.passed}
     expected = {_exact(name): status for name, status in tests.expected.items()}
-    ran = {_exact(name): status for name, status in found.items()}
+    ran = {_exact(name): status for name, status in by_test.items()}
     names = dict.fromkeys([*expected, *ran])
     return {name: ran.get(name, MISSING) for name in names if ran.get(name) != expected.get(name)}
 

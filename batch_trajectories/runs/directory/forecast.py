@@ -86,15 +86,15 @@ def forecast(
     sample.
     """
     entries = load_index(run_dir)
-    found = {key: entry for key in sorted(sample) if (entry := entries.get(key)) is not None}
-    ended = list(found.values())
+    finished = {key: entry for key in sorted(sample) if (entry := entries.get(key)) is not None}
+    ended = list(finished.values())
     failed_before = load_failed_attempts(run_dir).keys()
     unfinished = sum(key in failed_before and key not in entries for key in sample)
     failed = unfinished + sum(entry.status == "failed" for entry in ended)
     if not ended:
         return None
     left = totals.pending + totals.to_retry
-    durations = _durations(run_dir, found)
+    durations = _durations(run_dir, finished)
     draw = random.Random(seed)
 
     def of_all(numbers: Sequence[float | None], spent: float) -> Estimate | None:
@@ -131,18 +131,18 @@ def forecast(
     )
 
 
-def as_table(found: Forecast) -> str:
+def as_table(made: Forecast) -> str:
     """The forecast for a person."""
     rows = [
-        ("dollars", found.dollars, _form_of_dollars(found.dollars)),
-        ("tokens in", found.input_tokens, "{:,.0f}"),
-        ("tokens out", found.output_tokens, "{:,.0f}"),
-        ("time left", *_time_left(found.hours)),
-        ("failures %", found.failure_percent, "{:.1f}"),
+        ("dollars", made.dollars, _form_of_dollars(made.dollars)),
+        ("tokens in", made.input_tokens, "{:,.0f}"),
+        ("tokens out", made.output_tokens, "{:,.0f}"),
+        ("time left", *_time_left(made.hours)),
+        ("failures %", made.failure_percent, "{:.1f}"),
     ]
     lines = [
-        f"forecast for {plural(found.tasks, 'task')} from a random sample of {found.pilot:,} "
-        f"({found.pilot_failed:,} failed), with 95 % intervals"
+        f"forecast for {plural(made.tasks, 'task')} from a random sample of {made.pilot:,} "
+        f"({made.pilot_failed:,} failed), with 95 % intervals"
     ]
     for name, figure, form in rows:
         if figure is None:
@@ -152,7 +152,7 @@ def as_table(found: Forecast) -> str:
         lines.append(f"  {name:<11}{form.format(figure.expected):>16}   {interval}")
     lines.append(
         "the time assumes that the endpoint answers "
-        f"{plural(found.conversations, 'conversation')} at a time as fast as the sample, "
+        f"{plural(made.conversations, 'conversation')} at a time as fast as the sample, "
         "without retries"
     )
     return "\n".join(lines)

@@ -47,8 +47,8 @@ def refuse_narrowing(
     ids.difference_update(task.id for task in tasks(scan, _without_record(rows)))
     if not ids:
         return
-    kept = sum(_is_finished(ending) for ending in index.endings(rows))
-    finished = f"{len(ids):,} of the {len(ids) + kept:,} finished tasks"
+    finished_left = sum(_is_finished(ending) for ending in index.endings(rows))
+    finished = f"{len(ids):,} of the {len(ids) + finished_left:,} finished tasks"
     if why:
         then = before["config"].get(why)
         what = f"--{why}={getattr(config, why)} leaves out {finished} of this run"

@@ -261,8 +261,8 @@ def _identity(
 def stale_files_of(path: Path) -> list[Path]:
     """Temporary files that a crash has left in a run directory or beside it."""
     inside = (path, path / "exports", path / "inflight", path / "quarantine")
-    found = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
-    stale = [file for file in found if not file.is_dir()]
+    temporary = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
+    stale = [file for file in temporary if not file.is_dir()]
     beside = re.compile(rf"\.{re.escape(path.name)}(\.fork(\.\d+)?)?\.jsonl\.\d+\.tmp")
     return stale + [file for file in path.parent.glob(".*.tmp") if beside.fullmatch(file.name)]
 

@@ -113,11 +113,11 @@ class RunTotals:
 
     def to_json(self) -> dict[str, Any]:
         """For summary.json: without what judges are paid, which changes after the run."""
-        found = {"tasks": self.total, **asdict(self)}
-        del found["judges_usd"], found["judges_unknown"], found["is_recording"]
+        totals = {"tasks": self.total, **asdict(self)}
+        del totals["judges_usd"], totals["judges_unknown"], totals["is_recording"]
         if self.token_ids is None:
-            del found["token_ids"]
-        return found
+            del totals["token_ids"]
+        return totals
 
 
 def compute_totals(

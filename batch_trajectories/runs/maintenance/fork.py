@@ -295,7 +295,7 @@ def _results(
     calls = message.get("tool_calls", [])
     if not calls and turn == len(record["turns"]):
         raise NotForkable("it had ended")
-    found: list[ResultEvent] = []
+    result_events: list[ResultEvent] = []
     for n, call in enumerate(calls):
         result = results.get(call["id"])
         if result is None or n not in timings:
@@ -303,7 +303,7 @@ def _results(
         if failure_of(result) == "not_run":
             raise NotForkable(f"a call of turn {turn} was not run")
         is_last = n == len(calls) - 1
-        found.append(
+        result_events.append(
             ResultEvent(
                 kind="result",
                 turn=turn,
@@ -313,7 +313,7 @@ def _results(
                 duration_s=timings[n]["duration_s"],
             )
         )
-    return found
+    return result_events
 
 
 def _without_notes(
@@ -326,9 +326,9 @@ def _without_notes(
     last = last.copy()
     for note in reversed(notes):
         last["content"] = last["content"].removesuffix("\n\n" + note["text"])
-    kept = last["notes"][: -len(notes)]
-    if kept:
-        last["notes"] = kept
+    earlier = last["notes"][: -len(notes)]
+    if earlier:
+        last["notes"] = earlier
     else:
         del last["notes"]
     return [*before, last]

@@ -135,12 +135,12 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
 
 def _files(directory: Path) -> list[Path]:
     """Batch files in their order, then the merged file, which repeats their rows."""
-    found = sorted(
+    paths = sorted(
         (path for path in directory.glob("batch_*.jsonl") if _BATCH.fullmatch(path.name)),
         key=lambda path: int(path.stem.split("_")[1]),
     )
     merged = directory / "trajectories.jsonl"
-    files = [*found, merged] if merged.exists() else found
+    files = [*paths, merged] if merged.exists() else paths
     if not files:
         raise ConfigError(
             f"{directory}: not a run of hermes-agent (no batch_N.jsonl and no trajectories.jsonl)"
@@ -299,8 +299,8 @@ def _text(value: Any, who: str) -> str:
 
 
 def _tools(system: str) -> list[dict[str, Any]]:
-    found = _TOOLS.search(system)
-    if found is None:
+    match = _TOOLS.search(system)
+    if match is None:
         raise ValueError("its system entry has no list of tools")
     return [
         {
@@ -311,7 +311,7 @@ def _tools(system: str) -> list[dict[str, Any]]:
                 "parameters": object_of(tool, "parameters"),
             },
         }
-        for tool in _DECODER.decode(found[1])
+        for tool in _DECODER.decode(match[1])
     ]
 
 

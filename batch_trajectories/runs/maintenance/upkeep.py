@@ -107,8 +107,8 @@ def check(
     if repair:
         with locked(path):
             report, scan = _verified(path, identity, config, remake)
-            found = report.problems
-            if found:
+            problems = report.problems
+            if problems:
                 if scan is not None:
                     refuse_narrowing(path, scan, config, identity, accepted=())
                 repair_run(path, report, config)
@@ -118,10 +118,10 @@ def check(
     else:
         refuse_held(path)
         report, scan = _verified(path, identity, config, remake)
-        found = report.problems
+        problems = report.problems
         refuse_held(path)  # if a run has started meanwhile, the result means nothing
     owed = "" if scan is None else describe_remaining(path, scan, config)
-    return Checked(path, report.records, found, report.problems, repair and bool(found), owed)
+    return Checked(path, report.records, problems, report.problems, repair and bool(problems), owed)
 
 
 def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
@@ -177,18 +177,18 @@ def _verified(
     try:
         arguments = _scan_arguments(path, identity, config)
         # The cached one has digests of itself and of the dataset.
-        found = cached_scan(path / NAME, **arguments) if make is None else scan(**arguments)
+        scanned = cached_scan(path / NAME, **arguments) if make is None else scan(**arguments)
     except DatasetError as error:
         return verify(path, identity, str(error), config, made=None), None
     if make is None:
-        return verify(path, identity, found, config, made=None), found
+        return verify(path, identity, scanned, config, made=None), scanned
     with _copy_of(path) as made:
         is_made = True
         try:
-            make(made, found, config)
+            make(made, scanned, config)
         except UnreadableRecord:
             is_made = False  # verify names these records; without them there is nothing to compare
-        return verify(path, identity, found, config, made=made if is_made else None), found
+        return verify(path, identity, scanned, config, made=made if is_made else None), scanned
 
 
 @contextmanager

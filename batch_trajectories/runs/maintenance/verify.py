@@ -134,10 +134,10 @@ def _check_records(path: Path, report: Report) -> Index:
     report.problems += _check_tail(records, number)
     index.end(number)
     report.problems += index.problems
-    found = Index(bytes(rows))
-    for first, second in found.repeated():
-        before = found.entry(first)
-        if before.status == "failed" and before.attempt < found.entry(second).attempt:
+    rebuilt = Index(bytes(rows))
+    for first, second in rebuilt.repeated():
+        before = rebuilt.entry(first)
+        if before.status == "failed" and before.attempt < rebuilt.entry(second).attempt:
             continue  # it was tried again
         message = (
             f"a second record of {_id_of(records, before)}, the first is in line {lines[first]}; "
@@ -145,7 +145,7 @@ def _check_records(path: Path, report: Report) -> Index:
         )
         report.problems.append(Problem("contradiction", records, lines[second], message))
         report.duplicates.append(before.offset)
-    return found
+    return rebuilt
 
 
 class _Facts(NamedTuple):
@@ -164,13 +164,13 @@ def _facts_in(records: Path) -> Iterator[tuple[int, int, _Facts | None]]:
     ends.extend(offset + len(line) for offset, line in lines_from(records, 0))
 
     def read(numbers: Sequence[int], advance: Advance) -> list[_Facts | None]:
-        found = []
+        facts = []
         with records.open("rb") as file:
             for number in numbers:
                 start, end = ends[number], ends[number + 1]
-                found.append(_facts_of(os.pread(file.fileno(), end - start, start)))
+                facts.append(_facts_of(os.pread(file.fileno(), end - start, start)))
                 advance()
-        return found
+        return facts
 
     lines = range(len(ends) - 1)
     parts = in_parts(lines, read, doing=f"reading {records.name}", enough=_ENOUGH) if lines else []

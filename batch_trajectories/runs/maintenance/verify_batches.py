@@ -60,7 +60,7 @@ def check_batches(
                 apply_step(jobs, line)
             if any(task_of(id) not in settled for id in line.get("items", ())):
                 needed.add(name)
-    kept = set()
+    files = set()
     for job in jobs.values():
         if is_abandoned(job, ended):
             message = (
@@ -70,7 +70,7 @@ def check_batches(
             yield Problem("contradiction", steps, last[job.name], message)
         if job.state == "collected" and job.name in needed:
             results = path / "batches" / f"{job.name}.results"
-            kept.add(results)
+            files.add(results)
             try:
                 index_of(results, job)
             except (OSError, ValueError) as error:
@@ -80,7 +80,7 @@ def check_batches(
                 )
                 yield Problem("derived", results, None, message)
     for file in listed(path / "batches"):
-        if file not in kept:
+        if file not in files:
             message = "left over from a batch; the next start removes it"
             yield Problem("leftover", file, None, message)
 
@@ -110,8 +110,8 @@ def repair_batches(
 def open_calls(run_dir: Path, settled: Container[bytes]) -> int:
     """How many calls in batches, with or without results, are still needed; writes nothing."""
     jobs = jobs_in(run_dir / "batches.jsonl")
-    kept = (job for job in jobs if job.state in ("sending", "created", "collected"))
-    return sum(task_of(id) not in settled for job in kept for id in job.ids)
+    open_jobs = (job for job in jobs if job.state in ("sending", "created", "collected"))
+    return sum(task_of(id) not in settled for job in open_jobs for id in job.ids)
 
 
 def _contradictions(

@@ -124,8 +124,8 @@ def _compare(file: Path, made: Path) -> Iterator[Problem]:
     """Name the first line that does not match the records."""
     if not file.exists() or not made.exists():
         return
-    with file.open("rb") as found, made.open("rb") as expected:
-        for number, (line, right) in enumerate(zip_longest(found, expected), start=1):
+    with file.open("rb") as stored, made.open("rb") as expected:
+        for number, (line, right) in enumerate(zip_longest(stored, expected), start=1):
             if line == right:
                 continue
             what = "not what the records give"

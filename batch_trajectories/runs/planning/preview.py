@@ -47,31 +47,31 @@ def preview(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> str:
 
 
 def _standing(plan: Plan) -> list[str]:
-    found = compute_totals(plan.config.run_dir, plan.scan, plan.config)
-    failed = found.failed - found.to_retry
+    totals = compute_totals(plan.config.run_dir, plan.scan, plan.config)
+    failed = totals.failed - totals.to_retry
     for_good = f", {failed:,} failed with no attempts left" if failed else ""
-    spent = f"${found.spent_usd:,.4f}"
-    if found.spent_unknown:
-        spent = f"{spent} + unknown" if found.spent_usd else "unknown cost"
-    lines = [f"on disk    {plural(found.done, 'task')} done{for_good}; {spent} spent so far"]
-    owed = found.pending + found.to_retry
-    lines.append(f"to do      {plural(owed, 'task')}{_owed_in_words(plan, found)}")
-    if found.gone:
+    spent = f"${totals.spent_usd:,.4f}"
+    if totals.spent_unknown:
+        spent = f"{spent} + unknown" if totals.spent_usd else "unknown cost"
+    lines = [f"on disk    {plural(totals.done, 'task')} done{for_good}; {spent} spent so far"]
+    owed = totals.pending + totals.to_retry
+    lines.append(f"to do      {plural(owed, 'task')}{_owed_in_words(plan, totals)}")
+    if totals.gone:
         lines.append(
-            f"removed    {plural(found.gone, 'finished task')} no longer part of the run: out of "
+            f"removed    {plural(totals.gone, 'finished task')} no longer part of the run: out of "
             "the training file, still in records.jsonl"
         )
     return lines
 
 
-def _owed_in_words(plan: Plan, found: RunTotals) -> str:
+def _owed_in_words(plan: Plan, totals: RunTotals) -> str:
     parts = []
-    if found.under_way:
+    if totals.under_way:
         parts.append(
-            f"{found.under_way:,} in flight with {plural(found.turns_under_way, 'turn')} saved"
+            f"{totals.under_way:,} in flight with {plural(totals.turns_under_way, 'turn')} saved"
         )
-    if found.to_retry:
-        parts.append(f"{found.to_retry:,} failed, to be retried")
+    if totals.to_retry:
+        parts.append(f"{totals.to_retry:,} failed, to be retried")
     if new := _new_tasks(plan):
         parts.append(f"{new:,} new since the last start")
     return f": {', '.join(parts)}" if parts else ""
@@ -158,19 +158,19 @@ class _CapturingModel:
 
 def _unused_turns(plan: Plan) -> list[str]:
     """A line about rows with turns after their first user message, which are not sent."""
-    found: dict[str, int] = {}
+    unused: dict[str, int] = {}
     read = 0
     for task in _first_tasks(plan):
         read += 1
         if (turns := unused_turns(task.columns)) is not None:
-            found[task.prompt_id] = turns
-    if not found:
+            unused[task.prompt_id] = turns
+    if not unused:
         return []
-    first, turns = next(iter(found.items()))
+    first, turns = next(iter(unused.items()))
     of = f"of the first {read:,} rows" if read < plan.scan.rows else "rows"
     return [
-        f"unused     {len(found):,} {of} have turns after their first user message, which are not "
-        f"sent: {plural(sum(found.values()), 'user turn')} ({_plain(first)}: {turns:,}). The "
+        f"unused     {len(unused):,} {of} have turns after their first user message, which are not "
+        f"sent: {plural(sum(unused.values()), 'user turn')} ({_plain(first)}: {turns:,}). The "
         "model answers only the first message; to send a history, give `prompt` as a list"
     ]
 
@@ -182,13 +182,13 @@ def _no_images(plan: Plan) -> list[str]:
         return []
     problem_of = cache(image_sandboxes(config).problem_of_image)
     images = (rules.read(task.columns).image for task in _first_tasks(plan))
-    found = [
+    missing = [
         problem_of(image.reference if image else config.docker_image or "") for image in images
     ]
-    problems = [problem for problem in found if problem is not None]
+    problems = [problem for problem in missing if problem is not None]
     if not problems:
         return []
-    of = f"of the first {len(found):,} rows" if len(found) < plan.scan.rows else "rows"
+    of = f"of the first {len(missing):,} rows" if len(missing) < plan.scan.rows else "rows"
     return [f"images     {len(problems):,} {of} will fail; the first: {_plain(problems[0])}"]
 
 

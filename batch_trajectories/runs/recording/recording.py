@@ -60,10 +60,10 @@ def open_recording(
     path, rules = config.dataset_file, config.row_rules(models.settings.api)
     with tempfile.NamedTemporaryFile() as empty:
         source = path if path.exists() and not fresh else Path(empty.name)
-        found = scan(source, max_samples=None, rules=rules, may_be_empty=True)
-    found = replace(found, path=path)
+        scanned = scan(source, max_samples=None, rules=rules, may_be_empty=True)
+    scanned = replace(scanned, path=path)
     return open_run_dir(
-        config, found, api=models.settings.api, fresh=fresh, accept_changes=accept_changes
+        config, scanned, api=models.settings.api, fresh=fresh, accept_changes=accept_changes
     )
 
 
@@ -82,9 +82,9 @@ def run_recording(
         hide_environment()
         allow_many_files()
         collect_garbage_rarely()
-        outcome, found = _record(config, models, run_dir, listening, say)
+        outcome, totals = _record(config, models, run_dir, listening, say)
         log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
-    return outcome, found
+    return outcome, totals
 
 
 def _record(
@@ -105,12 +105,12 @@ def _record(
             if what:
                 say(f"set aside in {run_dir.quarantine}: {shortened(what)}")
         inflight = Inflight(run_dir.inflight)
-        found = records.take_found()
-        settled = Settled(found, config.max_attempts)
+        index = records.take_found()
+        settled = Settled(index, config.max_attempts)
         inflight.read(settled=settled)
         spent = Cost()
         if budget_of(config) is not None:
-            spent = spent_before((entry for _, entry in found.records()), inflight, budget_log)
+            spent = spent_before((entry for _, entry in index.records()), inflight, budget_log)
 
         async def serve() -> Outcome:
             loop = asyncio.get_running_loop()

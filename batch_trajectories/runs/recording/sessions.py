@@ -35,8 +35,8 @@ def session_of(request: web.BaseRequest) -> tuple[str, str]:
     digest is kept. Raises `BadName`.
     """
     path = request.raw_path
-    if found := _OF_PATH.fullmatch(path):
-        name, rest, query = found.groups()
+    if match := _OF_PATH.fullmatch(path):
+        name, rest, query = match.groups()
         if not _NAME.fullmatch(name):
             raise BadName(
                 f"{name!r} is no name of a session: letters, digits and ._:- only, up to 128"

@@ -64,13 +64,13 @@ class Models:
     @property
     def setups(self) -> dict[str, Setup]:
         """The setups of the endpoints, by a name for each."""
-        found = {}
+        setups = {}
         for api in get_args(Api):
             try:
-                found[api] = replace(self.setup, settings=self._at(api, self.settings))
+                setups[api] = replace(self.setup, settings=self._at(api, self.settings))
             except RefusedModel:
                 continue
-        return found
+        return setups
 
     def find(self, api: str, name: str) -> ModelSettings:
         """The settings of a model. Raises `RefusedModel`."""

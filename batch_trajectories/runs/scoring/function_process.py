@@ -97,17 +97,17 @@ def _call(
     row = record.pop("row")
     turns = sum("inherited" not in turn for turn in record["turns"])
     try:
-        found = function(record, workspace, row)
-        if inspect.isawaitable(found):
+        result = function(record, workspace, row)
+        if inspect.isawaitable(result):
             import asyncio  # takes longer than most functions
 
-            found = asyncio.run(_result_of(found))
+            result = asyncio.run(_result_of(result))
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         if (message := machine_failure(error)) is not None:
             return {"machine": message}
         return {"rewards": None, "error": _describe(error)}
     try:
-        return {**parse_rewards(found, name=name, turns=turns).to_json(), "error": None}
+        return {**parse_rewards(result, name=name, turns=turns).to_json(), "error": None}
     except ValueError as error:
         return {"rewards": None, "error": f"what it returned {clip(str(error), max_chars=_SHOWN)}"}
 
@@ -172,8 +172,8 @@ class ImagePath(PurePosixPath):
     def rglob(self, pattern: str) -> Iterator[ImagePath]:
         """What is beneath a directory and matches a pattern without `**`. Raises `OSError`."""
         for name in self._asked("walk")["names"]:
-            if (found := self / name).match(pattern):
-                yield found
+            if (path := self / name).match(pattern):
+                yield path
 
     def __fspath__(self) -> str:
         """Refused: `open` would look for the path on this machine."""

@@ -97,11 +97,11 @@ class RewardFunctions:
         elif isinstance(workspace, Path) and workspace.is_dir():
             found_in["workspace"] = str(workspace.absolute())
         request = exact_json.dumps({"record": record, **found_in})
-        found = [await function.score(request, inside) for function in self._functions]
-        for score in found:
+        scores = [await function.score(request, inside) for function in self._functions]
+        for score in scores:
             if score["error"] is not None:
                 log.warning("%s: --reward=%s: %s", record["id"], score["source"], score["error"])
-        return found
+        return scores
 
     async def close(self) -> None:
         """End all processes."""
@@ -171,24 +171,24 @@ class _Process:
         except BaseException:
             os.close(errors)
             raise
-        found = cls(process, errors)
+        started = cls(process, errors)
         try:
-            first = await asyncio.wait_for(found._read(), _START_TIMEOUT_S)
+            first = await asyncio.wait_for(started._read(), _START_TIMEOUT_S)
         except ConnectionError as error:
-            raise HostError(f"--reward={place}: {await found.how_it_ended()}") from error
+            raise HostError(f"--reward={place}: {await started.how_it_ended()}") from error
         except TimeoutError as error:
-            await found.kill()
+            await started.kill()
             raise HostError(
                 f"--reward={place}: its import took more than {_START_TIMEOUT_S:g} s"
             ) from error
         except BaseException:
-            await found.kill()
+            await started.kill()
             raise
         if "error" in first:
-            await found.kill()
+            await started.kill()
             raise HostError(first["error"])
-        found.version = first["version"]
-        return found
+        started.version = first["version"]
+        return started
 
     async def ask(self, request: bytes, inside: Inside | None) -> dict[str, Any]:
         """The reply to a request; before it, answers what the function asks about files inside.

@@ -248,8 +248,8 @@ def _end_of_element(buffer: str, position: int) -> int:
 
 
 def _after_blanks(buffer: str, position: int) -> int:
-    found = _BLANKS.match(buffer, position)
-    return position if found is None else found.end()
+    match = _BLANKS.match(buffer, position)
+    return position if match is None else match.end()
 
 
 def _refusal(path: Path, line: int, reason: str) -> DatasetError:

@@ -163,10 +163,10 @@ class HarborTask(NamedTuple):
 
     def _refuse_unsupported(self, task: Mapping[str, Any]) -> None:
         for keys, what in _UNSUPPORTED.items():
-            found: Any = task
+            value: Any = task
             for key in keys:
-                found = found.get(key) if isinstance(found, dict) else None
-            if found:
+                value = value.get(key) if isinstance(value, dict) else None
+            if value:
                 raise _Refused(f"{what} are not supported", keys)
         environment = task.get("environment", {})
         if str(system := environment.get("os", "linux")).lower() != "linux":
@@ -237,7 +237,7 @@ class HarborTask(NamedTuple):
     def _files(self, folder: str, *, program: str) -> dict[str, Any]:
         """The files of a folder of the task by their paths in the container."""
         directory = self.path / folder
-        found: dict[str, Any] = {}
+        files: dict[str, Any] = {}
         size = 0
         for path in _files_in(directory):
             relative = path.relative_to(directory).as_posix()
@@ -248,8 +248,8 @@ class HarborTask(NamedTuple):
             if size > _MAX_FILES_BYTES:
                 raise _Refused(f"{folder}/ has more than {_MAX_FILES_BYTES >> 20} MiB")
             is_executable = relative == program or path.stat().st_mode & 0o111 != 0
-            found[f"/{folder}/{relative}"] = _as_content(content, is_executable=is_executable)
-        return found
+            files[f"/{folder}/{relative}"] = _as_content(content, is_executable=is_executable)
+        return files
 
     def _interpreter(self) -> str:
         """What tests/test.sh needs to be in the image; without a first line `#!` it is a shell."""
@@ -280,12 +280,12 @@ def _tasks_beneath(directory: Path, folder: str) -> Iterator[HarborTask]:
 def files_of(tasks: Iterable[HarborTask], *, with_solutions: bool = False) -> list[Path]:
     """The files that decide the rows of tasks."""
     left_out = () if with_solutions else ("solution",)
-    found = []
+    files = []
     for task in tasks:
         for path in _files_in(task.path):
             if path.relative_to(task.path).parts[0] not in left_out and path.is_file():
-                found.append(path)
-    return found
+                files.append(path)
+    return files
 
 
 def _files_in(directory: Path) -> Iterator[Path]:
@@ -331,11 +331,11 @@ def _old_network(environment: Mapping[str, Any]) -> bool:
 
 def _limits(environment: Mapping[str, Any]) -> dict[str, float]:
     """CPUs; memory and disk in megabytes, under their names of today and of before."""
-    found: dict[str, float] = {}
+    limits: dict[str, float] = {}
     if (cpus := environment.get("cpus")) is not None:
         if not isinstance(cpus, int | float) or isinstance(cpus, bool) or not cpus > 0:
             raise _Refused(f"{cpus!r} is not a number of CPUs", ("environment", "cpus"))
-        found["cpus"] = cpus
+        limits["cpus"] = cpus
     for name, keys in {
         "memory_mb": ("memory_mb", "memory"),
         "disk_mb": ("storage_mb", "storage"),
@@ -346,9 +346,9 @@ def _limits(environment: Mapping[str, Any]) -> dict[str, float]:
                 unit = "m" if key.endswith("_mb") else size and size[2].lower()
                 if size is None or not 0 < float(size[1]) < _MAX_SIZE:
                     raise _Refused(f"{raw!r} is not a size", ("environment", key))
-                found[name] = max(1, int(float(size[1]) * _MEGABYTES[unit or ""]))
+                limits[name] = max(1, int(float(size[1]) * _MEGABYTES[unit or ""]))
                 break
-    return found
+    return limits
 
 
 def _is_canary(line: str) -> bool:

@@ -37,12 +37,12 @@ def hub_rows(name: HubName, revision: str, left_out: set[str]) -> Iterator[dict[
 
     datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     try:
-        found = datasets.load_dataset(
+        dataset = datasets.load_dataset(
             name.repository, name.config, split=name.split, revision=revision, streaming=True
         )
         if name.split is None:
-            found = found[_only_split(name.repository, list(found))]
-        tables = found.with_format("arrow").iter(BATCH_ROWS)
+            dataset = dataset[_only_split(name.repository, list(dataset))]
+        tables = dataset.with_format("arrow").iter(BATCH_ROWS)
         yield from rows_of(tables, f"hf:{name.repository}", left_out)
     except (RunError, MemoryError):
         raise
@@ -58,11 +58,11 @@ def saved_rows(path: Path, left_out: set[str]) -> Iterator[dict[str, Any]]:
     import datasets
 
     try:
-        found = datasets.load_from_disk(str(path))
-        if isinstance(found, datasets.DatasetDict):
-            found = found[_only_split(f"{path}/", list(found))]
-        rows = rows_per_batch(found.data.nbytes // max(1, found.data.num_rows))
-        yield from rows_of(found.with_format("arrow").iter(rows), str(path), left_out)
+        dataset = datasets.load_from_disk(str(path))
+        if isinstance(dataset, datasets.DatasetDict):
+            dataset = dataset[_only_split(f"{path}/", list(dataset))]
+        rows = rows_per_batch(dataset.data.nbytes // max(1, dataset.data.num_rows))
+        yield from rows_of(dataset.with_format("arrow").iter(rows), str(path), left_out)
     except (RunError, MemoryError):
         raise
     except Exception as error:

@@ -119,11 +119,11 @@ def keep_dataset(
         if before_fresh not in (None, revision):
             stem = f"dataset-{key}{revision}"
     for file_stem in (stem, *([f"{stem}-{max_samples}"] if max_samples else [])):
-        told = _read(run_dir / f"{file_stem}.json")
+        note = _read(run_dir / f"{file_stem}.json")
         path = run_dir / f"{file_stem}.jsonl"
-        if told and _is_as_written(path, told):
-            return KeptDataset(path, told)
-    told = {
+        if note and _is_as_written(path, note):
+            return KeptDataset(path, note)
+    note = {
         "source": source.name,
         "revision": revision,
         "columns": dict(columns),
@@ -131,13 +131,13 @@ def keep_dataset(
         "files": files,
     }
     left_out: set[str] = set()
-    found = rows_of_source(source, left_out, revision)
+    source_rows = rows_of_source(source, left_out, revision)
     from batch_trajectories.runs.sources.columns import Renaming
 
     writer = _Writer(source, Renaming(columns, rows_file), rules, max_samples, only)
 
     def write(directory: Path) -> KeptDataset:
-        path, written = writer.write(found, directory, stem)
+        path, written = writer.write(source_rows, directory, stem)
         if _sizes_and_times(source) != before:
             path.unlink()
             raise DatasetError(
@@ -145,11 +145,11 @@ def keep_dataset(
             )
         if only is not None:
             written[ONLY] = only.to_json()
-        content = orjson.dumps(told | written, option=orjson.OPT_INDENT_2) + b"\n"
+        content = orjson.dumps(note | written, option=orjson.OPT_INDENT_2) + b"\n"
         replace_file(path.with_suffix(".json"), content)
         if left_out:
             say(describe_left_out(source.name, left_out))
-        return KeptDataset(path, told | written)
+        return KeptDataset(path, note | written)
 
     if writes:
         try:
@@ -162,12 +162,12 @@ def keep_dataset(
             raise storage_error(run_dir, error) from error
     directory = Path(mkdtemp(prefix="batch-trajectories-"))
     try:
-        kept = write(directory)
+        dataset = write(directory)
     except BaseException:
         rmtree(directory, ignore_errors=True)
         raise
-    finalize(kept, rmtree, directory, ignore_errors=True)
-    return kept
+    finalize(dataset, rmtree, directory, ignore_errors=True)
+    return dataset
 
 
 def rows_of_source(
@@ -329,31 +329,31 @@ def _files_of(source: DataSource) -> list[Path]:
 
 def _sizes_and_times(source: DataSource) -> list[tuple[int, int]]:
     try:
-        found = [path.stat() for path in _files_of(source)]
+        stats = [path.stat() for path in _files_of(source)]
     except OSError:
         return []  # the reader of the file says what is wrong with it
-    return [(stat.st_size, stat.st_mtime_ns) for stat in found]
+    return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
 def _digests_of(source: DataSource) -> list[dict[str, Any]]:
     """Name, size and hash of each file of a source that is on this machine."""
     root = source.saved or Path(source.name)
-    found = []
+    digests = []
     for path in _files_of(source):
         name = path.name if path == root else path.relative_to(root).as_posix()
         try:
             with path.open("rb") as file:
                 digest = file_digest(file, _hash).hexdigest()
-                found.append({"path": valid_utf8(name), "bytes": file.tell(), "blake2b": digest})
+                digests.append({"path": valid_utf8(name), "bytes": file.tell(), "blake2b": digest})
                 if source.tasks and os.fstat(file.fileno()).st_mode & 0o111:
-                    found[-1]["executable"] = True  # it decides what an image is built of
+                    digests[-1]["executable"] = True  # it decides what an image is built of
         except FileNotFoundError:
             raise DatasetError(f"{path}: no such dataset file") from None
         except OSError as error:
             raise DatasetError(
                 f"{path}: cannot read the dataset: {error.strerror or error}"
             ) from error
-    return found
+    return digests
 
 
 def _key_of(
@@ -390,11 +390,16 @@ def _key_of_first_start(
     run = _read(run_dir / "run.json") or {}
     kind_of_run = run.get("config", {}).get("rows")  # which earlier versions did not note here
     for path in sorted(run_dir.glob("dataset-*.json")):
-        told = _read(path) or {}
-        place = told.get("source") if source.hub else None
-        found = (place, told.get("kind", kind_of_run), told.get("columns"), told.get("files"))
+        earlier = _read(path) or {}
+        place = earlier.get("source") if source.hub else None
+        made_from = (
+            place,
+            earlier.get("kind", kind_of_run),
+            earlier.get("columns"),
+            earlier.get("files"),
+        )
         wanted = (source.name if source.hub else None, rows, dict(columns), files)
-        if (*found, told.get(ONLY, {}).get("digest")) == (*wanted, only and only.digest):
+        if (*made_from, earlier.get(ONLY, {}).get("digest")) == (*wanted, only and only.digest):
             return path.stem.split("-")[1][: len(key)]
     return key
 
@@ -404,32 +409,32 @@ def _known(run_dir: Path, key: str) -> tuple[str, str | None]:
 
     Where there are several, a later start with `fresh` did not get as far as using its own.
     """
-    found = []
+    known = []
     for path in run_dir.glob(f"dataset-{key}*.json"):
-        if told := _read(path):
+        if entry := _read(path):
             # Of the name, a maximum number of rows is the third part.
-            found.append((path.stat().st_mtime_ns, "-".join(path.stem.split("-")[:2]), told))
-    if not found:
+            known.append((path.stat().st_mtime_ns, "-".join(path.stem.split("-")[:2]), entry))
+    if not known:
         return f"dataset-{key}", None
-    _, stem, told = min(found, key=itemgetter(0, 1))
-    return stem, told["revision"]
+    _, stem, entry = min(known, key=itemgetter(0, 1))
+    return stem, entry["revision"]
 
 
-def _is_as_written(path: Path, told: Mapping[str, Any]) -> bool:
+def _is_as_written(path: Path, stored: Mapping[str, Any]) -> bool:
     try:
         with path.open("rb") as file:
             digest = file_digest(file, _hash).hexdigest()
-            return (file.tell(), digest) == (told["bytes"], told["blake2b"])
+            return (file.tell(), digest) == (stored["bytes"], stored["blake2b"])
     except OSError:
         return False
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        told = orjson.loads(path.read_bytes())
+        stored = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return None  # it is written again
-    return told if isinstance(told, dict) and "blake2b" in told else None
+    return stored if isinstance(stored, dict) and "blake2b" in stored else None
 
 
 def _hash() -> blake2b:

@@ -93,11 +93,11 @@ def load_rows_file(name: str, *, with_solutions: bool = False) -> RowsFile:
         raise ConfigError(str(error)) from error
     try:
         digest = blake2b(content, digest_size=6).hexdigest()
-        found = _read(shown, digest, node, with_solutions=with_solutions)
+        rows_file = _read(shown, digest, node, with_solutions=with_solutions)
     except TemplateError as error:
         raise ConfigError(str(error)) from error
-    found.is_ours = is_ours
-    return found
+    rows_file.is_ours = is_ours
+    return rows_file
 
 
 def _read(file: str, digest: str, node: yaml.Node | None, *, with_solutions: bool) -> RowsFile:

@@ -136,8 +136,8 @@ def _files_in(directory: Path) -> Iterator[Path]:
 
     seen = set()
     for root, folders, names in os.walk(directory, onerror=refuse, followlinks=True):
-        found = Path(root).stat()
-        identity = (found.st_dev, found.st_ino)
+        status = Path(root).stat()
+        identity = (status.st_dev, status.st_ino)
         # Sorted: which of two ways to a directory is taken does not change from start to start.
         folders[:] = [] if identity in seen else sorted(filterfalse(_is_hidden, folders))
         if identity not in seen:
@@ -146,12 +146,12 @@ def _files_in(directory: Path) -> Iterator[Path]:
 
 
 def _hub_name(text: str) -> HubName:
-    found = _HUB.fullmatch(text.removeprefix(HUB_PREFIX))
-    if found is None:
+    match = _HUB.fullmatch(text.removeprefix(HUB_PREFIX))
+    if match is None:
         raise DatasetError(
             f"{text}: not a dataset of the hub; write hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION]"
         )
-    name = HubName(**found.groupdict())
+    name = HubName(**match.groupdict())
     if name.split is not None and not re.fullmatch(r"[\w.-]+", name.split):
         raise DatasetError(
             f"{text}: {name.split!r} is not the name of a split; --max_samples takes the first rows"

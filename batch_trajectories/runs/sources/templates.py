@@ -77,14 +77,14 @@ def variables_of(columns: Mapping[str, Any]) -> dict[str, Any]:
     return {**present, "omit": _OMIT, "row": columns}
 
 
-def _value(found: Any) -> Any:
+def _value(value: Any) -> Any:
     """What an expression gave, if there is a value and JSON can hold it."""
-    if found is _OMIT:
+    if value is _OMIT:
         raise Absent
-    if isinstance(found, Undefined):
-        str(found)  # raises an error with its name
-    exact_json.dumps(found)
-    return found
+    if isinstance(value, Undefined):
+        str(value)  # raises an error with its name
+    exact_json.dumps(value)
+    return value
 
 
 def _text(value: Any) -> str:
@@ -110,9 +110,9 @@ def _json(value: Any) -> Any:
 def _between(value: Any, begin: str, end: str) -> str:
     """The text between two marks; all of it if it lacks them."""
     text = _text(value)
-    _, found, rest = text.partition(begin)
+    _, sign, rest = text.partition(begin)
     inner, closed, _ = rest.partition(end)
-    return inner.strip() if found and closed else text
+    return inner.strip() if sign and closed else text
 
 
 def _replace(value: Any, old: str, new: str) -> str:
@@ -180,14 +180,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """A member of an object or list; also of its JSON text, as CSV and Parquet often have."""
-        found = None
+        value = None
         if isinstance(obj := _json(obj), Undefined):
             return obj
         if isinstance(obj, Mapping):
-            found = obj.get(argument)
+            value = obj.get(argument)
         elif isinstance(obj, list) and isinstance(argument, int):
-            found = next(iter(obj[argument:][:1]), None)
-        return self.undefined(name=argument) if found is None else found
+            value = next(iter(obj[argument:][:1]), None)
+        return self.undefined(name=argument) if value is None else value
 
     def _check(self, node: nodes.Node) -> None:
         """Raise `ValueError` for what a template cannot do."""
@@ -291,13 +291,13 @@ class Template:
 
     def _present(self, variables: dict[str, Any]) -> dict[Any, Any]:
         """The values of the parts that are not left out."""
-        found = {}
+        present = {}
         for name, part in self._parts.items():
             try:
-                found[name] = part.value(variables)
+                present[name] = part.value(variables)
             except Absent:
                 continue
-        return found
+        return present
 
     def _first(self, variables: dict[str, Any]) -> Any:
         *optional, last = self._parts["first_of"]._parts.values()

@@ -90,8 +90,8 @@ def printed_rewards(value: Any, *, turns: int | None) -> Rewards | None:
     numbers = {key: item for key, item in value.items() if _is_reward(key, item)}
     if len(numbers) > MAX_REWARDS:
         numbers = {MAIN: numbers[MAIN]} if MAIN in numbers else {}
-    found = {**numbers, **({BY_TURN: value[BY_TURN]} if BY_TURN in value else {})}
-    return parse_rewards(found, name=MAIN, turns=turns) if found else None
+    rewards = {**numbers, **({BY_TURN: value[BY_TURN]} if BY_TURN in value else {})}
+    return parse_rewards(rewards, name=MAIN, turns=turns) if rewards else None
 
 
 def number_in(value: Any) -> float:

@@ -64,14 +64,14 @@ def read_object(line: bytes) -> dict[str, Any]:
     """
     has_checksum = check_seal(line)
     try:
-        found = exact_json.loads(line)
+        parsed = exact_json.loads(line)
     except exact_json.JSONDecodeError as error:
         raise DamagedLine(f"not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise DamagedLine("not a JSON object")
-    if found.pop(KEY, None) is not None and not has_checksum:
+    if parsed.pop(KEY, None) is not None and not has_checksum:
         raise DamagedLine(_CHANGED)
-    content: dict[str, Any] = found
+    content: dict[str, Any] = parsed
     return content
 
 

@@ -138,13 +138,13 @@ def failures_by_class(run_dir: Path) -> list[dict[str, Any]]:
     Keys: `class`, `count`, and of the latest `id`, `message` and `at` (epoch seconds). Includes
     attempts of tasks that succeeded later.
     """
-    found: dict[str, dict[str, Any]] = {}
+    by_class: dict[str, dict[str, Any]] = {}
     for line in stored_failures(run_dir):
         if line["kind"] in ("attempt", "death") and _texts(line, "message"):
             example = {key: line.get(key) for key in ("class", "id", "message", "at")}
-            before = found.get(line["class"], {"count": 0})
-            found[line["class"]] = example | {"count": before["count"] + 1}
-    return sorted(found.values(), key=lambda failure: (-failure["count"], failure["class"]))
+            before = by_class.get(line["class"], {"count": 0})
+            by_class[line["class"]] = example | {"count": before["count"] + 1}
+    return sorted(by_class.values(), key=lambda failure: (-failure["count"], failure["class"]))
 
 
 def read_failure(text: bytes) -> dict[str, Any] | None:

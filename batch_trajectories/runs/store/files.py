@@ -135,11 +135,11 @@ class AppendFile:
 
         Writes to a file without a name succeed but keep nothing.
         """
-        found = os.fstat(self._fd)
-        if found.st_nlink == 0:
+        status = os.fstat(self._fd)
+        if status.st_nlink == 0:
             what = "removed or replaced"
-        elif found.st_size != self.size:
-            what = f"cut or changed (it has {found.st_size:,} bytes instead of {self.size:,})"
+        elif status.st_size != self.size:
+            what = f"cut or changed (it has {status.st_size:,} bytes instead of {self.size:,})"
         else:
             return
         raise StorageError(
@@ -208,19 +208,19 @@ def tail_of(path: Path) -> bytes:
 def keep_readable(path: Path, quarantine: Path, is_readable: Callable[[bytes], bool]) -> list[str]:
     """Set aside the unreadable lines of a file; return their names, as `failures.jsonl:7`."""
     named = [f"{path.name}: its end"] if repair_tail(path, quarantine) else []
-    kept = []
+    readable = []
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return named
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         if is_readable(line):
-            kept.append(line + b"\n")
+            readable.append(line + b"\n")
         else:
             set_aside(quarantine, f"{path.name}.line{number}", line + b"\n")
             named.append(f"{path.name}:{number}")
-    if b"".join(kept) != content:
-        replace_file(path, b"".join(kept))
+    if b"".join(readable) != content:
+        replace_file(path, b"".join(readable))
     return named
 
 

@@ -225,9 +225,9 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def entry(self, row: int) -> IndexEntry:
         """The record of one row; rows of records start at 1."""
-        found = _RECORD.unpack_from(self._view, ROW_BYTES * row)
-        _, offset, length, ending, attempt, turns, calls, *_, reward, cost = found
-        read, written = found[7] << 32 | found[9], found[8] << 32 | found[10]
+        fields = _RECORD.unpack_from(self._view, ROW_BYTES * row)
+        _, offset, length, ending, attempt, turns, calls, *_, reward, cost = fields
+        read, written = fields[7] << 32 | fields[9], fields[8] << 32 | fields[10]
         status, verdict, error_class = self._endings[ending]
         return IndexEntry(
             offset,
@@ -303,31 +303,31 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def sums(self, rows: Iterable[int]) -> Sums:
         """Sums over the records in these rows, without an object per record."""
-        found = Sums()
+        sums = Sums()
         kinds = (ENDINGS, _TURNS, _CALLS, *_TOKENS, _COSTS)
         columns = [column_of(self._view, kind) for kind in kinds]
         left = iter(rows)
         while chunk := [*islice(left, CHUNK)]:
             endings, turns, calls, *tokens, costs = ([of[row] for row in chunk] for of in columns)
             for number, count in Counter(endings).items():
-                found.endings[self._endings[number]] += count
-            found.turns += sum(turns)
-            found.tool_calls += sum(calls)
+                sums.endings[self._endings[number]] += count
+            sums.turns += sum(turns)
+            sums.tool_calls += sum(calls)
             read, written = (
                 [high << 32 | low for high, low in zip(*half, strict=True)]
                 for half in (tokens[:2], tokens[2:])
             )
-            found.input_tokens += sum([number for number in read if number < MOST_TOKENS])
-            found.output_tokens += sum([number for number in written if number < MOST_TOKENS])
+            sums.input_tokens += sum([number for number in read if number < MOST_TOKENS])
+            sums.output_tokens += sum([number for number in written if number < MOST_TOKENS])
             of_calls = [*zip(turns, read, written, costs, strict=True)]
-            found.tokens_unknown += sum(
+            sums.tokens_unknown += sum(
                 [n > 0 and max(r, w) >= MOST_TOKENS for n, r, w, _ in of_calls]
             )
-            found.cost_unknown += sum([n > 0 and isnan(cost) for n, _, _, cost in of_calls])
+            sums.cost_unknown += sum([n > 0 and isnan(cost) for n, _, _, cost in of_calls])
             for cost in costs:
                 if not isnan(cost):
-                    found.cost_usd += cost
-        return found
+                    sums.cost_usd += cost
+        return sums
 
     def has_turns(self) -> bool:
         """Whether any record has a model reply."""
@@ -370,10 +370,10 @@ class Index(Mapping[bytes, IndexEntry]):
         others = 0
         all_rows = self._rows
         for bucket, places in self._in_buckets(_COARSE).items():
-            found = {all_rows[64 * row : 64 * row + 16]: row for row in places}
+            row_of = {all_rows[64 * row : 64 * row + 16]: row for row in places}
             for number in wanted.get(bucket, ()):
-                rows[number] = found.pop(keys[16 * number : 16 * number + 16], 0)
-            others += len(found)
+                rows[number] = row_of.pop(keys[16 * number : 16 * number + 16], 0)
+            others += len(row_of)
         return rows, others
 
     def key(self, row: int) -> bytes:
@@ -398,13 +398,13 @@ class Index(Mapping[bytes, IndexEntry]):
 def endings_in(rows: memoryview) -> list[bytes]:
     """The endings in the rows, by number."""
     lengths = column_of(rows, LENGTHS)
-    found = []
+    endings = []
     for start in range(1, len(lengths), CHUNK):
         sizes = lengths[start : start + CHUNK].tolist()
         if 0 in sizes:
             without_length = (start + n for n, size in enumerate(sizes) if not size)
-            found += [_ENDING.unpack_from(rows, ROW_BYTES * row)[2] for row in without_length]
-    return found
+            endings += [_ENDING.unpack_from(rows, ROW_BYTES * row)[2] for row in without_length]
+    return endings
 
 
 def _storable(tokens: int | None) -> int:

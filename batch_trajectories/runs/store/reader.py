@@ -59,10 +59,10 @@ def read_id(records: BinaryIO, offset: int, length: int, key: bytes) -> str:
     head = os.pread(records.fileno(), min(_HEAD_BYTES, length), offset)
     digest = head.find(_DIGEST)
     try:
-        found = str(orjson.loads(head[len(HEAD) : head.index(AFTER_ID, len(HEAD)) + 1]))
+        id = str(orjson.loads(head[len(HEAD) : head.index(AFTER_ID, len(HEAD)) + 1]))
         first = digest + len(_DIGEST)
-        if digest > 0 and task_key(found, head[first : head.index(b'"', first)].decode()) == key:
-            return found
+        if digest > 0 and task_key(id, head[first : head.index(b'"', first)].decode()) == key:
+            return id
     except ValueError:
         pass  # the id contains what looks like its end, or is longer than the head
     return read_record(records, offset, length, key).id

@@ -361,21 +361,21 @@ class Record(StoredConversation, kw_only=True):
 
         Values are JSON. All else is copied without being parsed, so that it is fast.
         """
-        found = _members_in(self.line)
-        found.pop(KEY, None)
-        if found.pop(ROW_TEXTS, None) is not None:
-            found["row"] = msgspec.Raw(msgspec.json.encode(self.row))
+        places = _members_in(self.line)
+        places.pop(KEY, None)
+        if places.pop(ROW_TEXTS, None) is not None:
+            places["row"] = msgspec.Raw(msgspec.json.encode(self.row))
         if self.scores is not None:
-            found["scores"] = msgspec.Raw(msgspec.json.encode(self.scores))
-        found |= {name: msgspec.Raw(json) for name, json in members.items()}
-        return msgspec.json.encode(found)
+            places["scores"] = msgspec.Raw(msgspec.json.encode(self.scores))
+        places |= {name: msgspec.Raw(json) for name, json in members.items()}
+        return msgspec.json.encode(places)
 
     def as_dict(self) -> dict[str, Any]:
         """All that the line holds, also keys that are no fields, with the scores of this object."""
-        found = self._content()
+        content = self._content()
         if self.scores is not None:
-            found["scores"] = msgspec.to_builtins(self.scores)
-        return found
+            content["scores"] = msgspec.to_builtins(self.scores)
+        return content
 
     def whole_line(self) -> bytes:
         """The line without its checksum and references: the same for the same conversation."""
@@ -384,10 +384,10 @@ class Record(StoredConversation, kw_only=True):
         return exact_json.dumps(self._content()) + b"\n"
 
     def _content(self) -> dict[str, Any]:
-        found = read_object(self.line)
-        if found.pop(ROW_TEXTS, None) is not None:
-            found["row"] = self.row
-        return found
+        content = read_object(self.line)
+        if content.pop(ROW_TEXTS, None) is not None:
+            content["row"] = self.row
+        return content
 
 
 _decode = msgspec.json.Decoder(Record).decode

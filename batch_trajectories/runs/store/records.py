@@ -68,9 +68,9 @@ class RecordFile:
 
     def take_found(self) -> Index:
         """The records of earlier starts. Call it once: a million records take some 70 MB."""
-        found, self._found = self._found, None
-        assert found is not None
-        return found
+        entries, self._found = self._found, None
+        assert entries is not None
+        return entries
 
     def add(self, record: Record) -> None:
         """Append a record, as `append` does."""
@@ -281,15 +281,15 @@ def take_out(records: Path, offsets: Collection[int], quarantine: Path) -> list[
     named = []
     replacement = temporary_for(records)
     replacement.unlink(missing_ok=True)
-    kept = AppendFile(replacement)
+    replacement_file = AppendFile(replacement)
     for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
         if offset in offsets:
             set_aside(quarantine, f"{records.name}.line{number}", line)
             named.append(f"{records.name}:{number}")
         else:
-            kept.append(line)
-    kept.sync()
-    kept.close()
+            replacement_file.append(line)
+    replacement_file.sync()
+    replacement_file.close()
     replacement.replace(records)
     sync_directory(records.parent)
     return named

@@ -46,14 +46,14 @@ class Scores:
         if not self._by_source:
             return record
         key = bytes.fromhex(score_key(record))
-        places = [found[key] for found in self._by_source.values() if key in found]
+        places = [of_source[key] for of_source in self._by_source.values() if key in of_source]
         if not places:
             return record
         with self._path.open("rb") as file:
             added = [_score_at(file, place) for place in places]
         sources = {score.source for score in added}
-        kept = [score for score in record.scores or () if score.source not in sources]
-        return replace(record, scores=[*kept, *added])
+        of_source = [score for score in record.scores or () if score.source not in sources]
+        return replace(record, scores=[*of_source, *added])
 
 
 def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -260,8 +260,8 @@ def _state_of(
 ) -> RunState:
     """Match records and tasks, remove leftovers of settled tasks, and read the journals."""
     scan, max_attempts = plan.scan, plan.config.max_attempts
-    found = records.take_found()
-    settled = Settled(found, max_attempts)
+    index = records.take_found()
+    settled = Settled(index, max_attempts)
     inflight.read(settled=settled)
     _remove_workspaces(run_dir, settled)
     remove_leftover_containers(plan.config)
@@ -277,19 +277,19 @@ def _state_of(
             held = held_in(run_dir.path, settled)
     if budget_of(plan.config) is not None:
         amounts = [Cost(*reserve) for of_task in held.values() for reserve in of_task.values()]
-        entries = (entry for _, entry in found.records())
-        spent = spent_before(entries, inflight, budget_log, held=amounts)
-    rows, _ = found.match(scan.keys)
+        stored = (entry for _, entry in index.records())
+        spent = spent_before(stored, inflight, budget_log, held=amounts)
+    rows, _ = index.match(scan.keys)
     remaining = array("I")
     counts = Counter[bool]()
     passed = Counter[bool | None]()
-    outcomes = zip(found.endings(rows), found.passed(rows), strict=True)
+    outcomes = zip(index.endings(rows), index.passed(rows), strict=True)
     for number, (ending, has_passed) in enumerate(outcomes):
         if only is not None and scan.key(number) not in only:
             continue
         is_failed = ending is not None and ending.status == "failed"
         if ending is None or (
-            is_failed and not is_settled(found.entry(rows[number]), max_attempts)
+            is_failed and not is_settled(index.entry(rows[number]), max_attempts)
         ):
             remaining.append(number)
         else:
@@ -302,10 +302,10 @@ def _state_of(
         counts[True],
         passed[True],
         passed[False],
-        found.has_turns(),
+        index.has_turns(),
         spent,
         held,
-        found.costs()[0] + inflight.paid_usd,
+        index.costs()[0] + inflight.paid_usd,
     )
 
 

@@ -170,10 +170,10 @@ class BatchApiModel:
 
 def items_in(events: Iterable[Event]) -> set[str]:
     """The ids of batch calls whose replies are in the journal."""
-    found = set()
+    ids = set()
     for event in events:
         while event["kind"] == "sub":
             event = event["event"]
         if event["kind"] == "reply" and "batch_item" in event:
-            found.add(event["batch_item"])
-    return found
+            ids.add(event["batch_item"])
+    return ids

@@ -103,10 +103,10 @@ def test_a_client_reads_from_a_stream_what_the_reply_says(api: str, said: Said) 
     with playing(wire, reply) as url:
         final = ASK[api](url)
     expected = read_reply(wire.api, exact_json.dumps(reply))
-    found = read_reply(wire.api, exact_json.dumps(final))
-    assert found.message["content"] == expected.message["content"]
-    assert found.message.get("tool_calls") == expected.message.get("tool_calls")
-    assert (found.finish_reason, found.usage) == (expected.finish_reason, expected.usage)
+    completion = read_reply(wire.api, exact_json.dumps(final))
+    assert completion.message["content"] == expected.message["content"]
+    assert completion.message.get("tool_calls") == expected.message.get("tool_calls")
+    assert (completion.finish_reason, completion.usage) == (expected.finish_reason, expected.usage)
 
 
 @EACH

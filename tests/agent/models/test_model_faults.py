@@ -335,10 +335,10 @@ def test_the_proxy_that_the_environment_names_is_asked(
 def test_a_proxy_does_not_get_the_key(
     dialect: str, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
+    collected = []
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        told.append(await reader.readuntil(b"\r\n\r\n"))
+        collected.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
         writer.close()
 
@@ -360,9 +360,9 @@ def test_a_proxy_does_not_get_the_key(
                 await batches.close()
 
     asyncio.run(ask())
-    assert len(told) > 1
-    assert {head.split()[0] for head in told} == {b"CONNECT"}
-    assert b"sk-of-the-test" not in b"".join(told)
+    assert len(collected) > 1
+    assert {head.split()[0] for head in collected} == {b"CONNECT"}
+    assert b"sk-of-the-test" not in b"".join(collected)
 
 
 def test_no_proxy_may_name_a_port(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -752,8 +752,8 @@ def test_any_text_is_a_wait_or_none(value: str) -> None:
     ],
 )
 def test_a_model_name_gives_provider_url_and_key(name: str, given: Any, means: Any) -> None:
-    found = resolve(name, **given)
-    assert (found.name, found.api, found.base_url, found.key_env) == means
+    model = resolve(name, **given)
+    assert (model.name, model.api, model.base_url, model.key_env) == means
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen/qwen3", "qwen/qwen3:free", ""])
@@ -816,17 +816,17 @@ def test_the_url_of_a_known_provider_means_that_provider(
     url: str, provider: str, prefix: str
 ) -> None:
     """Its key and its prices; so no name sends the key of one to another."""
-    found = resolve(f"{prefix}m", base_url=url)
-    assert (found.provider, found.key_env) == (provider, f"{provider.upper()}_API_KEY")
+    model = resolve(f"{prefix}m", base_url=url)
+    assert (model.provider, model.key_env) == (provider, f"{provider.upper()}_API_KEY")
     own = EndpointConfig.model_validate({"base_url": url}).to_endpoint()
-    assert (own.provider, own.key_env) == (found.provider, found.key_env)
+    assert (own.provider, own.key_env) == (model.provider, model.key_env)
     assert resolve(f"{prefix}m", base_url=url, key_env="MINE").key_env == "MINE"
     if not prefix:
-        assert found.api == own.api == resolve(f"{provider}:m").api
-        assert resolve_sibling("n", found).key_env == found.key_env
-    path = urlsplit(found.base_url or "").path
+        assert model.api == own.api == resolve(f"{provider}:m").api
+        assert resolve_sibling("n", model).key_env == model.key_env
+    path = urlsplit(model.base_url or "").path
     due = "/api/v1" if provider == "openrouter" else "/v1"
-    if found.api == "anthropic_messages":
+    if model.api == "anthropic_messages":
         due = due.removesuffix("/v1")
     assert path.rstrip("/") == due
 
@@ -839,8 +839,8 @@ def test_the_url_of_a_known_provider_means_that_provider(
     ],
 )
 def test_a_url_that_only_looks_like_a_known_provider_s_is_one_s_own(url: str) -> None:
-    found = resolve("m", base_url=url)
-    assert (found.provider, found.key_env, found.base_url) == (None, None, url)
+    model = resolve("m", base_url=url)
+    assert (model.provider, model.key_env, model.base_url) == (None, None, url)
     assert EndpointConfig.model_validate({"base_url": url}).to_endpoint().key_env == "none"
 
 

@@ -196,8 +196,8 @@ def test_a_refused_option_goes_and_all_else_stays(
         ask(other, api, **{key: value for key, value in SENT.items() if key != option})
     assert len(requests) == 4, "one request more, once"
     assert requests[1:] == expected * 3
-    (told,) = [record.getMessage() for record in caplog.records if "refuses" in record.message]
-    assert told.startswith(
+    (warnings,) = [record.getMessage() for record in caplog.records if "refuses" in record.message]
+    assert warnings.startswith(
         f"m at {root}{PATHS[api]} refuses --{option}={SENT[option]}: asked without it"
     )
 
@@ -253,8 +253,8 @@ def test_options_are_refused_one_after_the_other_by_calls_at_the_same_time(
         ask(root, "openai_chat", times=2, at_once=5, **SENT)
     assert all(not body.keys() & {"temperature", "top_p"} for body in requests[-5:])
     assert len(requests) <= 5 * 3 + 5
-    told = [record for record in caplog.records if "refuses" in record.message]
-    assert len(told) == 2
+    warnings = [record for record in caplog.records if "refuses" in record.message]
+    assert len(warnings) == 2
 
 
 @pytest.mark.parametrize(

@@ -374,15 +374,15 @@ def test_every_code_of_anthropic_s_client_has_its_consequence_here() -> None:
     assert known - set(DUE) == set(), "new codes: decide what each of them means for a run"
     for (status, code), kind in DUE.items():
         body = json.dumps({"type": "error", "error": told(code)}).encode()
-        found = refusal_of(status, {}, body)
-        assert (found.kind, found.code) == (kind, code)
+        refusal = refusal_of(status, {}, body)
+        assert (refusal.kind, refusal.code) == (kind, code)
 
 
 @pytest.mark.parametrize("code", sorted(code for places in STOPS.values() for _, code in places))
 def test_a_code_that_stops_a_run_does_so_inside_a_stream_too(code: str) -> None:
     [kind] = {kind for kind, places in STOPS.items() if code in {known for _, known in places}}
-    found = error_behind_200(told(code, "rate_limit_error"), "the stream")
-    assert (found.kind, found.action) == (kind, "stop_run")
+    refusal = error_behind_200(told(code, "rate_limit_error"), "the stream")
+    assert (refusal.kind, refusal.action) == (kind, "stop_run")
 
 
 @pytest.mark.parametrize(

@@ -104,10 +104,10 @@ def test_the_reply_of_vllm() -> None:
         prompt_token_ids=[1, 2, 3],
         kv_transfer_params={"x": 1},
     )
-    found = read(reply)
+    completion = read(reply)
     expected = Sampled(pack_ids([1, 2, 3]), pack_ids([7, 2**32 - 1]), pack_logprobs([-0.5, -0.5]))
-    assert found.tokens == expected
-    assert found.extra == {
+    assert completion.tokens == expected
+    assert completion.extra == {
         "reply": {"kv_transfer_params": {"x": 1}},
         "choice": {"stop_reason": 5},
     }
@@ -120,25 +120,29 @@ def test_a_stream_of_vllm_gives_the_same() -> None:
         choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
         assembly.add({"choices": [{**choice, "token_ids": [n], "logprobs": content(text)}]})
     assembly.add({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    found = registry.read_asked(OWN, assembly.finish())
-    assert found.tokens == Sampled(pack_ids([1, 2]), pack_ids([0, 1]), pack_logprobs([-0.5, -0.5]))
-    assert found.extra is None
+    completion = registry.read_asked(OWN, assembly.finish())
+    assert completion.tokens == Sampled(
+        pack_ids([1, 2]), pack_ids([0, 1]), pack_logprobs([-0.5, -0.5])
+    )
+    assert completion.extra is None
 
 
 def test_the_reply_of_sglang() -> None:
     meta = {"output_token_logprobs": [[-0.5, 7, None], [-0.5, 8, "b"]], "weight_version": "3"}
     choice = {"prompt_token_ids": [1], "meta_info": meta, "logprobs": content("a", "b")}
-    found = read(body(choice))
-    assert found.tokens == Sampled(pack_ids([1]), pack_ids([7, 8]), pack_logprobs([-0.5, -0.5]))
-    assert found.extra == {"choice": {"meta_info": {"weight_version": "3"}}}
+    completion = read(body(choice))
+    assert completion.tokens == Sampled(
+        pack_ids([1]), pack_ids([7, 8]), pack_logprobs([-0.5, -0.5])
+    )
+    assert completion.extra == {"choice": {"meta_info": {"weight_version": "3"}}}
 
 
 def test_ids_that_come_twice_are_kept_once() -> None:
     meta = {"output_token_logprobs": [[-0.5, 7, None]]}
     choice = {"prompt_token_ids": [1], "meta_info": meta, "token_ids": [7]}
-    found = read(body(choice, prompt_token_ids=[1]))
-    assert found.tokens == Sampled(pack_ids([1]), pack_ids([7]), pack_logprobs([-0.5]))
-    assert found.extra is None
+    completion = read(body(choice, prompt_token_ids=[1]))
+    assert completion.tokens == Sampled(pack_ids([1]), pack_ids([7]), pack_logprobs([-0.5]))
+    assert completion.extra is None
 
 
 def test_ids_that_contradict_each_other_are_all_kept() -> None:
@@ -146,16 +150,18 @@ def test_ids_that_contradict_each_other_are_all_kept() -> None:
     other = content("a")
     other["content"][0]["logprob"] = -0.75
     choice = {"prompt_token_ids": [2], "meta_info": meta, "token_ids": [8], "logprobs": other}
-    found = read(body(choice, prompt_token_ids=[1]))
-    assert found.tokens == Sampled(pack_ids([1]), pack_ids([7]), pack_logprobs([-0.5]))
-    assert found.extra == {"choice": {"prompt_token_ids": [2], "token_ids": [8], "logprobs": other}}
+    completion = read(body(choice, prompt_token_ids=[1]))
+    assert completion.tokens == Sampled(pack_ids([1]), pack_ids([7]), pack_logprobs([-0.5]))
+    assert completion.extra == {
+        "choice": {"prompt_token_ids": [2], "token_ids": [8], "logprobs": other}
+    }
 
 
 def test_logprobs_alone_keep_the_texts_of_their_tokens() -> None:
     entry = {"bytes": [195, 164], "top_logprobs": []}
-    found = read(body({"logprobs": content("ä", **entry)}))
-    assert found.tokens == Sampled(logprobs=pack_logprobs([-0.5]), texts=["ä"])
-    assert found.extra is None
+    completion = read(body({"logprobs": content("ä", **entry)}))
+    assert completion.tokens == Sampled(logprobs=pack_logprobs([-0.5]), texts=["ä"])
+    assert completion.extra is None
 
 
 @pytest.mark.parametrize(
@@ -175,9 +181,9 @@ def test_logprobs_alone_keep_the_texts_of_their_tokens() -> None:
     ],
 )
 def test_what_cannot_be_packed_stays_as_it_came(choice: JSON) -> None:
-    found = read(body(copy.deepcopy(choice)))
-    assert found.tokens is None
-    assert found.extra == {"choice": choice}
+    completion = read(body(copy.deepcopy(choice)))
+    assert completion.tokens is None
+    assert completion.extra == {"choice": choice}
 
 
 @pytest.mark.parametrize("ids", [None, [7]])
@@ -189,11 +195,13 @@ def test_logprobs_that_say_more_are_packed_and_stay(more: JSON, ids: list[int] |
     """With `top_logprobs`, say, which a user asks for by `extra_body`."""
     logprobs = content("a", **more)
     is_plain = ids is not None and "bytes" in more  # an id says what bytes say
-    found = read(body({"logprobs": copy.deepcopy(logprobs)} | ({"token_ids": ids} if ids else {})))
-    assert found.tokens is not None
-    assert found.tokens.logprobs == pack_logprobs([-0.5])
-    assert found.tokens.texts == (None if ids else ["a"])
-    assert found.extra == (None if is_plain else {"choice": {"logprobs": logprobs}})
+    completion = read(
+        body({"logprobs": copy.deepcopy(logprobs)} | ({"token_ids": ids} if ids else {}))
+    )
+    assert completion.tokens is not None
+    assert completion.tokens.logprobs == pack_logprobs([-0.5])
+    assert completion.tokens.texts == (None if ids else ["a"])
+    assert completion.extra == (None if is_plain else {"choice": {"logprobs": logprobs}})
 
 
 def test_newlines_around_the_text_of_a_reply_are_not_sent_back() -> None:
@@ -235,22 +243,22 @@ def test_a_turn_has_the_options_that_it_was_sampled_with() -> None:
         "logit_bias": {"5": 1},
         "stream": True,
     }
-    found = registry.read_asked(OWN, orjson.dumps(body({"token_ids": [7]})), options)
-    assert found.sampling == {"temperature": 0.6, "top_k": 20, "logit_bias": True}
+    completion = registry.read_asked(OWN, orjson.dumps(body({"token_ids": [7]})), options)
+    assert completion.sampling == {"temperature": 0.6, "top_k": 20, "logit_bias": True}
 
 
 def test_other_numbers_of_logprobs_than_ids_stay_as_they_came() -> None:
-    found = read(body({"token_ids": [1], "logprobs": content("a", "b")}))
-    assert found.tokens == Sampled(completion=pack_ids([1]))
-    assert found.extra == {"choice": {"logprobs": content("a", "b")}}
+    completion = read(body({"token_ids": [1], "logprobs": content("a", "b")}))
+    assert completion.tokens == Sampled(completion=pack_ids([1]))
+    assert completion.extra == {"choice": {"logprobs": content("a", "b")}}
 
 
 def test_replies_keep_all_as_it_came_without_the_option() -> None:
     settings = ModelSettings("m", "openai_chat", "http://127.0.0.1:1/v1", None)
     reply = body({"token_ids": [7]}, prompt_token_ids=[1])
-    found = registry.read_asked(settings, orjson.dumps(reply))
-    assert found.tokens is None
-    assert found.extra == {"reply": {"prompt_token_ids": [1]}, "choice": {"token_ids": [7]}}
+    completion = registry.read_asked(settings, orjson.dumps(reply))
+    assert completion.tokens is None
+    assert completion.extra == {"reply": {"prompt_token_ids": [1]}, "choice": {"token_ids": [7]}}
 
 
 @pytest.mark.parametrize("field", [*BOTH, *VLLM, *SGLANG])

@@ -207,10 +207,10 @@ def test_a_plain_reply_has_nothing_more() -> None:
     ],
 )  # fmt: skip
 def test_parts_are_merged_by_one_rule(parts: list[JSON], merged: JSON) -> None:
-    kept: JSON = {}
+    collected: JSON = {}
     for one in parts:
-        merge(kept, one)
-    assert kept == merged
+        merge(collected, one)
+    assert collected == merged
 
 
 def test_a_call_streamed_in_many_parts_keeps_its_signature() -> None:

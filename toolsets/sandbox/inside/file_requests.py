@@ -94,10 +94,10 @@ class FileRequests:
     def _list(self, request: dict[str, Any]) -> dict[str, Any]:
         """The entries of a directory behind the one with the key `after`."""
         prefix = self._prefix(request["path"])
-        found = _entries(self._path(request), prefix)
+        entries = _entries(self._path(request), prefix)
         if request["after"] is not None:
-            found = [entry for entry in found if _key(entry) > request["after"]]
-        return {"entries": found[:_MAX_ENTRIES], "more": len(found) > _MAX_ENTRIES}
+            entries = [entry for entry in entries if _key(entry) > request["after"]]
+        return {"entries": entries[:_MAX_ENTRIES], "more": len(entries) > _MAX_ENTRIES}
 
     def _walk(self, request: dict[str, Any]) -> dict[str, Any]:
         """The entries beneath a directory in the order of their paths, behind `after`."""
@@ -105,12 +105,12 @@ class FileRequests:
         status = os.stat(top)
         if stat.S_ISREG(status.st_mode):
             return {"entries": [(prefix.rstrip("/"), "file", status.st_size)], "more": False}
-        found: list[Entry] = []
+        entries: list[Entry] = []
         for entry in _walked(top, prefix, request["after"]):
-            if len(found) == _MAX_ENTRIES:
-                return {"entries": found, "more": True}
-            found.append(entry)
-        return {"entries": found, "more": False}
+            if len(entries) == _MAX_ENTRIES:
+                return {"entries": entries, "more": True}
+            entries.append(entry)
+        return {"entries": entries, "more": False}
 
     def _tree(self, request: dict[str, Any]) -> dict[str, Any]:
         """As `_walk`, by paths in the directory, with marks that differ where files do.
@@ -118,22 +118,22 @@ class FileRequests:
         What is in directories called `.git` is left out.
         """
         top = self._path(request)
-        found: list[Entry] = []
+        entries: list[Entry] = []
         marks: list[str] = []
         for entry in _walked(top, "", request["after"], closed=".git"):
-            if len(found) == _MAX_ENTRIES:
-                return {"entries": found, "marks": marks, "more": True}
-            found.append(entry)
+            if len(entries) == _MAX_ENTRIES:
+                return {"entries": entries, "marks": marks, "more": True}
+            entries.append(entry)
             marks.append(_mark(os.path.join(top, entry[0])))
-        return {"entries": found, "marks": marks, "more": False}
+        return {"entries": entries, "marks": marks, "more": False}
 
     def _read_all(self, request: dict[str, Any]) -> dict[str, Any]:
         """The contents of files in a directory."""
-        found = []
+        contents = []
         for number, path in enumerate(request["paths"]):
             with os.fdopen(self._open(os.path.join(self._path(request), path)), "rb") as file:
-                found.append([number, _encoded(file.read(_MAX_CONTENT_BYTES))])
-        return {"contents": found}
+                contents.append([number, _encoded(file.read(_MAX_CONTENT_BYTES))])
+        return {"contents": contents}
 
     def _put(self, request: dict[str, Any]) -> dict[str, Any]:
         """Write files and links into a directory; a file without content has it already."""
@@ -155,7 +155,7 @@ class FileRequests:
     def _contents(self, request: dict[str, Any]) -> dict[str, Any]:
         """Contents of text files that have any of `wanted`; how many paths were looked at."""
         wanted = [binascii.a2b_base64(literal) for literal in request["wanted"]]
-        found: list[list[Any]] = []
+        contents: list[list[Any]] = []
         used = seen = 0
         for number, path in enumerate(request["paths"]):
             try:
@@ -171,17 +171,17 @@ class FileRequests:
             is_binary = b"\0" in raw[:_BINARY_PROBE_BYTES]
             if not is_binary and any(literal in raw for literal in wanted):
                 if len(raw) > _MAX_CONTENT_BYTES:
-                    found.append([number, None])
+                    contents.append([number, None])
                 elif used and used + len(raw) > _MAX_CONTENT_BYTES:
                     break
                 else:
                     used += len(raw)
-                    found.append([number, _encoded(raw)])
+                    contents.append([number, _encoded(raw)])
             seen += 1
             request["max_total"] -= len(raw)
             if request["max_total"] < 0:
                 break
-        return {"contents": found, "seen": seen, "left_bytes": max(request["max_total"], -1)}
+        return {"contents": contents, "seen": seen, "left_bytes": max(request["max_total"], -1)}
 
     def _path(self, request: dict[str, Any]) -> str:
         return os.path.join(self._home, request["path"])
@@ -237,13 +237,13 @@ def _walked(top: str, prefix: str, after: str | None, closed: str | None = None)
 
 def _entries(directory: str, prefix: str, *, follow: bool = True) -> list[Entry]:
     """The entries of a directory in the order of the paths beneath them."""
-    found: list[Entry] = []
+    entries: list[Entry] = []
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW))
     except OSError:
         if follow:
             raise
-        return found  # it vanished, or may not be read
+        return entries  # it vanished, or may not be read
     try:
         with os.scandir(fd) as scan:
             for item in scan:
@@ -251,10 +251,10 @@ def _entries(directory: str, prefix: str, *, follow: bool = True) -> list[Entry]
                     status = item.stat(follow_symlinks=False)
                     # A name that is not text can be shown, though not opened.
                     name = os.fsencode(item.name).decode("utf-8", "replace")
-                    found.append((prefix + name, *_kind(status)))
+                    entries.append((prefix + name, *_kind(status)))
     finally:
         os.close(fd)
-    return sorted(found, key=_key)
+    return sorted(entries, key=_key)
 
 
 def _kind(status: os.stat_result) -> tuple[str, int]:

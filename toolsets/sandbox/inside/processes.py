@@ -50,23 +50,23 @@ def beneath(root: int | None = None) -> Iterator[int]:
 
 
 def _children(pid: int) -> list[int]:
-    found = []
+    pids = []
     with contextlib.suppress(OSError):
         # Two links and one for each thread; most processes have one, of the same number.
         has_one = os.stat(f"/proc/{pid}/task").st_nlink == 3
         for thread in [pid] if has_one else os.listdir(f"/proc/{pid}/task"):
             children = read_file(f"/proc/{pid}/task/{thread}/children")
-            found += [int(child) for child in children.split()]
-    return found
+            pids += [int(child) for child in children.split()]
+    return pids
 
 
 def _children_by_parent() -> dict[int, list[int]]:
     """The children of all processes, where the system does not list those of each."""
-    found: dict[int, list[int]] = defaultdict(list)
+    children: dict[int, list[int]] = defaultdict(list)
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
-            found[int(_stat_fields(int(name))[1])].append(int(name))
-    return found
+            children[int(_stat_fields(int(name))[1])].append(int(name))
+    return children
 
 
 def read_file(path: str) -> bytes:

@@ -260,16 +260,16 @@ class Server:
         seen: set[int] = set()
         give_up = time.monotonic() + _KILL_GRACE_S
         while time.monotonic() < give_up:
-            found = {pid for pid, start in descendants() if start >= since} - self._before
+            pids = {pid for pid, start in descendants() if start >= since} - self._before
             if job is not None and job.exit_code is None:
-                found.add(job.pid)
+                pids.add(job.pid)
             if spare is not None:
-                found.discard(spare.pid)
-            if not found:
+                pids.discard(spare.pid)
+            if not pids:
                 return
-            fresh = found - seen
+            fresh = pids - seen
             seen |= fresh
-            for pid in fresh or found:
+            for pid in fresh or pids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGSTOP if fresh else signal.SIGKILL)
                     if not HAS_PROC:

@@ -126,10 +126,10 @@ def _check_sandbox(setup: WorkerSetup) -> None:
 
 def _check_shares(run_dir: Path, lock: bytes) -> None:
     try:
-        found = (run_dir / "lock").read_bytes()
+        content = (run_dir / "lock").read_bytes()
     except OSError:
-        found = b""
-    if found != lock:
+        content = b""
+    if content != lock:
         raise ValueError(
             f"the run directory {run_dir} is not here: mount its storage at the same path on "
             "every node, or leave --ray_storage=shared out"

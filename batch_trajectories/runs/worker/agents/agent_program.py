@@ -49,10 +49,10 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
             )
         # Each image may have another one: its worker asks.
         asks = agent.version_command and not config.is_inside
-        found = version_of(agent, config) if asks else None
+        version = version_of(agent, config) if asks else None
     except (NotInstalled, SandboxError) as error:
         raise ConfigError(f"agent {agent.name!r}: {error}") from error
-    changes: dict[str, Any] = {"agent": agent.with_found(found)}
+    changes: dict[str, Any] = {"agent": agent.with_found(version)}
     if config.concurrency is None and (free_mb := free_memory_mb()) is not None:
         limit = max(1, int(_SHARE * free_mb / agent.memory_mb))
         changes["num_workers"] = min(config.num_workers, limit)
@@ -139,13 +139,13 @@ def path_of(installed: Installed) -> str:
 
 def free_memory_mb() -> int | None:
     """The memory that this machine or container has left; None if that cannot be said."""
-    found = []
+    amounts = []
     try:
         meminfo = Path("/proc/meminfo").read_text()
     except OSError:
         return None
     if available := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.M):
-        found.append(int(available[1]) >> 10)
+        amounts.append(int(available[1]) >> 10)
     root = Path("/sys/fs/cgroup")
     for limit, used in (
         ("memory.max", "memory.current"),
@@ -156,5 +156,5 @@ def free_memory_mb() -> int | None:
         except OSError:
             continue
         if limit_mb.isdigit() and now.isdigit():
-            found.append(max(0, int(limit_mb) - int(now)) >> 20)
-    return min(found, default=None)
+            amounts.append(max(0, int(limit_mb) - int(now)) >> 20)
+    return min(amounts, default=None)

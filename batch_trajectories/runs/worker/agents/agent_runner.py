@@ -260,10 +260,10 @@ class AgentRunner:
             return agent
         if command not in self._versions:
             try:
-                found = await asyncio.to_thread(version_of, agent, self._config)
+                version = await asyncio.to_thread(version_of, agent, self._config)
             except (SandboxError, NotInstalled) as error:
                 raise AgentFailed(f"agent {agent.name!r}: {error}") from error
-            self._versions[command] = found
+            self._versions[command] = version
         return agent.with_found(self._versions[command])
 
 

@@ -44,12 +44,12 @@ def find_program(name: str, more: Sequence[Path] = ()) -> Installed:
 
     Raises `NotInstalled`.
     """
-    found = shutil.which(name)
-    if found is None:
+    located = shutil.which(name)
+    if located is None:
         raise NotInstalled(f"the program {name!r} was not found; install it, or give its path")
     binds: list[Path] = []
     directories: list[str] = []
-    program = _add(Path(found).absolute(), binds, directories)
+    program = _add(Path(located).absolute(), binds, directories)
     for path in more:
         if not path.exists():
             raise NotInstalled(f"{path} does not exist")
@@ -102,10 +102,10 @@ def _interpreter(path: Path) -> Path | None:
     words = first[2:].decode(errors="replace").split()
     if words and Path(words[0]).name == "env":
         name = next((word for word in words[1:] if not word.startswith("-")), None)
-        found = shutil.which(name) if name else None
-        if found is None:
+        located = shutil.which(name) if name else None
+        if located is None:
             raise NotInstalled(f"{path}: its interpreter {name!r} was not found")
-        return Path(found).absolute()
+        return Path(located).absolute()
     return Path(words[0]) if words else None
 
 

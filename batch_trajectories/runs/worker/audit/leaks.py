@@ -103,15 +103,15 @@ async def find_leaks(
     """
     prompt = "\n".join(message["content"] for message in row.opening)
     solution = _of_reference(reference)
-    found = [_leak("the prompt", sought) for sought in solution if sought.is_in(prompt)]
+    leaks = [_leak("the prompt", sought) for sought in solution if sought.is_in(prompt)]
     if expected is not None and _says(prompt, expected):
-        found.append({"what": "the prompt says the expected answer", "where": "prompt"})
+        leaks.append({"what": "the prompt says the expected answer", "where": "prompt"})
     sought = [*solution, *_of_check(row)]
     if sought:
-        found += await asyncio.to_thread(lambda: [*_in_files(context, sought)])
+        leaks += await asyncio.to_thread(lambda: [*_in_files(context, sought)])
     if solution:
-        found += await _in_objects(context, solution)
-    return found[:_MOST]
+        leaks += await _in_objects(context, solution)
+    return leaks[:_MOST]
 
 
 def _of_reference(reference: Reference | None) -> list[Sought]:
@@ -125,15 +125,15 @@ def _of_check(row: RowTask) -> list[Sought]:
     if row.setup is None or check is None:
         return []
     shown = set(row.setup.files.values())
-    found: list[Sought] = []
+    sought: list[Sought] = []
     for path, content in check.files.items():
         if content in shown:
             continue
         text = content.decode(errors="replace")
         is_patch = path.endswith((".patch", ".diff"))
         texts = Reference(patch=text).texts() if is_patch else {"": Made([text], text.splitlines())}
-        found += _seekable(f"{path} of the check", texts)
-    return found
+        sought += _seekable(f"{path} of the check", texts)
+    return sought
 
 
 def _seekable(what: str, texts: Mapping[str, Made]) -> Iterator[Sought]:
@@ -239,11 +239,11 @@ async def _in_objects(context: ToolContext, sought: Sequence[Sought]) -> list[di
     result = await sandbox_of(context).exec(argv, timeout_s=_TIMEOUT_S)
     if result.timed_out:
         raise SetupFailed(f"the search of git objects timed out after {_TIMEOUT_S:.0f} s")
-    found = []
+    places = []
     for line in result.stdout.splitlines():
         blob, _, repository = line.partition(" ")
         content = await asyncio.to_thread(files.read_bytes, f"{store}/{blob}", _MAX_FILE_BYTES)
         text = content.decode(errors="replace")
-        found += [_leak(f"object {blob[:12]} of {repository}", x) for x in sought if x.is_in(text)]
+        places += [_leak(f"object {blob[:12]} of {repository}", x) for x in sought if x.is_in(text)]
     await run_command(context, ["rm", "-rf", "--", store])
-    return found
+    return places
