@@ -14,7 +14,7 @@ test_rows_files       rows files: other datasets become rows of a run
 test_harbor           Harbor task directories as rows
 test_rewards          reward functions and their scores
 test_row_checks       checks by reward files and by the tests that ran
-test_kept_scan        the cached scan of a dataset
+test_cached_scan      the cached scan of a dataset
 test_logprobs         what a start says of log-probabilities
 test_long_work        progress of long work
 test_endpoints        several models and endpoints in one run
@@ -25,7 +25,7 @@ test_spending         the sum spent by a run
 test_prices           prices of the user's own
 test_progress         the progress line
 test_batch_service    waves of the Batch API, with a crash at each step
-test_sent_journal     the journal of a worker on another machine
+test_remote_journal   the journal of a worker on another machine
 test_storage          records, index, turn journal, lock
 test_index            the index of the records
 test_checks           verdicts of checks in records and filters

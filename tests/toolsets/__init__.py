@@ -5,7 +5,7 @@ test_tool              the tool decorator, the derived schema, the check of argu
 test_toolbox           every failure of a call becomes a result that the model can read
 test_toolsets          the built-in toolsets and their selection
 test_distributions     toolsets drawn for each task
-test_own_tools         a user's own functions as tools
+test_custom_tools      a user's own functions as tools
 test_workspace         paths stay beneath the root of the workspace
 test_conformance       what every sandbox has to do, for ours
 test_sandbox           resources and reach of a command

@@ -9,7 +9,7 @@ test_streaming        streamed replies give the same record as whole ones
 test_event_stream     events of a stream, with their bytes
 test_unknown_fields   unknown fields of a reply are kept and sent back
 test_token_ids        token ids and logprobs: asked for, read, stored
-test_refusals         options that a model refuses
+test_unsupported_options  options that a model refuses
 test_sdk_requests     requests and error codes as in the providers' own clients
 test_clouds           clients of the SDKs against an endpoint whose tokens change
 cloud_clients         those clients and that endpoint

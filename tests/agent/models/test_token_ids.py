@@ -28,7 +28,7 @@ from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.resolve import resolve_sibling
 from batch_trajectories.runs.store.record_types import StoredTokens
-from tests.agent.models.test_refusals import ask, openai_error, refusing, serving
+from tests.agent.models.test_unsupported_options import ask, openai_error, refusing, serving
 
 JSON = dict[str, Any]
 OWN = ModelSettings("m", "openai_chat", "http://127.0.0.1:1/v1", None, token_ids=True)
