@@ -9,12 +9,18 @@ from types import MappingProxyType
 from typing import Any
 
 from agent.loop.tools import Approve, check_names, offered
-from agent.messages.message import SIMULATED_USER, USER_TURN, is_cost_only, user_key
+from agent.messages.message import (
+    PREPARATION,
+    SIMULATED_USER,
+    USER_TURN,
+    is_cost_only,
+    user_key,
+)
 from agent.models.client.pool import ModelPool
 from agent.models.model import Model, ModelSettings
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_sibling
 from agent.models.scripted import ScriptedModel, ScriptedTurn, parse_script
-from agent.options import AgentOptions, SimulatedUser, Subagent
+from agent.options import AgentOptions, SimulatedUser, Subagent, inherited_from
 from agent.state.trajectory import Kept, Trajectory
 from toolsets.catalog.registry import TOOLSETS, Toolset, resolve_toolsets, tools_of
 from toolsets.context import ToolContext
@@ -186,6 +192,26 @@ def schemas_for(setup: Setup, options: AgentOptions) -> list[Mapping[str, Any]]:
 
         own += [schema_of(agent) for agent in options.subagents]
     return offered(own, options)
+
+
+def schemas_of_inner(
+    setup: Setup, options: AgentOptions, name: str
+) -> list[Mapping[str, Any]] | None:
+    """What the conversations of a subagent, or a preparation, were offered; None for other names.
+
+    Subagents are among it, though at the greatest depth they cannot be called.
+    """
+    if name == PREPARATION:
+        given = options.preparation_toolsets
+        inner = setup if given is None else setup.only(given)
+        return schemas_for(inner, options.model_copy(update={"completion_tools": False}))
+    if name not in setup.subagents:
+        return None
+    called = next(agent.subagents for agent in options.subagents if agent.name == name)
+    inner = replace(setup, tools=setup.subagents[name].tools)
+    known = tuple(agent for agent in options.subagents if agent.name in called)
+    own = inherited_from(options, max_turns=1).model_copy(update={"subagents": known})
+    return schemas_for(inner, own)
 
 
 @dataclass(frozen=True, slots=True)

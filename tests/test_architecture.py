@@ -59,6 +59,7 @@ runs/maintenance
 
 export/conversation
 export/masking
+export/segments
 export/rows
 export/formats
 export

@@ -284,6 +284,9 @@ class ExchangeEvent(TypedDict):
     of: NotRequired[int]
     added: list[Message]
     echoes: NotRequired[list[list[int]]]
+    shown: NotRequired[list[list[Any]]]
+    """What changes since the thread's previous call among the messages that the request shows
+    otherwise than they are recorded: [position, patch]; see `agent.wires.shown`."""
     tools: NotRequired[list[dict[str, Any]]]
     """Schemas in OpenAI form, if they differ from those of the thread's previous call."""
     stripped: NotRequired[list[str]]

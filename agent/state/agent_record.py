@@ -9,6 +9,7 @@ from agent.messages.parts import Parts
 from agent.messages.tokens import has_ids
 from agent.state.tally import cost_of, usage_of
 from agent.wires.lines import Line, lines_of
+from agent.wires.shown import Patches, changes
 from agent.wires.threads import Threads
 
 MAIN = "main"
@@ -19,19 +20,23 @@ def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
     """The conversation of an agent whose task is `prompt`, with all others that it had.
 
     Keys beside those of `Trajectory.to_record`, whose `turns` also have `exchange`, the number of
-    the call: `threads` (one per conversation: key, name, calls, model), `set_aside` (calls of
+    the call, and `request`, what it was shown (see `_Requests`), unless that is in `rewritten`:
+    `offers` (lists of tools that calls offered, if they are not those of their conversation),
+    `threads` (one per conversation: key, name, calls, model), `set_aside` (calls of
     earlier starts that the last one did not make: number, thread, shared, of, added, dialect,
     asked, and what a turn has, with its message), `rewritten` (calls that were shown other messages
-    than their conversation has: exchanges, thread, start, end, messages), `diverged_at`, and
+    than their conversation has: exchanges, thread, start, end, messages, until, requests),
+    `diverged_at`, and
     `agent` (starts, stripped_tools, exit_code, stdout, stderr, duration_s, timed_out).
     """
     lines = lines_of(threads, prompt)
     main = [] if lines.main is None else [lines.main]
     record: dict[str, Any] = {}
+    offers: list[list[dict[str, Any]]] = []
     for line in main:
-        record |= _conversation(line, threads)
+        record |= _conversation(line, threads, offers)
     record["inner"] = [
-        {"key": line.key, "name": line.name, **_conversation(line, threads)}
+        {"key": line.key, "name": line.name, **_conversation(line, threads, offers)}
         for line in lines.others
     ]
     record["threads"] = [
@@ -54,9 +59,18 @@ def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
             "start": changed.start,
             "end": changed.end,
             "messages": changed.messages,
+            "until": changed.until,
+            "requests": [
+                {"exchange": number, **request}
+                for number, request in _requests(
+                    changed.shown, threads, offers, tools=changed.line.tools
+                ).items()
+            ],
         }
         for changed in lines.rewritten
     ]
+    if offers:
+        record["offers"] = offers
     record["diverged_at"] = threads.diverged_at
     record["agent"] = _facts(threads)
     parts = Parts()
@@ -67,9 +81,12 @@ def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
     return record
 
 
-def _conversation(line: Line, threads: Threads) -> dict[str, Any]:
+def _conversation(
+    line: Line, threads: Threads, offers: list[list[dict[str, Any]]]
+) -> dict[str, Any]:
     """A line with the keys that every conversation in a record has."""
     turns, calls = [], []
+    requests = _requests(line, threads, offers, tools=line.tools)
     last_with_ids = None
     for turn, (position, number) in enumerate(line.replies, 1):
         reply = threads.exchanges[number]["reply"]
@@ -78,7 +95,8 @@ def _conversation(line: Line, threads: Threads) -> dict[str, Any]:
             view["tokens"] = threads.tokens_after(number, last_with_ids)
             last_with_ids = number if has_ids(view) else last_with_ids
         inherited = {} if number in line.own else {"inherited": True}
-        turns.append({**view, "turn": turn, "exchange": number, **inherited})
+        request = {"request": requests[number]} if number in requests else {}
+        turns.append({**view, "turn": turn, "exchange": number, **inherited, **request})
         calls += _results(line, threads, turn, position)
     paid = [threads.exchanges[number]["reply"] for number in sorted(line.own)]
     return {
@@ -95,6 +113,37 @@ def _conversation(line: Line, threads: Threads) -> dict[str, Any]:
         "model_returned": turns[-1]["model"],
         "tools": line.tools,
     }
+
+
+def _requests(
+    line: Line, threads: Threads, offers: list[list[dict[str, Any]]], *, tools: list[dict[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    """What the calls of a line were shown, by number, but for those that were shown another one.
+
+    `at`: the messages before this position. `shown`: what changes since the line's previous call
+    among those that were shown otherwise than they are recorded (`at`, and keys of a message; see
+    `agent.wires.shown`). `tools`: the index in `offers` of what was on offer, if not `tools`;
+    missing lists are added to it.
+    """
+    found = {}
+    before: Patches = {}
+    for position, number in line.replies:
+        thread, end = threads.end_of(number)
+        if end != position + 1 or (
+            thread is not line.thread and thread.messages[:end] != line.messages[:end]
+        ):
+            continue
+        request: dict[str, Any] = {"at": position}
+        shown = threads.shown_to(number)
+        if change := changes(before, shown):
+            request["shown"] = [{"at": at, **patch} for at, patch in change.items()]
+        before = shown
+        if (offered := threads.tools_of(number)) != tools:
+            if offered not in offers:
+                offers.append(offered)
+            request["tools"] = offers.index(offered)
+        found[number] = request
+    return found
 
 
 def _results(line: Line, threads: Threads, turn: int, position: int) -> list[dict[str, Any]]:

@@ -178,6 +178,8 @@ def exchange_event(
         event["echoes"] = placed.echoes
     if placed.tools is not None:
         event["tools"] = placed.tools
+    if placed.shown:
+        event["shown"] = [[at, patch] for at, patch in placed.shown.items()]
     if request.server_tools:  # they were removed from it
         event["stripped"] = list(request.server_tools)
     return event

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agent.messages.message import (
     COST_ONLY,
+    SUMMARY,
     USER_TURN,
     WORKSPACE_LOST,
     CutEvent,
@@ -75,6 +76,8 @@ class Trajectory:
         self.notes: list[NoteEvent] = []
         self.resumes: list[ResumedEvent] = []
         self.restarts: list[RestartedEvent] = []
+        self.summarized: dict[int, str] = {}
+        """The key of the summary that stood for older messages, by the turns that saw one."""
         self.forked: ForkedEvent | None = None
         """Its parent, if it is a branch."""
         self.replies_used = 0
@@ -234,7 +237,8 @@ class Trajectory:
         """The conversation's part of a record: JSON-ready, lossless.
 
         Keys: `messages`, `turns` (one per reply: turn, finish_reason, usage, cost_usd, model,
-        response_id, started_at, duration_s, batch_item, extra, tokens; see `ReplyEvent`),
+        response_id, started_at, duration_s, batch_item, extra, tokens; see `ReplyEvent`; with
+        `request` {"summary": key} where a summary stood for older messages),
         `tool_calls` (one per result, in call order: turn, call, name, is_error, started_at,
         duration_s), `notes` (turn, reason, text, at), `cut_calls` (model calls that were cut off,
         if any), `discarded` (unusable replies, whole, with the reason), `inner` (one per subagent
@@ -246,10 +250,7 @@ class Trajectory:
         """
         record = {
             "messages": self.messages,
-            "turns": [
-                {k: v for k, v in reply.items() if k not in ("kind", "message")}
-                for reply in self.replies
-            ],
+            "turns": [self._turn(n, reply) for n, reply in enumerate(self.replies)],
             "tool_calls": [
                 {
                     "turn": result["turn"],
@@ -281,6 +282,12 @@ class Trajectory:
             record = self._with_agent(record, self.agent_calls)
         return record if self.forked is None else record | {"fork": _without_kind(self.forked)}
 
+    def _turn(self, n: int, reply: ReplyEvent) -> dict[str, Any]:
+        turn = {k: v for k, v in reply.items() if k not in ("kind", "message")}
+        if n in self.summarized:
+            turn["request"] = {"summary": self.summarized[n]}
+        return turn
+
     def _with_agent(self, record: dict[str, Any], threads: Threads) -> dict[str, Any]:
         """The record with an agent's conversations; the sums stay those of all its calls."""
         from agent.state.agent_record import agent_record
@@ -307,6 +314,7 @@ class Trajectory:
         self.restarts.append(event)
         self.replies, self.results, self.notes, self.noted = [], [], [], []
         self.inner = {}
+        self.summarized = {}
         self.replies_used = self.reasks = 0
         self.tally = Tally()
         self.is_reopened = False
@@ -329,6 +337,8 @@ class Trajectory:
             self._text_before = ""
         self.reasks = 0
         self.noted = []
+        if self.inner and (summary := self._summary()) is not None:
+            self.summarized[len(self.replies)] = summary
         self.replies.append(event)
         self.messages.append(message)
         self._results_of_turn = {}
@@ -336,6 +346,15 @@ class Trajectory:
             self.call_ids.update(call["id"] for call in calls)
         else:
             self.tally.count_text(unusable="unusable" in message)
+
+    def _summary(self) -> str | None:
+        """The key of the latest summary that was written."""
+        written = [
+            key
+            for key, inner in self.inner.items()
+            if inner.name == SUMMARY and inner.trajectory.final_text().strip()
+        ]
+        return max(written, key=lambda key: int(key.rpartition("#")[2]), default=None)
 
     def _pay(self, event: ReplyEvent) -> None:
         if "inherited" in event:

@@ -11,9 +11,10 @@ wire_gemini    Gemini's generateContent
 wires          the dialects by name
 lines          events of conversations, as they are stored
 repeats        replies that agents repeat
+shown          what a request shows otherwise than its thread has it
 threads        which conversation a call continues
 
 These modules only compute; they do no I/O.
 
-Other rooms import lines, reading, threads, wire, wire_base, wires.
+Other rooms import lines, reading, shown, threads, wire, wire_base, wires.
 """

@@ -70,6 +70,10 @@ class Rewritten:
     end: int
     messages: list[Message]
     """What they were shown instead of the line's messages from `start` to before `end`."""
+    until: int
+    """The position in the line of the reply to the last of them."""
+    shown: Line
+    """They as they were shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,8 @@ def _difference(line: Line, later: Line) -> Rewritten:
     start = _common(shown, instead)
     alike = _common(shown[start:][::-1], instead[start:][::-1])
     calls = [number for position, number in line.replies if position >= start]
-    return Rewritten(calls, later, start, at - alike, shown[start : len(shown) - alike])
+    different = shown[start : len(shown) - alike]
+    return Rewritten(calls, later, start, at - alike, different, at, line)
 
 
 def _common(one: Sequence[Message], other: Sequence[Message]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.messages.message import (
     AgentEvent,
@@ -27,6 +27,7 @@ from agent.models.dialects.openai_responses import API as RESPONSES
 from agent.models.dialects.openai_responses import conversation_of
 from agent.wires.canonical import CallsInOrder, message_digest
 from agent.wires.repeats import Found, Repeats
+from agent.wires.shown import Patches, changed, changes, patch_of, same_first
 from agent.wires.wire import NOTHING_VOLATILE, Part, Volatile, WireRequest
 
 _MOST_RECENT = 8
@@ -49,6 +50,16 @@ class Placement:
     """The number of the latest earlier call with token ids in the thread."""
     call_ids: Sequence[str]
     """The ids of the calls before the reply."""
+    shown: Patches
+    """What changes among the messages that the request shows otherwise than the thread has them."""
+
+
+class _Recent(NamedTuple):
+    """A call that the next ones of its thread are compared with."""
+
+    request: WireRequest
+    repeated: Found
+    patches: Patches
 
 
 class Thread:
@@ -63,6 +74,9 @@ class Thread:
         """Those of its latest call."""
         if parent is not None:
             self.replies = [reply for reply in parent.replies if reply[0] < shared]
+        patches = parent.shown.items() if parent else ()
+        self.shown: Patches = {at: patch for at, patch in patches if at < shared}
+        """What its latest call was shown otherwise."""
         self._digests: list[bytes] = []
         self._calls = CallsInOrder()
 
@@ -98,13 +112,14 @@ class Threads:
         self.parts = Parts()
         """Those that events have whole; later ones have digests of them."""
         self._repeats = Repeats()
-        self._recent_of: dict[int, tuple[WireRequest, Found]] = {}
+        self._recent_of: dict[int, _Recent] = {}
         self._by_id: dict[str, int] = {}
         """The latest call by the ids of replies and of conversations at the endpoint."""
         self._ends: list[tuple[int, int]] = []
         """The thread of each call, and how many messages it had after the reply."""
         self._tools: list[list[dict[str, Any]]] = []
         self._starts: list[int] = []
+        self._shown: list[Patches] = []
         self._aside: defaultdict[str, list[int]] = defaultdict(list)
         """The numbers of the calls that are set aside, by key, the earliest last."""
         self._after: list[int | None] = []
@@ -126,7 +141,7 @@ class Threads:
     @property
     def recent(self) -> list[WireRequest]:
         """The latest requests of the latest threads, for `Wire.read`; none after a resume."""
-        return [request for request, _ in reversed(self._recent_of.values())]
+        return [recent.request for recent in reversed(self._recent_of.values())]
 
     @property
     def diverged_at(self) -> int | None:
@@ -159,6 +174,10 @@ class Threads:
     def tools_of(self, number: int) -> list[dict[str, Any]]:
         """The tools that a call offered."""
         return self._tools[number]
+
+    def shown_to(self, number: int) -> Patches:
+        """What a call was shown otherwise than its thread has it."""
+        return self._shown[number]
 
     def start_of(self, number: int) -> int:
         """The start of the agent that made a call, from 1."""
@@ -223,6 +242,9 @@ class Threads:
         thread.replies.append((len(thread.messages), event["number"]))
         thread.messages.append(event["reply"]["message"])
         thread.tools = event.get("tools", thread.tools)
+        change = {at: patch for at, patch in event.get("shown", ())}  # noqa: C416 - lists of two
+        thread.shown = changed(thread.shown, change)
+        self._shown.append(thread.shown)
         if self._aside and self._diverged_at is None:
             self._diverged_at = self._answered
         if event["dialect"] == RESPONSES:
@@ -252,7 +274,9 @@ class Threads:
             continues = bool(source.messages[-1].get("tool_calls"))
         thread = source.number if source and continues else len(self.threads)
         tools = source.tools if source else []
-        self._remember(thread, request, repeated)
+        patches = self._patches(request, source, shared, replies)
+        before = source.shown if source else {}
+        self._remember(thread, _Recent(request, repeated, patches))
         return Placement(
             thread=thread,
             shared=shared,
@@ -262,6 +286,7 @@ class Threads:
             echoes=echoes,
             turn=1 + len(echoes) + (source.replies_within(shared) if source else 0),
             call_ids=ids,
+            shown=changes({at: patch for at, patch in before.items() if at < shared}, patches),
             after=self._latest_with_ids(number for _, number in sorted(replies.items())),
         )
 
@@ -295,7 +320,7 @@ class Threads:
         for exchange in self.exchanges[self._repeats.count :]:
             thread, end = self.end_of(exchange["number"])
             self._repeats.add(exchange, end - 1, thread.digests(self.volatile))
-        before = (repeated for _, repeated in self._recent_of.values())
+        before = (recent.repeated for recent in self._recent_of.values())
         return self._repeats.find(request, self.volatile, live=self.live, before=before)
 
     def _echoes(
@@ -359,9 +384,34 @@ class Threads:
                 mapped.append({**message, "tool_call_id": new.get(id, id)} if id else message)
         return mapped
 
-    def _remember(self, thread: int, request: WireRequest, repeated: Found) -> None:
+    def _patches(
+        self, request: WireRequest, source: Thread | None, shared: int, replies: Mapping[int, int]
+    ) -> Patches:
+        """What the request shows otherwise; see `agent.wires.shown`.
+
+        What it has in common with the thread's previous request was compared then.
+        """
+        messages = request.messages
+        recent = self._recent_of.get(source.number) if source else None
+        same = min(shared, same_first(recent.request.messages, messages)) if recent else 0
+        found = {n: patch for n, patch in recent.patches.items() if n < same} if recent else {}
+        for n in range(same, len(messages)):
+            ids: Mapping[str, str] = {}
+            if n in replies:
+                known = self.exchanges[replies[n]]["reply"]["message"]
+                got = _ids(self._repeats.calls(replies[n]))
+                ids = dict(zip(got, _ids(known.get("tool_calls", ())), strict=True))
+            elif source and n < shared:
+                known = source.messages[n]
+            else:
+                continue
+            if patch := patch_of(known, messages[n], ids):
+                found[n] = patch
+        return found
+
+    def _remember(self, thread: int, recent: _Recent) -> None:
         self._recent_of.pop(thread, None)
-        self._recent_of[thread] = request, repeated
+        self._recent_of[thread] = recent
         if len(self._recent_of) > _MOST_RECENT:
             del self._recent_of[next(iter(self._recent_of))]
 

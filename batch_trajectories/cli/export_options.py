@@ -22,8 +22,8 @@ _OPTIONS = (
     ("output", "DIR", "Directory of the dataset.  [default: RUN/exports/dataset]"),
     (
         "reasoning",
-        "inline|field|last|none",
-        "Where reasoning goes.",
+        "inline|field|last|none|since_user",
+        "Where reasoning goes; since_user is for --segments.",
     ),
     ("parallel_calls", "keep|split", "Parallel calls in one turn, or one per turn."),
     ("system", "saved|omit", "The system prompt that the model saw."),
@@ -78,6 +78,11 @@ def dataset_options(function: Any) -> Any:
             "--per_turn",
             is_flag=True,
             help="One row per turn of the model, for templates that drop old reasoning.",
+        ),
+        click.option(
+            "--segments",
+            is_flag=True,
+            help="One row per view that the model had; turns are learnt in one of them.",
         ),
         click.option(
             "--subagents", is_flag=True, help="rl: rows for the conversations of subagents, too."

@@ -97,15 +97,16 @@ def _turns_before(messages: Sequence[StoredMessage], start: int) -> int:
     return max(0, len(turns) - 1)
 
 
-def other_models(record: Record) -> frozenset[str]:
+def other_models(record: Record, *, inside: bool = False) -> frozenset[str]:
     """The names of models in an agent's conversation that are not this run's.
 
     An agent that runs as a command may call several. Where no name is that of the run's model,
-    nothing is known, and none is another.
+    nothing is known, and none is another. `inside`: also those of its other conversations.
     """
     if not is_agents(record):
         return frozenset()
-    names = {turn.model for turn in record.turns if turn.model is not None}
+    parts = [record, *record.inner] if inside else [record]
+    names = {turn.model for part in parts for turn in part.turns if turn.model is not None}
     model = record.model or ""
     own_name = model.partition(":")[2] or model
     own_name = own_name.rpartition("/")[2]
@@ -143,30 +144,30 @@ def in_order(part: _Part) -> _Part:
     user, assistant, results, and so on. What would be out of order is added to the message before
     it, as the model read it there; `OWN_CHARS` of a result says where its own text ends.
     """
-    return replace(part, messages=_merged(part.messages)) if is_agents(part) else part
+    return replace(part, messages=merged(part.messages)) if is_agents(part) else part
 
 
-def _merged(messages: Sequence[StoredMessage]) -> list[StoredMessage]:
+def merged(messages: Sequence[StoredMessage]) -> list[StoredMessage]:
     """User and system messages, but for those that may follow, added to the one before them."""
-    merged: list[StoredMessage] = []
+    found: list[StoredMessage] = []
     for message in messages:
-        role, before = message.role, merged[-1].role if merged else "system"
+        role, before = message.role, found[-1].role if found else "system"
         if role in ("assistant", "tool") or (before == "system" and role in ("system", "user")):
-            merged.append(message)
+            found.append(message)
         elif before in ("user", "tool"):
-            earlier = merged[-1]
+            earlier = found[-1]
             own = earlier.own_chars
             if before == "tool" and own is None:
                 own = len(earlier.content)
-            merged[-1] = replace(
+            found[-1] = replace(
                 earlier,
                 content=f"{earlier.content}\n\n{message.content}",
                 own_chars=own,
                 provider_blocks=_joined_blocks(earlier, message),
             )
         else:
-            merged.append(replace(message, role="user"))
-    return merged
+            found.append(replace(message, role="user"))
+    return found
 
 
 def _joined_blocks(earlier: StoredMessage, message: StoredMessage) -> StoredBlocks | None:

@@ -19,7 +19,7 @@ from batch_trajectories.export.conversation.turns import (
     Turn,
 )
 
-ReasoningStyle = Literal["inline", "field", "last", "none"]
+ReasoningStyle = Literal["inline", "field", "last", "none", "since_user"]
 CallStyle = Literal["keep", "split"]
 SystemStyle = Literal["saved", "omit"]
 EmptyThink = Literal["keep", "omit"]
@@ -31,7 +31,10 @@ class Style:
     """How conversations are rendered; None is the default of each format."""
 
     reasoning: ReasoningStyle | None = None
-    """Where reasoning goes: inline, in its own field, only that of the last turn, or nowhere."""
+    """Where reasoning goes: inline, in its own field, only that of the last turn, or nowhere.
+
+    `since_user`, for segments: as each format has it, without that before the last user message of
+    a request."""
     parallel_calls: CallStyle = "keep"
     """Whether a turn with several calls is kept, or split into one turn per call."""
     system: SystemStyle | None = None

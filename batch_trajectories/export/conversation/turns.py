@@ -15,10 +15,10 @@ from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.tolerance import Flaw
 from batch_trajectories.runs.store.record_types import Record, StoredTurn, Tools
 
-Author = Literal["model", "other_model", "prompt", "parent", "simulated_user", "runtime"]
+Author = Literal["model", "other_model", "prompt", "parent", "context", "simulated_user", "runtime"]
 """Who wrote a message: this run's model, another model that an agent called, the row, the parent
-conversation of a branch, the model that plays the user, or the runtime (a note). Results of calls
-are their tools'."""
+conversation of a branch, anyone in a turn that is only context in its row, the model that plays the
+user, or the runtime (a note). Results of calls are their tools'."""
 
 
 class Call(msgspec.Struct, frozen=True, gc=False):
@@ -73,7 +73,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_given(self) -> bool:
         """Whether the turn was there before this run called a model."""
-        return self.author in ("prompt", "parent")
+        return self.author in ("prompt", "parent", "context")
 
     @property
     def has_loss(self) -> bool:

@@ -173,6 +173,8 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
                 f"- {count:,} rows of `{part['format']}` have arguments that are null. Axolotl "
                 "drops these from JSON lines, not from Parquet."
             )
+        if segments := part.get("segments"):
+            yield _by_segments(part["format"], segments, is_marked=part["marks_loss"])
         if others := part.get("turns_of_others"):
             yield _by_others(part["format"], others, is_marked=part["marks_loss"])
         yield from _masked(part, recipe)
@@ -221,7 +223,19 @@ _AUTHORS = {
     "prompt": "the prompt",
     "parent": "the conversation that was branched",
     "other_model": "another model",
+    "context": "another row, or of another author",
 }
+
+
+def _by_segments(name: str, segments: Mapping[str, Any], *, is_marked: bool) -> str:
+    counts = ", ".join(f"{count:,} of {of}" for of, count in segments["conversations"].items())
+    words = f"- rows of `{name}` show messages as the model saw them: {counts}, "
+    words += f"{segments['turns']:,} turns, each learnt in one row"
+    if not is_marked:
+        words += "; only the last turn of a row is to be learnt"
+    if unknown := segments["unknown_turns"]:
+        words += f"; {unknown:,} turns left out, for which records do not say what was shown"
+    return words
 
 
 def _by_others(name: str, others: Mapping[str, int], *, is_marked: bool) -> str:

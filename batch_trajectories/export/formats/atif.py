@@ -231,5 +231,6 @@ FORMAT = RowFormat(
     # Nothing tokenizes its documents. Placeholders of parts are not what the model saw.
     accepts=(ANYWHERE | TAGS) - PARTS,
     splits_calls=False,
+    has_segments=False,
     marks_loss=True,
 )

@@ -196,6 +196,17 @@ class _RowFiles(CandidateFiles):
         self._style = style if format.splits_calls else style.with_calls("keep")
         self._masks = recipe.open_masks()
         self._not_passed = 0
+        self._segments = None
+        if recipe.segments:
+            from batch_trajectories.export.segments.rows import SegmentRows
+
+            self._per_turn = recipe.per_turn or not format.marks_loss
+            self._segments = SegmentRows(
+                self._rendered,
+                masks=self._masks,
+                since_user=style.reasoning == "since_user",
+                by_turn=self._per_turn,
+            )
 
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
         masks, conversation = self._masks, candidate.parsed
@@ -210,15 +221,27 @@ class _RowFiles(CandidateFiles):
             conversation = msgspec.structs.replace(conversation, metadata=metadata)
         why = self._add(split, conversation, seen)
         if why is None:
-            masks.count(turn.masked for turn in conversation.own_turns)
+            if self._segments is None:
+                masks.count(turn.masked for turn in conversation.own_turns)
             self._not_passed += is_included
         return why
 
+    def _rendered(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
+        shown = styled(conversation, self._style)
+        return shown, self._format.row_of(shown, self._style)
+
     def _add(self, split: str, conversation: Conversation, seen: set[Hashable]) -> Why | None:
+        if self._segments is not None:
+            for n, (shown, row) in enumerate(self._segments.of(conversation)):
+                self.write(split, dumps_row(row), uses=n == 0)
+                if not self._per_turn:
+                    self._others += shown.others
+                self._with_nulls += has_null_arguments(shown)
+            return None
         if self._per_turn:
             return self._add_turns(split, conversation, seen)
-        conversation = styled(conversation, self._style)
-        self.write(split, dumps_row(self._format.row_of(conversation, self._style)))
+        conversation, row = self._rendered(conversation)
+        self.write(split, dumps_row(row))
         if conversation.has_others:
             self._others += conversation.others
         self._with_nulls += has_null_arguments(conversation)
@@ -255,7 +278,8 @@ class _RowFiles(CandidateFiles):
             **super().finish(),
             "marks_loss": self._format.marks_loss,
             "turns_of_others": dict(sorted(self._others.items())),
-            **({"duplicate_turns": self._copies} if self._per_turn else {}),
+            **({} if self._segments is None else {"segments": self._segments.to_json()}),
+            **({"duplicate_turns": self._copies} if self._per_turn and not self._segments else {}),
             **({} if self._masks is None else {"masked": self._masks.counts()}),
             **({NOT_PASSED: self._not_passed} if self.export.recipe.include else {}),
             **({"rows_with_null_arguments": self._with_nulls} if has_nulls else {}),

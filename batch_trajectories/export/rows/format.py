@@ -98,6 +98,8 @@ class RowFormat(Format):
     holds: frozenset[Reason] = ANYWHERE
     splits_calls: bool = True
     """Whether `parallel_calls: split` divides turns."""
+    has_segments: bool = True
+    """Whether rows can show parts of a conversation as the model saw them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

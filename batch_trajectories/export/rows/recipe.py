@@ -60,6 +60,10 @@ def _takes_all(name: object) -> bool:
     return name in names() and named(str(name)).takes_all
 
 
+def _has_segments(one: Format | Copies) -> bool:
+    return isinstance(one, Copies) or (isinstance(one, RowFormat) and one.has_segments)
+
+
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Megabytes = Annotated[float, Field(gt=0, le=MAX_COUNT)]
@@ -212,6 +216,8 @@ class Recipe(_Part):
     tools: ToolsForm | None = None
     per_turn: bool = False
     """One row per turn of the model, each with its context, instead of one per conversation."""
+    segments: bool = False
+    """One row per view that the model had: see `export/segments/`."""
     subagents: bool = False
     """rl: rows for the conversations of subagents, too."""
     discarded: bool = False
@@ -272,6 +278,14 @@ class Recipe(_Part):
                 f"per_turn: {min(whole)} has no rows for single turns; "
                 f"choose formats among {', '.join(possible)}"
             )
+        if self.segments and (bad := [x.name for x in self._named if not _has_segments(x)]):
+            possible = [name for name in names() if _has_segments(named(name))]
+            raise ValueError(
+                f"segments: {min(bad)} has no rows for segments; "
+                f"choose formats among {', '.join(possible)}"
+            )
+        if self.reasoning == "since_user" and not self.segments:
+            raise ValueError("reasoning: since_user is for rows of segments; add --segments")
         for option in ("subagents", "discarded"):
             if getattr(self, option) and "rl" not in self.formats:
                 raise ValueError(f"{option}: only rl has rows for them; add it to formats")

@@ -3,8 +3,9 @@
 Keys, in this order: `id`, `status`, `status_reason` (null or text), `error` (null or {"class",
 "message"}), `prompt_id`, `sample`, `input_digest`, `attempt`, `row` (the dataset's columns; see
 `runs.store.row_texts` for long ones), then
-the conversation (see `Trajectory.to_record`; branches also have `fork`), `check` (null, or the
-result of the row's check; see `run_check`), `scores` (only with `--reward`; see
+the conversation (see `Trajectory.to_record`; branches also have `fork`), `inner_tools` (only with
+subagents or a preparation: what was offered in conversations inside it, by their names), `check`
+(null, or the result of the row's check; see `run_check`), `scores` (only with `--reward`; see
 `runs.store.checks`), `diff` (what changed in the image's repository; see `runs.worker.diff`; only
 with `--workspace=image`), `audit` (only of `check_tasks`; see `runs.audit.verdicts`), `tools`
 (schemas as offered), `options` (those of the conversation that are not defaults), `view_compacted`
@@ -18,7 +19,7 @@ row and its `digest`, that of the configuration), `seed`, `config_digest`, `vers
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ from agent.loop.rules import ConversationSpec
 from agent.loop.steps import Finish
 from agent.messages.message import ReplyEvent, is_cost_only
 from agent.messages.tokens import missing_in, trimmed_replies
-from agent.setup import Setup, schemas_for
+from agent.options import AgentOptions
+from agent.setup import Setup, schemas_for, schemas_of_inner
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
 from batch_trajectories.runs.dataset.column_names import FORK_COLUMN
@@ -88,6 +90,7 @@ def make_record(
         "attempt": attempt,
         "row": _row_of(task),
         **conversation,
+        **_inner_tools(conversation, setup, spec.options),
         "check": check,
         **({} if diff is None else {"diff": diff}),
         **({} if audit is None else {"audit": audit}),
@@ -107,6 +110,25 @@ def make_record(
         "finished_at": time.time(),
         "schema_version": SCHEMA_VERSION,
     }
+
+
+def _inner_tools(
+    conversation: Mapping[str, Any], setup: Setup, options: AgentOptions
+) -> dict[str, Any]:
+    """`inner_tools`, where the conversation has others inside it that were offered tools."""
+    names = {inner["name"] for inner in _inners_of(conversation)}
+    if not names:
+        return {}
+    found = {name: schemas_of_inner(setup, options, name) for name in sorted(names)}
+    offered = {name: tools for name, tools in found.items() if tools is not None}
+    return {"inner_tools": offered} if offered else {}
+
+
+def _inners_of(conversation: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The conversations inside one, at any depth."""
+    for inner in conversation["inner"]:
+        yield inner
+        yield from _inners_of(inner)
 
 
 def _row_of(task: Task) -> dict[str, Any]:

@@ -7,6 +7,7 @@ journal         read the journals of conversations in flight
 journal_writer  write them, with group commit
 records         records.jsonl
 record_types    the types of a record's fields
+record_parts    small ones of them
 row_texts       long texts that row and messages share
 index           records.idx, derived from records.jsonl
 index_file      which bytes of it can be trusted

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 
@@ -22,17 +22,23 @@ from batch_trajectories.runs.store.checksum import (
     read_object,
     without_checksum,
 )
+from batch_trajectories.runs.store.record_parts import (
+    Number,
+    StoredFork,
+    StoredPart,
+    StoredThread,
+    ToolRun,
+    UsageSums,
+)
 from batch_trajectories.runs.store.row_texts import KEY as ROW_TEXTS
 from batch_trajectories.runs.store.row_texts import Texts, restore
-
-Number = int | float
 
 Tools = Sequence[Mapping[str, Any]]
 """Tools as they were offered. Records with the same tools share one list: never change it."""
 
 
-class StoredPart(msgspec.Struct, gc=False, omit_defaults=True):
-    """A part of a record. It refers to nothing in a cycle, so the garbage collector skips it."""
+_NONE = msgspec.Raw(b"")
+"""In the place of JSON that a record does not have."""
 
 
 class StoredFunction(StoredPart):
@@ -99,14 +105,24 @@ class StoredUsage(StoredPart):
     reasoning_tokens: int | None = None
 
 
-class UsageSums(TypedDict, total=False):
-    """Tokens of all paid calls; a dictionary, because rows show it as it is."""
+class StoredPatch(StoredPart):
+    """What replaces parts of the message at position `at`; nothing: it is as it was recorded."""
 
-    input_tokens: int | None
-    output_tokens: int | None
-    cache_read_tokens: int | None
-    cache_write_tokens: int | None
-    reasoning_tokens: int | None
+    at: int
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[StoredCall] | None = None
+
+
+class StoredRequest(StoredPart):
+    """Which request a turn answered: see `agent.state.agent_record`, and `summary`."""
+
+    at: int | None = None
+    shown: list[StoredPatch] = []
+    tools: int | None = None
+    summary: str | None = None
+    """The key of the summary that stood for older messages."""
+    exchange: int | None = None
 
 
 class StoredTurn(StoredPart):
@@ -127,6 +143,7 @@ class StoredTurn(StoredPart):
     waited_s: Number | None = None
     exchange: int | None = None
     """The number of the call, for an agent that runs as a command."""
+    request: StoredRequest | None = None
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -153,17 +170,6 @@ class DiscardedReply(StoredTurn, kw_only=True):
 
     discarded: str
     message: StoredMessage
-
-
-class ToolRun(StoredPart):
-    """How the call number `call` (from 0) of a turn went."""
-
-    turn: int
-    call: int
-    name: str
-    is_error: bool
-    started_at: Number
-    duration_s: Number | None
 
 
 class Note(StoredPart):
@@ -219,24 +225,6 @@ class StoredError(StoredPart, rename={"error_class": "class"}):
     message: str | None = None
 
 
-class StoredFork(StoredPart):
-    """The parent of a branch: its run and record, the turn it continues after, and its number."""
-
-    turn: int
-    run: str | None = None
-    record: str | None = None
-    branch: int | None = None
-
-
-class StoredThread(StoredPart):
-    """One conversation of an agent that runs as a command."""
-
-    key: str
-    name: str
-    calls: int
-    model: str | None = None
-
-
 class StoredRewrite(StoredPart):
     """Messages that an agent showed in another form than its conversation has."""
 
@@ -245,6 +233,9 @@ class StoredRewrite(StoredPart):
     start: int
     end: int
     messages: list[StoredMessage]
+    until: int | None = None
+    """The position of the last one's reply; None in records of earlier versions."""
+    requests: list[StoredRequest] = []
 
 
 class SetAside(StoredPart):
@@ -311,6 +302,8 @@ class InnerRecord(StoredConversation, kw_only=True):
 
     key: str
     name: str
+    raw_tools: msgspec.Raw = msgspec.field(name="tools", default=_NONE)
+    """Of an agent's conversation: what was on offer."""
 
 
 class Record(StoredConversation, kw_only=True):
@@ -347,6 +340,10 @@ class Record(StoredConversation, kw_only=True):
     threads: list[StoredThread] = []
     set_aside: list[SetAside] = []
     rewritten: list[StoredRewrite] | None = None
+    offers: msgspec.Raw = _NONE
+    """Lists of tools; see `StoredRequest.tools`."""
+    inner_tools: msgspec.Raw = _NONE
+    """What conversations inside this one were offered, by their names."""
     diverged_at: int | None = None
     agent: AgentFacts | None = None
     versions: dict[str, Any] | None = None

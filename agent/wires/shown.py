@@ -1,0 +1,83 @@
+"""What a request shows otherwise than its thread has it.
+
+Agents write calls again, drop reasoning or text, and texts that change from start to start stand in
+their requests as they are now. A thread keeps each message as it was recorded; a patch says what a
+call was shown in its place. Ids of calls, and white space around texts, are no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any
+
+from agent.messages.message import Message, ToolCall
+from agent.messages.reasoning import hides_reasoning
+from batch_trajectories.basics import exact_json
+
+Patch = dict[str, Any]
+"""The keys of a message that are otherwise: `content`, `reasoning` ("" if it was dropped) and
+`tool_calls`. An empty patch: the message is as it was recorded."""
+
+Patches = Mapping[int, Patch]
+"""By position among the messages of a request."""
+
+
+def patch_of(known: Message, shown: Message, ids: Mapping[str, str]) -> Patch:
+    """What turns `known` into `shown`; `ids` are the record's ids by those that the agent got."""
+    patch: Patch = {}
+    if known["content"] != shown["content"] and (
+        known["content"].strip() != shown["content"].strip()
+    ):
+        patch["content"] = shown["content"]
+    if known["role"] != "assistant":
+        return patch
+    thought = (shown.get("reasoning") or "").strip()
+    if thought != (known.get("reasoning") or "").strip() and (thought or not _hides(shown)):
+        patch["reasoning"] = thought
+    made, now = known.get("tool_calls", ()), shown.get("tool_calls", ())
+    if len(made) != len(now) or not all(map(_says_same, made, now)):
+        patch["tool_calls"] = [{**call, "id": ids.get(call["id"], call["id"])} for call in now]
+    return patch
+
+
+def same_first(one: Sequence[Message], other: Sequence[Message]) -> int:
+    """How many first messages are the very same objects."""
+    pairs = enumerate(map(is_, one, other))
+    return next((n for n, same in pairs if not same), min(len(one), len(other)))
+
+
+def changes(before: Patches, now: Patches) -> dict[int, Patch]:
+    """What turns the patches of an earlier request into those of a later one."""
+    if before == now:
+        return {}
+    places = sorted({*before, *now})
+    return {n: now.get(n, {}) for n in places if before.get(n, {}) != now.get(n, {})}
+
+
+def changed(before: Patches, change: Patches) -> Patches:
+    """The opposite of `changes`."""
+    if not change:
+        return before
+    return {n: patch for n, patch in {**before, **change}.items() if patch}
+
+
+def _hides(message: Message) -> bool:
+    """Whether it has reasoning that only the endpoint can read."""
+    blocks = message.get("provider_blocks", {"blocks": []})["blocks"]
+    extras = [call.get("extra_content") for call in message.get("tool_calls", ())]
+    return hides_reasoning(blocks, extras, None)
+
+
+def _says_same(one: ToolCall, other: ToolCall) -> bool:
+    """Whether two calls have the same name and arguments, however these are written."""
+    made, now = one["function"], other["function"]
+    if made["name"] != now["name"]:
+        return False
+    if made["arguments"] == now["arguments"]:
+        return True
+    try:
+        read = [exact_json.loads(one["arguments"].strip() or "{}") for one in (made, now)]
+    except exact_json.JSONDecodeError:
+        return made["arguments"].strip() == now["arguments"].strip()
+    return bool(read[0] == read[1])

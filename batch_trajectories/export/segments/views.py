@@ -1,0 +1,272 @@
+"""What each call of a record was shown: the messages of its request, and the tools on offer.
+
+The views of the loop itself are made again from the record: summaries, shortened turns, reasoning
+that an API does not take. Agents say what they show; the record has it (`StoredRequest`). What the
+user keeps out of records (`ephemeral_system_prompt`, `prefill_messages`) is in no view, and calls
+of the text protocol stand as calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from agent.messages.message import SIMULATED_USER, SUMMARY, Message
+from agent.models.providers import PROVIDERS
+from batch_trajectories.basics import exact_json
+from batch_trajectories.export.conversation.authors import is_agents, other_models
+from batch_trajectories.runs.store.record_types import (
+    InnerRecord,
+    Record,
+    StoredConversation,
+    StoredMessage,
+    StoredPatch,
+    StoredRewrite,
+    StoredTurn,
+    Tools,
+)
+
+MAIN = "main"
+"""The name of a record's own conversation among its parts."""
+
+
+class View(NamedTuple):
+    """One call: what its request showed, and the reply."""
+
+    turn: StoredTurn
+    messages: Sequence[StoredMessage]
+    """In the order of the request; those of agents may have any roles in a row."""
+    reply: StoredMessage
+    tools: Tools
+
+
+@dataclass(slots=True)
+class Part:
+    """The calls of one conversation of a record, in order."""
+
+    name: str
+    is_agents: bool
+    views: list[View] = field(default_factory=list)
+    unknown: int = 0
+    """Calls of this run of which the record does not say what they were shown."""
+
+
+def parts_of(record: Record, *, since_user: bool = False) -> Iterator[Part]:
+    """The conversations of a record: its own, then those inside it, of this run's model only.
+
+    A simulated user's are left out. With `since_user`, reasoning before the last user message of
+    each request is taken as dropped by the endpoint.
+    """
+    offers = _read(record.offers) or []
+    tools_of = _read(record.inner_tools) or {}
+    others = other_models(record, inside=True)
+    models = {turn.model for turn in record.turns}
+    depth = (record.options or {}).get("max_subagent_depth")
+
+    def read(part: StoredConversation, tools: Tools | None, name: str) -> Part:
+        found = Part(name, is_agents(part))
+        if found.is_agents:
+            views = _agents_views(record, part, tools or (), offers)
+            found.views = [view for view in views if view.turn.model not in others]
+            paid = [turn for turn in part.own_turns if turn.model not in others]
+        else:
+            paid = part.own_turns
+            if part is not record and any(turn.model not in models for turn in paid):
+                return found  # of another model
+            found.views = [] if tools is None else [*_own_views(record, part, tools)]
+        found.unknown = len(paid) - len(found.views)
+        if since_user:
+            found.views = [_since_user(view) for view in found.views]
+        return found
+
+    def inside(part: StoredConversation, level: int) -> Iterator[Part]:
+        for inner in part.inner:
+            if inner.name != SIMULATED_USER:
+                yield read(inner, _tools_of(inner, tools_of, is_deepest=level == depth), inner.name)
+                yield from inside(inner, level + 1)
+
+    yield read(record, record.tools, MAIN)
+    yield from inside(record, 1)
+
+
+def _tools_of(
+    inner: InnerRecord, by_name: Mapping[str, Tools], *, is_deepest: bool
+) -> Tools | None:
+    """What a conversation inside a record was offered; None if the record does not say."""
+    if (own := _read(inner.raw_tools)) is not None:
+        return list(own)
+    if inner.name == SUMMARY:
+        return ()
+    tools = by_name.get(inner.name)
+    if tools is None or not is_deepest:
+        return tools
+    return [tool for tool in tools if tool["function"]["name"] not in by_name]
+
+
+def _read(raw: msgspec.Raw) -> Any:
+    """The JSON, None without any."""
+    return exact_json.loads(bytes(raw)) if bytes(raw) else None
+
+
+def _since_user(view: View) -> View:
+    messages = view.messages
+    last = max((n for n, m in enumerate(messages) if m.role == "user"), default=0)
+    return view._replace(messages=[*map(_unthought, messages[:last]), *messages[last:]])
+
+
+def _unthought(message: StoredMessage) -> StoredMessage:
+    return replace(message, reasoning=None) if message.reasoning else message
+
+
+def _own_views(record: Record, part: StoredConversation, tools: Tools) -> Iterator[View]:
+    """Those of the loop itself."""
+    messages, turns = part.messages, part.turns
+    replies = [n for n, message in enumerate(messages) if message.role == "assistant"]
+    replies = replies[len(replies) - len(turns) :]
+    if not replies:
+        return
+    shown = [message if _is_sent(message, record) else _unthought(message) for message in messages]
+    task = replies[0] - 1
+    system = [message for message in shown[:1] if message.role == "system"]
+    after = (record.options or {}).get("compact_after") if part is record else None
+    shorten = _Shortening(after, record) if after else None
+    tasks: dict[str, StoredMessage] = {}
+    summaries = {
+        inner.key: inner.messages[-1].content.strip()
+        for inner in part.inner
+        if inner.name == SUMMARY and inner.turns
+    }
+    for turn, at in zip(turns, replies, strict=True):
+        if turn.inherited is not None:
+            continue
+        seen: list[StoredMessage] = shown[:at]
+        if summaries and (key := _summary_of(turn, part)) is not None:
+            if key not in tasks:
+                text = f"{shown[task].content}\n\n[Summary of the conversation so far]\n"
+                tasks[key] = replace(shown[task], content=text + summaries[key])
+            seen = [*system, tasks[key], *shown[int(key.rpartition("#")[2]) : at]]
+        if shorten is not None:
+            seen = shorten(seen)
+        yield View(turn, seen, messages[at], tools)
+
+
+def _summary_of(turn: StoredTurn, part: StoredConversation) -> str | None:
+    """The key of the summary that a reply saw: by their times in records that do not name it."""
+    if any(other.request is not None for other in part.turns):
+        return None if turn.request is None else turn.request.summary
+    begun = [
+        inner.key
+        for inner in part.inner
+        if inner.name == SUMMARY and inner.turns and inner.turns[0].started_at < turn.started_at
+    ]
+    return max(begun, key=lambda key: int(key.rpartition("#")[2]), default=None)
+
+
+def _is_sent(message: StoredMessage, record: Record) -> bool:
+    """Whether the reasoning of a reply goes back to the API of the run.
+
+    All take what they wrote themselves; the clients of some leave out what came from elsewhere.
+    """
+    if not message.reasoning or message.role != "assistant":
+        return True
+    blocks = message.provider_blocks
+    if blocks is not None and blocks.api == record.api:
+        return True
+    if record.api in ("anthropic_messages", "openai_responses"):
+        return False
+    provider = PROVIDERS.get((record.model or "").partition(":")[0])
+    return provider is None or provider.reasoning_field is not None
+
+
+class _Shortening:
+    """Shortens older replies as `compact_after` does."""
+
+    def __init__(self, after: int, record: Record) -> None:
+        from agent.views.views import compact
+
+        self._after = after
+        self._compact = compact
+        self._record = record
+        self._plain: dict[int, Message] = {}
+        self._short: dict[int, StoredMessage] = {}
+
+    def __call__(self, messages: Sequence[StoredMessage]) -> list[StoredMessage]:
+        for message in messages:
+            if id(message) not in self._plain:
+                self._plain[id(message)] = msgspec.to_builtins(message)
+        before = [self._plain[id(message)] for message in messages]
+        return [
+            message if now is was else self._stored(message, now)
+            for message, was, now in zip(
+                messages, before, self._compact(before, self._after), strict=True
+            )
+        ]
+
+    def _stored(self, message: StoredMessage, short: Message) -> StoredMessage:
+        if id(message) not in self._short:
+            made = msgspec.convert(short, StoredMessage)
+            made = made if _is_sent(made, self._record) else _unthought(made)
+            self._short[id(message)] = made
+        return self._short[id(message)]
+
+
+def _agents_views(
+    record: Record, part: StoredConversation, tools: Tools, offers: Sequence[Tools]
+) -> Iterator[View]:
+    """Those of a conversation of an agent, in the order of the calls."""
+    found = []
+    seen = _Patched(part.messages)
+    for turn in part.turns:
+        request = turn.request
+        if request is None or request.at is None:
+            continue
+        seen.apply(request.shown)
+        if turn.inherited is None:
+            offered = tools if request.tools is None else offers[request.tools]
+            shown = seen.messages[: request.at]
+            found.append(View(turn, shown, part.messages[request.at], offered))
+    of_call = {turn.exchange: turn for turn in part.turns}
+    key = part.key if isinstance(part, InnerRecord) else next((t.key for t in record.threads), "")
+    for changed in record.rewritten or ():
+        if changed.thread != key or changed.until is None:
+            continue
+        messages = _rewritten(changed, part.messages)
+        seen = _Patched(messages)
+        for request in changed.requests:
+            seen.apply(request.shown)
+            turn = of_call[request.exchange]
+            if turn.request is None and turn.inherited is None and request.at is not None:
+                offered = tools if request.tools is None else offers[request.tools]
+                found.append(View(turn, seen.messages[: request.at], messages[request.at], offered))
+    yield from sorted(found, key=lambda view: view.turn.exchange or 0)
+
+
+def _rewritten(changed: StoredRewrite, messages: Sequence[StoredMessage]) -> list[StoredMessage]:
+    """The conversation that calls were shown in place of another one, the last reply included."""
+    assert changed.until is not None
+    after = messages[changed.end : changed.until + 1]
+    return [*messages[: changed.start], *changed.messages, *after]
+
+
+class _Patched:
+    """The messages of a conversation as its requests showed them."""
+
+    def __init__(self, recorded: Sequence[StoredMessage]) -> None:
+        self._recorded = recorded
+        self.messages = list(recorded)
+
+    def apply(self, patches: Sequence[StoredPatch]) -> None:
+        """Take what changed since the request before."""
+        for patch in patches:
+            message = self._recorded[patch.at]
+            if patch.content is not None:
+                message = replace(message, content=patch.content)
+            if patch.reasoning is not None:
+                message = replace(message, reasoning=patch.reasoning or None)
+            if patch.tool_calls is not None:
+                message = replace(message, tool_calls=patch.tool_calls)
+            self.messages[patch.at] = message
