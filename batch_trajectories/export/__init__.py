@@ -2,6 +2,7 @@
 
 conversation/   a record read into a conversation that every format can render
 masking/        turns that lose their loss
+segments/       rows as the model saw them
 rows/           what a format of rows is; recipes
 formats/        a module for each format of rows
 filters/        which conversations become rows

@@ -189,6 +189,23 @@ def test_records_without_the_tools_of_a_subagent_have_no_row_for_it(tmp_path: Pa
     assert (told["conversations"], told["turns"], told["unknown_turns"]) == ({"main": 1}, 2, 1)
 
 
+def test_masked_turns_carry_no_loss_in_segments(tmp_path: Path) -> None:
+    script = [echo("a"), {"tool_calls": [{"name": "fail", "arguments": {}}]}, echo("c"),
+              say("THE SUMMARY"), echo("d"), ANSWER]  # fmt: skip
+    record = record_from(play(tmp_path, script, **SUMMARIES), **SUMMARIES)
+    source = make_run(tmp_path, record)
+    recipe = {"segments": True, "mask": {"failed_call": True}, "accept_rows": ["unknown_tool"]}
+    found = rows(source, "openai", **recipe)
+    marks = [[m.get("weight", 1) for m in r["messages"] if m["role"] == "assistant"] for r in found]
+    assert marks == [[1, 0, 1], [0, 1, 1], [1]]
+    told = [json.loads(row["metadata"]).get("masked") for row in found]
+    assert told == [[{"turn": 2, "reasons": ["failed_call"]}], None, None]
+    found = rows(source, "llamafactory", **recipe)
+    assert [row["id"] for row in found] == [
+        "t0#s1.t1", "t0#s1.t3", "t0#s2.t2", "t0#s2.t3", "t0#s3.t1"
+    ]  # fmt: skip
+
+
 ASKED_TWICE = (
     user("Q1"),
     assistant("Look.", call(), reasoning="R1"),

@@ -75,6 +75,8 @@ class Reason(StrEnum):
     """No turn of the model holds reasoning, and the run is exported with reasoning only."""
     NOT_PASSED = "not_passed"
     """It did not pass, and the run is exported without those."""
+    ALL_MASKED = "all_masked"
+    """Every turn of a segment is masked."""
     CHECK_FAILED = "check_failed"
     """Its check gave no result, and the run is exported without those that did not pass."""
 

@@ -15,7 +15,7 @@ from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import styled
 from batch_trajectories.export.conversation.turns import Conversation, Turn, has_null_arguments
-from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.masking.options import NOT_PASSED
 from batch_trajectories.export.rows.format import Format, RowFormat
 from batch_trajectories.export.rows.per_turn import content_of, cut_by_turn
@@ -214,7 +214,7 @@ class _RowFiles(CandidateFiles):
             return self._add(split, conversation, seen)
         conversation = masks.applied(conversation)
         if not any(isinstance(entry, Turn) and entry.has_loss for entry in conversation.entries):
-            return "all_masked", "none of its turns carries loss"
+            return Reason.ALL_MASKED.value, "none of its turns carries loss"
         is_included = bool(self.export.recipe.include) and masks.did_not_pass(candidate.record)
         if is_included:
             metadata = {**conversation.metadata, "included": NOT_PASSED}

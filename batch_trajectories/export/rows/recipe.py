@@ -297,7 +297,8 @@ class Recipe(_Part):
 
     def _check_mask(self) -> None:
         for one in self.row_formats:
-            if one.shows_messages and not one.marks_loss and not (self.per_turn and one.has_turns):
+            is_by_turn = self.segments or (self.per_turn and one.has_turns)
+            if one.shows_messages and not one.marks_loss and not is_by_turn:
                 how = "add per_turn" if one.has_turns else "choose openai, or another with marks"
                 raise ValueError(f"mask: {one.name} cannot say which turns carry no loss; {how}")
         if self.include and (self.filters.require_passed or self.filters.passed):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batch_trajectories.export.segments.views import Part, View
+from batch_trajectories.export.segments.views import ShownPart, View
 from batch_trajectories.runs.store.record_types import StoredMessage, StoredTurn, Tools
 
 _OPEN = 8
@@ -28,7 +28,7 @@ class Segment:
     `system`, `reasoning`, `messages`)."""
 
 
-def segments_of(part: Part) -> list[Segment]:
+def segments_of(part: ShownPart) -> list[Segment]:
     """The segments of a conversation, in the order of their first calls."""
     found: list[Segment] = []
     for view in part.views:

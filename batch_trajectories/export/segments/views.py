@@ -45,17 +45,17 @@ class View(NamedTuple):
 
 
 @dataclass(slots=True)
-class Part:
+class ShownPart:
     """The calls of one conversation of a record, in order."""
 
     name: str
-    is_agents: bool
+    conversation: StoredConversation
     views: list[View] = field(default_factory=list)
     unknown: int = 0
     """Calls of this run of which the record does not say what they were shown."""
 
 
-def parts_of(record: Record, *, since_user: bool = False) -> Iterator[Part]:
+def parts_of(record: Record, *, since_user: bool = False) -> Iterator[ShownPart]:
     """The conversations of a record: its own, then those inside it, of this run's model only.
 
     A simulated user's are left out. With `since_user`, reasoning before the last user message of
@@ -67,9 +67,9 @@ def parts_of(record: Record, *, since_user: bool = False) -> Iterator[Part]:
     models = {turn.model for turn in record.turns}
     depth = (record.options or {}).get("max_subagent_depth")
 
-    def read(part: StoredConversation, tools: Tools | None, name: str) -> Part:
-        found = Part(name, is_agents(part))
-        if found.is_agents:
+    def read(part: StoredConversation, tools: Tools | None, name: str) -> ShownPart:
+        found = ShownPart(name, part)
+        if is_agents(part):
             views = _agents_views(record, part, tools or (), offers)
             found.views = [view for view in views if view.turn.model not in others]
             paid = [turn for turn in part.own_turns if turn.model not in others]
@@ -83,7 +83,7 @@ def parts_of(record: Record, *, since_user: bool = False) -> Iterator[Part]:
             found.views = [_since_user(view) for view in found.views]
         return found
 
-    def inside(part: StoredConversation, level: int) -> Iterator[Part]:
+    def inside(part: StoredConversation, level: int) -> Iterator[ShownPart]:
         for inner in part.inner:
             if inner.name != SIMULATED_USER:
                 yield read(inner, _tools_of(inner, tools_of, is_deepest=level == depth), inner.name)

@@ -16,5 +16,6 @@ failures        failures.jsonl; which tasks need no more work
 scores          scores.jsonl: scores given after the run
 checks          results of checks, rewards by name and by turn, and their sums
 
-Other rooms import all modules.
+Other rooms import checks, checksum, failures, files, index, index_file, journal, journal_writer,
+reader, record_types, records, row_texts, scores, tasks.
 """

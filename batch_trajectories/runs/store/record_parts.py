@@ -9,10 +9,6 @@ import msgspec
 Number = int | float
 
 
-class StoredPart(msgspec.Struct, gc=False, omit_defaults=True):
-    """A part of a record. It refers to nothing in a cycle, so the garbage collector skips it."""
-
-
 class UsageSums(TypedDict, total=False):
     """Tokens of all paid calls; a dictionary, because rows show it as it is."""
 
@@ -23,7 +19,7 @@ class UsageSums(TypedDict, total=False):
     reasoning_tokens: int | None
 
 
-class ToolRun(StoredPart):
+class ToolRun(msgspec.Struct, gc=False, omit_defaults=True):
     """How the call number `call` (from 0) of a turn went."""
 
     turn: int
@@ -34,7 +30,7 @@ class ToolRun(StoredPart):
     duration_s: Number | None
 
 
-class StoredFork(StoredPart):
+class StoredFork(msgspec.Struct, gc=False, omit_defaults=True):
     """The parent of a branch: its run and record, the turn it continues after, and its number."""
 
     turn: int
@@ -43,7 +39,7 @@ class StoredFork(StoredPart):
     branch: int | None = None
 
 
-class StoredThread(StoredPart):
+class StoredThread(msgspec.Struct, gc=False, omit_defaults=True):
     """One conversation of an agent that runs as a command."""
 
     key: str

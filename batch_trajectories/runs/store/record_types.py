@@ -25,7 +25,6 @@ from batch_trajectories.runs.store.checksum import (
 from batch_trajectories.runs.store.record_parts import (
     Number,
     StoredFork,
-    StoredPart,
     StoredThread,
     ToolRun,
     UsageSums,
@@ -39,6 +38,10 @@ Tools = Sequence[Mapping[str, Any]]
 
 _NONE = msgspec.Raw(b"")
 """In the place of JSON that a record does not have."""
+
+
+class StoredPart(msgspec.Struct, gc=False, omit_defaults=True):
+    """A part of a record. It refers to nothing in a cycle, so the garbage collector skips it."""
 
 
 class StoredFunction(StoredPart):
