@@ -14,6 +14,7 @@ from batch_trajectories.runs.audit.verdicts import SOUND, TASKS_FILE, WHAT_TO_DO
 from batch_trajectories.runs.directory.run_totals import compute_totals
 from batch_trajectories.runs.planning.plan import Plan, refuse_bad_rows, warn
 from batch_trajectories.runs.supervisor.run import run_batch
+from toolsets.sandbox.factory import sandbox_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ def audit(
     `plan` is that of a config which `audited` made. Raises what `start` raises.
     """
     warn(plan, say)
+    if plan.sandbox is not None and not sandbox_kind(plan.sandbox).is_isolated:
+        say(f"--sandbox={plan.sandbox} does not isolate: forged results are not tried")
     refuse_bad_rows(plan, say)
     with open_planned(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
         outcome = run_batch(plan, run_dir)

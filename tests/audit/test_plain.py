@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from tests.audit.planting import (
     plain_row,
     verdicts,
 )
-from tests.running import kill_session, lines, started, wait_until, write_rows
+from tests.running import command, kill_session, lines, started, wait_until, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -124,3 +125,17 @@ def test_no_finished_step_is_repeated_after_kills(tmp_path: Path) -> None:
     assert len(keys) == len({*keys}) == 12 * samples_of(3)
     assert set(verdicts(tmp_path).values()) == {"sound"}
     assert not [*(records.parent / "workspaces").iterdir()]
+
+
+def test_nothing_is_forged_where_the_sandbox_does_not_isolate(tmp_path: Path) -> None:
+    """Forged programs would be those of the machine, which only a sandbox of ours protects here."""
+    write_rows(tmp_path / "p.jsonl", plain_row("sound"))
+    line = command("check_tasks", **OPTIONS, sandbox="local", repeats=1)
+    machine = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/dev/shm"]
+    shielded = ["bwrap", *machine, "--bind", str(tmp_path), str(tmp_path), *line]
+    done = subprocess.run(shielded, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    steps = [one for one in found(tmp_path)["sound"]["steps"] if one["step"] == "tamper"]
+    assert len(steps) == 3
+    assert all("forged" not in one and "does not isolate" in one["not_tried"] for one in steps)
+    assert "forged results are not tried" in done.stderr

@@ -15,7 +15,7 @@ from batch_trajectories.runs.audit.reference import Reference, read_reference
 from batch_trajectories.runs.audit.steps import AuditStep, step_of
 from batch_trajectories.runs.worker.audit.leaks import find_leaks
 from batch_trajectories.runs.worker.audit.solving import NotApplied, solve
-from batch_trajectories.runs.worker.audit.tamper import forge
+from batch_trajectories.runs.worker.audit.tamper import NOT_TRIED, can_forge, forge
 from batch_trajectories.runs.worker.task_runner import TaskRunner, Work
 from batch_trajectories.runs.worker.workspace_setup import SetupFailed
 
@@ -43,6 +43,9 @@ class AuditRunner(TaskRunner):
         }
         work.end = Finish("completed")
         if step.name == "reference" and not facts["has_reference"]:
+            return
+        if step.name == "tamper" and not can_forge(self._config):
+            facts["not_tried"] = NOT_TRIED
             return
         begun = time.monotonic()
         await self._prepared(work)

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
+from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.row import RowTask
 from batch_trajectories.runs.worker.workspace_setup import run_command
 from toolsets.context import ToolContext
+from toolsets.sandbox.factory import sandbox_kind
+
+NOT_TRIED = "the sandbox does not isolate: forged programs would be those of this machine"
 
 _PLUGIN = """\
 import pytest
@@ -99,9 +103,18 @@ done
 _SCRIPTS = {"conftest": _CONFTEST, "startup": _START, "path": _PROGRAMS}
 
 
+def can_forge(config: RunConfig) -> bool:
+    """Whether what is forged stays in the sandbox.
+
+    The scripts write wherever they may: over programs, and into the packages of each Python.
+    """
+    return sandbox_kind(config.sandbox).is_isolated
+
+
 async def forge(context: ToolContext, row: RowTask, way: str) -> list[str]:
     """Write forged files where an agent could; return their paths. Raises `SetupFailed`.
 
+    Only where `can_forge`.
     The agent is taken to know where the files of the check will be.
     """
     check = None if row.setup is None else row.setup.check
