@@ -3,6 +3,7 @@
 toolsets/ agent/ runs/ export/ report/ cli/   tests of the room of that name
 stored_runs/        runs of earlier commits go on
 images/             working in container images
+rechecks/           `check` and what uses its verdicts
 audit/              `check_tasks` and what uses its verdicts
 program/            the whole program: real processes, endpoints on loopback, signals
 faults/             the fault matrix of tests/faults/README.md

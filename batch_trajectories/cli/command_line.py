@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Any, get_args
 
@@ -14,8 +14,8 @@ from batch_trajectories.basics.text import join_commas
 _SHOWS_ALL = f"{__name__}.shows_all"
 """The key in a context's `meta` that makes the help show all options."""
 
-_OF_AUDITS = "audit"
-"""The field of a config that only `check_tasks` sets."""
+_OF_COMMANDS = ("audit", "checked_run")
+"""Fields of a config that only `check_tasks` and `check` set."""
 
 COMMAND_GROUPS: dict[str, dict[str, str]] = {
     "Commands to run": {
@@ -38,6 +38,7 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
     },
     "Commands to export and check": {
         "export": "inspect_runs.export",
+        "check": "run.check",
         "score": "score.score",
         "verify": "inspect_runs.verify",
     },
@@ -146,9 +147,12 @@ class RunCommand(click.Command):
     `--help` shows the common ones, `--help_all` all of them in groups.
     """
 
-    def __init__(self, *args: Any, **attributes: Any) -> None:
+    def __init__(self, *args: Any, only: Collection[str] = (), **attributes: Any) -> None:
+        """Without all other options, if `only` names some."""
         super().__init__(*args, **attributes)
-        self.params.append(_help_all_option())
+        self._only = only
+        if not only:
+            self.params.append(_help_all_option())
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         from agent.options import is_marked
@@ -156,8 +160,12 @@ class RunCommand(click.Command):
         from batch_trajectories.runs.config.run_config import RunConfig
 
         known = {param.name for param in self.params}
+        if self._only:
+            fields = RunConfig.model_fields
+            self.params += [_option(one, fields[one]) for one in self._only if one not in known]
+            return super().get_params(ctx)
         for name, field in RunConfig.model_fields.items():
-            if name not in known and name != _OF_AUDITS:
+            if name not in known and name not in _OF_COMMANDS:
                 self.params.append(
                     _hidden(name, _refuse_rare)
                     if is_marked(field, "rare")
@@ -167,7 +175,9 @@ class RunCommand(click.Command):
         return super().get_params(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        if ctx.meta.get(_SHOWS_ALL):
+        if self._only:
+            super().format_options(ctx, formatter)
+        elif ctx.meta.get(_SHOWS_ALL):
             self._format_all_options(ctx, formatter)
         else:
             self._format_common_options(ctx, formatter)

@@ -63,12 +63,23 @@ def show_one(
 
 @click.command()
 @run_argument("first")
-@run_argument("second")
+@run_argument("second", required=False)
 @output_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with all differences.")
-def compare(first: str, second: str, output_dir: Path, as_json: bool) -> None:
-    """Compare two runs and list the tasks that ended differently."""
+def compare(first: str, second: str | None, output_dir: Path, as_json: bool) -> None:
+    """Compare two runs and list the tasks that ended differently.
+
+    Of one run, list the verdicts that `check` changed, and why.
+    """
     from batch_trajectories.api.stored_run import open_run
+
+    if second is None:
+        from batch_trajectories.report import rejudged
+
+        with errors_as_exit_codes():
+            changes = rejudged.changes_in(open_run(first, output_dir))
+        show(_json(changes) if as_json else rejudged.as_text(changes))
+        return
     from batch_trajectories.report import comparison
 
     with errors_as_exit_codes():

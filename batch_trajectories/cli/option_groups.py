@@ -39,6 +39,7 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
         *("workspace", "workdir", "images", "docker_image"),
         *("container_engine", "container_runtime", "pull"),
         *("row_setup", "check_in", "check_network", "reward", "reward_timeout_s"),
+        "keep_workspaces",
         *("env_from", "network"),
         *("command_timeout_s", "tool_timeout_s"),
         *("command_memory_mb", "max_processes", "workspace_mb"),

@@ -1,4 +1,4 @@
-"""Commands that take the options of a run: run, estimate, check_tasks, import_hermes."""
+"""Commands that take the options of a run: run, estimate, check_tasks, check, import_hermes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from batch_trajectories.cli.shared import (
     Starting,
     live_option,
     make_plan_of,
+    run_dir_argument,
     show_run,
     start,
     starting_options,
@@ -149,4 +150,45 @@ def check_tasks(starting: Starting, repeats: int, **flags: Any) -> None:
     show(ended.as_table())
     if ended.reason is not None:
         fail(ended.reason, ended.exit_code)
+    sys.exit(ended.exit_code)
+
+
+_OF_CHECKS = (
+    *("dataset_file", "rows", "columns", "images", "docker_image", "check_in", "check_expected"),
+    *("check_network", "command_timeout_s", "env_from", "num_workers", "batch_size"),
+)
+"""Options that `check` takes; all others are those of the run."""
+
+_OF_ROWS = ("dataset_file", "rows", "columns")
+
+
+@click.command(cls=RunCommand, only=_OF_CHECKS)
+@run_dir_argument
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all that was left out.")
+def check(run: str, output_dir: Path, as_json: bool, **flags: Any) -> None:
+    """Judge the conversations of RUN again, with a changed or added check; no model is called.
+
+    With --dataset_file or --rows by the checks of these rows, else by those of the run's own.
+    Records stay as they are, verdicts are appended to scores.jsonl, and the last counts. The same
+    command resumes; options that are not given are those of RUN.
+    """
+    from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.runs.config.loading import load_config
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    with errors_as_exit_codes():
+        stored = open_run(run, output_dir)
+        config = load_config(None, {**stored.identity["config"], **given})
+
+        from batch_trajectories.api.recheck import recheck
+
+        ended = recheck(stored, config, has_new_rows=any(name in given for name in _OF_ROWS))
+    if ended.reason is not None:
+        fail(ended.reason, ended.exit_code)
+    if as_json:
+        import orjson
+
+        show(orjson.dumps(ended.to_json(), option=orjson.OPT_INDENT_2).decode())
+    else:
+        show(ended.as_table())
     sys.exit(ended.exit_code)

@@ -47,6 +47,7 @@ from batch_trajectories.runs.store.files import (
     training_file_of,
 )
 from batch_trajectories.runs.store.record_types import Record, StoredError
+from batch_trajectories.runs.store.scores import CHECK, Scores
 from batch_trajectories.runs.store.scores import NAME as SCORES
 
 _PLAIN = Style()
@@ -139,7 +140,8 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
                 place: stack.enter_context(_replacing(path)) for place, path in paths.items()
             }
             order = RecordOrder(run_dir, scan, num_samples=num_samples)
-            read = stack.enter_context(order.reading())
+            # Rewards that came later are left out, but not what takes the place of a check.
+            read = stack.enter_context(order.reading(Scores(run_dir, only=CHECK)))
             work = stack.enter_context(LongWork("export", total=order.with_record))
             for groups in order.groups(by_prompt=False):
                 few = [(stored := read(number), Own(stored)) for number in chain(*groups)]

@@ -6,7 +6,8 @@ conversation_text  a conversation as text for a terminal
 status             the status of a run, and of the runs in a directory
 live               the full-screen view beside a run
 comparison         two runs side by side
+rejudged           the verdicts of a run that `check` changed
 page/              the report page
 
-Other rooms import comparison, conversation_text, formatting, live, page/writer, status.
+Other rooms import comparison, conversation_text, formatting, live, page/writer, rejudged, status.
 """

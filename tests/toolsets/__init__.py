@@ -6,6 +6,7 @@ test_toolbox           every failure of a call becomes a result that the model c
 test_toolsets          the built-in toolsets and their selection
 test_distributions     toolsets drawn for each task
 test_custom_tools      a user's own functions as tools
+test_packing           packed workspaces come back whole
 test_workspace         paths stay beneath the root of the workspace
 test_conformance       what every sandbox has to do, for ours
 test_sandbox           resources and reach of a command

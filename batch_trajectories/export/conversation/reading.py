@@ -48,6 +48,7 @@ from batch_trajectories.export.conversation.validity import (
     check_conversation,
     check_finished,
 )
+from batch_trajectories.runs.store.checks import is_right_now
 from batch_trajectories.runs.store.record_types import Record, StoredCall, StoredMessage, Tools
 
 _MARKER_IN_TEXT = re.compile(r"</?(?:tool_call|tool_response|think|(?i:reasoning_scratchpad))>")
@@ -66,8 +67,9 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
     own = own or Own(record)
     if not own.turns:
         raise Rejected(Reason.NO_REPLY, f"status {record.status}: the model never replied")
-    completed = record.status == "completed"
-    usual = _usual(record, own) if completed else None
+    is_usual = record.status == "completed"
+    completed = is_usual or is_right_now(record)
+    usual = _usual(record, own) if is_usual else None
     messages, tools, entries, flaws, completion = usual or _general(record, own)
     is_rewritten = completion == "final_answer"
     stats = tool_stats(messages[own.start :]) if is_rewritten else own.counts.tools

@@ -26,6 +26,7 @@ from batch_trajectories.runs.store.checks import (
     EXPECTED,
     ended_by_wrong_answer,
     expected_column,
+    is_right_now,
 )
 from batch_trajectories.runs.store.record_types import Record, StoredError
 from toolsets.catalog.places import OwnToolError, import_function
@@ -104,7 +105,7 @@ class RecordFilters:
     def only_compared(self, record: Record) -> Rejection | None:
         """Why a record is used only in preferences, None if it makes rows of its own."""
         status = record.status
-        if self._filters.status is None and status != "completed":
+        if self._filters.status is None and status != "completed" and not is_right_now(record):
             return _by_status(record)
         if self._filters.require_passed:
             judgement = judged(record, self._reward_name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from batch_trajectories.runs.audit.steps import samples_of
 from batch_trajectories.runs.config.run_config import RunConfig
 
@@ -23,6 +25,14 @@ _TAKEN = (
 
 def audited(config: RunConfig, *, repeats: int) -> RunConfig:
     """The config of an audit of the tasks of a run. Options of conversations have no effect."""
+    return without_model(config, num_samples=samples_of(repeats))
+
+
+def without_model(config: RunConfig, **changes: Any) -> RunConfig:
+    """The config of a run that judges tasks or conversations of another, and calls no model.
+
+    Repeating a step is a step of its own: there is one attempt.
+    """
     taken = {name: getattr(config, name) for name in _TAKEN if name in config.model_fields_set}
     return RunConfig.model_construct(
         **{
@@ -34,7 +44,7 @@ def audited(config: RunConfig, *, repeats: int) -> RunConfig:
             "audit": True,
             "row_setup": True,
             "enabled_toolsets": ("none",),
-            "num_samples": samples_of(repeats),
-            "max_attempts": 1,  # repeating the check is a step of its own
+            "max_attempts": 1,
         }
+        | changes
     )

@@ -199,8 +199,11 @@ def _ended(part: Mapping[str, Any]) -> str:
     if (why := part.get("not_applied")) is not None:
         return f"the solution cannot be applied: {_last(why)}"
     check = _check(part)
-    if not check:
-        return "by the answer alone"
+    return how_it_ended(check) if check else "by the answer alone"
+
+
+def how_it_ended(check: Mapping[str, Any]) -> str:
+    """How a check ended, in a line; `check` is the result of `run_check`."""
     if check.get("error"):
         return _last(check["error"])
     tests = check.get("tests") or {}

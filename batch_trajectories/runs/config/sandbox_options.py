@@ -60,7 +60,14 @@ class SandboxOptions(AgentOptions):
         (),
         "Variables of this machine that `env` of rows may name as ${NAME}.",
     )
+    keep_workspaces: PositiveInt | None = running(
+        None,
+        "Keep workspaces that have up to so many MB, so that `check` can judge them again.",
+    )
     audit: bool = meaning(False, "A run of `check_tasks`: steps in place of conversations.")
+    checked_run: LocalPath | None = running(
+        None, "A run of `check`: the directory of the run whose conversations are judged."
+    )
     only_sound: str | None = running(
         None,
         "Name or directory of an audit (`check_tasks`): use only the rows that it found sound.",

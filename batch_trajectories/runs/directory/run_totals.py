@@ -36,6 +36,7 @@ from batch_trajectories.runs.store.journal import (
     damaged_replies,
     read_journaled_replies,
 )
+from batch_trajectories.runs.store.later_checks import with_later_checks
 from batch_trajectories.runs.store.records import lines_from, load_index
 
 _REASONS_SHOWN = 5
@@ -129,8 +130,7 @@ def compute_totals(
     """
     # Before the records: a conversation that ends meanwhile is then in one of the two.
     journaled = read_journaled_replies(run_dir / "inflight")
-    if index is None:
-        index = load_index(run_dir)
+    index = with_later_checks(run_dir, load_index(run_dir) if index is None else index)
     spent = sum_up_spending(run_dir, index, journaled, Settled(index, config.max_attempts))
     judges = spent_by_judges(run_dir)
     failed_attempts = load_failed_attempts(run_dir)

@@ -30,7 +30,10 @@ from batch_trajectories.runs.maintenance.verify_batches import open_calls
 from batch_trajectories.runs.sources.kept_dataset import link_kept
 from batch_trajectories.runs.store.failures import read_failure
 from batch_trajectories.runs.store.files import (
+    KEPT_WORKSPACES,
     AppendFile,
+    link,
+    listed,
     make_directory,
     sync_directory,
     training_file_of,
@@ -164,6 +167,9 @@ def _make(
                 scores.append(line)
         scores.sync()
         scores.close()
+    for kept in chain(*(listed(path / KEPT_WORKSPACES) for path, _ in runs)):
+        make_directory(making / KEPT_WORKSPACES)
+        link(kept, making / KEPT_WORKSPACES)
     for file in (records, failures):
         file.sync()
         file.close()

@@ -19,11 +19,16 @@ from toolsets.sandbox.factory import sandbox_kind
 
 
 def check_executor(config: RunConfig) -> None:
-    """Raise `ConfigError` if packages of the executor are missing or Ray would delete the run."""
+    """Raise `ConfigError` where the executor cannot do what is asked, or would delete the run."""
     if config.executor == "ray" and find_spec("ray") is None:
         raise ConfigError(
             f"executor: ray is not installed: {install('ray')}, here and on every node, or leave "
             "--executor=ray out"
+        )
+    if config.executor == "ray" and config.keep_workspaces is not None:
+        raise ConfigError(
+            "keep_workspaces: workers on other nodes keep none; leave it out, or use "
+            "--executor=local"
         )
     if any(part.startswith("_ray_pkg_") for part in config.output_dir.resolve().parts):
         raise ConfigError(

@@ -7,10 +7,12 @@ the conversation (see `Trajectory.to_record`; branches also have `fork`), `inner
 subagents or a preparation: what was offered in conversations inside it, by their names), `check`
 (null, or the result of the row's check; see `run_check`), `scores` (only with `--reward`; see
 `runs.store.checks`), `diff` (what changed in the image's repository; see `runs.worker.diff`; only
-with `--workspace=image`), `audit` (only of `check_tasks`; see `runs.audit.verdicts`), `tools`
-(schemas as offered), `options` (those of the conversation that are not defaults), `view_compacted`
-(the model saw parts shortened or as a summary), `view_trimmed` (only with `--token_ids`: it saw
-earlier replies without the newlines around their text), and the provenance: `model` (as requested),
+with `--workspace=image`), `workspace` (only with `--keep_workspaces`: the `name` of the file in
+kept_workspaces/, or the `error` why it is not kept), `audit` (only of `check_tasks`; see
+`runs.audit.verdicts`), `tools` (schemas as offered), `options` (those of the conversation that are
+not defaults), `view_compacted` (the model saw parts shortened or as a summary), `view_trimmed`
+(only with `--token_ids`: it saw earlier replies without the newlines around their text), and the
+provenance: `model` (as requested),
 `api`, `endpoint`, `toolsets`, `sandbox`, `image` (with `--workspace=image`: its `reference` in the
 row and its `digest`, that of the configuration), `seed`, `config_digest`, `versions`, `finished_at`
 (epoch seconds), `schema_version`. On disk a checksum follows (see `runs.store.checksum`).
@@ -63,6 +65,7 @@ def make_record(
     check: dict[str, Any] | None = None,
     diff: dict[str, Any] | None = None,
     audit: dict[str, Any] | None = None,
+    workspace: dict[str, Any] | None = None,
     attempt: int,
     provenance: Provenance,
     agent: CommandAgent | None = None,
@@ -93,6 +96,7 @@ def make_record(
         **_inner_tools(conversation, setup, spec.options),
         "check": check,
         **({} if diff is None else {"diff": diff}),
+        **({} if workspace is None else {"workspace": workspace}),
         **({} if audit is None else {"audit": audit}),
         "tools": tools,
         "options": spec.options.given(),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b, file_digest
 from operator import itemgetter
 from pathlib import Path
-from shutil import copyfile, rmtree
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import finalize
@@ -33,6 +33,7 @@ from batch_trajectories.runs.dataset.row import RowRules
 from batch_trajectories.runs.sources.source import DataSource, source_of
 from batch_trajectories.runs.store.files import (
     alone_in,
+    link,
     make_directory,
     open_temporary,
     replace_file,
@@ -216,10 +217,7 @@ def take_kept(path: Path, directory: Path) -> None:
 def link_kept(path: Path, directory: Path) -> None:
     """Have a kept dataset in `directory`, too. The files never change, so links will do."""
     for file in (path, path.with_suffix(".json")):
-        try:
-            (directory / file.name).hardlink_to(file)
-        except OSError:  # another file system, or one without links
-            copyfile(file, directory / file.name)
+        link(file, directory)
 
 
 def remove_other_kept(run_dir: Path, path: Path) -> None:

@@ -14,6 +14,7 @@ index_file      which bytes of it can be trusted
 reader          read records one by one
 failures        failures.jsonl; which tasks need no more work
 scores          scores.jsonl: scores given after the run
+later_checks    results of checks that ran after the run, in the index
 checks          results of checks, rewards by name and by turn, and their sums
 
 Other rooms import checks, checksum, failures, files, index, index_file, journal, journal_writer,

@@ -251,6 +251,11 @@ def ended_by_wrong_answer(record: Record) -> bool:
     return record.status == "errors" and reason.startswith(_WRONG_ANSWER)
 
 
+def is_right_now(record: Record) -> bool:
+    """Whether a conversation ended by a wrong answer that a later check found right."""
+    return ended_by_wrong_answer(record) and _checked(record).verdict is True
+
+
 def _finite(number: Any) -> float | None:
     try:
         return float(number) if isinstance(number, int | float) and math.isfinite(number) else None

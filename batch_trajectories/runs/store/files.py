@@ -14,6 +14,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shutil import copyfile
 from typing import BinaryIO
 
 from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLocked
@@ -29,7 +30,11 @@ _PLAIN_FILES = (
 )
 
 _OF_WORKERS = ("inflight", "workspaces")
-_DIRECTORIES = (*_OF_WORKERS, "batches", "exports", "exports/dataset", "quarantine")
+KEPT_WORKSPACES = "kept_workspaces"
+_DIRECTORIES = (
+    *(*_OF_WORKERS, "batches", "exports", "exports/dataset", "quarantine"),
+    *(KEPT_WORKSPACES, "checks"),
+)
 
 
 def has_batches(run_dir: Path) -> bool:
@@ -318,6 +323,16 @@ def alone_in(directory: Path, refusal: str) -> Iterator[None]:
 def training_file_of(run_dir: Path) -> Path:
     """The training file of a run: beside its directory."""
     return run_dir.parent / f"{run_dir.name}.jsonl"
+
+
+def link(file: Path, directory: Path) -> None:
+    """Have a file that never changes in `directory`, too."""
+    try:
+        (directory / file.name).hardlink_to(file)
+    except FileExistsError:
+        return
+    except OSError:  # another file system, or one without links
+        copyfile(file, directory / file.name)
 
 
 def listed(directory: Path) -> list[Path]:

@@ -209,6 +209,11 @@ class Index(Mapping[bytes, IndexEntry]):
         self._view = memoryview(rows)
         self._endings = [_parse_ending(ending) for ending in endings_in(self._view)]
 
+    @property
+    def rows(self) -> bytes:
+        """The rows that it was made of."""
+        return self._rows
+
     def __getitem__(self, key: bytes) -> IndexEntry:
         if len(key) == 16:
             for row in reversed(self._by_bucket.get(int.from_bytes(key[:2], sys.byteorder), ())):

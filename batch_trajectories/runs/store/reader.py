@@ -14,6 +14,7 @@ from batch_trajectories.basics.console import watched
 from batch_trajectories.runs.store.checksum import DamagedLine
 from batch_trajectories.runs.store.files import refuse_strange_files
 from batch_trajectories.runs.store.index import Index
+from batch_trajectories.runs.store.later_checks import with_later_checks
 from batch_trajectories.runs.store.record_types import Record, decode_record
 from batch_trajectories.runs.store.records import AFTER_ID, HEAD, load_index, unreadable_record
 from batch_trajectories.runs.store.scores import Scores
@@ -75,7 +76,7 @@ def open_index(run_dir: Path, *, lenient: bool = False) -> Iterator[tuple[Index,
     Raises `RunDirError` if a file of the run is not a plain file, and what `load_index` raises.
     """
     refuse_strange_files(run_dir)
-    index = load_index(run_dir, lenient=lenient)
+    index = with_later_checks(run_dir, load_index(run_dir, lenient=lenient))
     with open_records(run_dir) as records:
         yield index, records
 

@@ -219,6 +219,10 @@ class Score(StoredPart):
     model: str | None = None
     usage: StoredUsage | None = None
     cost_usd: Number | None = None
+    check: dict[str, Any] | None = None
+    """Of `check`: the result of a check after the run, which takes the place of the record's."""
+    image: dict[str, str] | None = None
+    """The image that this check ran in."""
 
 
 class StoredError(StoredPart, rename={"error_class": "class"}):
@@ -335,6 +339,7 @@ class Record(StoredConversation, kw_only=True):
     scores: list[Score] | None = None
     diff: dict[str, Any] | None = None
     audit: dict[str, Any] | None = None
+    workspace: dict[str, str] | None = None
     image: dict[str, str] | None = None
     options: dict[str, Any] | None = None
     view_compacted: bool = False
@@ -357,7 +362,7 @@ class Record(StoredConversation, kw_only=True):
     """The tools that the model was offered, `Tools`; made of `raw_tools`."""
 
     def spliced(self, members: Mapping[str, bytes]) -> bytes:
-        """The line's JSON with the scores of this object, and `members` instead of its own.
+        """The line's JSON with scores and check of this object, and `members` instead of its own.
 
         Values are JSON. All else is copied without being parsed, so that it is fast.
         """
@@ -365,17 +370,15 @@ class Record(StoredConversation, kw_only=True):
         places.pop(KEY, None)
         if places.pop(ROW_TEXTS, None) is not None:
             places["row"] = msgspec.Raw(msgspec.json.encode(self.row))
-        if self.scores is not None:
-            places["scores"] = msgspec.Raw(msgspec.json.encode(self.scores))
+        for name, value in self._given_later().items():
+            places[name] = msgspec.Raw(msgspec.json.encode(value))
         places |= {name: msgspec.Raw(json) for name, json in members.items()}
         return msgspec.json.encode(places)
 
     def as_dict(self) -> dict[str, Any]:
-        """All that the line holds, also keys that are no fields, with the scores of this object."""
-        content = self._content()
-        if self.scores is not None:
-            content["scores"] = msgspec.to_builtins(self.scores)
-        return content
+        """All that the line holds, also keys that are no fields, with scores and check of this."""
+        given: dict[str, Any] = msgspec.to_builtins(self._given_later())
+        return self._content() | given
 
     def whole_line(self) -> bytes:
         """The line without its checksum and references: the same for the same conversation."""
@@ -388,6 +391,13 @@ class Record(StoredConversation, kw_only=True):
         if content.pop(ROW_TEXTS, None) is not None:
             content["row"] = self.row
         return content
+
+    def _given_later(self) -> dict[str, Any]:
+        """The scores, and the check of the last that has one."""
+        if self.scores is None:
+            return {}
+        checks = [score.check for score in self.scores if score.check is not None]
+        return {"scores": self.scores, **({"check": checks[-1]} if checks else {})}
 
 
 _decode = msgspec.json.Decoder(Record).decode

@@ -2,8 +2,9 @@
 
 The file only grows. Each line has the keys of a score (see `runs.store.checks`), and `record` (see
 `score_key`), `id` and `at`; those of a judge also `question`, `reply`, `model`, `usage` and
-`cost_usd`. Of several scores of a record by one source the last counts. Records themselves never
-change: readers add the scores to `scores` of the records that they read.
+`cost_usd`; those of `check` (`CHECK`) also `check`, its result, `image`, and what
+`runs.store.later_checks` reads. Of several scores of a record by one source the last counts.
+Records themselves never change: readers add the scores to `scores` of the records that they read.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from msgspec.structs import replace
 
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.runs.store.checksum import read_object
-from batch_trajectories.runs.store.record_types import Record, Score
+from batch_trajectories.runs.store.record_types import CheckResult, Record, Score
 from batch_trajectories.runs.store.records import lines_from
 
 NAME = "scores.jsonl"
+
+CHECK = "check"
+"""The source of the verdicts that the command `check` gives."""
 
 
 def score_key(record: Record) -> str:
@@ -33,11 +37,16 @@ def score_key(record: Record) -> str:
 class Scores:
     """The scores on disk; only their places are in memory."""
 
-    def __init__(self, run_dir: Path) -> None:
-        """An incomplete last line is ignored. Raises `RunDirError`."""
+    def __init__(self, run_dir: Path, *, only: str | None = None) -> None:
+        """Those of all sources, or of `only` one. An incomplete last line is ignored.
+
+        Raises `RunDirError`.
+        """
         self._path = run_dir / NAME
         self._by_source: dict[str, dict[bytes, int]] = {}
         for offset, line in read_scores(self._path):
+            if only not in (None, line["source"]):
+                continue
             places = self._by_source.setdefault(line["source"], {})
             places[bytes.fromhex(line["record"])] = offset
 
@@ -53,7 +62,11 @@ class Scores:
             added = [_score_at(file, place) for place in places]
         sources = {score.source for score in added}
         of_source = [score for score in record.scores or () if score.source not in sources]
-        return replace(record, scores=[*of_source, *added])
+        check = record.check
+        for score in added:
+            if score.check is not None:
+                check = msgspec.convert(score.check, CheckResult)
+        return replace(record, scores=[*of_source, *added], check=check)
 
 
 def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -8,6 +8,7 @@ budget_share     the worker's share of the budget
 batch_api_model  a model whose calls are made by a Batch API
 agents/          agents that run as commands
 audit/           the steps of `check_tasks`
+rechecks/        judging conversations again, for `check`
 replay           repeats the tool calls of a branch's parent
 workspaces       workspaces and sandboxes of tasks
 workspace_setup  files and commands of a row

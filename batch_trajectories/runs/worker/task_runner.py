@@ -68,6 +68,8 @@ class Work:
     check: dict[str, Any] | None = None
     audit: dict[str, Any] | None = None
     """What a step of `check_tasks` found."""
+    workspace: dict[str, Any] | None = None
+    """Where its workspace is kept; see `rechecks.keeping`."""
 
 
 class TaskRunner:
@@ -216,6 +218,10 @@ class TaskRunner:
             work.context = await self._spaces.reopened(work.context, work.row)
         else:
             work.end = await self._converse(work, prepared)
+        if self._config.keep_workspaces is not None:
+            from batch_trajectories.runs.worker.rechecks.keeping import keep
+
+            work.workspace = await keep(work.context, self._setup)
         await self._judge(work)
 
     async def _prepared(self, work: Work) -> PreparedWorkspace:
@@ -231,7 +237,7 @@ class TaskRunner:
         and the last keeps the conversation.
         """
         work.diff = await self._spaces.diff(work.context, work.row)
-        turns = _own_turns(work.trajectory, work.row)
+        turns = self._turns_of(work)
         try:
             work.check = await self._spaces.judge(work.context, work.row, turns, work.diff)
         except SetupFailed as error:
@@ -242,6 +248,12 @@ class TaskRunner:
             work.check = unjudged(str(error))
         if work.check is not None and (why := work.check.get("error")) is not None:
             log.warning("%s: its check gave no reward: %s", work.task.id, why)
+
+    def _turns_of(self, work: Work) -> int | None:
+        """The turns of this run's model; None if an agent's calls decide later what they are."""
+        if work.row.agent is not None:
+            return None
+        return work.trajectory.turns - (work.row.fork.turn if work.row.fork is not None else 0)
 
     def _record(self, work: Work, failure: Failure | None) -> dict[str, Any]:
         return make_record(
@@ -254,6 +266,7 @@ class TaskRunner:
             check=work.check,
             diff=work.diff,
             audit=work.audit,
+            workspace=work.workspace,
             attempt=work.assignment["attempt"],
             provenance=self._setup.provenance,
             agent=work.row.agent,
@@ -425,13 +438,6 @@ def _agent_runner(
     )
 
     return AgentRunner(setup.config, spaces, calls, stops)
-
-
-def _own_turns(trajectory: Trajectory, row: RowTask) -> int | None:
-    """The turns of this run's model; None if an agent's calls decide later what they are."""
-    if row.agent is not None:
-        return None
-    return trajectory.turns - (row.fork.turn if row.fork is not None else 0)
 
 
 def _has_begun(assignment: Assignment) -> bool:

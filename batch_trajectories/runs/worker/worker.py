@@ -108,6 +108,10 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
 def _kind_of_runner(config: RunConfig) -> type[TaskRunner]:
     if not config.audit:
         return TaskRunner
+    if config.checked_run is not None:
+        from batch_trajectories.runs.worker.rechecks.recheck_runner import RecheckRunner
+
+        return RecheckRunner
     from batch_trajectories.runs.worker.audit.audit_runner import (
         AuditRunner,  # most runs are none
     )

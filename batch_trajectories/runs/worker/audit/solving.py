@@ -33,11 +33,7 @@ async def solve(context: ToolContext, reference: Reference) -> dict[str, Any] | 
     try:
         if reference.patch is not None:
             options = ["--reverse"] if reference.is_reversed else []
-            result = await sandbox_of(context).exec(
-                ["sh", "-c", _APPLY, "sh", *options], stdin=reference.patch.encode()
-            )
-            if result.exit_code != 0:
-                raise NotApplied(f"git apply: {clip(result.stderr.strip(), max_chars=_SHOWN)}")
+            await apply_patch(context, reference.patch.encode(), *options)
         await write_files(context, reference.files)
         if reference.removed:
             await run_command(context, ["rm", "-rf", "--", *reference.removed])
@@ -51,3 +47,10 @@ async def solve(context: ToolContext, reference: Reference) -> dict[str, Any] | 
     except SetupFailed as error:
         raise NotApplied(str(error)) from error
     return None
+
+
+async def apply_patch(context: ToolContext, patch: bytes, *options: str) -> None:
+    """Change the repository that holds a workspace. Raises `NotApplied`."""
+    result = await sandbox_of(context).exec(["sh", "-c", _APPLY, "sh", *options], stdin=patch)
+    if result.exit_code != 0:
+        raise NotApplied(f"git apply: {clip(result.stderr.strip(), max_chars=_SHOWN)}")
