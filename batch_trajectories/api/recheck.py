@@ -46,10 +46,9 @@ from batch_trajectories.runs.sources.kept_dataset import keep_dataset
 from batch_trajectories.runs.store.checks import judgement_of
 from batch_trajectories.runs.store.files import make_directory, open_temporary, temporary_for
 from batch_trajectories.runs.store.index import IndexEntry
-from batch_trajectories.runs.store.later_checks import of_record
 from batch_trajectories.runs.store.reader import open_index, read_record
 from batch_trajectories.runs.store.record_types import CheckResult, Record, decode_record
-from batch_trajectories.runs.store.scores import CHECK, Scores, score_key
+from batch_trajectories.runs.store.scores import CHECK, Scores, of_record, score_key
 from batch_trajectories.runs.store.tasks import task_key
 from batch_trajectories.runs.supervisor.run import run_batch
 from toolsets.workspace.removal import remove_tree

@@ -13,11 +13,10 @@ from batch_trajectories.runs.audit.audited import without_model
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import scan
 from batch_trajectories.runs.store.checks import judgement_of
-from batch_trajectories.runs.store.later_checks import of_record
 from batch_trajectories.runs.store.reader import open_index, stored_records
 from batch_trajectories.runs.store.record_types import CheckResult, Record, Score
 from batch_trajectories.runs.store.records import RecordFile
-from batch_trajectories.runs.store.scores import CHECK, score_key
+from batch_trajectories.runs.store.scores import CHECK, of_record, score_key
 from batch_trajectories.runs.store.tasks import task_key
 from tests.running import write_rows
 from tests.stored import stored

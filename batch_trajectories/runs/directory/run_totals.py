@@ -36,8 +36,8 @@ from batch_trajectories.runs.store.journal import (
     damaged_replies,
     read_journaled_replies,
 )
-from batch_trajectories.runs.store.later_checks import with_later_checks
 from batch_trajectories.runs.store.records import lines_from, load_index
+from batch_trajectories.runs.store.scores import with_later_checks
 
 _REASONS_SHOWN = 5
 

@@ -13,8 +13,7 @@ index           records.idx, derived from records.jsonl
 index_file      which bytes of it can be trusted
 reader          read records one by one
 failures        failures.jsonl; which tasks need no more work
-scores          scores.jsonl: scores given after the run
-later_checks    results of checks that ran after the run, in the index
+scores          scores.jsonl: scores and checks after the run
 checks          results of checks, rewards by name and by turn, and their sums
 
 Other rooms import checks, checksum, failures, files, index, index_file, journal, journal_writer,

@@ -14,10 +14,9 @@ from batch_trajectories.basics.console import watched
 from batch_trajectories.runs.store.checksum import DamagedLine
 from batch_trajectories.runs.store.files import refuse_strange_files
 from batch_trajectories.runs.store.index import Index
-from batch_trajectories.runs.store.later_checks import with_later_checks
 from batch_trajectories.runs.store.record_types import Record, decode_record
 from batch_trajectories.runs.store.records import AFTER_ID, HEAD, load_index, unreadable_record
-from batch_trajectories.runs.store.scores import Scores
+from batch_trajectories.runs.store.scores import Scores, with_later_checks
 from batch_trajectories.runs.store.tasks import task_key
 
 if TYPE_CHECKING:
