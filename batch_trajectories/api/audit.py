@@ -45,7 +45,8 @@ class AuditEnd:
             if count:
                 lines.append(f"{name:<18}{count:>9,}  {meaning}")
         done = plural(self.verdicts.total(), "verdict")
-        return "\n".join([*lines, f"{done} with evidence in {self.path / TASKS_FILE}"])
+        lines.append(f"{done} with evidence in {self.path / TASKS_FILE}; `report` makes a page")
+        return "\n".join(lines)
 
 
 def audit(

@@ -200,7 +200,7 @@ class StoredRun:
         """
         from batch_trajectories.export.funnel import funnel_of
 
-        return funnel_of(self.path, self.scan, self.totals())
+        return funnel_of(self.path, self.scan, self.totals(), self.identity["dataset"])
 
     def funnel_if_known(self) -> tuple[dict[str, Any] | None, str | None]:
         """The funnel, or None and why it is unknown: the dataset may have been moved."""

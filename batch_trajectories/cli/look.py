@@ -137,7 +137,8 @@ def _report(stored: StoredRun, output: Path | None) -> None:
 
     written = write_report(stored, output)
     beside = f", with its data in {written.files}" if written.files else ""
-    show(f"{written.path}: {plural(written.trajectories, 'conversation')}{beside}")
+    what = "task" if stored.identity["config"].get("audit") else "conversation"
+    show(f"{written.path}: {plural(written.rows, what)}{beside}")
 
 
 def _show(stored: StoredRun, record_id: str, *, turn: int | None, as_json: bool) -> None:

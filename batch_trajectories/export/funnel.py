@@ -22,14 +22,16 @@ from batch_trajectories.runs.store.files import training_file_of
 _MANIFEST = "manifest.json"
 
 
-def funnel_of(run_dir: Path, scan: Scan, totals: RunTotals) -> dict[str, Any]:
-    """The funnel of a run, JSON-ready.
+def funnel_of(
+    run_dir: Path, scan: Scan, totals: RunTotals, dataset: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The funnel of a run, JSON-ready; `dataset` is that of its run.json.
 
-    `steps` are rows, tasks, completed and passed, each with `name`, `count`, and as `lost` the
-    counts by reason of what does not reach the next step; tasks are the remaining rows times
-    `samples`. The last step is there if anything was checked or scored. `exports` are the training
-    file and each format of the dataset in its default directory, with `rows`, `used`
-    (conversations), `tasks` (bad rows included) and `lost`; `tasks` minus all `lost`
+    `steps` are audited (with `--only_sound`), rows, tasks, completed and passed, each with `name`,
+    `count`, and as `lost` the counts by reason of what does not reach the next step; tasks are
+    the remaining rows times `samples`. The last step is there if anything was checked or scored.
+    `exports` are the training file and each format of the dataset in its default directory, with
+    `rows`, `used` (conversations), `tasks` (bad rows included) and `lost`; `tasks` minus all `lost`
     is `used`; a format with masked turns also has `masked`, as its manifest. An export is
     `outdated` if conversations have ended since. Raises `RunDirError` for
     a manifest that cannot be read.
@@ -45,6 +47,7 @@ def funnel_of(run_dir: Path, scan: Scan, totals: RunTotals) -> dict[str, Any]:
     for row in scan.bad_rows:
         bad_rows.add(row.reason)
     steps = [
+        *_audited(dataset),
         _step("rows", totals.prompts, bad_rows.to_json()),
         _step("tasks", totals.total - totals.discarded, endings),
         _step("completed", completed, {}),
@@ -57,6 +60,12 @@ def funnel_of(run_dir: Path, scan: Scan, totals: RunTotals) -> dict[str, Any]:
         "steps": steps,
         "exports": [*_training_file(run_dir, totals), *_dataset(run_dir, totals)],
     }
+
+
+def _audited(dataset: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if (audit := (dataset.get("source") or {}).get("only_sound")) is not None:
+        lost = {f"task: {name}": n for name, n in audit["rows"].items() if name != "sound"}
+        yield _step("audited", sum(audit["rows"].values()), lost)
 
 
 def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:

@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.running import command, lines
+from batch_trajectories.runs.audit.steps import samples_of
+from tests.running import command, kill_session, lines, started, wait_until
 from tests.runs.test_harbor import write_task
 
 TEST = "import sys\nsys.path.insert(0, '.')\nfrom calc import add\nassert add(2, 2) == 4\n"
@@ -158,6 +159,36 @@ def audit(cwd: Path, *args: object, **options: Any) -> tuple[int, str]:
     given = command("check_tasks", *args, **{**OPTIONS, **options})
     done = subprocess.run(given, cwd=cwd, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
+
+
+def audit_with_kills(cwd: Path, kills: int, **options: Any) -> tuple[int, str]:
+    """Run an audit of `count` rows to its end, and kill its group of processes before so often.
+
+    Asserts that each step has one record, and that records of before a kill are as they were.
+    """
+    count = options.pop("count")
+    given = {**OPTIONS, **options}
+    directory = cwd / "trajectories" / given["run_name"]
+    records = directory / "records.jsonl"
+    finished = b""
+
+    def has_grown() -> bool:
+        return records.exists() and len(records.read_bytes()) > len(finished)
+
+    for _ in range(kills):
+        with started(cwd, "check_tasks", **given) as process:
+            wait_until(lambda running=process: has_grown() or running.poll() is not None)
+            assert process.poll() is None, "it ended before it was killed"
+            kill_session(process.pid)
+        now = records.read_bytes()
+        assert now.startswith(finished)
+        finished = now[: now.rfind(b"\n") + 1]
+    code, said = audit(cwd, **options)
+    assert not kills or records.read_bytes().startswith(finished), said
+    steps = [(line["prompt_id"], line["sample"]) for line in lines(records)]
+    assert len(steps) == len({*steps}) == count * samples_of(options.get("repeats", 3)), said
+    assert not [*(directory / "workspaces").iterdir()]
+    return code, said
 
 
 def found(cwd: Path, name: str = "audit") -> dict[str, dict[str, Any]]:

@@ -38,6 +38,9 @@ def test_a_run_uses_the_sound_rows_that_have_not_changed(tmp_path: Path) -> None
             "1 passes_untouched, 1 reference_fails"
         ) in done.stderr
     assert ids(tmp_path / "trajectories" / "r" / "records.jsonl") == ["sound"]
+    told = run(tmp_path, "stats", "r").stdout
+    assert "audited                5\n" in told
+    assert "  left out             1  task: passes_untouched\n" in told
     (tmp_path / "recipe.yaml").write_text("formats: [openai]\n")
     made = run(tmp_path, "export", "r", recipe="recipe.yaml", output="data")
     assert made.returncode == 0, made.stderr

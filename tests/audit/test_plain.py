@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import subprocess
@@ -11,7 +12,9 @@ from typing import Any, Literal
 
 import pytest
 
-from batch_trajectories.runs.audit.steps import samples_of
+from batch_trajectories.runs.dataset.row import RowRules
+from batch_trajectories.runs.worker.audit.tamper import forge
+from batch_trajectories.runs.worker.workspace_setup import SetupFailed
 from tests.audit.planting import (
     BROKEN,
     COIN,
@@ -19,11 +22,16 @@ from tests.audit.planting import (
     OPTIONS,
     SKIPPED,
     audit,
+    audit_with_kills,
     found,
     plain_row,
     verdicts,
 )
-from tests.running import command, kill_session, lines, started, wait_until, write_rows
+from tests.running import command, write_rows
+from toolsets.context import ToolContext
+from toolsets.sandbox.base import Limits, SandboxSettings
+from toolsets.sandbox.local import LocalSandbox
+from toolsets.workspace.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +45,7 @@ DEFECTS: dict[str, dict[str, Any]] = {
     "all_skipped": {
         "check": {"command": "python3 -m unittest check/t_x.py", "files": {"check/t_x.py": SKIPPED}}
     },
+    "leaks_fix": {"prompt": "It must read\ndef add(a, b):\n    return a + b\n"},
     "no_check": {"check": None},
 }
 
@@ -92,6 +101,19 @@ def test_the_solution_is_found_in_archives_and_diffs(tmp_path: Path) -> None:
     assert found(tmp_path)["a.tar.xz"]["why"] == "a.tar.xz: pkg/calc.py has the solution"
 
 
+def test_forging_itself_refuses_a_sandbox_without_isolation(tmp_path: Path) -> None:
+    async def forge_here() -> None:
+        workspace = Workspace(tmp_path / "w")
+        sandbox = LocalSandbox.create(workspace, Limits(), SandboxSettings())
+        rules = RowRules(with_setup=True)
+        # Were it not refused, it would write conftest.py, into the workspace alone.
+        await forge(ToolContext(workspace, sandbox), rules.read(plain_row("sound")), "conftest")
+
+    with pytest.raises(SetupFailed, match="does not isolate"):
+        asyncio.run(forge_here())
+    assert not (tmp_path / "w" / "conftest.py").exists()
+
+
 def test_a_sound_set_exits_with_zero_and_answers_are_solutions(tmp_path: Path) -> None:
     answer = {"id": "answer", "prompt": "What is six times seven?", "expected": "42"}
     both = {**plain_row("both"), "expected": "done"}
@@ -105,26 +127,8 @@ def test_a_sound_set_exits_with_zero_and_answers_are_solutions(tmp_path: Path) -
 
 def test_no_finished_step_is_repeated_after_kills(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", *(plain_row(f"row{n}") for n in range(12)))
-    records = tmp_path / "trajectories" / "audit" / "records.jsonl"
-    finished = b""
-
-    def has_grown() -> bool:
-        return records.exists() and len(records.read_bytes()) > len(finished)
-
-    for _ in range(3):
-        with started(tmp_path, "check_tasks", **OPTIONS) as process:
-            wait_until(lambda: has_grown() or process.poll() is not None)
-            assert process.poll() is None, "it ended before it was killed"
-            kill_session(process.pid)
-        now = records.read_bytes()
-        assert now.startswith(finished)
-        finished = now[: now.rfind(b"\n") + 1]
-    assert audit(tmp_path)[0] == 0
-    assert records.read_bytes().startswith(finished)
-    keys = [(line["prompt_id"], line["sample"]) for line in lines(records)]
-    assert len(keys) == len({*keys}) == 12 * samples_of(3)
+    assert audit_with_kills(tmp_path, 3, count=12)[0] == 0
     assert set(verdicts(tmp_path).values()) == {"sound"}
-    assert not [*(records.parent / "workspaces").iterdir()]
 
 
 def test_nothing_is_forged_where_the_sandbox_does_not_isolate(tmp_path: Path) -> None:

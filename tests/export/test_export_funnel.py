@@ -242,7 +242,7 @@ def test_every_step_adds_up(
     export_both(source, formats="openai,llamafactory,kto,raw", filters={"require_passed": True})
     stored = StoredRun(source.run_dir)
     totals = compute_totals(source.run_dir, source.scan, stored.config)
-    steps = funnel_of(source.run_dir, source.scan, totals)
+    steps = funnel_of(source.run_dir, source.scan, totals, {})
     rows, tasks, completed, *more = steps["steps"]
     assert (rows["count"] - sum(rows["lost"].values())) * samples == tasks["count"]
     assert tasks["count"] - sum(tasks["lost"].values()) == completed["count"]

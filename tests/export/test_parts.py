@@ -101,7 +101,7 @@ def data_of(run_dir: Path) -> list[Any]:
         form = record["training_form"]
         form["system"] = meta["systems"].get(form["system"])
         found.append((row, record))
-    assert len(found) == written.trajectories + 1
+    assert len(found) == written.rows + 1
     return found
 
 

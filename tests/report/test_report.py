@@ -124,7 +124,7 @@ def test_the_page_holds_every_record_and_no_markup_of_theirs(run_dir: Path, tmp_
     assert not page.tags & {"b", "img", "link", "iframe"}
     assert records_in(page) == lines(run_dir / "records.jsonl")
     assert written.files is None
-    assert written.trajectories == 3
+    assert written.rows == 3
 
 
 def test_the_training_form_is_the_row_of_the_export(run_dir: Path, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_the_writer_holds_one_piece_at_a_time(run_dir: Path, tmp_path: Path) -> 
         copies = (json.dumps(record | {"id": f"p{n}"}) for n in range(count))
         (copy / "records.jsonl").write_text("".join(line + "\n" for line in copies))
         tracemalloc.start()
-        assert write_report(StoredRun(copy), inline_bytes=0).trajectories == count
+        assert write_report(StoredRun(copy), inline_bytes=0).rows == count
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 2 * peaks[0]
@@ -263,7 +263,7 @@ def test_the_writer_holds_one_piece_at_a_time(run_dir: Path, tmp_path: Path) -> 
 
 def test_a_run_without_records_has_a_report(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_bytes((run_dir / "run.json").read_bytes())
-    assert write_report(StoredRun(tmp_path)).trajectories == 0
+    assert write_report(StoredRun(tmp_path)).rows == 0
     assert (tmp_path / "report.html").exists()
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.report.page.writer import embedded, write_report
+from tests.audit.planting import audit, plain_row
 from tests.report.test_report import HOSTILE_ID, ROWS, Scripts
 from tests.running import SCRIPTED, lines, run, write_rows
 
@@ -536,3 +537,36 @@ def as_numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [as_numbers(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def test_tasks_of_an_audit_are_filtered_by_verdict_and_evidence(
+    context: BrowserContext, tmp_path: Path
+) -> None:
+    given = "It must read\ndef add(a, b):\n    return a + b\n"
+    tasks = [
+        plain_row("fine"),
+        plain_row("leaking", prompt=given),
+        plain_row("empty", check="true", prompt=given),
+    ]
+    write_rows(tmp_path / "p.jsonl", *tasks)
+    code, said = audit(tmp_path, repeats=1)
+    assert code == 1, said
+    run_dir = tmp_path / "trajectories" / "audit"
+    with opened(context, write_report(StoredRun(run_dir), run_dir / "report.html").path) as page:
+        assert shown_ids(page) == ["fine", "leaking", "empty"]
+        page.get_by_role("button", name="Filter by sound: 1").click()
+        assert shown_ids(page) == ["fine"]
+        page.click("text=Clear")
+        page.select_option("#by-flag", "leaks_fix")
+        assert shown_ids(page) == ["leaking", "empty"]
+        page.select_option("#by-tool", "untouched")
+        assert shown_ids(page) == ["empty"]
+        page.click("text=Clear")
+        page.fill("#query", "prompt has")
+        page.locator("#found", has_text="1 of 3 shown").wait_for()
+        page.click("text=leaking")
+        (evidence,) = page.locator("#reader .is-error").all_text_contents()
+        assert "the prompt has the solution" in evidence
+        tampered = page.locator("#reader .call", has_text="tamper startup").text_content() or ""
+        assert "sitecustomize.py" in tampered
+        assert "AssertionError" in tampered

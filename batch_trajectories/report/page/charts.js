@@ -119,20 +119,20 @@ function timeline(list) {
     svg("text", { x: WIDTH - 4, y: 105, "text-anchor": "end" }, moment(first + span).slice(11))));
 }
 
-function toolItems(list, pick) {
+function toolItems(list, pick, word = "failed") {
   const calls = tally(list, (row) => Object.entries(row.tools).map(([name, [n]]) => [name, n]));
   const failed = new Map(tally(list, (row) => Object.entries(row.tools).map(([name, [, n]]) => [name, n])));
   return calls.map(([name, n]) => ({
     name,
     parts: [["good", n - failed.get(name)], ["bad", failed.get(name)]],
-    words: failed.get(name) ? `${short(n)}, ${short(failed.get(name))} failed` : short(n),
+    words: failed.get(name) ? `${short(n)}, ${short(failed.get(name))} ${word}` : short(n),
     pick: () => pick(name),
   }));
 }
 
 function statusKind(status) {
-  if (status === "completed") return "good";
-  return ["failed", "errors"].includes(status) ? "bad" : "fair";
+  if (["completed", "sound"].includes(status)) return "good";
+  return meta.is_audit || ["failed", "errors"].includes(status) ? "bad" : "fair";
 }
 
 function reasoningItems(list) {
@@ -170,6 +170,10 @@ function checkItems(list, pick) {
 function drawCharts(list, pick) {
   if (!list.length) {
     $("charts").replaceChildren(h("p", { class: "soft" }, "Nothing to draw."));
+    return;
+  }
+  if (meta.is_audit) {
+    $("charts").replaceChildren(...auditCharts(list, pick));
     return;
   }
   const values = (key) => list.map((row) => row[key]);
@@ -220,6 +224,10 @@ function drawTiles(list) {
   const completed = list.filter((row) => row.status === "completed").length;
   const unknown = (key) => (known(key) < list.length ? `, unknown for ${count(list.length - known(key))}` : "");
   const tile = (name, value, words) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, words)));
+  if (meta.is_audit) {
+    drawAuditTiles(list, tile);
+    return;
+  }
   const tokens = sum(list, "input_tokens");
   const passed = list.filter((row) => row.passed === true).length;
   const judged = list.filter((row) => row.passed != null).length;

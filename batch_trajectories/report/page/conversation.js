@@ -225,17 +225,25 @@ function trainingWords(form) {
   return `${EXPORTED[form.file]}: loss on ${count(loss)} of ${count(all)} characters${without}`;
 }
 
-// The whole reader: what is known of a trajectory, then its messages.
-function conversation({ record, form }, row, { before, after, place }) {
-  const usage = record.usage ?? {};
+// The ways to other rows, and the title.
+function readerHead(row, { before, after, place }) {
   const step = (to, words, key) => to
     ? h("a", { class: "button", href: link(to), "aria-keyshortcuts": key }, words)
     : h("span", { class: "button off", "aria-disabled": "true" }, words);
   return [
-    h("nav", { "aria-label": "Trajectories" },
+    h("nav", { "aria-label": "Other rows" },
       h("a", { class: "button", href: "#" }, "☰ table"), step(before, "← previous", "ArrowLeft"), step(after, "next →", "ArrowRight"),
       place && h("span", { class: "soft" }, place)),
-    h("h2", { tabindex: -1, id: "reader-title" }, record.id, " ", h("span", { class: `status ${statusKind(record.status)}` }, record.status)),
+    h("h2", { tabindex: -1, id: "reader-title" }, row.id, " ", h("span", { class: `status ${statusKind(row.status)}` }, row.status)),
+  ];
+}
+
+// The whole reader: what is known of a trajectory, then its messages.
+function conversation({ record, form }, row, around) {
+  if (meta.is_audit) return taskOfAudit(record, row, around);
+  const usage = record.usage ?? {};
+  return [
+    ...readerHead(row, around),
     record.status_reason && h("p", {}, record.status_reason),
     record.error && h("p", { class: "trouble" }, `${record.error.class}: ${record.error.message}`),
     factList([

@@ -62,7 +62,7 @@ function titleCell(row) {
 function matches(row, words) {
   if (filters.status && row.status !== filters.status) return false;
   if (filters.model && row.model !== filters.model) return false;
-  if (filters.tool && !Object.hasOwn(row.tools, filters.tool)) return false;
+  if (filters.tool && !(meta.is_audit ? row.tools[filters.tool]?.[1] : Object.hasOwn(row.tools, filters.tool))) return false;
   if (filters.flag && !(FLAGS[filters.flag]?.(row) ?? row.flags.includes(filters.flag))) return false;
   if (!words.length) return true;
   row.text ??= [row.id, row.prompt, row.answer, row.reason, row.error, row.model].join("\n").toLowerCase();
@@ -179,6 +179,7 @@ function choices(id, names) {
 }
 
 function startTable() {
+  if (meta.is_audit) startAudit();
   isChecked = rows.some((row) => row.reward != null);
   if (isChecked) COLUMNS.splice(-1, 0, CHECK_COLUMN);
   if (rows.some((row) => row.leaks)) COLUMNS.splice(-1, 0, LEAK_COLUMN);
@@ -186,7 +187,7 @@ function startTable() {
   const models = names((row) => [row.model]);
   choices("by-status", names((row) => [row.status]));
   choices("by-tool", names((row) => Object.keys(row.tools)));
-  choices("by-flag", [...Object.keys(FLAGS).filter((flag) => rows.some(FLAGS[flag])), ...names((row) => row.flags)]);
+  choices("by-flag", [...Object.keys(FLAGS).filter((flag) => !meta.is_audit && rows.some(FLAGS[flag])), ...names((row) => row.flags)]);
   choices("by-model", models);
   $("model-label").hidden = models.length < 2;
   for (const name of ["status", "tool", "flag", "model"]) {

@@ -29,6 +29,7 @@ from batch_trajectories.export.health import Health, problems_in
 from batch_trajectories.export.reward_statistics import RewardStatistics
 from batch_trajectories.export.training_files import route, style_of_run
 from batch_trajectories.report.facts import row_of
+from batch_trajectories.report.page.audited_tasks import task_record, task_row
 from batch_trajectories.report.page.pieces import (
     INLINE_BYTES,
     Collected,
@@ -36,6 +37,7 @@ from batch_trajectories.report.page.pieces import (
     put_in_place,
     temporary_of,
 )
+from batch_trajectories.runs.audit.verdicts import verdict_lines
 from batch_trajectories.runs.directory.run_totals import spent_by, spent_by_judges
 from batch_trajectories.runs.sources.source import HUB_PREFIX
 from batch_trajectories.runs.store.failures import NO_LIMIT, failures_by_class, stored_failures
@@ -53,7 +55,8 @@ class WrittenPage(NamedTuple):
     """The result of `write_report`."""
 
     path: Path
-    trajectories: int
+    rows: int
+    """Of trajectories, or of tasks for the page of an audit."""
     files: Path | None
     """The directory with the data of the page; None if all data is in the page."""
 
@@ -92,9 +95,22 @@ def write_report(
         part.collected = pieces.finish()
         return part
 
+    def collect_tasks() -> _Part:
+        pieces = Pieces(directory, report_id, inline_bytes=inline_bytes, first=0)
+        part = _Part(samples, _Distinct(0), _Distinct(0))
+        for line in verdict_lines(stored.path, stored.scan):
+            part.add_task(line, pieces)
+        part.collected = pieces.finish()
+        return part
+
+    is_audit = bool(run["config"].get("audit"))
     try:
         shutil.rmtree(temporary_of(directory), ignore_errors=True)
-        whole, *others = parts = over_records(stored.path, collect, doing="report")
+        if is_audit:
+            parts = [collect_tasks()]
+        else:
+            parts = over_records(stored.path, collect, doing="report")
+        whole, *others = parts
         put_in_place(directory, [part.collected for part in parts])
     except OSError as error:
         raise StorageError(
@@ -110,6 +126,7 @@ def write_report(
         **_about(stored),
         "rewards": whole.rewards.to_json(),
         "health": problems_in(whole.health.to_json()),
+        "is_audit": is_audit,
         "report_id": report_id,
         "columns": whole.columns,
         "tools": whole.tools.values,
@@ -142,6 +159,13 @@ class _Part:
         self.columns = [*row, "chunk", "place"]
         shown = {"tools": once(record.tools, self._tools_shown), "training_form": dumps_row(form)}
         pieces.add(row, record.spliced(shown))
+        self.count += 1
+
+    def add_task(self, line: Mapping[str, Any], pieces: Pieces) -> None:
+        """Add a line of tasks.jsonl."""
+        row = task_row(line)
+        self.columns = [*row, "chunk", "place"]
+        pieces.add(row, exact_json.dumps(task_record(line)))
         self.count += 1
 
     def _tools_shown(self, tools: Tools) -> bytes:
@@ -279,7 +303,7 @@ def _given(row: dict[str, Any]) -> int:
     return speakers.count("gpt") - own
 
 
-_SCRIPTS = ("core.js", "charts.js", "table.js", "conversation.js", "main.js")
+_SCRIPTS = ("core.js", "charts.js", "table.js", "conversation.js", "audit.js", "main.js")
 
 
 def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:

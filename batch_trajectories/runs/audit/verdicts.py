@@ -73,14 +73,24 @@ def task_digest(columns: Mapping[str, Any]) -> str:
 
 
 def write_verdicts(run_dir: Path, scan: Scan) -> Counter[str]:
-    """Write tasks.jsonl from the records, in the order of the dataset; rows by verdict.
-
-    A row whose steps have not all ended has no line. Raises what `open_index` raises.
-    """
+    """Write tasks.jsonl; rows by verdict. Raises what `open_index` raises."""
     counts: Counter[str] = Counter()
     path = run_dir / TASKS_FILE
     temporary = temporary_for(path)
-    with open_index(run_dir) as (index, records), open_temporary(temporary, path) as file:
+    with open_temporary(temporary, path) as file:
+        for line in verdict_lines(run_dir, scan):
+            counts[line["verdict"]] += 1
+            file.write(exact_json.dumps(line) + b"\n")
+    temporary.replace(path)
+    return counts
+
+
+def verdict_lines(run_dir: Path, scan: Scan) -> Iterator[dict[str, Any]]:
+    """The lines of tasks.jsonl from the records, in the order of the dataset.
+
+    A row whose steps have not all ended has no line. Raises what `open_index` raises.
+    """
+    with open_index(run_dir) as (index, records):
         for row in range(scan.rows):
             parts = []
             for sample in range(scan.num_samples):
@@ -90,11 +100,21 @@ def write_verdicts(run_dir: Path, scan: Scan) -> Counter[str]:
                 record = read_record(records, entry.offset, entry.length, key)
                 parts.append(_part_of(record))
             else:
-                line = _line_of(record.prompt_id, parts)
-                counts[line["verdict"]] += 1
-                file.write(exact_json.dumps(line) + b"\n")
-    temporary.replace(path)
-    return counts
+                yield _line_of(record.prompt_id, parts)
+
+
+def speaks_against(part: Mapping[str, Any]) -> bool:
+    """Whether a step ended otherwise than that of a sound row."""
+    if part.get("error") is not None:
+        return True
+    if "not_tried" in part:
+        return False
+    match part["step"]:
+        case "leak":
+            return bool(part.get("found"))
+        case "reference":
+            return bool(part["has_reference"]) and _outcome(part) != "passed"
+    return _outcome(part) != "failed"
 
 
 def _part_of(record: Record) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from pathlib import PurePosixPath
 
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.row import RowTask
-from batch_trajectories.runs.worker.workspace_setup import run_command
+from batch_trajectories.runs.worker.workspace_setup import SetupFailed, run_command
+from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext
 from toolsets.sandbox.factory import sandbox_kind
 
@@ -112,11 +113,13 @@ def can_forge(config: RunConfig) -> bool:
 
 
 async def forge(context: ToolContext, row: RowTask, way: str) -> list[str]:
-    """Write forged files where an agent could; return their paths. Raises `SetupFailed`.
+    """Write forged files where an agent could; return their paths.
 
-    Only where `can_forge`.
-    The agent is taken to know where the files of the check will be.
+    The agent is taken to know where the files of the check will be. Raises `SetupFailed`, always
+    for a sandbox without isolation (see `can_forge`).
     """
+    if not sandbox_of(context).is_isolated:
+        raise SetupFailed(NOT_TRIED)
     check = None if row.setup is None else row.setup.check
     homes = {str(PurePosixPath(path).parent) for path in (check.files if check else ())}
     script = "PLUGIN=$1 STARTUP=$2 SITES=$3; shift 3\n" + _WRITE + _SCRIPTS[way]

@@ -1,0 +1,78 @@
+// The page of an audit: rows are tasks, their statuses verdicts, and what a task did are its steps.
+
+const AUDIT_COLUMNS = [
+  { key: "status", name: "Verdict", cell: (row) => h("span", { class: `status ${statusKind(row.status)}` }, row.status) },
+  { key: "id", name: "Task", cell: titleCell },
+  {
+    key: "failed_calls", name: "Steps", number: true,
+    cell: (row) => [count(row.calls), row.failed_calls ? h("span", { class: "failed" }, ` ${count(row.failed_calls)} against it`) : null],
+  },
+  { key: "setup_s", name: "Set-up", number: true, less: true, cell: (row) => seconds(row.setup_s) },
+  { key: "check_s", name: "Check", number: true, cell: (row) => seconds(row.check_s) },
+];
+
+function startAudit() {
+  COLUMNS.splice(0, COLUMNS.length, ...AUDIT_COLUMNS);
+  $("funnel").hidden = true;
+  document.querySelector("#overview small").textContent = "of the tasks that the filters leave";
+  $("query").placeholder = "id, evidence";
+  for (const [id, words] of [["by-status", "Verdict "], ["by-tool", "Against it "], ["by-flag", "Defect "]]) $(id).parentElement.firstChild.data = words;
+}
+
+function drawAuditTiles(list, tile) {
+  const sound = list.filter((row) => row.status === "sound").length;
+  const unfinished = meta.tasks / meta.samples - rows.length;
+  $("tiles").replaceChildren(
+    tile("Tasks", count(list.length), unfinished ? `${count(unfinished)} more are unfinished` : ""),
+    tile("Sound", percent(sound, list.length), count(sound)),
+    tile("Steps", count(sum(list, "calls")), `${count(sum(list, "failed_calls"))} against their tasks`),
+  );
+}
+
+function auditCharts(list, pick) {
+  const shares = (found, make) => found.map(([name, n]) => ({
+    name, parts: [[statusKind(name), n]], words: `${short(n)}, ${percent(n, list.length)}`, pick: () => pick(make(name)),
+  }));
+  return [
+    bars("Verdicts", plural(list.length, "task"), shares(tally(list, (row) => [[row.status, 1]]), (status) => ({ status }))),
+    bars("All defects", "a task may have several",
+      shares(tally(list, (row) => row.flags.map((name) => [name, 1])), (flag) => ({ flag }))),
+    bars("Steps", "red: against their tasks", toolItems(list, (tool) => pick({ tool }), "against")),
+    histogram("Longest set-up", list.map((row) => row.setup_s), seconds),
+    histogram("Longest check", list.map((row) => row.check_s), seconds),
+  ];
+}
+
+// What was done in a step, and what came of it.
+function stepBlock(part) {
+  const { step, way, repetition, against, command, forged, solution, not_applied: notApplied, not_tried: notTried, setup_s: setup, check, ...facts } = part;
+  const { passed, duration_s: took, ...judged } = check ?? {};
+  const { found, error, hollow, answer_passes: answer } = facts;
+  const known = (values) => Object.fromEntries(Object.entries(values).filter(([, value]) => value != null && value !== ""));
+  const done = known({ command, "forged files": forged?.join("\n"), solution, "cannot be applied": notApplied, "not tried": notTried });
+  const result = known({
+    error, passed: check ? passed : answer, "why it means nothing": hollow,
+    leaks: found && (found.map(({ what }) => what).join("\n") || "none"), ...judged,
+  });
+  const name = `${step} ${way ?? repetition ?? ""}`;
+  return h("section", { class: `call${against ? " is-error" : ""}`, tabindex: -1, "aria-label": name },
+    h("h4", {}, h("code", {}, name), h("span", { class: "soft" }, [setup != null && `set-up ${seconds(setup)}`, took && `check ${seconds(took)}`].filter(Boolean).join(", ")),
+      against && h("strong", { class: "mark" }, "against the task")),
+    h("div", { class: "sides" },
+      h("div", {}, h("h5", {}, "done"), Object.keys(done).length ? valuesBlock(done) : h("p", { class: "soft" }, "nothing")),
+      h("div", {}, h("h5", {}, "result"), Object.keys(result).length ? valuesBlock(result) : h("p", { class: "soft" }, "none"))));
+}
+
+function taskOfAudit(record, row, around) {
+  return [
+    readerHead(row, around),
+    record.why && h("p", {}, record.why),
+    factList([
+      ["all defects", record.defects.join(", ")], ["digest", record.digest],
+      ["image", record.image && `${record.image.reference} (${record.image.digest})`],
+      ["longest set-up", seconds(record.times.setup_s)], ["longest check", seconds(record.times.check_s)],
+    ]),
+    h("div", { class: "folds" }, fold("facts raw", "raw JSON", () => h("pre", { class: "text" }, jsonText(record)))),
+    h("div", { class: "messages" }, record.steps.map(stepBlock)),
+  ].flat();
+}
