@@ -18,7 +18,7 @@ from batch_trajectories.basics import exact_json
 
 
 class AgentCall(NamedTuple):
-    """A request of an agent."""
+    """One agent request."""
 
     wire: Wire
     path: str

@@ -84,7 +84,7 @@ class Model(Protocol):
 
 
 class Adapter(Model, Protocol):
-    """A model that is called by one API."""
+    """A model behind one API."""
 
     @property
     def settings(self) -> ModelSettings:

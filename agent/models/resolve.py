@@ -92,7 +92,7 @@ def resolve_model(
             name=name, api=SCRIPTED, base_url=None, key_env=None, reference=name, **options
         )
     if colon and (own := endpoints.get(prefix)):
-        return _at_own(own, name, rest, options)
+        return _at_configured_endpoint(own, name, rest, options)
     if colon and "/" not in prefix and not holds_at(prefix, base_url):
         if base_url is None:
             raise UnknownModel(_unknown_prefix(name, prefix, [*PROVIDERS, *endpoints]))
@@ -107,7 +107,7 @@ def resolve_model(
         connection = Connection(client=row.client, client_options=arguments)
         key = key_env or NO_KEY
         own = Endpoint(api, "", key, row.prices, habits_of(row), connection)
-        return _at_own(own, name, rest, options)
+        return _at_configured_endpoint(own, name, rest, options)
     endpoint = row or there or _SERVER
     payee = there or (None if base_url is not None and row is None else endpoint)
     # What it calls things is up to who answers there, not to who is paid.
@@ -157,8 +157,10 @@ def habits_of(row: Provider) -> dict[str, Any]:
     }
 
 
-def _at_own(own: Endpoint, name: str, rest: str, options: Mapping[str, Any]) -> ModelSettings:
-    """A model at an endpoint of the config, or behind the client of a cloud."""
+def _at_configured_endpoint(
+    own: Endpoint, name: str, rest: str, options: Mapping[str, Any]
+) -> ModelSettings:
+    """A model at a configured endpoint or behind a cloud client."""
     api, base_url = own.api, own.base_url
     if own.connection.client is not None:
         from agent.models.sdk_clients import api_of, base_url_of, open_client

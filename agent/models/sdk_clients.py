@@ -105,7 +105,7 @@ def connect(client: Any, connection: Connection, transport: Any) -> Any:
     sdk = import_module(sdk_of(client))
     make = sdk.DefaultAsyncHttpxClient if is_async(client) else sdk.DefaultHttpxClient
     return client.with_options(
-        # A redirect would take the key along to wherever it points.
+        # Following a redirect would send the key to its target.
         http_client=make(transport=transport, follow_redirects=False),
         default_headers={**connection.headers, **connection.secret_headers()},
         default_query=dict(connection.query),

@@ -228,7 +228,7 @@ class AIAgent:
         return AgentSession(self._setup, history=history)
 
     def _save(self, session: AgentSession) -> None:
-        """Append the conversation to its file; invalid rows go to the file of failed ones."""
+        """Append the conversation to its file; invalid rows go to the failures file."""
         messages, status = session.messages, session.end.status
         row: dict[str, Any] = {
             "conversations": [],

@@ -177,7 +177,7 @@ def test_documents_hold_all_but_calls_without_an_object(tmp_path: Path) -> None:
     assert kept == ["t0", "t1", "t2"]
 
 
-def test_every_reason_that_is_offered_can_be_held_by_a_format() -> None:
+def test_every_reason_of_accept_rows_is_supported_by_some_format() -> None:
     """And the format that a reject names can."""
     formats = [format for name in names() if isinstance(format := named(name), Format)]
     assert {reason for format in formats for reason in format.holds} == set(get_args(RowFlaw))

@@ -106,7 +106,7 @@ def test_rows_in_chat_form_are_read_as_their_first_user_text(tmp_path: Path) -> 
         {"id": "bad", "script": script, "messages": [{"role": "assistant", "content": "x"}]},
     )
     done = run(tmp_path, **SCRIPTED)
-    assert "messages[0] must be text of the system or the user" in done.stderr
+    assert "messages[0] must be a system or user message" in done.stderr
     done_records = records(tmp_path)
     assert [m["content"] for m in done_records["openai"]["messages"]] == ["Be brief.", "Hi", "mine"]
     assert [m["content"] for m in done_records["sharegpt"]["messages"]] == ["Hi", "mine"]

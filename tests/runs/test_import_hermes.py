@@ -174,7 +174,7 @@ def test_later_user_messages_are_kept() -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (conversation("p", ANSWER)[1:], "instead of system and human"),
+        (conversation("p", ANSWER)[1:], "expected system, human"),
         ([*conversation("p"), {"from": "gpt", "value": None}], "a gpt entry is not text"),
         (
             [{"from": "system", "value": "x"}, *conversation("p", ANSWER)[1:]],

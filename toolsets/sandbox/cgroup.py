@@ -266,7 +266,7 @@ def _kill_all(group: Path) -> None:
     with contextlib.suppress(OSError):
         for pid in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(ProcessLookupError):
-                # 0 is a process that cannot be seen from here, and for `kill` it is our own group.
+                # pid 0 is outside our PID namespace; kill(0) would signal our own group.
                 if int(pid) > 0:
                     os.kill(int(pid), signal.SIGKILL)
 

@@ -281,6 +281,8 @@ def _layering_of(layers: Path, images: Path) -> Layering:
 
 def overlay_problem(layers: Path, images: Path) -> str | None:
     """Why the kernel mounts no overlay there, found by mounting one; None where it does."""
+    # No fuse-overlayfs instead: the root of its process would become the file system that it
+    # serves, so a command that sets an attribute of a file would hang.
     with ExitStack() as stack:
         try:
             tree = images / _PROBE

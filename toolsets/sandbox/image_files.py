@@ -253,7 +253,7 @@ class ImageFiles:
         return reply
 
     def _error(self, number: int, path: str) -> Exception:
-        """An error inside with the path that was asked for."""
+        """The error from inside, with the caller's path."""
         if number in HOST_ERRNOS and (failed := self._disk_failure()) is not None:
             return HostError(f"workspace: {describe(failed)}")
         if number == errno.ENOENT:

@@ -24,7 +24,7 @@ class BatchState:
 
 @dataclass(frozen=True, slots=True)
 class ItemResult:
-    """What became of one item."""
+    """The outcome of one batch item."""
 
     id: str
     reply: bytes | None

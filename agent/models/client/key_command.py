@@ -157,5 +157,5 @@ def _run(command: tuple[str, ...]) -> tuple[int, bytes, bytes]:
             if len(output) <= _MOST_BYTES:
                 process.wait(max(end - time.monotonic(), 0.0))
         finally:
-            process.kill()  # does nothing where it has ended
+            process.kill()  # no-op if it has exited
     return process.returncode, bytes(output), bytes(errors)

@@ -185,7 +185,7 @@ class Transport:
     ) -> bytes:
         url, headers, body, key = prepared
         timeout = self._timeouts.begin()
-        # A redirect would take the key along to wherever it points.
+        # Following a redirect would send the key to its target.
         sending = self._session.request(
             method, url, data=body, headers=headers, allow_redirects=False
         )

@@ -330,7 +330,7 @@ def _first_messages(column: str, columns: Mapping[str, Any]) -> list[Message]:
         content = item.get("content", item.get("value"))
         if role is None or not isinstance(content, str):
             raise ValueError(
-                f"{column}[{n}] must be text of the system or the user: no user message precedes"
+                f"{column}[{n}] must be a system or user message: no user message comes before it"
             )
         messages.append(Message(role="user" if role == "user" else "system", content=content))
         if role == "user":

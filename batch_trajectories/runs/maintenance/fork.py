@@ -225,7 +225,7 @@ def events_until(
     events.
     """
     if "agent" in record:
-        raise NotForkable("an agent that runs as a command cannot begin in the middle")
+        raise NotForkable("a run of a command-line agent cannot be forked")
     if turn >= len(record["turns"]):
         raise NotForkable(f"it does not continue after turn {turn}")
     if any(inner["key"].startswith(f"{SUMMARY}#") for inner in record["inner"]):

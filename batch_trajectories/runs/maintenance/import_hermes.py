@@ -267,7 +267,7 @@ def read_conversation(
     """
     kinds = [entry.get("from") for entry in entries if isinstance(entry, dict)]
     if kinds[:2] != ["system", "human"] or len(kinds) != len(entries):
-        raise ValueError(f"it begins with {kinds[:2]} instead of system and human")
+        raise ValueError(f"it starts with {kinds[:2]}, expected system, human")
     values = [_text(entry.get("value"), entry["from"]) for entry in entries]
     prompt = values[1]
     events: list[Event] = []
