@@ -33,6 +33,7 @@ toolsets/mcp
 
 agent/messages
 agent/models
+agent/models/bodies
 agent/models/dialects
 agent/models/client
 agent/models/batches
@@ -82,7 +83,7 @@ A folder whose docstring says what "Other rooms import" is a room, with all fold
 are no rooms.
 """
 
-FOUND_BY_NAME = {"export/formats"}
+FOUND_BY_NAME = {"agent/models/dialects", "export/formats"}
 """Folders whose modules are found by their names, so that no list has to name them."""
 
 SANDBOX = "toolsets/sandbox/"

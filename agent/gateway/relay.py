@@ -21,11 +21,11 @@ from agent.messages.message import (
     AnsweredEvent,
     ExchangeEvent,
 )
+from agent.models.bodies.assembly import Assembly
+from agent.models.bodies.dialect import dialect_of
+from agent.models.bodies.token_ids import without_tokens
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
-from agent.models.dialects.assembly import Assembly
-from agent.models.dialects.registry import dialect_of
-from agent.models.dialects.token_ids import without_tokens
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from agent.models.parsing import load_object

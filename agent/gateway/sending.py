@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from agent.messages.message import Message, Usage
+from agent.models.bodies.dialect import read_reply
+from agent.models.bodies.token_ids import asking_body, asks_for_ids, with_tokens
 from agent.models.client.relayed import RelayRequest
 from agent.models.dialects.openai_chat import API as CHAT
-from agent.models.dialects.registry import read_reply
-from agent.models.dialects.token_ids import asking_body, asks_for_ids, with_tokens
 from agent.models.model import Completion, ModelSettings
 from agent.wires.wire import WireError, WireRequest
 from agent.wires.wire_base import Wire

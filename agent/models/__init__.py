@@ -13,6 +13,7 @@ deadline     the time limit of a conversation
 stream_events  events for a caller while a reply arrives
 resolve      from `--model` to provider, URL and key
 scripted     a model that plays given turns
+bodies/      what dialects share
 dialects/    the APIs: how requests are written and replies read
 client/      HTTP, retries, connections
 batches/     the providers' Batch APIs

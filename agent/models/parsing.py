@@ -218,3 +218,11 @@ def _read_error(body: str) -> _ErrorBody:
 
 def _excerpt(body: bytes) -> str:
     return repr(body[:200].decode(errors="replace")) if body else "an empty body"
+
+
+def reported_cost(reply: Mapping[str, Any]) -> float | None:
+    """What a reply's body says that it cost; None where it says nothing that can be."""
+    cost = object_of(reply, "usage").get("cost")
+    if isinstance(cost, bool) or not isinstance(cost, int | float):
+        return None
+    return float(cost) if math.isfinite(cost) and cost >= 0 else None

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from agent.models.dialects.registry import dialect_of
+from agent.models.bodies.dialect import dialect_of
 from agent.wires.reading import Asked, Layout, Schemas, path_of, read_request
 from agent.wires.wire import (
     NOTHING_VOLATILE,

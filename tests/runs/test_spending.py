@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from agent.messages.message import UNREADABLE
-from agent.models.dialects.registry import DIALECTS, read_reply
+from agent.models.bodies.dialect import DIALECTS, read_reply
 from agent.models.errors import ModelError
 from batch_trajectories.runs.directory.run_totals import Spent, spent_by, spent_by_judges
 from batch_trajectories.runs.store.checksum import with_checksum

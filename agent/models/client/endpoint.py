@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from agent.models.bodies.dialect import dialect_of, read_asked
 from agent.models.client.key_command import RenewableKey
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.transport import Transport
 from agent.models.client.unsupported_options import UnsupportedOptions
-from agent.models.dialects.registry import dialect_of, read_asked
 from agent.models.model import Completion, ModelSettings, Request
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from agent.models.admission import CallAdmission
+from agent.models.bodies.dialect import RELAYED, dialect_of
 from agent.models.client.endpoint import EndpointModel
 from agent.models.client.key_command import RenewableKey
 from agent.models.client.retrying import Retry, RetryingModel
-from agent.models.dialects.registry import RELAYED, dialect_of
 from agent.models.model import ModelSettings
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agent.messages.message import Message
-from agent.models.dialects.assembly import Assembly
+from agent.models.bodies.assembly import Assembly
 from agent.models.model import Completion, ModelSettings, Request
 
 OnEvent = Callable[[bytes, str | None], bool]

@@ -20,6 +20,7 @@ import aiohttp
 import truststore
 from yarl import URL
 
+from agent.models.bodies.assembly import Assembly
 from agent.models.client.call_timeouts import CallTimeouts
 from agent.models.client.event_stream import EventSplitter, EventTooLarge, ServerEvent
 from agent.models.client.key_command import RenewableKey
@@ -34,7 +35,6 @@ from agent.models.client.prepared import (
 from agent.models.client.relayed import OnEvent, RelayRequest
 from agent.models.client.tls import describe_failure, is_of_tls
 from agent.models.connection import proxy_for
-from agent.models.dialects.assembly import Assembly
 from agent.models.errors import ModelError
 from agent.models.keys import Key
 from agent.models.model import ModelSettings

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from agent.models.dialects.token_ids import FIELDS
+from agent.models.bodies.token_ids import FIELDS
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings
 

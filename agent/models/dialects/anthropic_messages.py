@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent.messages.message import FinishReason, Message, ToolCall, Usage
-from agent.models.dialects.unknown_fields import extra_of, uncounted_in, unknown_in
+from agent.models.bodies.dialect import Dialect
+from agent.models.bodies.unknown_fields import extra_of, uncounted_in, unknown_in
+from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import (
@@ -288,3 +290,13 @@ def usage_in(reply: Mapping[str, Any]) -> Usage | None:
         cache_write_tokens=written,
         reasoning_tokens=count_or_none(details.get("thinking_tokens")),
     )
+
+
+DIALECT = Dialect(
+    path="/v1/messages",
+    headers=headers_of,
+    body=request_body,
+    read=read_reply,
+    usage=usage_in,
+    assembly=MessagesAssembly,
+)

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from agent.messages.message import FinishReason, Message, ToolCall, Usage
-from agent.models.dialects.unknown_fields import extra_of, unknown_in
+from agent.models.bodies.dialect import Dialect
+from agent.models.bodies.unknown_fields import extra_of, unknown_in
+from agent.models.dialects.gemini_stream import GeminiAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import count_or_none, make_call, object_of, parse_object, text_or_none
@@ -129,3 +131,13 @@ def usage_in(reply: Mapping[str, Any]) -> Usage | None:
         cache_write_tokens=None,
         reasoning_tokens=reasoning,
     )
+
+
+DIALECT = Dialect(
+    path=PATH,
+    headers=headers_of,
+    body=request_body,
+    read=read_reply,
+    usage=usage_in,
+    assembly=GeminiAssembly,
+)

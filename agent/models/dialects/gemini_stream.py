@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agent.models.dialects.assembly import Growing, to_body
+from agent.models.bodies.assembly import Growing, to_body
 from agent.models.stream_events import StreamHandler
 from batch_trajectories.basics.exact_json import objects_among
 

@@ -6,7 +6,6 @@ rest of a call and grows with the history, and its reply objects let incomplete 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -18,8 +17,10 @@ import orjson
 
 from agent.messages.message import FinishReason, Message, ToolCall, Usage
 from agent.messages.reasoning import split_inline_reasoning
-from agent.models.dialects.token_ids import request_fields, without_outer_newlines
-from agent.models.dialects.unknown_fields import extra_of, uncounted_in, unknown_in
+from agent.models.bodies.dialect import Dialect
+from agent.models.bodies.token_ids import request_fields, without_outer_newlines
+from agent.models.bodies.unknown_fields import extra_of, uncounted_in, unknown_in
+from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import (
@@ -27,6 +28,7 @@ from agent.models.parsing import (
     object_of,
     parse_object,
     read_usage,
+    reported_cost,
     text_or_none,
 )
 
@@ -327,9 +329,11 @@ def usage_in(reply: Mapping[str, Any]) -> Usage | None:
     return read_usage(reply.get("usage"), given="prompt", made="completion")
 
 
-def reported_cost(reply: Mapping[str, Any]) -> float | None:
-    """What a reply's body says that it cost; None where it says nothing that can be."""
-    cost = object_of(reply, "usage").get("cost")
-    if isinstance(cost, bool) or not isinstance(cost, int | float):
-        return None
-    return float(cost) if math.isfinite(cost) and cost >= 0 else None
+DIALECT = Dialect(
+    path="/chat/completions",
+    headers=headers_of,
+    body=request_body,
+    read=read_reply,
+    usage=usage_in,
+    assembly=ChatAssembly,
+)

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from agent.models.dialects.assembly import Growing, to_body
-from agent.models.dialects.unknown_fields import merge, unknown_in
+from agent.models.bodies.assembly import Growing, to_body
+from agent.models.bodies.unknown_fields import merge, unknown_in
 from agent.models.stream_events import StreamHandler
 from batch_trajectories.basics.exact_json import objects_among
 

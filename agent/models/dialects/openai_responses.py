@@ -15,8 +15,10 @@ import orjson
 
 from agent.messages.message import FinishReason, Message, ToolCall, Usage
 from agent.messages.reasoning import split_inline_reasoning
-from agent.models.dialects.openai_chat import cache_key, is_openai
-from agent.models.dialects.unknown_fields import extra_of, uncounted_in, unknown_in
+from agent.models.bodies.dialect import Dialect
+from agent.models.bodies.unknown_fields import extra_of, uncounted_in, unknown_in
+from agent.models.dialects.openai_chat import cache_key, headers_of, is_openai
+from agent.models.dialects.openai_responses_stream import ResponsesAssembly
 from agent.models.errors import ModelError, kind_of
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import (
@@ -314,3 +316,13 @@ def _is_plain(item: Mapping[str, Any]) -> bool:
         <= _PLAIN_FIELDS.get(str(one.get("type")), frozenset())
         for one in (item, *parts)
     )
+
+
+DIALECT = Dialect(
+    path="/responses",
+    headers=headers_of,
+    body=request_body,
+    read=read_reply,
+    usage=usage_in,
+    assembly=ResponsesAssembly,
+)

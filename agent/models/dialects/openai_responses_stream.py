@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from agent.models.dialects.assembly import to_body
+from agent.models.bodies.assembly import to_body
 from agent.models.stream_events import StreamHandler
 
 

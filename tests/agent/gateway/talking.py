@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent.messages.message import Event
-from agent.models.dialects.registry import read_reply
+from agent.models.bodies.dialect import read_reply
 from agent.state.events import Clock, exchange_event
 from agent.state.trajectory import Trajectory
 from agent.wires.threads import Threads

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agent.models.dialects.registry import read_reply
-from agent.models.dialects.token_ids import with_tokens
+from agent.models.bodies.dialect import read_reply
+from agent.models.bodies.token_ids import with_tokens
 from agent.models.model import ModelSettings
 from agent.state.events import Clock, exchange_event
 from agent.state.trajectory import Trajectory

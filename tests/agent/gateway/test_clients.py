@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from agent.models.dialects.registry import read_reply
+from agent.models.bodies.dialect import read_reply
 from agent.wires.wire_base import Wire
 from agent.wires.wires import WIRES
 from batch_trajectories.basics import exact_json

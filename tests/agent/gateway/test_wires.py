@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.models.dialects.registry import dialect_of, read_reply
+from agent.models.bodies.dialect import dialect_of, read_reply
 from agent.models.stream_events import ignored
 from agent.wires.wire import NOTHING_VOLATILE, Volatile, WireError, WireRequest
 from agent.wires.wire_base import Wire

@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from agent.models.batches.calls import open_batches
+from agent.models.bodies.dialect import DIALECTS
 from agent.models.client.endpoint import EndpointModel
-from agent.models.dialects.registry import DIALECTS
 from agent.models.errors import ModelError
 from agent.models.keys import MARK, Key
 from agent.models.model import ModelSettings, Request

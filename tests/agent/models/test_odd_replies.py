@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent.messages.message import Message
-from agent.models.dialects.registry import dialect_of, read_asked, read_reply
+from agent.models.bodies.dialect import dialect_of, read_asked, read_reply
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings
 from agent.models.parsing import error_behind_200, load_object, refusal_of

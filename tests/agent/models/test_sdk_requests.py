@@ -19,8 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from agent.messages.message import Message
 from agent.models.batches.calls import open_batches
+from agent.models.bodies.dialect import DIALECTS, dialect_of
 from agent.models.client.endpoint import EndpointModel
-from agent.models.dialects.registry import DIALECTS, dialect_of
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from agent.models.parsing import error_behind_200, refusal_of

@@ -23,7 +23,8 @@ from agent.messages.tokens import (
     token_turns,
 )
 from agent.models.batches import calls
-from agent.models.dialects import openai_chat, registry
+from agent.models.bodies.dialect import read_asked
+from agent.models.dialects import openai_chat
 from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.resolve import resolve_sibling
@@ -49,7 +50,7 @@ def body(choice: JSON, **more: Any) -> JSON:
 
 
 def read(reply: JSON) -> Completion:
-    return registry.read_asked(OWN, orjson.dumps(reply))
+    return read_asked(OWN, orjson.dumps(reply))
 
 
 def asked_by(reference: str, base_url: str, request: Request) -> JSON:
@@ -120,7 +121,7 @@ def test_a_stream_of_vllm_gives_the_same() -> None:
         choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
         assembly.add({"choices": [{**choice, "token_ids": [n], "logprobs": content(text)}]})
     assembly.add({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    completion = registry.read_asked(OWN, assembly.finish())
+    completion = read_asked(OWN, assembly.finish())
     assert completion.tokens == Sampled(
         pack_ids([1, 2]), pack_ids([0, 1]), pack_logprobs([-0.5, -0.5])
     )
@@ -243,7 +244,7 @@ def test_a_turn_has_the_options_that_it_was_sampled_with() -> None:
         "logit_bias": {"5": 1},
         "stream": True,
     }
-    completion = registry.read_asked(OWN, orjson.dumps(body({"token_ids": [7]})), options)
+    completion = read_asked(OWN, orjson.dumps(body({"token_ids": [7]})), options)
     assert completion.sampling == {"temperature": 0.6, "top_k": 20, "logit_bias": True}
 
 
@@ -256,7 +257,7 @@ def test_other_numbers_of_logprobs_than_ids_stay_as_they_came() -> None:
 def test_replies_keep_all_as_it_came_without_the_option() -> None:
     settings = ModelSettings("m", "openai_chat", "http://127.0.0.1:1/v1", None)
     reply = body({"token_ids": [7]}, prompt_token_ids=[1])
-    completion = registry.read_asked(settings, orjson.dumps(reply))
+    completion = read_asked(settings, orjson.dumps(reply))
     assert completion.tokens is None
     assert completion.extra == {"reply": {"prompt_token_ids": [1]}, "choice": {"token_ids": [7]}}
 

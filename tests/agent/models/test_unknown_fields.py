@@ -12,12 +12,12 @@ from agent.flat.convert import from_messages, parse_openai_response, to_messages
 from agent.flat.convert import to_openai_messages as flat_to_openai
 from agent.messages.message import Message
 from agent.messages.reasoning import hides_reasoning
+from agent.models.bodies.unknown_fields import merge
 from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
 from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
 from agent.models.dialects.openai_chat import to_api, to_api_messages
 from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.dialects.openai_responses_stream import ResponsesAssembly
-from agent.models.dialects.unknown_fields import merge
 from agent.models.model import Completion, ModelSettings, Request
 from agent.views.react import read_completion
 from agent.views.views import compact

@@ -1,16 +1,17 @@
-"""The supported APIs: how each writes requests and reads replies."""
+"""A dialect: how an API has its requests written and its replies read; all of them by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple, get_args
 
 from agent.messages.message import Message, Usage
-from agent.models.dialects.assembly import Assembly
+from agent.models.bodies.assembly import Assembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.parsing import load_object, text_or_none
+from agent.models.parsing import load_object, reported_cost, text_or_none
 from agent.models.providers import ONLY_RELAYED, Api
 from agent.models.stream_events import StreamHandler
 
@@ -41,57 +42,12 @@ DIALECTS = tuple(api for api in RELAYED if api not in ONLY_RELAYED)
 
 @cache
 def dialect_of(api: str) -> Dialect:
-    """The dialect that `ModelSettings.api` names; it is imported by the first call."""
-    match api:
-        case "openai_chat":
-            from agent.models.dialects import openai_chat
-            from agent.models.dialects.openai_chat_stream import ChatAssembly
-
-            return Dialect(
-                "/chat/completions",
-                openai_chat.headers_of,
-                openai_chat.request_body,
-                openai_chat.read_reply,
-                openai_chat.usage_in,
-                ChatAssembly,
-            )
-        case "openai_responses":
-            from agent.models.dialects import openai_chat, openai_responses
-            from agent.models.dialects.openai_responses_stream import ResponsesAssembly
-
-            return Dialect(
-                "/responses",
-                openai_chat.headers_of,
-                openai_responses.request_body,
-                openai_responses.read_reply,
-                openai_responses.usage_in,
-                ResponsesAssembly,
-            )
-        case "anthropic_messages":
-            from agent.models.dialects import anthropic_messages
-            from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
-
-            return Dialect(
-                "/v1/messages",
-                anthropic_messages.headers_of,
-                anthropic_messages.request_body,
-                anthropic_messages.read_reply,
-                anthropic_messages.usage_in,
-                MessagesAssembly,
-            )
-        case "gemini":
-            from agent.models.dialects import gemini
-            from agent.models.dialects.gemini_stream import GeminiAssembly
-
-            return Dialect(
-                gemini.PATH,
-                gemini.headers_of,
-                gemini.request_body,
-                gemini.read_reply,
-                gemini.usage_in,
-                GeminiAssembly,
-            )
-    raise ValueError(f"no such API: {api!r}")
+    """The dialect that `ModelSettings.api` names; its module is imported by the first call."""
+    if api not in RELAYED:
+        raise ValueError(f"no such API: {api!r}")
+    dialect = import_module(f"agent.models.dialects.{api}").DIALECT
+    assert isinstance(dialect, Dialect)
+    return dialect
 
 
 def read_asked(
@@ -101,7 +57,7 @@ def read_asked(
     completion = read_reply(settings.api, body)
     if not settings.token_ids:
         return completion
-    from agent.models.dialects.token_ids import with_tokens
+    from agent.models.bodies.token_ids import with_tokens
 
     return with_tokens(completion, settings, request)
 
@@ -128,8 +84,6 @@ def _paid(dialect: Dialect, body: bytes) -> Completion | None:
     usage = dialect.usage(reply)
     if usage is None or not (usage["input_tokens"] or usage["output_tokens"]):
         return None
-    from agent.models.dialects.openai_chat import reported_cost
-
     return Completion(
         message=Message(role="assistant", content=""),
         finish_reason="stop",
