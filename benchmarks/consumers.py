@@ -5,7 +5,8 @@
 Exports a run into a temporary directory and loads it with `datasets` (the newest and an old one),
 TRL's SFTTrainer, DPOTrainer and KTOTrainer, LLaMA-Factory's loader, Axolotl's chat-template
 strategy, the models of harbor and others. The run needs rewards that differ between samples, and
-token ids (`--num_samples`, `--token_ids`).
+token ids (`--num_samples`, `--token_ids`); failed calls and conversations that did not pass are
+masked in a part of the exports.
 Environments are made in DIR the first time, which takes gigabytes and minutes, and kept. `--torch`
 is what pip is to install as torch, such as `torch==2.13.0+cpu` where there is such a wheel. Ends
 with 1 if a consumer drops a row or learns what is not the model's, and if one could not be
@@ -48,6 +49,10 @@ _FORMATS: tuple[FormatName, ...] = (
 )
 
 
+_MASKED, _MASKED_TURNS = "masked", "masked_turns"
+"""Exports with turns that carry no loss: marked, and left out of rows per turn."""
+
+
 @dataclass(frozen=True)
 class _Consumer:
     """What is installed, and the module of `benchmarks/consuming` that runs in it."""
@@ -58,7 +63,7 @@ class _Consumer:
     bare: tuple[str, ...] = ()
     """Installed without what they depend on."""
     more: tuple[str, ...] = ()
-    """Further modules that run in the same environment, with an argument after a space."""
+    """Further modules that run in the same environment, with arguments after spaces."""
     is_asked_for: bool = False
     """Only with `--only`: it needs modules that are in no registry."""
 
@@ -66,21 +71,36 @@ class _Consumer:
 _CONSUMERS = {
     "datasets": _Consumer("hf_datasets", ("datasets",)),
     "datasets_old": _Consumer("hf_datasets", ("datasets==3.6.0",)),
-    "trl": _Consumer("trl_sft", ("trl",), needs_torch=True, more=("trl_preferences", "trl_turns")),
-    "llamafactory": _Consumer("llamafactory_loader", ("llamafactory",), needs_torch=True),
-    "axolotl": _Consumer("axolotl_chat", ("axolotl",), needs_torch=True),
+    "trl": _Consumer(
+        "trl_sft",
+        ("trl",),
+        needs_torch=True,
+        more=("trl_preferences", "trl_turns turns", f"trl_turns {_MASKED_TURNS}"),
+    ),
+    "llamafactory": _Consumer(
+        "llamafactory_loader",
+        ("llamafactory",),
+        needs_torch=True,
+        more=(f"llamafactory_loader {_MASKED_TURNS}",),
+    ),
+    "axolotl": _Consumer(
+        "axolotl_chat", ("axolotl",), needs_torch=True, more=(f"axolotl_chat {_MASKED}",)
+    ),
     "verl": _Consumer(
         "verl_sft", ("verl[verl-core]",), needs_torch=True, more=("rl_rows verl", "verl_prompts")
     ),
     "skyrl": _Consumer("rl_rows skyrl", ("skyrl",), needs_torch=True),
     "prime-rl": _Consumer("rl_rows prime_rl", ("msgspec",), is_asked_for=True),
     "slime": _Consumer("rl_rows slime", (), needs_torch=True, is_asked_for=True),
-    "ms-swift": _Consumer("swift_template", ("ms-swift",), needs_torch=True),
+    "ms-swift": _Consumer(
+        "swift_template", ("ms-swift",), needs_torch=True, more=(f"swift_template {_MASKED}",)
+    ),
     "openrlhf": _Consumer(
         "openrlhf_sft",
         ("transformers", "datasets", "loguru", "pylatexenc", "ray"),
         needs_torch=True,
         bare=("openrlhf",),  # it depends on packages that are compiled for a GPU
+        more=(f"openrlhf_sft {_MASKED_TURNS}",),
     ),
     "unsloth": _Consumer("unsloth_standard", ("unsloth",), needs_torch=True),
     "automodel": _Consumer("nemo_automodel_chat", ("nemo_automodel",), needs_torch=True),
@@ -148,6 +168,12 @@ def _export(run_dir: Path, lines: Path, twins: Path) -> None:
         source, Recipe(formats=(*_FORMATS, "prompts", "parquet", "hf"), splits=splits), twins
     )
     export_dataset(source, Recipe(formats=("openai",), per_turn=True), twins / "turns")
+    masked = {"include": "not_passed"}
+    for name, choice in (
+        (_MASKED, {"formats": "openai,parquet"}),
+        (_MASKED_TURNS, {"formats": "openai,llamafactory", "per_turn": True}),
+    ):
+        export_dataset(source, Recipe.model_validate({**masked, **choice}), twins / name)
 
 
 def _environment(place: Path, consumer: _Consumer, torch: str) -> Path:

@@ -48,6 +48,7 @@ def _load(
             "dataset": ",".join(names),
             "dataset_dir": str(folder),
             "template": template_name,
+            "mask_history": directory.name.endswith("turns"),
             "cutoff_len": 1 << 17,
             "output_dir": str(place / "out"),
             "overwrite_cache": True,
@@ -84,4 +85,4 @@ def _load(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(*sys.argv[1:]))

@@ -25,7 +25,14 @@ def main(directory: Path) -> None:
     strategy = SimpleNamespace(args=SimpleNamespace(data=SimpleNamespace(**options)))
     with tempfile.TemporaryDirectory() as cache:
         rows = datasets.load_dataset("json", data_files=files, split="train", cache_dir=cache)
-        data = SFTDataset(rows, tokenizer, 1 << 17, strategy, num_processors=1, multiturn=True)
+        data = SFTDataset(
+            rows,
+            tokenizer,
+            1 << 17,
+            strategy,
+            num_processors=1,
+            multiturn=not directory.name.endswith("turns"),
+        )
         spans = tiny.Spans(tokenizer)
         ours = list(rows_of(directory))
         assert len(data) == len(ours), f"{len(ours) - len(data)} rows were dropped"
@@ -41,4 +48,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(*sys.argv[1:]))

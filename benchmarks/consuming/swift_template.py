@@ -63,4 +63,4 @@ def _thoughts(row: dict[str, list[dict[str, str]]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(*sys.argv[1:]))

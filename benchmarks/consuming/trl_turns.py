@@ -18,15 +18,14 @@ _TEMPLATES = ("qwen3", "qwen3_5_think", "glm4moe", "nemotron_3_ultra")
 
 
 def main(directory: Path) -> None:
-    """Tokenize the rows in `turns` as prompts and completions, with templates of models."""
+    """Tokenize the rows as prompts and completions, with templates of models."""
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
-    turns = directory / "turns"
-    ours = list(rows_of(turns))
-    files = sorted(map(str, (turns / "openai").glob("*.jsonl")))
+    ours = list(rows_of(directory))
+    files = sorted(map(str, (directory / "openai").glob("*.jsonl")))
     for name in _TEMPLATES:
         template = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
-        tokenizer = tiny.tokenizer_for(turns, template.read_text(encoding="utf-8"))
+        tokenizer = tiny.tokenizer_for(directory, template.read_text(encoding="utf-8"))
         with tempfile.TemporaryDirectory() as cache:
             rows = datasets.load_dataset("json", data_files=files, split="train", cache_dir=cache)
             pairs = rows.map(
@@ -45,8 +44,8 @@ def main(directory: Path) -> None:
         for row, made in zip(ours, prepared, strict=True):
             marks = [label != _IGNORED for label in made["labels"]]
             spans.add(row, made["input_ids"], marks)
-        print(f"= TRL {trl.__version__}, rows per turn, template {name}: {spans}")
+        print(f"= TRL {trl.__version__}, {directory.name}, template {name}: {spans}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(*sys.argv[1:]))

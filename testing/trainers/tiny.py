@@ -78,6 +78,12 @@ def said_to_the_model(row: dict[str, Any]) -> Iterator[str]:
             yield message["content"]
 
 
+def said_without_loss(row: dict[str, Any]) -> Iterator[str]:
+    """What it said and should not learn, which templates may leave out."""
+    marked = [m for m in row["messages"] if m["role"] == "assistant" and m.get("weight") == 0]
+    yield from said_by_the_model({"messages": [{**m, "weight": 1} for m in marked]})
+
+
 def check_spans(row: dict[str, Any], learnt: str, rest: str) -> tuple[int, int]:
     """Assert that texts are on their side of the mask; gives how many there are on each."""
     ours = [text.strip() for text in said_by_the_model(row) if text.strip()]
@@ -88,6 +94,9 @@ def check_spans(row: dict[str, Any], learnt: str, rest: str) -> tuple[int, int]:
         assert any(form in learnt for form in forms), f"{row['id']}: not learnt: {text[:80]!r}"
     for text in theirs:
         assert text in rest, f"{row['id']}: not in the masked part: {text[:80]!r}"
+    for text in map(str.strip, said_without_loss(row)):
+        if text and not any(text in one for one in ours):
+            assert text not in learnt, f"{row['id']}: learnt, but marked: {text[:80]!r}"
     return len(ours), len(theirs)
 
 

@@ -99,10 +99,13 @@ def test_a_call_is_repeated_only_right_after_it_and_with_the_same_result() -> No
 
 
 def test_a_note_of_the_runtime_does_not_hide_that_a_call_is_repeated() -> None:
-    again = {**result("r\n\nYou did this before.", id="c2"), "details": {"own_chars": 1}}
+    again = result("r\n\nYou did this.\n\nHurry.", id="c2")
+    tagged = {**result("r [stored as x]", id="c3"), "details": {"own_chars": 1}}
     record = record_of(user(), assistant("", call()), result("r"), assistant("", call(id="c2")),
-                       again, assistant("Done."))  # fmt: skip
-    assert masked(record, repeated_call=True) == {2: ("repeated_call",)}
+                       again, assistant("", call(id="c3")), tagged, assistant("Done."))  # fmt: skip
+    texts = ("You did this.", "Hurry.")
+    record["notes"] = [{"turn": 2, "reason": "repeat", "text": text} for text in texts]
+    assert masked(record, repeated_call=True).keys() == {2, 3}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from agent.messages.message import OWN_CHARS
 from agent.state.tally import MALFORMED, canonical
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.authors import other_models
@@ -185,6 +186,7 @@ class Masks:
 def _by_results(part: StoredConversation, mask: Mask) -> Iterator[tuple[int, str]]:
     """Reasons that calls and their results give."""
     before: set[tuple[str, str | bytes, str]] = set()
+    added = [(note.turn, f"\n\n{note.text}") for note in reversed(part.notes) if note.text]
     for turn, reply, results in _steps(Own(part)):
         kinds = {kind_of_failure(one.details) for one in results.values() if one.is_error}
         if mask.failed_call and kinds - _NOT_ENDED:
@@ -194,7 +196,7 @@ def _by_results(part: StoredConversation, mask: Mask) -> Iterator[tuple[int, str
         if mask.interrupted_result and "interrupted" in kinds:
             yield turn, "interrupted_result"
         if mask.repeated_call:
-            now = set(_made(reply, results))
+            now = set(_made(reply, results, [text for after, text in added if after == turn]))
             if now & before:
                 yield turn, "repeated_call"
             before = now
@@ -218,12 +220,17 @@ def _steps(own: Own) -> Iterator[tuple[int, StoredMessage, dict[str | None, Stor
 
 
 def _made(
-    reply: StoredMessage, results: Mapping[str | None, StoredMessage]
+    reply: StoredMessage, results: Mapping[str | None, StoredMessage], added: Sequence[str]
 ) -> Iterator[tuple[str, str | bytes, str]]:
-    """Name, arguments and the tool's own text of each call that has a result."""
+    """Name, arguments and the tool's own text of each call that has a result.
+
+    `added` are what the runtime wrote behind it, the last first.
+    """
     for call in reply.tool_calls:
         result = results.get(call.id)
         if result is None or kind_of_failure(result.details) in _NOT_ENDED:
             continue
-        content = result.content[: result.details.get("own_chars")]
+        content = result.content[: result.details.get(OWN_CHARS)]
+        for text in added:
+            content = content.removesuffix(text)
         yield call.function.name, canonical(call.function.arguments), content
