@@ -112,7 +112,8 @@ def chosen_records(
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.basics.validation import mistakes_in
     from batch_trajectories.export.filters.filters import RecordFilters
-    from batch_trajectories.export.rows.recipe import Filters, load_recipe
+    from batch_trajectories.export.rows.filter_options import Filters
+    from batch_trajectories.export.rows.recipe import load_recipe
     from batch_trajectories.runs.store.reader import stored_records
 
     read = load_recipe(recipe, {})

@@ -20,7 +20,8 @@ from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.directory import derive, export_dataset, listed_files
 from batch_trajectories.export.record_order import RecordOrder, Seen
-from batch_trajectories.export.rows.recipe import Filters, Recipe, load_recipe
+from batch_trajectories.export.rows.filter_options import Filters
+from batch_trajectories.export.rows.recipe import Recipe, load_recipe
 from batch_trajectories.runs.dataset.scan import scan
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.records import RecordFile

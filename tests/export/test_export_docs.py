@@ -9,16 +9,10 @@ from typing import get_args
 import pytest
 
 from batch_trajectories.export.masking.options import Mask
+from batch_trajectories.export.rows.filter_options import AnswerCheck, Filters
 from batch_trajectories.export.rows.format import Format, named
 from batch_trajectories.export.rows.format_names import names
-from batch_trajectories.export.rows.recipe import (
-    AnswerCheck,
-    Card,
-    Filters,
-    Preference,
-    Recipe,
-    load_recipe,
-)
+from batch_trajectories.export.rows.recipe import Card, Preference, Recipe, load_recipe
 from batch_trajectories.runs.config.option_types import RowFlaw
 from tests.running import ROOT
 

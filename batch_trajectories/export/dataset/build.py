@@ -202,9 +202,11 @@ class _Making:
         digest = self._rejects.finish()
         statistics = self._statistics.to_json()
         del statistics["duration_s"]
+        evaluation = self._filters.evaluation
         return {
             "rejected": self._rejected.total(),
             "rejected_by_reason": dict(sorted(self._rejected.items())),
+            **({} if evaluation is None else {"evaluation": evaluation.counts()}),
             "selected": self._selected,
             "models": [
                 {"model": name, "records": count} for name, count in sorted(self._models.items())

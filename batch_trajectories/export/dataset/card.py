@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.export.rows.format import format_named
 from batch_trajectories.export.rows.recipe import Recipe
 
@@ -209,11 +210,11 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     filters = recipe.filters
     yield ""
     yield f"- scanned for secrets: {'no' if filters.secrets == 'off' else filters.secrets}"
-    yield "- compared with benchmarks: " + (
-        f"{len(filters.evaluation_files)} files, {filters.evaluation_words} words in a row"
-        if filters.evaluation_files
-        else "no"
-    )
+    yield f"- compared with benchmarks: {_compared(filters)}"
+    for one in manifest.get("evaluation", ()):
+        revision = f", revision {one['revision']}" if one["revision"] else ""
+        by = ", ".join(f"{count:,} by {what}" for what, count in one["left_out"].items())
+        yield f"  - `{one['name']}`{revision}: {one['questions']:,} questions; left out: {by or 0}"
     yield "- personal data: not looked for"
     yield ""
     yield "`manifest.json` has the recipe, all counts and a sha256 per file."
@@ -243,6 +244,15 @@ def _by_others(name: str, others: Mapping[str, int], *, is_marked: bool) -> str:
     if not is_marked:
         return f"  - turns of others: {counts}; {name} cannot mark them, so trainers learn them"
     return f"  - turns of others: {counts}; marked, so they carry no loss"
+
+
+def _compared(filters: Filters) -> str:
+    if not filters.evaluation_files:
+        return "no"
+    places = " and ".join(filters.evaluation_search).replace("_", " ").replace("all", "all texts")
+    words = f"{filters.evaluation_words} words in a row, in {places}" if places else ""
+    columns = ", ".join(f"`{name}`" for name in filters.evaluation_columns)
+    return "; ".join(filter(None, (words, f"columns {columns}" if columns else "")))
 
 
 def _masked(part: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:

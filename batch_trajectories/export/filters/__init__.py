@@ -2,7 +2,8 @@
 
 filters        the filters of a recipe
 duplicates     equal and nearly equal conversations
-contamination  questions of an evaluation
+contamination  overlap with benchmarks
+evaluation_sets  the questions of benchmarks
 secrets        API keys and the like
 
 Other rooms import duplicates, filters.

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.ending import answer_of
@@ -18,9 +17,8 @@ from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.rewards import judged, reward_of
 from batch_trajectories.export.conversation.texts import texts_of
 from batch_trajectories.export.conversation.tools import names_of
-from batch_trajectories.export.filters.contamination import Questions, load_questions
 from batch_trajectories.export.filters.secrets import Scanner, make_scanner
-from batch_trajectories.export.rows.recipe import AnswerCheck, Filters
+from batch_trajectories.export.rows.filter_options import AnswerCheck, Filters
 from batch_trajectories.runs.store.checks import (
     CHECK_FAILED,
     EXPECTED,
@@ -30,6 +28,9 @@ from batch_trajectories.runs.store.checks import (
 )
 from batch_trajectories.runs.store.record_types import Record, StoredError
 from toolsets.catalog.places import OwnToolError, import_function
+
+if TYPE_CHECKING:
+    from batch_trajectories.export.filters.contamination import Contamination
 
 _NO_ANSWER = "there is no answer"
 
@@ -46,11 +47,12 @@ _COUNTED = (
 
 _OF_SEVERAL = frozenset(
     (
-        *("control_tokens", "evaluation_words", "exact_duplicates", "near_duplicates"),
+        *("control_tokens", "exact_duplicates", "near_duplicates"),
+        *("evaluation_words", "evaluation_text", "evaluation_search"),
         *("first_n", "best_n", "max_per_toolsets"),
     )
 )
-"""Filters that are applied elsewhere, and one that does nothing by itself."""
+"""Filters that are applied elsewhere, and those that do nothing by themselves."""
 
 
 class Rejection(NamedTuple):
@@ -87,11 +89,15 @@ class RecordFilters:
         """Whether only the status of a record matters."""
         self._counts = any(getattr(filters, name) not in (None, "keep") for name in _COUNTED)
         self._wrong = None if filters.answer is None else _answer_check(filters.answer)
-        self._questions: Questions | None = None
+        self.evaluation: Contamination | None = None
+        """The benchmarks that records are compared with."""
         if filters.evaluation_files:
-            self._questions = load_questions(
-                [Path(file) for file in filters.evaluation_files], words=filters.evaluation_words
-            )
+            from batch_trajectories.export.filters.contamination import Contamination
+
+            self.evaluation = Contamination(filters)
+        elif filters.evaluation_columns or filters.evaluation_text:
+            name = "columns" if filters.evaluation_columns else "text"
+            raise ConfigError(f"filters.evaluation_{name}: needs evaluation_files")
         self._scanner: Scanner | None = None
         if filters.secrets != "off":
             self._scanner = make_scanner(with_detect_secrets=filters.secrets == "all")
@@ -141,8 +147,8 @@ class RecordFilters:
         if self._counts:
             yield from _counts(record, filters)
         yield from self._judged(record)
-        if self._questions is not None and (overlap := self._questions.overlap(record)):
-            yield Rejection("evaluation_files", overlap)
+        if self.evaluation is not None and (overlap := self.evaluation.overlap(record)):
+            yield Rejection(*overlap)
         if self._scanner is not None:
             for place, text in texts_of(record):
                 if kind := self._scanner(text):

@@ -3,6 +3,7 @@
 format_names  the names of the formats
 format        what a format is
 recipe        formats, style, filters and splits of an export
+filter_options  the filters of a recipe
 row_files     files of rows: staged, hashed, split and sharded
 files         the files of a format: one row per conversation, per turn, or of its own
 per_turn      a conversation cut into one for each turn
@@ -10,5 +11,6 @@ messages      conversations as OpenAI messages
 samples       the samples of a prompt, compared
 tables        rows as Arrow tables
 
-Other rooms import files, format, format_names, messages, recipe, row_files, samples, tables.
+Other rooms import files, filter_options, format, format_names, messages, recipe, row_files,
+samples, tables.
 """

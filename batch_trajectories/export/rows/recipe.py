@@ -21,8 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from agent.options import MAX_COUNT, NonNegativeInt, PositiveFloat, PositiveInt, Seed, split_commas
-from agent.state.trajectory import Status
+from agent.options import MAX_COUNT, PositiveFloat, PositiveInt, Seed, split_commas
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
 from batch_trajectories.export.conversation.style import (
@@ -33,13 +32,19 @@ from batch_trajectories.export.conversation.style import (
     SystemStyle,
     ToolsForm,
 )
-from batch_trajectories.export.conversation.tolerance import Tokens, Tolerance, accepted
+from batch_trajectories.export.conversation.tolerance import Tolerance, accepted
 from batch_trajectories.export.masking.options import NOT_PASSED, WITHOUT_BOUNDS, Mask
+from batch_trajectories.export.rows.filter_options import (
+    AnswerCheck,
+    Filters,
+    Number,
+    RecipePart,
+)
 from batch_trajectories.export.rows.format import Copies, Format, RowFormat, format_named, named
 from batch_trajectories.export.rows.format_names import OTHER_NAMES, names
 from batch_trajectories.runs.config.loading import read_mapping
 from batch_trajectories.runs.config.option_types import AcceptedRows
-from batch_trajectories.runs.store.checks import EXPECTED, THRESHOLD
+from batch_trajectories.runs.store.checks import THRESHOLD
 
 if TYPE_CHECKING:
     from batch_trajectories.export.masking.masks import Masks
@@ -64,8 +69,6 @@ def _has_segments(one: Format | Copies) -> bool:
     return isinstance(one, Copies) or (isinstance(one, RowFormat) and one.has_segments)
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
 Megabytes = Annotated[float, Field(gt=0, le=MAX_COUNT)]
 
 
@@ -84,109 +87,7 @@ def parse_splits(value: object) -> object:
     return shares
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class AnswerCheck(_Part):
-    """A comparison of the final answer with a column of the dataset."""
-
-    column: str = EXPECTED
-    """`expected` stands for `target`, too, where a row has only that."""
-    match: Literal["exact", "numeric", "regex", "python"] = "exact"
-    """exact: the same text except for case and outer space; numeric: the last number of the answer;
-    regex: the column is a pattern; python: `function` decides."""
-    tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
-    """Largest relative difference of numbers."""
-    function: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
-    """MODULE:FUNCTION, called with answer and record; returns whether the answer is right."""
-
-    @model_validator(mode="after")
-    def _names_a_function(self) -> AnswerCheck:
-        if (self.match == "python") != (self.function is not None):
-            raise ValueError("`function` belongs to match: python, and that needs one")
-        return self
-
-
-class Filters(_Part):
-    """Which records are left out. An absent filter leaves out none."""
-
-    status: (
-        Annotated[
-            tuple[Literal[Status, "any"], ...], BeforeValidator(split_commas), Field(min_length=1)
-        ]
-        | None
-    ) = None
-    """Endings to keep; `any` keeps all but `failed`. Left out: `completed`, and in dpo and kto also
-    conversations that ended because their answer was not the expected one."""
-    min_reasoning: Share | None = None
-    """Minimum share of the model's turns with readable reasoning."""
-    hidden_reasoning: Literal["keep", "reject"] = "keep"
-    """`reject` leaves out conversations with hidden reasoning: many templates render such turns
-    with an empty think block, whatever the row holds."""
-    shortened_views: Literal["keep", "reject"] = "keep"
-    """`reject` leaves out conversations of which the model saw parts shortened or summarized: rows
-    hold these parts in full."""
-    leak_suspected: Literal["keep", "reject"] = "keep"
-    """`reject` leaves out conversations whose calls looked where the solution may lie; see
-    `export.conversation.leaks`."""
-    max_interrupted_calls: NonNegativeInt | None = None
-    """Maximum number of tool calls that a crash interrupted."""
-    max_tool_errors: NonNegativeInt | None = None
-    max_tool_error_share: Share | None = None
-    """Maximum share of failed calls among those with a result."""
-    invented_tools: Literal["keep", "reject"] = "keep"
-    """`reject` leaves out conversations that call tools that were not offered. It matters for `raw`
-    and `atif`; other formats refuse such rows unless `accept_rows` keeps them."""
-    control_tokens: Tokens = "template"
-    """Tokens for which rows are refused: `all` adds those of Llama 2, Mistral and Gemma, which are
-    HTML or plain words to other tokenizers."""
-    min_turns: PositiveInt | None = None
-    max_turns: PositiveInt | None = None
-    min_tool_calls: NonNegativeInt | None = None
-    max_tool_calls: NonNegativeInt | None = None
-    max_input_tokens: PositiveInt | None = None
-    max_output_tokens: PositiveInt | None = None
-    max_tokens: PositiveInt | None = None
-    """Input and output of all calls; an unknown number counts as too many."""
-    min_reward: Number | None = None
-    max_reward: Number | None = None
-    min_rewards: dict[str, Number] = {}
-    """The same for several rewards by their names."""
-    max_rewards: dict[str, Number] = {}
-    passed: bool | None = None
-    """Whether records must have passed or not; those neither checked nor scored are left out."""
-    require_passed: bool = False
-    """Leave out what did not pass; records neither checked nor scored stay. Not for dpo and kto,
-    which compare good samples with bad ones."""
-    answer: AnswerCheck | None = None
-    evaluation_files: tuple[str, ...] = ()
-    """Questions of benchmarks (.jsonl: all text of a line; else a question per line)."""
-    evaluation_words: Annotated[int, Field(ge=8, le=13)] = 13
-    """Consecutive words that count as an overlap with a question."""
-    secrets: Literal["off", "patterns", "all"] = "off"
-    """`patterns`: keys of known providers; `all`: detect-secrets too."""
-    first_n: PositiveInt | None = None
-    """Keep the first samples of each prompt."""
-    best_n: PositiveInt | None = None
-    """Keep the samples of each prompt with the highest rewards."""
-    exact_duplicates: bool = True
-    """Leave out exact copies of earlier conversations."""
-    near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Leave out conversations at least this similar to an earlier one (Jaccard, word triples)."""
-    max_per_toolsets: PositiveInt | None = None
-    """Conversations to keep for each combination of toolsets."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_judge(cls, values: Any) -> Any:
-        """Manifests of earlier versions hold the key, with null."""
-        if isinstance(values, dict) and values.get("judge", "") is None:
-            return {key: value for key, value in values.items() if key != "judge"}
-        return values
-
-
-class Preference(_Part):
+class Preference(RecipePart):
     """How rewards become preferences."""
 
     min_margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -195,7 +96,7 @@ class Preference(_Part):
     """kto and filters: rewards from here on pass, where no check judged the conversation."""
 
 
-class Card(_Part):
+class Card(RecipePart):
     """Facts for the dataset card that only the user knows."""
 
     title: str | None = None
@@ -204,8 +105,10 @@ class Card(_Part):
     prompt_source: str | None = None
 
 
-class Recipe(_Part):
+class Recipe(BaseModel):
     """All choices of one export."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     formats: Annotated[tuple[FormatName, ...], BeforeValidator(split_commas), Field(min_length=1)]
     reasoning: ReasoningStyle | None = None
@@ -408,7 +311,10 @@ def _read(path: Path) -> dict[str, Any]:
     loaded = read_mapping(path, "recipe")
     filters = loaded.get("filters")
     if isinstance(filters, dict) and isinstance(files := filters.get("evaluation_files"), list):
-        filters["evaluation_files"] = [str(path.parent / str(file)) for file in files]
+        filters["evaluation_files"] = [
+            str(file) if str(file).startswith("hf:") else str(path.parent / str(file))
+            for file in files
+        ]
     return loaded
 
 

@@ -10,5 +10,5 @@ rows_file     rows files: how rows of a known kind of dataset become rows of a r
 templates     the templates in rows files
 kept_dataset  the source as JSONL, written once into the run directory
 
-Other rooms import columns, harbor, kept_dataset, rows_file, source.
+Other rooms import columns, harbor, hub, kept_dataset, rows_file, source.
 """

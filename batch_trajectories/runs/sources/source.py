@@ -141,7 +141,7 @@ def _files_in(directory: Path) -> Iterator[Path]:
         # Sorted: which of two ways to a directory is taken does not change from start to start.
         folders[:] = [] if identity in seen else sorted(filterfalse(_is_hidden, folders))
         if identity not in seen:
-            yield from (Path(root, name) for name in names if _has_rows(name))
+            yield from (Path(root, name) for name in names if has_rows(name))
         seen.add(identity)
 
 
@@ -173,7 +173,8 @@ def _source_file(path: Path) -> SourceFile:
     return SourceFile(path, kind, compression)
 
 
-def _has_rows(name: str) -> bool:
+def has_rows(name: str) -> bool:
+    """Whether the name of a file is that of a file with rows."""
     return _compression_of(Path(name))[1].suffix.lower() in _KINDS and not _is_hidden(name)
 
 

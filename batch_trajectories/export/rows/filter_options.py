@@ -1,0 +1,127 @@
+"""The filters of a recipe, as its file names them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from agent.options import NonNegativeInt, PositiveInt, split_commas
+from agent.state.trajectory import Status
+from batch_trajectories.export.conversation.tolerance import Tokens
+from batch_trajectories.runs.store.checks import EXPECTED
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class RecipePart(BaseModel):
+    """A part of a recipe, without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AnswerCheck(RecipePart):
+    """A comparison of the final answer with a column of the dataset."""
+
+    column: str = EXPECTED
+    """`expected` stands for `target`, too, where a row has only that."""
+    match: Literal["exact", "numeric", "regex", "python"] = "exact"
+    """exact: the same text except for case and outer space; numeric: the last number of the answer;
+    regex: the column is a pattern; python: `function` decides."""
+    tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
+    """Largest relative difference of numbers."""
+    function: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
+    """MODULE:FUNCTION, called with answer and record; returns whether the answer is right."""
+
+    @model_validator(mode="after")
+    def _names_a_function(self) -> AnswerCheck:
+        if (self.match == "python") != (self.function is not None):
+            raise ValueError("`function` belongs to match: python, and that needs one")
+        return self
+
+
+class Filters(RecipePart):
+    """Which records are left out. An absent filter leaves out none."""
+
+    status: (
+        Annotated[
+            tuple[Literal[Status, "any"], ...], BeforeValidator(split_commas), Field(min_length=1)
+        ]
+        | None
+    ) = None
+    """Endings to keep; `any` keeps all but `failed`. Left out: `completed`, and in dpo and kto also
+    conversations that ended because their answer was not the expected one."""
+    min_reasoning: Share | None = None
+    """Minimum share of the model's turns with readable reasoning."""
+    hidden_reasoning: Literal["keep", "reject"] = "keep"
+    """`reject` leaves out conversations with hidden reasoning: many templates render such turns
+    with an empty think block, whatever the row holds."""
+    shortened_views: Literal["keep", "reject"] = "keep"
+    """`reject` leaves out conversations of which the model saw parts shortened or summarized: rows
+    hold these parts in full."""
+    leak_suspected: Literal["keep", "reject"] = "keep"
+    """`reject` leaves out conversations whose calls looked where the solution may lie; see
+    `export.conversation.leaks`."""
+    max_interrupted_calls: NonNegativeInt | None = None
+    """Maximum number of tool calls that a crash interrupted."""
+    max_tool_errors: NonNegativeInt | None = None
+    max_tool_error_share: Share | None = None
+    """Maximum share of failed calls among those with a result."""
+    invented_tools: Literal["keep", "reject"] = "keep"
+    """`reject` leaves out conversations that call tools that were not offered. It matters for `raw`
+    and `atif`; other formats refuse such rows unless `accept_rows` keeps them."""
+    control_tokens: Tokens = "template"
+    """Tokens for which rows are refused: `all` adds those of Llama 2, Mistral and Gemma, which are
+    HTML or plain words to other tokenizers."""
+    min_turns: PositiveInt | None = None
+    max_turns: PositiveInt | None = None
+    min_tool_calls: NonNegativeInt | None = None
+    max_tool_calls: NonNegativeInt | None = None
+    max_input_tokens: PositiveInt | None = None
+    max_output_tokens: PositiveInt | None = None
+    max_tokens: PositiveInt | None = None
+    """Input and output of all calls; an unknown number counts as too many."""
+    min_reward: Number | None = None
+    max_reward: Number | None = None
+    min_rewards: dict[str, Number] = {}
+    """The same for several rewards by their names."""
+    max_rewards: dict[str, Number] = {}
+    passed: bool | None = None
+    """Whether records must have passed or not; those neither checked nor scored are left out."""
+    require_passed: bool = False
+    """Leave out what did not pass; records neither checked nor scored stay. Not for dpo and kto,
+    which compare good samples with bad ones."""
+    answer: AnswerCheck | None = None
+    evaluation_files: tuple[str, ...] = ()
+    """Benchmarks: what can be a dataset (`hf:` too), or files of text, a question per line."""
+    evaluation_words: Annotated[int, Field(ge=8, le=14)] = 13
+    """Consecutive words that count as an overlap with a question."""
+    evaluation_text: Annotated[tuple[str, ...], BeforeValidator(split_commas)] | None = None
+    """Columns of the benchmarks that hold questions; None: all."""
+    evaluation_search: Annotated[
+        tuple[Literal["all", "prompts", "tool_results"], ...], BeforeValidator(split_commas)
+    ] = ("all",)
+    """Where questions are looked for; nowhere if empty."""
+    evaluation_columns: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
+    """Columns of rows whose value must not be that of a benchmark, such as `repo`."""
+    secrets: Literal["off", "patterns", "all"] = "off"
+    """`patterns`: keys of known providers; `all`: detect-secrets too."""
+    first_n: PositiveInt | None = None
+    """Keep the first samples of each prompt."""
+    best_n: PositiveInt | None = None
+    """Keep the samples of each prompt with the highest rewards."""
+    exact_duplicates: bool = True
+    """Leave out exact copies of earlier conversations."""
+    near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Leave out conversations at least this similar to an earlier one (Jaccard, word triples)."""
+    max_per_toolsets: PositiveInt | None = None
+    """Conversations to keep for each combination of toolsets."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_judge(cls, values: Any) -> Any:
+        """Manifests of earlier versions hold the key, with null."""
+        if isinstance(values, dict) and values.get("judge", "") is None:
+            return {key: value for key, value in values.items() if key != "judge"}
+        return values
