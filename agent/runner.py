@@ -18,6 +18,7 @@ from agent.messages.message import (
     SIMULATED_USER,
     SUMMARY,
     USER_TURN,
+    BeganEvent,
     Event,
     Message,
     OpeningEvent,
@@ -56,6 +57,10 @@ class ConversationRunner:
     """Calls that need no further approval."""
     kept: bool = True
     """The workspace still has the files of earlier events."""
+    notes_begin: bool = False
+    """The journal keeps an event at once, from any thread; it gets those of calls that begin."""
+    knows_begun: bool = False
+    """The events so far have those of all calls that began."""
     depth: int = 0
     """Nesting of this conversation in others."""
 
@@ -73,6 +78,7 @@ class ConversationRunner:
                 spec=spec,
                 journal=self.journal,
                 kept=self.kept,
+                knows_begun=self.knows_begun,
             )
         if spec.options.preparation and not self._is_prepared():
             end = await self._prepare(spec.options.preparation)
@@ -101,7 +107,13 @@ class ConversationRunner:
             subagents=self._subagent_tools() if self.subagents else {},
             approve=self.host.setup.approve,
             approved=self.approved,
+            note_begin=self._note_begin if self.notes_begin else None,
         )
+
+    def _note_begin(self, call_id: str) -> None:
+        event = BeganEvent(kind="began", call_id=call_id)
+        self.journal(event)
+        self.trajectory.apply(event)
 
     def _subagent_tools(self) -> dict[str, CallableAgent]:
         from agent.loop.subagents import SubagentTool
@@ -273,11 +285,13 @@ def prepare_resume(
     spec: ConversationSpec,
     journal: Journal,
     kept: bool,
+    knows_begun: bool = False,
 ) -> None:
     """Prepare a replayed trajectory to continue after a crash.
 
-    A call without a result may have run. If its tool is idempotent, the call stays open and is run
-    (again); otherwise its result says that it was interrupted. `kept`: the workspace survived.
+    A call without a result may have run, unless it is known that it had not begun. If it did not,
+    or if its tool is idempotent, the call stays open and is run (again); otherwise its result says
+    that it was interrupted. `kept`: the workspace survived.
     """
 
     def record(event: Event) -> None:
@@ -290,8 +304,10 @@ def prepare_resume(
     interrupted: list[tuple[int, ToolCall]] = []
     repeated: list[tuple[int, ToolCall]] = []
     for n, call in calls:
-        may_repeat = tools.is_idempotent(call["function"]["name"])
-        (repeated if may_repeat else interrupted).append((n, call))
+        if tools.is_idempotent(call["function"]["name"]):
+            repeated.append((n, call))
+        elif not knows_begun or call["id"] in trajectory.begun:
+            interrupted.append((n, call))
     record(
         ResumedEvent(
             kind="resumed",

@@ -66,7 +66,7 @@ FEW, MANY = 4, 24
 """Conversations, or sandboxes."""
 
 
-@tool(idempotent=True)
+@tool()
 async def step(context: ToolContext, number: int) -> str:
     """Take one step."""
     return f"step {number}"
@@ -104,6 +104,7 @@ async def play(url: str, conversations: int, directory: Path) -> dict[str, float
             toolbox=home.toolbox(),
             journal=keep,
             host=home,
+            notes_begin=True,
         )
         end = await conversation.run()
         record = make_record(

@@ -148,6 +148,7 @@ def play(
     script: Sequence[Any],
     *,
     past: list[Event] | None = None,
+    knows_begun: bool = False,
     toolset: str | None = None,
     tools: Sequence[Tool] = TOOLS,
     opening: Sequence[Message] = OPENING,
@@ -161,7 +162,8 @@ def play(
 ) -> Played:
     """Play a script from `past` on; `toolset` names a real one in the place of `tools`.
 
-    Each reply costs `cost_usd` and takes `reply_tokens`.
+    If `knows_begun`, calls without a `began` event in `past` had not begun. Each reply costs
+    `cost_usd` and takes `reply_tokens`.
     """
     checked = AgentOptions(**options)
     setup = set_up(checked, SETTINGS, enabled_toolsets=[toolset or "none"], disabled_toolsets=())
@@ -176,7 +178,7 @@ def play(
         user_turns=tuple(user_turns),
     )
     return asyncio.run(
-        _play(root, setup, spec, script, past, opening, Price(cost_usd, reply_tokens))
+        _play(root, setup, spec, script, past, knows_begun, opening, Price(cost_usd, reply_tokens))
     )
 
 
@@ -186,6 +188,7 @@ async def _play(
     spec: ConversationSpec,
     script: Sequence[Any],
     past: list[Event] | None,
+    knows_begun: bool,
     opening: Sequence[Message],
     price: Price,
 ) -> Played:
@@ -212,6 +215,8 @@ async def _play(
         host=home,
         subagents=spec.options.subagents,
         on_event=reports.append,
+        notes_begin=True,
+        knows_begun=knows_begun,
     )
     end = await conversation.run(taken_up=past is not None)
     await context.close(remove=False)

@@ -78,11 +78,13 @@ class Toolbox:
         conversation: Sequence[Mapping[str, Any]] = (),
         user_reply: str | None = None,
         others: Sequence[str] = (),
+        begin: Callable[[], None] | None = None,
     ) -> ToolResult:
         """Call a tool; every failure of the tool is a result.
 
         The tool finds `conversation` and `user_reply` in its context. `others` are further names
-        that the model can call.
+        that the model can call. `begin` is called just before the tool's function, in its thread;
+        what it raises is raised.
 
         Raises `HostError` if the machine failed, and `CancelledError` if it is cancelled. A
         `MemoryError` is a result while memory is left: one value was too large. A sync tool that
@@ -105,13 +107,15 @@ class Toolbox:
             return self._failure(text, "invalid_arguments")
         context = self._context.during(conversation, user_reply)
         if not inspect.iscoroutinefunction(tool.function):
+            run = partial(self._run_sync, tool, context, parsed, begin)
             if tool.quick:
-                return self._run_sync(tool, context, parsed)
-            run = partial(self._run_sync, tool, context, parsed)
+                return run()
             try:
                 return await in_thread(run, timeout_s=self._call_timeout_s)
             except TimeoutError:
                 return self._late(tool)
+        if begin is not None:
+            begin()
         running = self._run(tool, context, parsed)
         try:
             awaited = running.send(None)
@@ -144,7 +148,15 @@ class Toolbox:
             raise asyncio.CancelledError
         return result
 
-    def _run_sync(self, tool: Tool, context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
+    def _run_sync(
+        self,
+        tool: Tool,
+        context: ToolContext,
+        arguments: dict[str, Any],
+        begin: Callable[[], None] | None,
+    ) -> ToolResult:
+        if begin is not None:
+            begin()
         # Caught in the thread: a future cannot pass on every exception.
         try:
             return _tidy(as_result(_invoke(tool, context, arguments)))

@@ -68,14 +68,17 @@ class AgentTools:
         subagents: Mapping[str, CallableAgent] | None = None,
         approve: Approve | None = None,
         approved: set[bytes] | None = None,
+        note_begin: Callable[[str], None] | None = None,
     ) -> None:
-        """`approved` collects the calls that are always approved, and may be shared.
+        """`approved` collects the calls that are always approved, and may be shared. `note_begin`
+        gets the id of each call that must not be repeated, before its tool; see `Toolbox.call`.
 
         Raises `ValueError` for repeated and reserved tool names.
         """
         self._toolbox = toolbox
         self._trajectory = trajectory
         self._subagents = subagents or {}
+        self._note_begin = note_begin
         agents = (subagent.schema for subagent in self._subagents.values())
         own = [*toolbox.schemas, *agents]
         check_names(schema["function"]["name"] for schema in own)
@@ -114,12 +117,16 @@ class AgentTools:
 
     async def _call_toolbox(self, call: ToolCall, user_reply: str | None) -> ToolResult:
         function = call["function"]
+        begin = None
+        if self._note_begin is not None and not self._toolbox.is_idempotent(function["name"]):
+            begin = partial(self._note_begin, call["id"])
         return await self._toolbox.call(
             function["name"],
             function["arguments"],
             conversation=self._trajectory.messages,
             user_reply=user_reply,
             others=self.names,
+            begin=begin,
         )
 
 

@@ -193,6 +193,16 @@ class ResultEvent(TypedDict):
     reply: NotRequired[str]
 
 
+class BeganEvent(TypedDict):
+    """A tool is about to get the call with this id; calls that may be repeated have no such event.
+
+    It is written to tell, after a crash, the calls that may have run from those that only waited.
+    """
+
+    kind: Literal["began"]
+    call_id: str
+
+
 class NoteEvent(TypedDict):
     """A text of the runtime for the model after turn `turn`; `reason` names the rule that wrote it.
 
@@ -366,6 +376,7 @@ AgentEvent = ExchangeEvent | AgentRestartedEvent | AnsweredEvent | AgentExitEven
 Event = (
     ReplyEvent
     | CutEvent
+    | BeganEvent
     | ResultEvent
     | NoteEvent
     | OpeningEvent

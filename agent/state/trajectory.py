@@ -73,6 +73,8 @@ class Trajectory:
         self.cut: list[CutEvent] = []
         """Model calls that were cut off."""
         self.results: list[ResultEvent] = []
+        self.begun: set[str] = set()
+        """The ids of open calls that a tool got; see `BeganEvent`."""
         self.notes: list[NoteEvent] = []
         self.resumes: list[ResumedEvent] = []
         self.restarts: list[RestartedEvent] = []
@@ -128,6 +130,8 @@ class Trajectory:
                 self.cut.append(event)
             case "result":
                 self._apply_result(event)
+            case "began":
+                self.begun.add(event["call_id"])
             case "note":
                 self._apply_note(event)
             case "opening":
@@ -372,6 +376,7 @@ class Trajectory:
         if event["message"]["tool_call_id"] not in self.inner:
             # The time of a subagent is that of its own calls.
             self.outermost()._not_added.append(event)
+        self.begun.discard(event["message"]["tool_call_id"])
         self._results_of_turn[event["call"]] = event
         if "reply" in event:
             self._apply_continued(event)

@@ -163,6 +163,40 @@ def test_an_interrupted_call_is_not_repeated_unless_its_tool_allows_it(tmp_path:
     assert resumed.trajectory.resumes[0]["interrupted"] == ["call_1_0"]
 
 
+def test_a_call_that_had_not_begun_runs(tmp_path: Path) -> None:
+    """Where the journal has an event of each call that begins, one without it only waited."""
+    script = [calls(call("count"), call("echo"), call("count")), say("done")]
+    events = play_with(tmp_path / "w", script).events
+    assert [event["kind"] for event in events].count("began") == 2, "echo may be repeated"
+    waited, began = (
+        [e for e in events[:-1] if e["kind"] == "reply" or e.get("call_id") in ids]
+        for ids in ((), ("call_1_0",))
+    )
+    resumed = play_with(tmp_path / "w", script, past=waited, knows_begun=True)
+    assert [result["content"] for result in resumed.results] == ["3", "", "4"]
+    assert resumed.trajectory.resumes[0]["interrupted"] == []
+    resumed = play_with(tmp_path / "w", script, past=began, knows_begun=True)
+    assert [result["is_error"] for result in resumed.results] == [True, False, False]
+    assert resumed.trajectory.resumes[0]["interrupted"] == ["call_1_0"]
+    # An earlier version wrote no such events: all may have begun.
+    resumed = play_with(tmp_path / "w", script, past=waited)
+    assert resumed.trajectory.resumes[0]["interrupted"] == ["call_1_0", "call_1_2"]
+
+
+def test_a_second_call_with_the_users_reply_begins_of_its_own(tmp_path: Path) -> None:
+    script = [calls(call("delete", name="x")), say("done")]
+    options: dict[str, Any] = {"awaiting_input": True, "user_replies": ["yes"]}
+    events = play_with(tmp_path / "w", script, **options).events
+    kinds = [event["kind"] for event in events]
+    assert kinds == ["reply", "began", "result", "began", "result", "reply"]
+    asked, began = (
+        play_with(tmp_path / "w", script, past=events[:n], knows_begun=True, **options)
+        for n in (3, 4)
+    )
+    assert asked.results[0]["content"].endswith("deleted x: yes")
+    assert "interrupted" in began.results[0]["content"]
+
+
 def test_calls_behind_an_interrupted_one_had_not_begun_and_are_run(tmp_path: Path) -> None:
     """Calls that change the workspace run one after the other, so only the first can have run."""
     first, second = (call("terminal", command=f"echo {n} >> log") for n in (1, 2))

@@ -6,6 +6,7 @@ test_process           death of single processes
 test_group_kills       death of whole process groups
 test_sweep             a kill at each system call that writes
 test_resume            a kill while resuming
+test_interrupted_calls a kill during tool calls
 test_concurrency       several commands at once
 test_disk              full, broken and slow disks
 test_links             links in run directories, modes of files

@@ -28,7 +28,7 @@ from batch_trajectories.runs.store.journal import (
     read_journaled_replies,
     usable_prefix,
 )
-from batch_trajectories.runs.store.journal_writer import JournalWriter
+from batch_trajectories.runs.store.journal_writer import JournalWriter, journal_line
 from batch_trajectories.runs.store.records import RecordFile, load_index, refuse_lost_records
 from batch_trajectories.runs.store.tasks import BadRow, task_key
 from batch_trajectories.runs.supervisor.budget import BudgetLog
@@ -313,6 +313,52 @@ def test_a_later_assignment_counts_from_where_it_went_on(tmp_path: Path) -> None
     journal(tmp_path, 0, ("a", reply(1)), ("a", old), ("a", reply(3)))
     journal(tmp_path, 1, ("a", new), assignment=2, first=1)
     assert read_back(tmp_path, "a") == [reply(1), new, paid(old, 3), paid(reply(3), 3)]
+
+
+def knows_begun(path: Path, task: str, **given: Any) -> bool:
+    inflight = Inflight(path, **given)
+    inflight.read(settled=())
+    return inflight.knows_begun(task_key(task, "d"))
+
+
+def test_a_journal_tells_which_calls_began_until_the_machine_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill leaves what was written, a loss of power may not."""
+    journal(tmp_path, 0, ("a", reply(1, calls=1)), ("b", reply(1, calls=1)))
+    journal(tmp_path, 1, ("a", result(1, 0)), assignment=2, first=1)
+    assert knows_begun(tmp_path, "a")
+    other = "batch_trajectories.runs.store.journal.boot_id"
+    with monkeypatch.context() as patched:
+        patched.setattr(other, lambda: "another")
+        assert not knows_begun(tmp_path, "a")
+        patched.setattr(other, lambda: "")
+        assert not knows_begun(tmp_path, "a"), "it is not known which start this is"
+    first = tmp_path / "worker-0-0.jsonl"
+    first.write_bytes(b"".join(first.read_bytes().splitlines(keepends=True)[1:]))
+    assert not knows_begun(tmp_path, "b"), "as in a journal of an earlier version"
+
+
+def test_a_journal_that_lost_a_line_does_not_tell_which_calls_began(tmp_path: Path) -> None:
+    (tmp_path / "inflight").mkdir()
+    for worker in range(2):
+        journal(tmp_path / "inflight", worker, (str(worker), reply(1, calls=1)))
+        segment = tmp_path / "inflight" / f"worker-{worker}-0.jsonl"
+        segment.write_bytes(segment.read_bytes() + (b"no event\n" if worker else b"torn"))
+    damaged = set_aside_damaged(tmp_path)
+    assert knows_begun(tmp_path / "inflight", "0", damaged=damaged), "a torn line was never used"
+    assert not knows_begun(tmp_path / "inflight", "1", damaged=damaged)
+    segment.write_bytes(segment.read_bytes() + b"no event\n")
+    assert not knows_begun(tmp_path / "inflight", "1"), "the journal of a worker that just died"
+
+
+def test_lines_of_workers_elsewhere_do_not_tell_which_calls_began(tmp_path: Path) -> None:
+    """They arrive in their own time."""
+    writer = JournalWriter(tmp_path, 0, on_storage_error=fail)
+    line = journal_line("a", "d", reply(1, calls=1), assignment=1, position=0)
+    writer.append_lines([task_key("a", "d")], line)
+    writer.close()
+    assert not knows_begun(tmp_path, "a")
 
 
 def test_a_segment_is_deleted_when_all_its_tasks_have_records(tmp_path: Path) -> None:

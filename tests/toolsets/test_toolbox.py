@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.basics.errors import HostError, ToolError
+from batch_trajectories.runs.store.files import StorageError
 from tests.running import PATIENCE_S
 from toolsets.catalog.registry import TOOLSETS, tools_of
 from toolsets.context import ToolContext
@@ -218,6 +219,55 @@ def test_time_that_a_call_waits_for_a_thread_is_not_its_own(
         return await Toolbox([returning("in time")], context, call_timeout_s=0.5).call("give", "")
 
     assert asyncio.run(late()).content == "in time"
+
+
+def test_a_call_begins_in_its_thread_and_not_while_it_waits_for_one(
+    context: ToolContext, one_thread: ThreadPoolExecutor
+) -> None:
+    release = threading.Event()
+    one_thread.submit(release.wait, PATIENCE_S)
+    begun: list[threading.Thread] = []
+
+    @tool()
+    def tells(context: ToolContext) -> bool:
+        """Tell whether it was noted in this thread that the call begins."""
+        return begun == [threading.current_thread()]
+
+    async def waits() -> str:
+        toolbox = Toolbox([tells], context)
+        begin = lambda: begun.append(threading.current_thread())  # noqa: E731
+        running = asyncio.create_task(toolbox.call("tells", "", begin=begin))
+        await asyncio.sleep(0)
+        assert not begun
+        release.set()
+        return (await running).content
+
+    assert asyncio.run(waits()) == "true"
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "quick"])
+def test_a_call_whose_begin_cannot_be_noted_does_not_run(context: ToolContext, kind: str) -> None:
+    ran: list[str] = []
+
+    @tool(quick=kind == "quick")
+    def act() -> str:
+        """Act."""
+        ran.append("sync")
+        return ""
+
+    @tool(name="act")
+    async def act_async() -> str:
+        """Act."""
+        ran.append("async")
+        return ""
+
+    def refuse() -> None:
+        raise StorageError("the disk is full")
+
+    toolbox = Toolbox([act_async if kind == "async" else act], context)
+    with pytest.raises(StorageError, match="full"):
+        asyncio.run(toolbox.call("act", "", begin=refuse))
+    assert not ran
 
 
 def test_functions_that_hold_all_threads_for_ever_stop_the_run(

@@ -46,6 +46,8 @@ class Assignment(TypedDict):
     number: int
     """How often the task was assigned, including this time."""
     events: list[Event]
+    knows_begun: bool
+    """See `Inflight.knows_begun`."""
     place: str
     """Where the workspace of the events is; see `WorkerSetup.place`."""
     held: dict[str, list[Any]]

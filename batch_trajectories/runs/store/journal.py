@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -25,6 +25,7 @@ from agent.messages.message import (
 )
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object
 from batch_trajectories.runs.store.files import StorageError, set_aside
+from batch_trajectories.runs.store.journal_writer import boot_id
 from batch_trajectories.runs.store.tasks import task_key
 
 _REPLY = b'"kind":"reply"'
@@ -46,12 +47,21 @@ class JournalPosition(NamedTuple):
 class Inflight:
     """The events in the segments of workers that have died, by task."""
 
-    def __init__(self, inflight: Path, *, read_only: bool = False) -> None:
-        """If `read_only`, nothing is deleted or set aside, and segments may vanish meanwhile."""
+    def __init__(
+        self, inflight: Path, *, read_only: bool = False, damaged: Iterable[str] = ()
+    ) -> None:
+        """If `read_only`, nothing is deleted or set aside, and segments may vanish meanwhile.
+
+        `damaged` are lines that were set aside before, as `worker-0-0.jsonl:7`.
+        """
         self._inflight = inflight
         self._read_only = read_only
         self._places: dict[bytes, list[JournalPosition]] = {}
         self._open_tasks: dict[Path, set[bytes]] = {}
+        self._of_this_boot: set[Path] = set()
+        """Segments that were written since the machine was started; see `JournalWriter`."""
+        self._with_damage = {name.partition(":")[0] for name in damaged if name[-1].isdigit()}
+        """Names of segments that have lost a line which was whole."""
         self._quarantine = inflight.parent / "quarantine"
         self.damaged: list[str] = []
         """Unreadable lines that were found, as `worker-0-0.jsonl:7`."""
@@ -77,6 +87,7 @@ class Inflight:
         """
         tasks = set()
         offset = 0
+        boot = boot_id()
         try:
             content = segment.read_bytes()
         except FileNotFoundError:
@@ -86,6 +97,8 @@ class Inflight:
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
             entry = _parsed(line)
             key = None if entry is None else task_key(entry["task"], entry["input_digest"])
+            if number == 1 and entry is not None and boot and entry.get("boot") == boot:
+                self._of_this_boot.add(segment)
             if entry is not None and key is not None and wanted(key):
                 if _REPLY in line and (reply := reply_in(entry["event"])) is not None:
                     self.paid_usd += reply.get("cost_usd") or 0.0
@@ -96,6 +109,7 @@ class Inflight:
             elif key is None and line.endswith(b"\n") and not self._read_only:
                 set_aside(self._quarantine, f"{segment.name}.line{number}", line)
                 self.damaged.append(f"{segment.name}:{number}")
+                self._with_damage.add(segment.name)
             offset += len(line)
         if tasks:
             self._open_tasks[segment] = tasks
@@ -128,6 +142,16 @@ class Inflight:
         """Where the workspace of the task's last events is; "" for the run directory."""
         last = max(self._places.get(key, ()), default=None)
         return "" if last is None else str(_read(last).get("place", ""))
+
+    def knows_begun(self, key: bytes) -> bool:
+        """Whether the events of a task show which of its calls began; else all may have.
+
+        They do not after a loss of power, which can take such events; where a line was damaged; and
+        in journals of earlier versions and of workers on other machines.
+        """
+        segments = {place.segment for place in self._places.get(key, ())}
+        names = {segment.name for segment in segments}
+        return segments <= self._of_this_boot and not names & self._with_damage
 
     def task_id(self, key: bytes) -> str:
         """The id of a task that has journaled events."""

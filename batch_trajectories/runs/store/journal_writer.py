@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -60,7 +60,12 @@ class Journal(Protocol):
 
 
 class JournalWriter:
-    """The segments of one worker. Use it from one thread at a time."""
+    """The segments of one worker. Any thread may append.
+
+    The first line of a segment has the key `boot`, the start of the machine that it was written
+    in: the segment has an event of each call that begins (see `BeganEvent`). Only a loss of power
+    can take such an event while the call has run.
+    """
 
     def __init__(
         self,
@@ -93,21 +98,40 @@ class JournalWriter:
         self, task_id: str, input_digest: str, event: Event, *, assignment: int, position: int
     ) -> None:
         """Append an event; once this returns, it survives a kill. Raises `StorageError`."""
-        line = journal_line(task_id, input_digest, event, assignment=assignment, position=position)
-        self.append_lines([self._key_of(task_id, input_digest)], line)
+        key = self._key_of(task_id, input_digest)
+        with self._lock:
+            segment = self._ready_segment()
+            mark = {} if segment.size else {"boot": boot_id()}
+            segment.append(
+                journal_line(
+                    task_id,
+                    input_digest,
+                    event,
+                    assignment=assignment,
+                    position=position,
+                    **mark,
+                )
+            )
+            self._open_tasks[segment].add(key)
+        self._dirty.set()
 
     def append_lines(self, keys: Iterable[bytes], lines: bytes) -> None:
         """Append lines made by `journal_line` for the tasks with these keys, like `append`."""
+        with self._lock:
+            segment = self._ready_segment()
+            segment.append(lines)
+            self._open_tasks[segment].update(keys)
+        self._dirty.set()
+
+    def _ready_segment(self) -> AppendFile:
+        """The segment for the next lines; the caller holds the lock."""
         if self._segment.was_removed():
             self._put_back()
         if self._segment.size >= _SEGMENT_BYTES:
             following = self._new_segment()
-            with self._lock:
-                self._full.append(self._segment)
-                self._segment = following
-        self._segment.append(lines)
-        self._open_tasks[self._segment].update(keys)
-        self._dirty.set()
+            self._full.append(self._segment)
+            self._segment = following
+        return self._segment
 
     @property
     def kept(self) -> None:
@@ -119,12 +143,12 @@ class JournalWriter:
 
     def finish(self, key: bytes) -> None:
         """Forget a task whose record is durable; delete segments without unfinished tasks."""
-        for segment, tasks in list(self._open_tasks.items()):
-            tasks.discard(key)
-            if not tasks and segment != self._segment:
-                segment.path.unlink(missing_ok=True)
-                del self._open_tasks[segment]
-                with self._lock:
+        with self._lock:
+            for segment, tasks in list(self._open_tasks.items()):
+                tasks.discard(key)
+                if not tasks and segment != self._segment:
+                    segment.path.unlink(missing_ok=True)
+                    del self._open_tasks[segment]
                     self._done.append(segment)
 
     def close(self) -> None:
@@ -201,9 +225,13 @@ def journal_line(
     *,
     assignment: int,
     position: int,
-    place: str = "",
+    **more: str,
 ) -> bytes:
-    """One line of a segment; see `Journal.append`. `place` is where the task's workspace is."""
+    """One line of a segment; see `Journal.append`.
+
+    It has those of `more` that are not empty: `place` is where the task's workspace is, `boot` is
+    in a first line (see `JournalWriter`).
+    """
     line = {
         "task": task_id,
         "input_digest": input_digest,
@@ -211,4 +239,14 @@ def journal_line(
         "position": position,
         "event": event,
     }
-    return with_checksum(exact_json.dumps(line | {"place": place} if place else line))
+    line |= {name: value for name, value in more.items() if value}
+    return with_checksum(exact_json.dumps(line))
+
+
+@cache
+def boot_id() -> str:
+    """Names the start of this machine that lasts since; "" where that is unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -128,7 +128,7 @@ def _work(
 
         damaged += set_aside_damaged_steps(run_dir.path)
     failures = FailureFile(run_dir.path, run_dir.quarantine)
-    inflight = Inflight(run_dir.inflight)
+    inflight = Inflight(run_dir.inflight, damaged=damaged)
     budget_log = BudgetLog(run_dir.path, run_dir.quarantine)
     progress = Progress(
         total=plan.scan.rows * config.num_samples if only is None else len(only),

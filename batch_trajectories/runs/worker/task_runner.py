@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -321,6 +322,8 @@ class TaskRunner:
             host=home,
             subagents=row.spec.options.subagents,
             kept=kept,
+            notes_begin=until_kept is None,
+            knows_begun=assignment["knows_begun"],
         )
         return await conversation.run(taken_up=is_taken_up)
 
@@ -351,17 +354,19 @@ class TaskRunner:
         return None if kept_by is None else partial(kept_by, task.key)
 
     def _journal_of(self, task: Task, assignment: Assignment) -> Callable[[Event], None]:
-        """Appends events of a task to the journal."""
+        """Appends events of a task to the journal; from any thread, where that keeps them."""
         positions = itertools.count(len(assignment["events"]))
+        in_order = threading.Lock()  # a kill must leave no gap
 
         def journal(event: Event) -> None:
-            self._journal.append(
-                task.id,
-                task.input_digest,
-                event,
-                assignment=assignment["number"],
-                position=next(positions),
-            )
+            with in_order:
+                self._journal.append(
+                    task.id,
+                    task.input_digest,
+                    event,
+                    assignment=assignment["number"],
+                    position=next(positions),
+                )
             self._count(event)
 
         return journal
