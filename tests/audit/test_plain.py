@@ -54,12 +54,18 @@ def test_each_defect_of_a_row_is_named(tmp_path: Path) -> None:
     rows = [plain_row(defect, **changes) for defect, changes in DEFECTS.items()]
     by_command = {"solution": None, "solution_command": "sed -i 's/a - b/a + b/' calc.py"}
     rows += [plain_row("sound"), plain_row("by_command", **by_command)]
+    rows.append(plain_row("no_patch", reference={"patch": 5}))
     write_rows(tmp_path / "p.jsonl", *rows)
     code, said = audit(tmp_path, repeats=8)
     assert code == 1, said
     sound = {"sound": "sound", "by_command": "sound"}
-    assert verdicts(tmp_path) == {defect: defect for defect in DEFECTS} | sound
+    others = {**sound, "no_patch": "reference_fails"}
+    assert verdicts(tmp_path) == {defect: defect for defect in DEFECTS} | others
     assert "sound                     2  use them" in said
+    unusable = found(tmp_path)["no_patch"]
+    assert unusable["why"] == (
+        "the solution cannot be applied: `reference`: patch and command must be text"
+    )
     failing = found(tmp_path)["reference_fails"]
     assert "exit code 1: ImportError: cannot import name 'add'" in failing["why"]
     check = failing["steps"][1]["check"]

@@ -17,7 +17,6 @@ from batch_trajectories.runs.worker.audit.leaks import find_leaks
 from batch_trajectories.runs.worker.audit.solving import NotApplied, solve
 from batch_trajectories.runs.worker.audit.tamper import NOT_TRIED, can_forge, forge
 from batch_trajectories.runs.worker.task_runner import TaskRunner, Work
-from batch_trajectories.runs.worker.workspace_setup import SetupFailed
 
 
 class AuditRunner(TaskRunner):
@@ -27,6 +26,7 @@ class AuditRunner(TaskRunner):
         """Carry out one step; `work.audit` gets what `runs.audit.verdicts` reads."""
         step = step_of(work.task.sample)
         row = work.row
+        reference, unusable = None, None
         try:
             reference = read_reference(
                 work.task.columns,
@@ -34,14 +34,18 @@ class AuditRunner(TaskRunner):
                 variables=self._config.env_from,
             )
         except ValueError as error:
-            raise SetupFailed(str(error)) from error
+            unusable = str(error)
         expected = row.spec.expected
         check = None if row.setup is None else row.setup.check
         facts = work.audit = {
             "is_judged": check is not None or expected is not None,
-            "has_reference": reference is not None or (check is None and expected is not None),
+            "has_reference": bool(reference or unusable)
+            or (check is None and expected is not None),
         }
         work.end = Finish("completed")
+        if step.name == "reference" and unusable is not None:
+            facts["not_applied"] = unusable
+            return
         if step.name == "reference" and not facts["has_reference"]:
             return
         if step.name == "tamper" and not can_forge(self._config):
