@@ -54,6 +54,9 @@ def command(*args: object, **options: object) -> list[str]:
 PATIENCE_S = 120.0
 """The longest wait for anything; only what is broken takes as long, however loaded the machine."""
 
+LONG_S = 10 * PATIENCE_S
+"""For hundreds of conversations on a loaded machine."""
+
 Process = subprocess.Popen[bytes] | Forked
 """A command that was started."""
 
@@ -95,11 +98,21 @@ def run(
     cwd: Path, *args: object, env: dict[str, str] | None = None, **options: object
 ) -> subprocess.CompletedProcess[str]:
     """Run batch_runner.py to its end."""
-    given = command(*args, **options)
+    return _run(cwd, command(*args, **options), env or {}, PATIENCE_S)
+
+
+def run_long(cwd: Path, *args: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """The same for hundreds of conversations."""
+    return _run(cwd, command(*args, **options), {}, LONG_S)
+
+
+def _run(
+    cwd: Path, given: list[str], env: Mapping[str, str], patience_s: float
+) -> subprocess.CompletedProcess[str]:
     with TemporaryFile() as output, TemporaryFile() as errors:
-        process = start(cwd, given, {**os.environ, **(env or {})}, output, errors)
+        process = start(cwd, given, {**os.environ, **env}, output, errors)
         try:
-            code = process.wait(timeout=PATIENCE_S)
+            code = process.wait(timeout=patience_s)
         except BaseException:
             process.kill()
             raise

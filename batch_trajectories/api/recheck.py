@@ -124,8 +124,6 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
     """
     refuse_held(stored.path)
     place = _place_of(stored.path, config, has_new_rows=has_new_rows)
-    for directory in (place.parent, place):
-        make_directory(directory)
     config = without_model(
         config,
         **{"checked_run": stored.path.absolute(), "max_attempts": _NEVER_LAST},
@@ -133,7 +131,9 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
         **{"output_dir": place, "run_name": "judging", "on_bad_row": "fail"},
     )
     found = RecheckEnd(stored.path)
-    rechecks = Rechecks(config, _new_rows(config, place) if has_new_rows else None)
+    rechecks = Rechecks(config, _new_rows(config) if has_new_rows else None)
+    for directory in (place.parent, place):
+        make_directory(directory)
     rows = place / "rows.jsonl"
     count = _write_rows(stored.path, rechecks, rows, found)
     config = config.model_copy(update={"dataset_file": rows, "rows": None, "columns": {}})
@@ -166,22 +166,22 @@ def _place_of(run_dir: Path, config: RunConfig, *, has_new_rows: bool) -> Path:
     return run_dir / "checks" / blake2b(content, digest_size=6).hexdigest()
 
 
-def _new_rows(config: RunConfig, place: Path) -> NewRows:
+def _new_rows(config: RunConfig) -> NewRows:
     rules = config.row_rules("scripted")
     dataset = keep_dataset(
         config.dataset_file,
-        place / "dataset",
+        config.run_dir,
         columns=config.columns,
         rows=config.rows,
         rules=rules,
         max_samples=None,
-        writes=True,
+        writes=False,
         say=say,
     )
     found = scan(dataset.path, max_samples=None, rules=rules)
     for bad in found.bad_rows[:_IDS_SHOWN]:
         say(f"{config.dataset_file}: row {bad.line}: cannot be used: {bad.reason}")
-    return NewRows(found)
+    return NewRows(found, dataset)
 
 
 def _write_rows(run_dir: Path, rechecks: Rechecks, rows: Path, found: RecheckEnd) -> int:

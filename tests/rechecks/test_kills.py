@@ -15,12 +15,11 @@ from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone
 from tests.faults.test_process import asking
 from tests.running import (
-    PATIENCE_S,
+    LONG_S,
     Process,
-    command,
     lines,
     run,
-    start,
+    run_long,
     started,
     wait_until,
     write_rows,
@@ -73,7 +72,7 @@ def kill_while_judging(cwd: Path, kills: int, of: int, *args: object) -> None:
             judged = sum(path.read_bytes().count(b"\n") for path in found)
             return process.poll() is not None or judged >= enough
 
-        wait_until(is_enough, timeout_s=600)
+        wait_until(is_enough, timeout_s=LONG_S)
 
     for number in range(kills):
         with started(cwd, "check", "r", *args, num_workers=2, batch_size=4) as process:
@@ -85,12 +84,9 @@ def kill_while_judging(cwd: Path, kills: int, of: int, *args: object) -> None:
 
 def check_to_the_end(cwd: Path, **options: object) -> str:
     """Judge what is left, however long it takes."""
-    given = command("check", "r", num_workers=2, batch_size=4, **options)
-    output = cwd / "checked.txt"
-    with output.open("wb") as file:
-        process = start(cwd, given, os.environ, file, file)
-    assert process.wait(timeout=10 * PATIENCE_S) == 0, output.read_text()
-    return output.read_text()
+    done = run_long(cwd, "check", "r", num_workers=2, batch_size=4, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize(
@@ -109,10 +105,8 @@ def test_each_is_judged_once_without_a_call(
     with_check = sum(number % 5 != 0 for number in numbers)
     with FakeEndpoint(turns=2, latency_s=0, **NOTE) as endpoint:
         given = asking(endpoint, keep_workspaces=1)
-        with (tmp_path / "run.txt").open("wb") as file:
-            flags = ["--row_setup"]
-            process = start(tmp_path, command(*flags, **given), os.environ, file, file)
-        assert process.wait(timeout=10 * PATIENCE_S) == 0, (tmp_path / "run.txt").read_text()
+        done = run_long(tmp_path, "--row_setup", **given)
+        assert done.returncode == 0, done.stderr
         calls = endpoint.journal()["requests"]
         assert calls == 2 * conversations
 

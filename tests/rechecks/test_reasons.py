@@ -12,6 +12,7 @@ from batch_trajectories.export.scoring.score_file import open_scores
 from batch_trajectories.runs.audit.audited import without_model
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import scan
+from batch_trajectories.runs.sources.kept_dataset import KeptDataset
 from batch_trajectories.runs.store.checks import judgement_of
 from batch_trajectories.runs.store.reader import open_index, stored_records
 from batch_trajectories.runs.store.record_types import CheckResult, Record, Score
@@ -117,7 +118,8 @@ def test_rows_are_found_by_id_and_without_one_by_the_prompt(tmp_path: Path) -> N
         {"prompt": "three", "check": "false"},
     ]
     path = write_rows(tmp_path / "new.jsonl", *rows)
-    new = NewRows(scan(path, max_samples=None, rules=config_of().row_rules("scripted")))
+    rules = config_of().row_rules("scripted")
+    new = NewRows(scan(path, max_samples=None, rules=rules), KeptDataset(path))
 
     def of(prompt_id: str, prompt: str) -> Any:
         return new.of(stored({"prompt_id": prompt_id, "row": {"prompt": prompt}}))

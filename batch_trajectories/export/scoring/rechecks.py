@@ -29,6 +29,7 @@ from batch_trajectories.runs.dataset.lines import read_row_at
 from batch_trajectories.runs.dataset.row import opening_messages
 from batch_trajectories.runs.dataset.row_image import image_columns
 from batch_trajectories.runs.dataset.scan import Scan, tasks
+from batch_trajectories.runs.sources.kept_dataset import KeptDataset
 from batch_trajectories.runs.store.checks import expected_column
 from batch_trajectories.runs.store.index import IndexEntry
 from batch_trajectories.runs.store.record_types import Record, Score
@@ -80,7 +81,8 @@ class LeftOut(NamedTuple):
 class NewRows:
     """The rows of another dataset, found by the prompts of records."""
 
-    def __init__(self, scan: Scan) -> None:
+    def __init__(self, scan: Scan, dataset: KeptDataset) -> None:
+        self._dataset = dataset  # which may be a temporary file
         self._path = scan.path
         self._by_id: dict[str, int] = {}
         self._by_prompt: dict[bytes, int | None] = {}
