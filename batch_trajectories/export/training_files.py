@@ -146,10 +146,11 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
             for groups in order.groups(by_prompt=False):
                 few = [(stored := read(number), Own(stored)) for number in chain(*groups)]
                 work.advance(len(few))
+                # First the rows: what reads a conversation counts its replies on the way.
+                routed = [route(record, own, style=style) for record, own in few]
                 for record, own in few:
                     statistics.add(record, own)
-                for record, own in few:
-                    place, row, reason, by_others = route(record, own, style=style)
+                for place, row, reason, by_others in routed:
                     outputs[place].file.write(dumps_row(row))
                     outputs[place].rows += 1
                     if reason is not None:

@@ -177,11 +177,10 @@ def _notes_and_repairs(messages: Iterable[StoredMessage]) -> tuple[dict[str, int
     """Counts of the runtime's notes to the model by rule, and of repaired tool names."""
     notes: list[str] = []
     repairs = 0
-    for message in messages:
+    for message in [message for message in messages if message.notes or message.repairs]:
         if message.notes and message.role in ("user", "tool"):
             notes += message.notes
-        if message.repairs:
-            repairs += len(message.repairs)
+        repairs += len(message.repairs or ())
     return dict(sorted(Counter(notes).items())) if notes else {}, repairs
 
 

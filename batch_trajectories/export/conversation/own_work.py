@@ -38,7 +38,7 @@ class Counts(msgspec.Struct, frozen=True, gc=False):
 class Own:
     """What this run's model did in a record, without the turns of a branch's parent."""
 
-    __slots__ = ("_counts", "brought", "messages", "start", "turns")
+    __slots__ = ("_counts", "_messages", "brought", "start", "turns")
 
     def __init__(self, record: StoredConversation) -> None:
         self.turns: Sequence[StoredTurn] = record.own_turns
@@ -47,9 +47,13 @@ class Own:
         """Number of replies that were there before, from the prompt or a branch's parent."""
         self.start = replies[self.brought] if self.brought < len(replies) else len(record.messages)
         """Index of its first message among those of the record."""
-        self.messages: Sequence[StoredMessage] = record.messages[self.start :]
-        """That message and all later ones."""
+        self._messages = record.messages
         self._counts: Counts | None = None
+
+    @property
+    def messages(self) -> Sequence[StoredMessage]:
+        """That message and all later ones."""
+        return self._messages[self.start :]
 
     @property
     def counts(self) -> Counts:

@@ -78,7 +78,7 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
     if len(own.turns) < len(record.turns):
         noted = own.messages
     return Conversation(
-        system=system_of(messages[:1] if usual else messages),
+        system="" if usual and messages[0].role != "system" else system_of(messages),
         entries=entries,
         tools=tools,
         completed=completed,

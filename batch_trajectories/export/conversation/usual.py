@@ -36,10 +36,11 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
     if offered is None or own.brought or own.start != place + 1 or last != len(record.turns):
         return None
     opening = messages[place]
-    if opening.role != "user" or opening.provider_blocks is not None or _is_blank(opening.content):
+    text = opening.content
+    if opening.role != "user" or opening.provider_blocks is not None or not text or text.isspace():
         return None
     place += 1
-    entries: list[Entry] = [Said(opening.content)]
+    entries: list[Entry] = [Said(text)]
     stats: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     with_reasoning = hidden = with_token_ids = 0
@@ -71,7 +72,7 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         wanted = message.tool_calls
         if (number == last) == bool(wanted):
             return None
-        if _is_blank(text):
+        if not text or text.isspace():
             if not wanted:
                 return None
             text = ""
@@ -127,7 +128,3 @@ def _names_of_usual(tools: Tools) -> frozenset[str] | None:
     """The names of tools; None if one of them ends a conversation."""
     names = names_of(tools)
     return names if RESERVED.isdisjoint(names) else None
-
-
-def _is_blank(text: str) -> bool:
-    return not text or text.isspace()

@@ -152,9 +152,10 @@ class _Part:
 
     def add(self, record: Record, style: Style, masks: Masks | None, pieces: Pieces) -> None:
         own = Own(record)
+        # First the row: what reads a conversation counts its replies on the way.
+        form = training_form(record, own, style=style, masks=masks, key_of=self.systems.key)
         self.rewards.add(record)
         self.health.add(record, own)
-        form = training_form(record, own, style=style, masks=masks, key_of=self.systems.key)
         row = row_of(record, own) | {"exported": form["file"]}
         self.columns = [*row, "chunk", "place"]
         shown = {"tools": once(record.tools, self._tools_shown), "training_form": dumps_row(form)}

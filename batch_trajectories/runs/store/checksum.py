@@ -46,11 +46,14 @@ def without_checksum(line: bytes) -> bytes:
 
 def check_seal(line: bytes) -> bool:
     """Whether a line has a checksum. Raises `DamagedLine` if it does not match."""
-    end = _end_of(line)
+    end = len(line) if line.endswith(_CLOSE) else _end_of(line)
     tail = end - _TAIL
     has_checksum = line.startswith(_MEMBER, tail)
     if has_checksum:
-        if not _matches(line, end):
+        if (
+            b"%08x" % crc32(memoryview(line)[:tail])
+            != line[tail + len(_MEMBER) : end - len(_CLOSE)]
+        ):
             raise DamagedLine(_CHANGED)
     elif sum(map(eq, line[max(tail, 0) :], _MEMBER)) >= _NEARLY:
         raise DamagedLine(_CHANGED)
@@ -82,11 +85,6 @@ def is_whole(line: bytes) -> bool:
     except DamagedLine:
         return False
     return True
-
-
-def _matches(line: bytes, end: int) -> bool:
-    written = line[end - len(_CLOSE) - _DIGITS : end - len(_CLOSE)]
-    return b"%08x" % crc32(memoryview(line)[: end - _TAIL]) == written
 
 
 def _end_of(line: bytes) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -39,6 +40,9 @@ Tools = Sequence[Mapping[str, Any]]
 _NONE = msgspec.Raw(b"")
 """In the place of JSON that a record does not have."""
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""Defaults are shared, so that what a line lacks takes no time and no memory."""
+
 
 class StoredPart(msgspec.Struct, gc=False, omit_defaults=True):
     """A part of a record. It refers to nothing in a cycle, so the garbage collector skips it."""
@@ -63,7 +67,7 @@ class StoredBlocks(StoredPart):
     """Parts of a reply that go back to the provider verbatim."""
 
     api: str = ""
-    blocks: list[dict[str, Any]] = []
+    blocks: Sequence[dict[str, Any]] = ()
 
 
 class StoredMessage(StoredPart):
@@ -72,12 +76,12 @@ class StoredMessage(StoredPart):
     role: Role
     content: str
     reasoning: str | None = None
-    tool_calls: list[StoredCall] = []
+    tool_calls: Sequence[StoredCall] = ()
     provider_blocks: StoredBlocks | None = None
     tool_call_id: str | None = None
     name: str | None = None
     is_error: bool | None = None
-    details: dict[str, Any] = {}
+    details: Mapping[str, Any] = _NOTHING
     notes: list[str] | None = None
     repairs: list[dict[str, str]] | None = None
     unusable: str | None = None
@@ -259,7 +263,7 @@ class AgentFacts(StoredPart):
     name: str | None = None
     version: str | None = None
     starts: int = 0
-    stripped_tools: list[str] = []
+    stripped_tools: Sequence[str] = ()
     exit_code: int | None = None
     timed_out: bool | None = None
     stdout: str | None = None
@@ -282,15 +286,15 @@ class StoredConversation(StoredPart):
     messages: list[StoredMessage]
     turns: list[StoredTurn]
     tool_calls: list[ToolRun]
-    notes: list[Note]
-    discarded: list[DiscardedReply]
-    inner: list[InnerRecord]
-    resumes: list[Resume]
+    notes: tuple[Note, ...]
+    discarded: tuple[DiscardedReply, ...]
+    inner: tuple[InnerRecord, ...]
+    resumes: tuple[Resume, ...]
     api_calls: int
     usage: UsageSums | None
     cost_usd: Number | None
     model_returned: str | None
-    cut_calls: list[CutCall] = []
+    cut_calls: Sequence[CutCall] = ()
 
     @property
     def own_turns(self) -> list[StoredTurn]:
@@ -326,7 +330,7 @@ class Record(StoredConversation, kw_only=True):
     attempt: int
     row: dict[str, Any]
     """Whole, with the texts that the line holds only among the messages."""
-    row_texts: Texts = []
+    row_texts: Texts = ()
     raw_tools: msgspec.Raw = msgspec.field(name="tools")
     model: str | None
     api: str
@@ -345,8 +349,8 @@ class Record(StoredConversation, kw_only=True):
     view_compacted: bool = False
     view_trimmed: bool = False
     fork: StoredFork | None = None
-    threads: list[StoredThread] = []
-    set_aside: list[SetAside] = []
+    threads: Sequence[StoredThread] = ()
+    set_aside: Sequence[SetAside] = ()
     rewritten: list[StoredRewrite] | None = None
     offers: msgspec.Raw = _NONE
     """Lists of tools; see `StoredRequest.tools`."""
@@ -416,8 +420,9 @@ def decode_record(line: bytes) -> Record:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         read_object(line)  # what is no JSON is described there
         raise _damaged(error) from error
-    for number, message in enumerate(record.messages):
-        if message.role == "tool" and message.tool_call_id is None:
+    for message in record.messages:
+        if message.tool_call_id is None and message.role == "tool":
+            number = record.messages.index(message)
             raise DamagedLine(f"`messages[{number}]`: object missing required field `tool_call_id`")
     record.line = line
     return record

@@ -19,7 +19,7 @@ _LONG = 4096
 """Characters of a text that is worth a reference."""
 
 Step = str | int
-Texts = list[tuple[list[Step], list[Step]]]
+Texts = Sequence[tuple[list[Step], list[Step]]]
 
 
 def shared(record: dict[str, Any]) -> dict[str, Any]:
