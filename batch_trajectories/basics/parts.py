@@ -18,8 +18,8 @@ _REPORT_EVERY = 256
 R = TypeVar("R")
 T = TypeVar("T")
 
-Advance = Callable[[], object]
-"""Says that one more item is done."""
+Advance = Callable[[int], object]
+"""Says how many more items are done."""
 
 
 def in_parts(
@@ -67,10 +67,11 @@ def _do(do: Callable[[Sequence[T], Advance], R], items: Sequence[T], pipe: Conne
     """The child: do a part, send the result or the error, and end without clean-up."""
     done = 0
 
-    def advance() -> None:
+    def advance(count: int) -> None:
         nonlocal done
-        done += 1
-        if done % _REPORT_EVERY == 0:
+        done += count
+        while done >= _REPORT_EVERY:
+            done -= _REPORT_EVERY
             pipe.send_bytes(b"")
 
     try:

@@ -7,7 +7,7 @@ and each record its row, so the dataset itself is not read again.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -76,6 +76,19 @@ class RecordOrder:
     def numbers(self) -> Iterator[int]:
         """The tasks that have a record."""
         return (number for number, length in enumerate(self._lengths) if length)
+
+    def few(self, numbers: Iterable[int]) -> Iterator[list[int]]:
+        """The numbers of tasks, a few at a time; see `groups`."""
+        few: list[int] = []
+        size = 0
+        for number in numbers:
+            few.append(number)
+            size += self._lengths[number]
+            if size >= _FEW_BYTES:
+                yield few
+                few, size = [], 0
+        if few:
+            yield few
 
     def groups(self, *, by_prompt: bool) -> Iterator[list[list[int]]]:
         """Tasks with a record in groups, alone or by prompt; a few groups at a time.

@@ -11,18 +11,20 @@ Every file is written to a temporary file and renamed, so readers never see an i
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from glob import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from batch_trajectories.basics.console import LongWork
+from batch_trajectories.basics.parts import Advance, in_parts
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import not_passed
@@ -31,8 +33,7 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance, accepted
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.hermes import FORMAT, row_of
-from batch_trajectories.export.record_order import RecordOrder
-from batch_trajectories.export.rows.row_files import Hashing
+from batch_trajectories.export.record_order import RecordOrder, RecordReader
 from batch_trajectories.export.statistics import Statistics
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.store.checks import judgement_of
@@ -46,11 +47,13 @@ from batch_trajectories.runs.store.files import (
     temporary_for,
     training_file_of,
 )
+from batch_trajectories.runs.store.reader import ENOUGH
 from batch_trajectories.runs.store.record_types import Record, StoredError
 from batch_trajectories.runs.store.scores import CHECK, Scores
 from batch_trajectories.runs.store.scores import NAME as SCORES
 
 _PLAIN = Style()
+_BLOCK = 1 << 20
 
 Place = Literal["training", "partial", "rejects"]
 
@@ -71,13 +74,76 @@ class Routed(NamedTuple):
     """See `Conversation.others`."""
 
 
-@dataclass
-class _Output:
-    """A file that is being written."""
+class _Part:
+    """Some of the records: their rows in files of their own, and what they add up to."""
 
-    path: Path
-    file: Hashing
-    rows: int = 0
+    def __init__(self, files: Mapping[Place, Path]) -> None:
+        self.files = files
+        self.rows: Counter[Place] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.others: Counter[str] = Counter()
+        self.statistics = Statistics()
+
+    def write(
+        self,
+        numbers: Iterable[Sequence[int]],
+        read: RecordReader,
+        style: Style,
+        advance: Advance,
+        paths: Mapping[Place, Path],
+    ) -> None:
+        """Write the rows of the records with these numbers, a few at a time."""
+        with ExitStack() as stack:
+            files = {
+                place: stack.enter_context(open_temporary(file, paths[place]))
+                for place, file in self.files.items()
+            }
+            for few in numbers:
+                records = [(record := read(number), Own(record)) for number in few]
+                # First the rows: what reads a conversation counts its replies on the way.
+                routed = [route(record, own, style=style) for record, own in records]
+                for record, own in records:
+                    self.statistics.add(record, own)
+                for place, row, reason, others in routed:
+                    files[place].write(dumps_row(row))
+                    self.rows[place] += 1
+                    if reason is not None:
+                        self.reasons[reason] += 1
+                    if others and place == "training":
+                        self.others.update(others)
+                advance(len(few))
+
+    def add(self, other: _Part) -> None:
+        """Add the records of `other`, which come after those of this one."""
+        self.rows += other.rows
+        self.reasons += other.reasons
+        self.others += other.others
+        self.statistics.merge(other.statistics)
+        for place, path in self.files.items():
+            with path.open("ab") as file, other.files[place].open("rb") as added:
+                shutil.copyfileobj(added, file, _BLOCK)
+            other.files[place].unlink()
+
+    def finish(self, place: Place, path: Path, run_dir: Path) -> dict[str, Any]:
+        """Put a file in its place; returns its part of the manifest."""
+        with self.files[place].open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+            size = os.fstat(file.fileno()).st_size
+        self.files[place].replace(path)
+        sync_directory(path.parent)
+        return {
+            "path": os.path.relpath(path, run_dir),
+            "holds": _HOLDS[place],
+            "rows": self.rows[place],
+            "bytes": size,
+            "sha256": digest,
+        }
+
+
+def _part_of(temporary: Path, first: object) -> Path:
+    """The file of the part that begins with this record."""
+    return temporary.with_name(f"{temporary.stem}-{first}{temporary.suffix}")
 
 
 def style_of_run(config: Mapping[str, Any]) -> Style:
@@ -130,68 +196,55 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
         "partial": exports / "partial.jsonl",
         "rejects": exports / "rejects.jsonl",
     }
-    reasons: Counter[str] = Counter()
-    others: Counter[str] = Counter()
-    statistics = Statistics()
+    temporaries = {place: temporary_for(path) for place, path in paths.items()}
     try:
         make_directory(exports)
-        with ExitStack() as stack:
-            outputs = {
-                place: stack.enter_context(_replacing(path)) for place, path in paths.items()
-            }
-            order = RecordOrder(run_dir, scan, num_samples=num_samples)
-            # Rewards that came later are left out, but not what takes the place of a check.
-            read = stack.enter_context(order.reading(Scores(run_dir, only=CHECK)))
-            work = stack.enter_context(LongWork("export", total=order.with_record))
-            for groups in order.groups(by_prompt=False):
-                few = [(stored := read(number), Own(stored)) for number in chain(*groups)]
-                work.advance(len(few))
-                # First the rows: what reads a conversation counts its replies on the way.
-                routed = [route(record, own, style=style) for record, own in few]
-                for record, own in few:
-                    statistics.add(record, own)
-                for place, row, reason, by_others in routed:
-                    outputs[place].file.write(dumps_row(row))
-                    outputs[place].rows += 1
-                    if reason is not None:
-                        reasons[reason] += 1
-                    if by_others and place == "training":
-                        others.update(by_others)
+        order = RecordOrder(run_dir, scan, num_samples=num_samples)
+        numbers = array("I", order.numbers())
+        # Rewards that came later are left out, but not what takes the place of a check.
+        with order.reading(Scores(run_dir, only=CHECK)) as read:
+
+            def write(some: Sequence[int], advance: Advance) -> _Part:
+                first = some[0] if some else 0
+                part = _Part({place: _part_of(one, first) for place, one in temporaries.items()})
+                part.write(order.few(some), read, style, advance, paths)
+                return part
+
+            whole, *others = in_parts(numbers, write, doing="export", enough=ENOUGH)
+        for part in others:
+            whole.add(part)
+        files = [whole.finish(place, path, run_dir) for place, path in paths.items()]
     except OSError as error:
         raise StorageError(
             f"{exports}: cannot write the training files: {error.strerror or error}. The records "
             "are safe; make room and run the same command again."
         ) from error
+    finally:
+        for temporary in temporaries.values():
+            of_parts = _part_of(Path(escape(str(temporary))), "*")
+            for file in temporary.parent.glob(of_parts.name):
+                file.unlink()
     failed_attempts = load_failed_attempts(run_dir)
     to_retry = sum(scan.key(number) in failed_attempts for number in order.without_record())
-    written = sum(output.rows for output in outputs.values())
+    written = whole.rows.total()
     discarded = len(scan.bad_rows) * num_samples
     manifest = {
         "schema_version": 1,
         "format": FORMAT.name,
         "tasks": len(order) + discarded,
-        "exported": outputs["training"].rows,
-        "partial": outputs["partial"].rows,
-        "rejected": outputs["rejects"].rows,
-        "rejected_by_reason": dict(sorted(reasons.items())),
-        "turns_of_others": dict(sorted(others.items())),
+        "exported": whole.rows["training"],
+        "partial": whole.rows["partial"],
+        "rejected": whole.rows["rejects"],
+        "rejected_by_reason": dict(sorted(whole.reasons.items())),
+        "turns_of_others": dict(sorted(whole.others.items())),
         "discarded": discarded,
         "failed": to_retry,
         "pending": len(order) - written - to_retry,
         "gone": order.gone,
-        "files": [
-            {
-                "path": os.path.relpath(output.path, run_dir),
-                "holds": _HOLDS[place],
-                "rows": output.rows,
-                "bytes": output.file.size,
-                "sha256": output.file.finish(),
-            }
-            for place, output in outputs.items()
-        ],
+        "files": files,
     }
     _replace_json(exports / "manifest.json", manifest)
-    _replace_json(run_dir / "statistics.json", statistics.to_json())
+    _replace_json(run_dir / "statistics.json", whole.statistics.to_json())
 
 
 def left_out(run_dir: Path) -> frozenset[str] | None:
@@ -221,18 +274,3 @@ def _replace_json(path: Path, value: dict[str, Any]) -> None:
 def _reject(record: Record, reason: str, detail: str) -> Routed:
     row = {"id": record.id, "status": record.status, "reason": reason, "detail": detail}
     return Routed("rejects", row, reason)
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[_Output]:
-    """A file that replaces `path` if no error occurs."""
-    temporary = temporary_for(path)
-    try:
-        with open_temporary(temporary, path) as file:
-            yield _Output(path, Hashing(file))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)

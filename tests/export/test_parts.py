@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import threading
 from collections.abc import Callable
 from itertools import chain
@@ -16,13 +17,18 @@ import pytest
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.errors import EnvironmentStop
 from batch_trajectories.basics.parts import in_parts
+from batch_trajectories.export import training_files
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.run_statistics import statistics_of
 from batch_trajectories.report.page.writer import write_report
+from batch_trajectories.runs.dataset.scan import scan
 from batch_trajectories.runs.maintenance import verify
 from batch_trajectories.runs.store import reader
+from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.reader import open_index
 from batch_trajectories.runs.store.records import UnreadableRecord
+from tests.export.test_export import BROKEN, EARLY, FAILED, INLINE, PLAIN, THOUGHT, export
+from tests.export.test_hermes import assistant, record_of, user
 from tests.exporting import make_run, worked
 from tests.running import SCRIPTED, run, write_rows
 
@@ -30,8 +36,9 @@ from tests.running import SCRIPTED, run, write_rows
 def use_processes(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
     monkeypatch.setattr(threading, "active_count", lambda: 1)  # those of pytest do not matter
-    for module in (reader, verify):
-        monkeypatch.setattr(module, "_ENOUGH", 1)
+    for module in (reader, training_files):
+        monkeypatch.setattr(module, "ENOUGH", 1)
+    monkeypatch.setattr(verify, "_ENOUGH", 1)
 
 
 def groups(folder: Path) -> Path:
@@ -57,6 +64,39 @@ def test_statistics_are_the_same_in_parts(
     assert whole["failed_scores"] == 8
     use_processes(monkeypatch, 3)
     assert statistics_of(path, style=Style(), samples=samples) == whole
+
+
+def test_training_files_are_the_same_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(folder: Path) -> dict[str, bytes]:
+        folder.mkdir()
+        path = export(folder, PLAIN, EARLY, FAILED, BROKEN, THOUGHT, INLINE, PLAIN)
+        names = ("partial.jsonl", "rejects.jsonl", "manifest.json")
+        files = [path.with_suffix(".jsonl"), path / "statistics.json"]
+        files += [path / "exports" / name for name in names]
+        assert not [*folder.rglob("*.tmp")]
+        return {file.name: file.read_bytes() for file in files}
+
+    whole = written(tmp_path / "whole")
+    use_processes(monkeypatch, 3)
+    assert written(tmp_path / "parts") == whole
+
+
+def test_a_part_without_room_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = export(tmp_path, PLAIN, record_of(user(), assistant("x" * 30_000)))
+    found = scan(tmp_path / "p.jsonl", max_samples=None)
+    use_processes(monkeypatch, 2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="make room"):
+            training_files.export_run(path, found, num_samples=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.rglob("*.tmp")]
 
 
 def test_a_report_in_parts_has_the_same_data(
@@ -124,9 +164,9 @@ def test_damage_is_found_in_every_part(tmp_path: Path, monkeypatch: pytest.Monke
 def test_parts_are_in_order_and_in_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     use_processes(monkeypatch, 3)
 
-    def work(items: Any, advance: Callable[[], object]) -> tuple[int, list[int]]:
+    def work(items: Any, advance: Callable[[int], object]) -> tuple[int, list[int]]:
         for _ in items:
-            advance()
+            advance(1)
         return os.getpid(), list(items)
 
     found = in_parts(range(1000), work, doing="count", enough=10)
@@ -139,7 +179,7 @@ def test_a_part_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     use_processes(monkeypatch, 2)
     parent = os.getpid()
 
-    def die(items: Any, advance: Callable[[], object]) -> None:
+    def die(items: Any, advance: Callable[[int], object]) -> None:
         assert os.getpid() != parent
         os._exit(9)
 

@@ -263,7 +263,7 @@ def stale_files_of(path: Path) -> list[Path]:
     inside = (path, path / "exports", path / "inflight", path / "quarantine")
     temporary = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
     stale = [file for file in temporary if not file.is_dir()]
-    beside = re.compile(rf"\.{re.escape(path.name)}(\.fork(\.\d+)?)?\.jsonl\.\d+\.tmp")
+    beside = re.compile(rf"\.{re.escape(path.name)}(\.fork(\.\d+)?)?\.jsonl\.\d+(-\d+)?\.tmp")
     return stale + [file for file in path.parent.glob(".*.tmp") if beside.fullmatch(file.name)]
 
 

@@ -169,7 +169,7 @@ def _facts_in(records: Path) -> Iterator[tuple[int, int, _Facts | None]]:
             for number in numbers:
                 start, end = ends[number], ends[number + 1]
                 facts.append(_facts_of(os.pread(file.fileno(), end - start, start)))
-                advance()
+                advance(1)
         return facts
 
     lines = range(len(ends) - 1)

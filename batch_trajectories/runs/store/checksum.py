@@ -50,10 +50,8 @@ def check_seal(line: bytes) -> bool:
     tail = end - _TAIL
     has_checksum = line.startswith(_MEMBER, tail)
     if has_checksum:
-        if (
-            b"%08x" % crc32(memoryview(line)[:tail])
-            != line[tail + len(_MEMBER) : end - len(_CLOSE)]
-        ):
+        written = line[tail + len(_MEMBER) : end - len(_CLOSE)]
+        if b"%08x" % crc32(memoryview(line)[:tail]) != written:
             raise DamagedLine(_CHANGED)
     elif sum(map(eq, line[max(tail, 0) :], _MEMBER)) >= _NEARLY:
         raise DamagedLine(_CHANGED)

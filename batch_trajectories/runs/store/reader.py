@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _DIGEST = b',"input_digest":"'
 _HEAD_BYTES = 512
 
-_ENOUGH = 5000
+ENOUGH = 5000
 """A process with fewer records takes as long to start as it saves."""
 
 R = TypeVar("R")
@@ -127,6 +127,6 @@ def over_records(run_dir: Path, do: Callable[[SomeRecords], R], *, doing: str) -
         def read(part: Sequence[int], advance: Advance) -> Iterator[Record]:
             for number in part:
                 yield scores.added_to(read_record(records, *places[number]))
-                advance()
+                advance(1)
 
-        return in_parts(numbers, do_part, doing=doing, enough=_ENOUGH)
+        return in_parts(numbers, do_part, doing=doing, enough=ENOUGH)
