@@ -32,7 +32,7 @@ import orjson
 
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, scan, tasks
-from batch_trajectories.runs.directory.run_dir import read_run_json
+from batch_trajectories.runs.directory.run_dir import read_run_json, write_run_json
 from batch_trajectories.runs.protocol.record import as_stored
 from batch_trajectories.runs.store.checksum import read_object
 from batch_trajectories.runs.store.index import MARK, RowMaker, index_fields
@@ -210,8 +210,11 @@ def make_run(
     run_dir = folder / "r"
     templates = [read_object(line) for line in (run_dir / "records.jsonl").open("rb")]
     _write_prompts(dataset, rows)
-    config = RunConfig.model_validate(read_run_json(run_dir)["config"])
+    run = read_run_json(run_dir)
+    config = RunConfig.model_validate(run["config"])
     scanned = scan(dataset, max_samples=None, rules=config.row_rules("openai_chat"))
+    run["dataset"] |= {"rows": scanned.rows, "sha256": scanned.sha256}
+    write_run_json(run_dir, run)
     offset = 0
     files = (run_dir / "records.jsonl", run_dir / "records.idx")
     with files[0].open("wb") as records, files[1].open("wb") as index:

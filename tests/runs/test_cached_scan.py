@@ -20,6 +20,7 @@ from batch_trajectories.runs.dataset.scan import scan, tasks
 from batch_trajectories.runs.dataset.scan_cache import (
     cached_keys,
     cached_scan,
+    last_scan,
     load_scan,
     save_scan,
 )
@@ -92,6 +93,24 @@ def test_keys_are_found_in_files_of_earlier_versions(tmp_path: Path) -> None:
     old = orjson.dumps(fields) + b"\n" + body[:16] + ones + body[16:]
     kept.write_bytes(blake2b(old, digest_size=32).hexdigest().encode() + b"\n" + old)
     assert cached_keys(kept) == scanned.keys
+
+
+def test_a_scan_of_another_version_serves_readers_of_its_run(dataset: Path) -> None:
+    kept, scanned = dataset.with_name("dataset.idx"), scan(dataset, **ASKED)
+    _, header, body = kept.read_bytes().split(b"\n", 2)
+    fields = orjson.loads(header) | {"for": "another version", "asked": {"seen": 1}}
+    other = orjson.dumps(fields) + b"\n" + body
+    kept.write_bytes(blake2b(other, digest_size=32).hexdigest().encode() + b"\n" + other)
+    assert load_scan(kept, dataset, **ASKED) is None
+    run = {"sha256": scanned.sha256, "rows": scanned.rows, "bad_rows": len(scanned.bad_rows)}
+    assert last_scan(kept, dataset, run, **ASKED) == replace(scanned, asked={"seen": 1})
+    for name, value in (("sha256", "0"), ("rows", 1), ("bad_rows", 1)):
+        assert last_scan(kept, dataset, run | {name: value}, **ASKED) == scanned
+    asked = ASKED | {"num_samples": 1}
+    assert last_scan(kept, dataset, run, **asked) == scan(dataset, **asked)
+    edited = dataset.read_bytes().replace(b"first", b"worst")
+    dataset.write_bytes(edited)
+    assert last_scan(kept, dataset, run, **ASKED) == scan(dataset, **ASKED)
 
 
 def in_place(old: bytes, new: bytes) -> Callable[[list[bytes]], list[bytes]]:

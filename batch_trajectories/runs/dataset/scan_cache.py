@@ -3,14 +3,16 @@
 `dataset.idx` is a digest of all that follows, a header (one line of JSON), then the offsets,
 occurrences and keys of a `Scan`. It is derived and can be deleted at any time. It is valid only
 for the same bytes of the dataset (which are hashed at each start: size and time prove nothing),
-the same `ScanOptions`, and the version of the program that wrote it. If the file is torn or
-damaged, the digest differs and the dataset is scanned again.
+the same `ScanOptions`, and the version of the program that wrote it: a start of another version
+scans again. Who only reads a run takes the scan of its last start, of any version. If the file is
+torn or damaged, the digest differs and the dataset is scanned again.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Mapping
 from dataclasses import fields
 from hashlib import blake2b, file_digest
 from importlib import metadata
@@ -47,6 +49,21 @@ def cached_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan
     return load_scan(cache, path, **options) or scan(path, **options)
 
 
+def last_scan(
+    cache: Path, path: Path, dataset: Mapping[str, Any], **options: Unpack[ScanOptions]
+) -> Scan:
+    """The scan of the last start of a run, whatever version that was of. Writes nothing.
+
+    `dataset` is what its run.json says of the dataset; where `cache` is not of that, the dataset is
+    scanned. Raises `DatasetError` if it has no usable row.
+    """
+    if (content := _read(cache)) is not None and _is_of(content, dataset, options["num_samples"]):
+        saved = _scan_in(content, path, options)
+    else:
+        saved = None
+    return saved or cached_scan(cache, path, **options)
+
+
 def save_scan(cache: Path, made: Scan) -> None:
     """Write `made` to the file `cache`, unless it is there already. Raises `StorageError`."""
     header = orjson.dumps(
@@ -70,6 +87,14 @@ def load_scan(cache: Path, path: Path, **options: Unpack[ScanOptions]) -> Scan |
     header, body = content
     if header["for"] != _options_digest(**options):
         return None
+    return _scan_in((header, body), path, options)
+
+
+def _scan_in(
+    content: tuple[dict[str, Any], bytes], path: Path, options: ScanOptions
+) -> Scan | None:
+    """The scan in a cache; None if the dataset has changed since."""
+    header, body = content
     size, digest = header["size"], header["content_digest"]
     if not is_unchanged(path, size, digest, may_continue=header["may_continue"]):
         return None
@@ -92,6 +117,19 @@ def cached_keys(cache: Path) -> bytes | None:
     """The keys of the tasks of the scan in `cache`, whatever the dataset holds now."""
     content = _read(cache)
     return None if content is None else content[1][_keys_at(content[0]) :]
+
+
+def _is_of(
+    content: tuple[dict[str, Any], bytes], dataset: Mapping[str, Any], num_samples: int
+) -> bool:
+    """Whether a cache has the form of today, and is of the dataset of this run.json."""
+    header, body = content
+    if not {*_IN_HEADER, "bad_rows", "occurrences"} <= header.keys():
+        return False
+    found = (header["sha256"], header["rows"], len(header["bad_rows"]))
+    keys = 16 * header["rows"] * num_samples
+    last = tuple(map(dataset.get, ("sha256", "rows", "bad_rows")))
+    return found == last and len(body) == _keys_at(header) + keys
 
 
 def _keys_at(header: dict[str, Any]) -> int:

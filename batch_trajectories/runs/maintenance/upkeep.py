@@ -17,7 +17,7 @@ from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sandboxes import remove_leftover_containers
 from batch_trajectories.runs.dataset.scan import Scan, scan, tasks
-from batch_trajectories.runs.dataset.scan_cache import NAME, cached_scan
+from batch_trajectories.runs.dataset.scan_cache import NAME, last_scan
 from batch_trajectories.runs.dataset.shards import parse_shard
 from batch_trajectories.runs.directory.narrowing import refuse_narrowing
 from batch_trajectories.runs.directory.run_dir import stale_files_of
@@ -126,7 +126,8 @@ def check(
 
 def scan_of(path: Path, identity: dict[str, Any], config: RunConfig) -> Scan:
     """The scan of the dataset of the run in `path`. Raises `DatasetError`."""
-    return cached_scan(path / NAME, **_scan_arguments(path, identity, config))
+    arguments = _scan_arguments(path, identity, config)
+    return last_scan(path / NAME, dataset=identity["dataset"], **arguments)
 
 
 def keep_given(identity: dict[str, Any], config: RunConfig) -> KeptDataset:
@@ -175,9 +176,12 @@ def _verified(
     from batch_trajectories.runs.maintenance.verify import verify
 
     try:
-        arguments = _scan_arguments(path, identity, config)
-        # The cached one has digests of itself and of the dataset.
-        scanned = cached_scan(path / NAME, **arguments) if make is None else scan(**arguments)
+        # The saved one has digests of itself and of the dataset.
+        scanned = (
+            scan_of(path, identity, config)
+            if make is None
+            else scan(**_scan_arguments(path, identity, config))
+        )
     except DatasetError as error:
         return verify(path, identity, str(error), config, made=None), None
     if make is None:
