@@ -39,9 +39,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 _NONE = msgspec.Raw(b"")
 """In the place of JSON that a record does not have."""
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""Defaults are shared, so that what a line lacks takes no time and no memory."""
+_NOTHING: Mapping[str, Any] = MappingProxyType({})  # shared: what a line lacks takes no time
 
 
 class StoredPart(msgspec.Struct, gc=False, omit_defaults=True):
@@ -422,8 +420,8 @@ def decode_record(line: bytes) -> Record:
         raise _damaged(error) from error
     for message in record.messages:
         if message.tool_call_id is None and message.role == "tool":
-            number = record.messages.index(message)
-            raise DamagedLine(f"`messages[{number}]`: object missing required field `tool_call_id`")
+            place = f"messages[{record.messages.index(message)}]"
+            raise DamagedLine(f"`{place}`: object missing required field `tool_call_id`")
     record.line = line
     return record
 
