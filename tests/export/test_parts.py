@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import resource
 import threading
@@ -18,6 +19,7 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.errors import EnvironmentStop
 from batch_trajectories.basics.parts import in_parts
 from batch_trajectories.export import training_files
+from batch_trajectories.export.conversation.row_json import Repeated, dumps_row
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.run_statistics import statistics_of
 from batch_trajectories.report.page.writer import write_report
@@ -81,6 +83,12 @@ def test_training_files_are_the_same_in_parts(
     whole = written(tmp_path / "whole")
     use_processes(monkeypatch, 3)
     assert written(tmp_path / "parts") == whole
+
+
+def test_texts_of_many_rows_pass_between_processes() -> None:
+    text = Repeated("<tools>")
+    dumps_row({"text": text})
+    assert pickle.loads(pickle.dumps(text)) == text
 
 
 def test_a_part_without_room_leaves_no_files(

@@ -72,6 +72,9 @@ class Repeated(str):
     __slots__ = ("_json",)
     _json: orjson.Fragment
 
+    def __reduce__(self) -> tuple[type[Repeated], tuple[str]]:
+        return Repeated, (str(self),)  # other processes escape it themselves
+
     def as_json(self) -> orjson.Fragment:
         """Its JSON. Raises TypeError for halves of surrogate pairs."""
         try:
