@@ -27,7 +27,7 @@ from batch_trajectories.runs.maintenance.verify_batches import repair_batches
 from batch_trajectories.runs.maintenance.verify_exports import Problem
 from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset
 from batch_trajectories.runs.store.checksum import is_whole
-from batch_trajectories.runs.store.failures import NO_LIMIT, Settled
+from batch_trajectories.runs.store.failures import NO_LIMIT, Settled, is_settled
 from batch_trajectories.runs.store.files import keep_readable
 from batch_trajectories.runs.store.journal import Inflight, read_journaled_replies
 from batch_trajectories.runs.store.records import RecordFile, UnreadableRecord, load_index, take_out
@@ -254,8 +254,13 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
 def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
     """The tasks that the same command would run now, in one line; "" if none."""
     entries = load_index(path)
-    settled = Settled(entries, config.max_attempts)
-    remaining = [number for number in range(scan.tasks) if scan.key(number) not in settled]
+    rows, _ = entries.match(scan.keys)
+    remaining = [
+        number
+        for number, (row, ending) in enumerate(zip(rows, entries.endings(rows), strict=True))
+        if ending is None
+        or (ending.status == "failed" and not is_settled(entries.entry(row), config.max_attempts))
+    ]
     if not remaining:
         return ""
     named = ", ".join(task.id for task in tasks(scan, remaining[:_SHOWN]))

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -110,26 +110,27 @@ def _check_records(path: Path, report: Report) -> Index:
     lines = array("I", [0])
     number = 0
     for number, (offset, length, facts) in enumerate(_facts_in(records), start=1):
+        fields, schema, has_all_turns = facts or ([], None, False)
         own_rows = None
         if facts is not None:
             with suppress(ValueError):  # a number that no index can hold
-                own_rows = maker.rows(facts.fields, offset, length)
+                own_rows = maker.rows(fields, offset, length)
         index.compare(number, own_rows)
-        if facts is None or own_rows is None:
+        if own_rows is None:
             line = _line_at(records, offset, length)
             report.problems.append(Problem("unreadable", records, number, _what_is_lost(line)))
             continue
         rows += own_rows
         lines.extend([number] * (len(own_rows) // ROW_BYTES))
         report.records += 1
-        if facts.schema_version != SCHEMA_VERSION:
+        if schema != SCHEMA_VERSION:
             message = (
-                f"{facts.fields[0]}: it has schema {facts.schema_version}, not "
+                f"{fields[0]}: it has schema {schema}, not "
                 f"{SCHEMA_VERSION}; use the version that wrote it"
             )
             report.problems.append(Problem("contradiction", records, number, message))
-        if not facts.has_all_turns:
-            message = f"{facts.fields[0]}: its turns are not numbered 1, 2, 3 …; turns are missing"
+        if not has_all_turns:
+            message = f"{fields[0]}: its turns are not numbered 1, 2, 3 …; turns are missing"
             report.problems.append(Problem("contradiction", records, number, message))
     report.problems += _check_tail(records, number)
     index.end(number)
@@ -148,14 +149,9 @@ def _check_records(path: Path, report: Report) -> Index:
     return rebuilt
 
 
-class _Facts(NamedTuple):
-    """What is checked of a record."""
-
-    fields: list[Any]
-    """Its `index_fields`."""
-    schema_version: Any
-    has_all_turns: bool
-    """Its turns are numbered 1, 2, 3 …"""
+_Facts = tuple[list[Any], Any, bool]
+"""What is checked of a record: its `index_fields`, its schema, and whether its turns are numbered
+1, 2, 3 …; plain, because processes send it."""
 
 
 def _facts_in(records: Path) -> Iterator[tuple[int, int, _Facts | None]]:
@@ -184,7 +180,7 @@ def _facts_of(line: bytes) -> _Facts | None:
     except DamagedLine:
         return None
     has_all = [turn.turn for turn in record.turns] == [*range(1, len(record.turns) + 1)]
-    return _Facts(index_fields(record), record.schema_version, has_all)
+    return index_fields(record), record.schema_version, has_all
 
 
 def _line_at(records: Path, offset: int, length: int) -> bytes:

@@ -42,10 +42,10 @@ _GIT = (
     "GIT_CONFIG_KEY_1=core.fileMode GIT_CONFIG_VALUE_1=true "
     "GIT_CONFIG_KEY_2=core.fsmonitor GIT_CONFIG_VALUE_2=false "
     "GIT_CONFIG_KEY_3=core.hooksPath GIT_CONFIG_VALUE_3=/dev/null; "
-    "top=$(git rev-parse --show-toplevel); "
 )
-_TOP = _GIT + 'echo "$top"'
-_AT_STORE = _GIT + 'cd "$top"; store=$1; shift; '
+_TOP = _GIT + "git rev-parse --show-toplevel"
+_AT_TOP = _GIT + 'cd "$1"; shift; '
+_AT_STORE = _AT_TOP + "store=$1; shift; "
 # It fails where nothing is ignored.
 _IGNORED = (
     'GIT_INDEX_FILE="$store/index" git check-ignore -z --stdin >"$store/ignored" || [ $? = 1 ]'
@@ -75,7 +75,7 @@ _TREE = (
     'GIT_INDEX_FILE="$store/$1.index" git write-tree; }; '
 )
 _BEFORE = _AT_STORE + _TREE + 'tree begin >"$store/begin"'
-_REMOVE = _GIT + 'cd "$top"; rm -rf -- "$@"'
+_REMOVE = _AT_TOP + 'rm -rf -- "$@"'
 # `--no-ext-diff` and `--no-textconv`: what the repository configures is not asked.
 _END = (
     _AT_STORE
@@ -187,8 +187,9 @@ async def _made(
     sandbox, files = _sandbox(fresh), fresh.workspace
     assert isinstance(worked, ImageFiles)
     assert isinstance(files, ImageFiles)
-    ended = await asyncio.to_thread(worked.tree, top)
-    begun = await asyncio.to_thread(files.tree, top)
+    ended, begun = await asyncio.gather(
+        asyncio.to_thread(worked.tree, top), asyncio.to_thread(files.tree, top)
+    )
     nested = [path for path in begun if path.endswith(_NESTED)]
     store = f"/tmp/.diff-{worked.root.name[:16]}"
     for states in (ended, begun):
@@ -201,34 +202,34 @@ async def _made(
         if state.kind in _CARRIED and begun.get(path) != state
     }
     had = {path for path in (*gone, *changed) if _kind(begun.get(path)) in _CARRIED}
-    had -= await _ignored(fresh, had, store, _BEGIN, *nested)
-    await _run(sandbox, _BEFORE, store, stdin=_listed(had))
+    had -= await _ignored(fresh, had, top, store, _BEGIN, *nested)
+    await _run(sandbox, _BEFORE, top, store, stdin=_listed(had))
     kept = [*_batches(p for p in {*gone, *changed} if any(is_named(p, one) for one in from_image))]
     for part, some in enumerate(kept):
-        await _run(sandbox, _SAVE, store, str(part), *some)
+        await _run(sandbox, _SAVE, top, store, str(part), *some)
     for some in _batches(_uppermost(gone)):
-        await _run(sandbox, _REMOVE, *some)
+        await _run(sandbox, _REMOVE, top, *some)
     rules = {path for path in changed if path.rpartition("/")[2] == _IGNORES}
     await _carry(worked, files, top, {path: changed[path] for path in rules})
     if new := changed.keys() - had:
-        for path in await _ignored(fresh, new, store, _IGNORED_LATER):
+        for path in await _ignored(fresh, new, top, store, _IGNORED_LATER):
             del changed[path]
     carried = {path: state for path, state in changed.items() if path not in rules}
     await _carry(worked, files, top, carried)
-    await _run(sandbox, _END, store, *nested, stdin=_listed(changed))
+    await _run(sandbox, _END, top, store, *nested, stdin=_listed(changed))
     patch = await asyncio.to_thread(files.read_bytes, f"{store}/patch", MAX_BYTES + 1)
     for part, some in enumerate(kept):
-        await _run(sandbox, _BRING_BACK, store, str(part), *some)
+        await _run(sandbox, _BRING_BACK, top, store, str(part), *some)
     await sandbox.exec(["rm", "-rf", "--", store])
     return patch
 
 
 async def _ignored(
-    fresh: ToolContext, paths: Iterable[str], store: str, script: str, *arguments: str
+    fresh: ToolContext, paths: Iterable[str], top: str, store: str, script: str, *arguments: str
 ) -> set[str]:
     """Which paths are ignored, as a script finds that reads them and writes a list of these."""
     listing = _listed(paths)
-    await _run(_sandbox(fresh), script, store, *arguments, stdin=listing)
+    await _run(_sandbox(fresh), script, top, store, *arguments, stdin=listing)
     found = await asyncio.to_thread(fresh.workspace.read_bytes, f"{store}/ignored", len(listing))
     return set(found.decode().split("\0")[:-1])
 
