@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from batch_trajectories.basics.presets import presets
 from testing.agent_endpoint import ALL, STEPS, AgentEndpoint
 from tests.running import ROOT, lines, session_of, wait_until, workers_of, write_rows
+from tests.wire_forms import in_reply, in_request, in_row, steps
 from toolsets.sandbox.inside.processes import descendants
 
 _SECRET = "the-key-of-the-run"
@@ -58,6 +59,8 @@ class Outcome(NamedTuple):
     """Tasks that made another call while recorded ones were left."""
     lost: int
     """Replies that were on their way when something was killed."""
+    learnt: int
+    """Turns that rows of segments learn: each is a request of the log with its reply."""
     seconds: float
 
 
@@ -228,6 +231,7 @@ def _check(
     recorded = 0
     for record in records:
         recorded += _check_record(agent, record, sent)
+    learnt = _check_segments(directory, endpoint)
     for path in directory.rglob("*"):
         if path.is_file():
             assert _SECRET.encode() not in path.read_bytes(), f"the key is in {path}"
@@ -244,8 +248,34 @@ def _check(
         set_aside=set_aside,
         diverged=sum(record["diverged_at"] is not None for record in records),
         lost=len(sent) - recorded,
+        learnt=learnt,
         seconds=round(time.monotonic() - began, 1),
     )
+
+
+def _check_segments(directory: Path, endpoint: AgentEndpoint) -> int:
+    """Compare rows of segments with the endpoint's log; returns how many turns they learn."""
+    flags = ["--format=openai", "--segments", "--accept_rows=unknown_tool"]
+    command = [sys.executable, str(ROOT / "batch_runner.py"), "export", "trajectories/r", *flags]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    dataset = directory / "trajectories/r/exports/dataset"
+    (part,) = json.loads((dataset / "manifest.json").read_text())["formats"]
+    logged = {
+        steps([*in_request(endpoint.whole(one.request)), *in_reply(one.reply)])
+        for one in endpoint.exchanges
+    }
+    learnt = 0
+    for row in lines(dataset / "openai" / "train.jsonl"):
+        for n, message in enumerate(row["messages"], start=1):
+            if message["role"] == "assistant" and message.get("weight") != 0:
+                learnt += 1
+                assert steps(in_row(row["messages"][:n])) in logged, (row["id"], n)
+    segments = part["segments"]
+    assert (segments["turns"], segments["unknown_turns"]) == (learnt, 0), segments
+    # What has another model, or a flaw, is named.
+    assert not segments["rejected"], segments
+    return learnt
 
 
 def _check_record(agent: str, record: dict[str, Any], sent: dict[str, Any]) -> int:

@@ -377,6 +377,21 @@ def test_earlier_messages_that_change_begin_a_segment(api: str) -> None:
     assert len(wire.check()) >= 2
 
 
+@APIS
+def test_rows_of_an_agent_that_says_several_things_in_a_row(tmp_path: Path, api: str) -> None:
+    wire, talk = Wire(api), TALKS[api]()
+    talk.say("Mind the rules.")
+    talk.say("Count.")
+    wire.call(talk, thought="")
+    talk.say("Remember.")
+    wire.call(talk, None, thought="")
+    (row,) = rows(make_run(tmp_path, agents_record(wire.recording)), "openai", segments=True)
+    assert [(m["role"], m["content"]) for m in row["messages"]] == [
+        ("system", "You work."), ("user", "Mind the rules.\n\nCount."), ("assistant", "Reply 1."),
+        ("tool", "result 1\n\nRemember."), ("assistant", "Reply 2."),
+    ]  # fmt: skip
+
+
 STEP = st.sampled_from(["call", "say", "system", "tools", "change", "forget", "restart"])
 
 

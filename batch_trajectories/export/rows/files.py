@@ -211,7 +211,7 @@ class _RowFiles(CandidateFiles):
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
         masks, conversation = self._masks, candidate.parsed
         if masks is None:
-            return self._add(split, conversation, seen)
+            return self._add(split, candidate.record, conversation, seen)
         conversation = masks.applied(conversation)
         if not any(isinstance(entry, Turn) and entry.has_loss for entry in conversation.entries):
             return Reason.ALL_MASKED.value, "none of its turns carries loss"
@@ -219,7 +219,7 @@ class _RowFiles(CandidateFiles):
         if is_included:
             metadata = {**conversation.metadata, "included": NOT_PASSED}
             conversation = msgspec.structs.replace(conversation, metadata=metadata)
-        why = self._add(split, conversation, seen)
+        why = self._add(split, candidate.record, conversation, seen)
         if why is None:
             if self._segments is None:
                 masks.count(turn.masked for turn in conversation.own_turns)
@@ -230,9 +230,11 @@ class _RowFiles(CandidateFiles):
         shown = styled(conversation, self._style)
         return shown, self._format.row_of(shown, self._style)
 
-    def _add(self, split: str, conversation: Conversation, seen: set[Hashable]) -> Why | None:
+    def _add(
+        self, split: str, record: Record, conversation: Conversation, seen: set[Hashable]
+    ) -> Why | None:
         if self._segments is not None:
-            for n, (shown, row) in enumerate(self._segments.of(conversation)):
+            for n, (shown, row) in enumerate(self._segments.of(conversation, record)):
                 self.write(split, dumps_row(row), uses=n == 0)
                 if not self._per_turn:
                     self._others += shown.others

@@ -22,7 +22,7 @@ from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.masking.masks import Masked, Masks
 from batch_trajectories.export.segments.segments import Segment, segments_of
 from batch_trajectories.export.segments.views import ShownPart, parts_of
-from batch_trajectories.runs.store.record_types import StoredTurn
+from batch_trajectories.runs.store.record_types import Record, StoredTurn
 
 Row = dict[str, Any]
 
@@ -67,8 +67,10 @@ class SegmentRows:
         self._by_turn = by_turn
         self._counts = SegmentCounts()
 
-    def of(self, whole: Conversation) -> list[tuple[Conversation, Row]]:
+    def of(self, whole: Conversation, record: Record) -> list[tuple[Conversation, Row]]:
         """The rows of a conversation, and of those inside its record, with what they show.
+
+        `record` is as it was stored: that of `whole` can have its messages in another order.
 
         Ids are `ID#s2` for the second segment, with `by_turn` `ID#s2.t3` for its third turn. Raises
         Rejected if no segment keeps the rules of rows.
@@ -77,7 +79,7 @@ class SegmentRows:
         counts = self._counts
         number = 0
         why = Rejected(Reason.NO_REPLY, "the record does not say what its calls were shown")
-        for part in parts_of(whole.record, since_user=self._since_user):
+        for part in parts_of(record, since_user=self._since_user):
             counts.unknown_turns += part.unknown
             masked = self._masks.of(part.conversation) if self._masks and part.views else {}
             for segment in segments_of(part):

@@ -1,0 +1,118 @@
+"""What the requests of a log and the messages of rows say, in one form, by readers of their own.
+
+A conversation is a list of steps. What is not the model's, up to its next words, is one text: rows
+join what agents send in a row. White space, ids of calls, and how arguments are written do not
+count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+Atom = tuple[str, Any]
+"""`said` and a text of the other side, `thought`, `text`, or `call` with name and arguments."""
+
+
+def steps(atoms: Iterable[Atom]) -> str:
+    """The conversation in one form, for comparisons."""
+    found: list[list[Any]] = []
+    for kind, value in atoms:
+        words = "".join(value.split()) if isinstance(value, str) else value
+        if words in ("", None):
+            continue
+        side = "said" if kind == "said" else "model"
+        if not found or found[-1][0] != side:
+            found.append([side, "", "", []] if side == "model" else [side, ""])
+        step = found[-1]
+        if kind == "call":
+            step[3].append(words)
+        else:
+            step[2 if kind == "thought" else 1] += words
+    return json.dumps(found, sort_keys=True)
+
+
+def in_row(messages: Iterable[Mapping[str, Any]]) -> Iterator[Atom]:
+    """The messages of a row of `openai`, or of a chat request."""
+    for message in messages:
+        content = message.get("content")
+        text = content if isinstance(content, str) else _texts(content)
+        if message["role"] != "assistant":
+            yield "said", text
+            continue
+        yield "thought", message.get("reasoning_content") or message.get("reasoning") or ""
+        yield "text", text
+        for call in message.get("tool_calls") or ():
+            yield "call", _made(call["function"]["name"], call["function"]["arguments"])
+
+
+def in_request(request: Mapping[str, Any]) -> Iterator[Atom]:
+    """All that the model was shown, in any dialect of `AgentEndpoint` but Gemini's."""
+    if "input" in request:
+        yield "said", request.get("instructions") or ""
+        yield from _items(request["input"])
+    elif any("role" in m and m["role"] == "tool" for m in request["messages"]) or (
+        "system" not in request
+    ):
+        yield from in_row(request["messages"])
+    else:
+        system = request["system"]
+        yield "said", system if isinstance(system, str) else _texts(system)
+        for message in request["messages"]:
+            content = message["content"]
+            blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            yield from _blocks(blocks, "text" if message["role"] == "assistant" else "said")
+
+
+def in_reply(reply: Mapping[str, Any]) -> Iterator[Atom]:
+    """What the model replied."""
+    if "choices" in reply:
+        yield from in_row([{"role": "assistant", **reply["choices"][0]["message"]}])
+    elif "output" in reply:
+        yield from _items(reply["output"])
+    else:
+        yield from _blocks(reply["content"], "text")
+
+
+def _items(items: Iterable[Mapping[str, Any]]) -> Iterator[Atom]:
+    for item in items:
+        match item.get("type", "message"):
+            case "message":
+                content = item["content"]
+                text = content if isinstance(content, str) else _texts(content)
+                yield "text" if item["role"] == "assistant" else "said", text
+            case "reasoning":
+                yield "thought", _texts(item.get("summary"))
+            case "function_call" | "custom_tool_call":
+                yield "call", _made(item["name"], item.get("arguments", item.get("input")))
+            case "function_call_output" | "custom_tool_call_output":
+                output = item["output"]
+                yield "said", output if isinstance(output, str) else _texts(output)
+            case other:
+                raise AssertionError(f"unknown item {other}")
+
+
+def _blocks(blocks: Iterable[Mapping[str, Any]], kind: str) -> Iterator[Atom]:
+    for block in blocks:
+        match block["type"]:
+            case "text":
+                yield kind, block["text"]
+            case "thinking":
+                yield "thought", block["thinking"]
+            case "tool_use":
+                yield "call", _made(block["name"], block["input"])
+            case "tool_result":
+                content = block.get("content") or ""
+                yield "said", content if isinstance(content, str) else _texts(content)
+            case other:
+                raise AssertionError(f"unknown block {other}")
+
+
+def _texts(parts: Any) -> str:
+    return "\n".join(part["text"] for part in parts or () if "text" in part)
+
+
+def _made(name: str, arguments: Any) -> list[Any]:
+    given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    return [name, given]
