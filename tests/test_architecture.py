@@ -67,6 +67,7 @@ export
 export/filters
 export/scoring
 export/dataset
+export/parity
 
 api
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ _OPTIONS = (
         "inline|field|last|none|since_user",
         "Where reasoning goes; since_user is for --segments.",
     ),
+    ("reasoning_key", "NAME", "openai: reasoning_content (default), reasoning or thinking."),
     ("parallel_calls", "keep|split", "Parallel calls in one turn, or one per turn."),
     ("system", "saved|omit", "The system prompt that the model saw."),
     ("empty_think", "keep|omit", "The empty <think> block of turns without reasoning."),
@@ -43,6 +44,11 @@ _OPTIONS = (
         "render",
         "FILE",
         "Print rows through a chat template (Jinja or tokenizer_config.json).",
+    ),
+    (
+        "parity",
+        "TEMPLATE,...",
+        "Prove rows of openai by chat templates: names, tokenizer directories, Jinja files, all.",
     ),
     ("push_to_hub", "REPO", "Show what a push to this dataset repository would send."),
 )
@@ -68,6 +74,12 @@ def dataset_options(function: Any) -> Any:
             metavar="N",
             type=click.IntRange(min=0),
             help="Rows to render.  [default: 3]",
+        ),
+        click.option(
+            "--max_length",
+            metavar="N",
+            type=click.IntRange(min=1),
+            help="With --parity: name rows of more tokens.",
         ),
         click.option(
             "--require_passed",
@@ -128,8 +140,10 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
             raise ConfigError(
                 "--check uses the recipe of the dataset; leave out other options for datasets"
             )
-        if flags["render"] or flags["push_to_hub"]:
-            raise ConfigError("--check only reads a dataset; leave out --render and --push_to_hub")
+        if flags["render"] or flags["push_to_hub"] or flags["parity"]:
+            raise ConfigError(
+                "--check only reads a dataset; leave out --render, --parity and --push_to_hub"
+            )
         return _check(source, directory)
     if flags["push_for_real"] and not flags["push_to_hub"]:
         raise ConfigError("--push_for_real needs --push_to_hub REPO")
@@ -139,7 +153,8 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
     render = load_template(Path(flags["render"])) if flags["render"] else None
     if render is not None and "openai" not in recipe.formats:
         raise ConfigError("--render shows rows of the format openai; add it to --format")
-    manifest = export_dataset(source, recipe, directory)
+    prove = _prover(flags, recipe)
+    manifest = prove(export_dataset(source, recipe, directory), directory)
     if manifest["pending"]:
         say(f"warning: {plural(manifest['pending'], 'pending task')} not in this export")
     show(_table(directory, manifest))
@@ -148,6 +163,30 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
     if flags["push_to_hub"]:
         _push(directory, flags["push_to_hub"], manifest, for_real=flags["push_for_real"])
     return 0
+
+
+def _prover(flags: Mapping[str, Any], recipe: Any) -> Callable[[dict[str, Any], Path], Any]:
+    """What `--parity` does to a dataset, given its manifest. Raises `ConfigError`."""
+    from batch_trajectories.basics.errors import ConfigError
+
+    if not flags["parity"]:
+        if flags["max_length"] is not None:
+            raise ConfigError("--max_length needs --parity with the directory of a tokenizer")
+        return lambda manifest, _: manifest
+    from batch_trajectories.export.parity.judging import check, judge, summary
+    from batch_trajectories.export.parity.templates import find
+
+    templates = find(flags["parity"])
+    check(recipe, templates, flags["max_length"])
+
+    def prove(manifest: dict[str, Any], directory: Path) -> Any:
+        from batch_trajectories.export.dataset.directory import add_parity
+
+        judged = judge(directory, manifest, templates, max_length=flags["max_length"])
+        show("\n".join(summary(judged)))
+        return add_parity(directory, manifest, recipe, judged)
+
+    return prove
 
 
 def _check(source: Any, directory: Path) -> int:

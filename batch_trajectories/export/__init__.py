@@ -16,6 +16,7 @@ funnel          from rows to training rows: what is lost at each step
 training_files  the files that every start writes
 scoring/        scores given after the run
 dataset/        the datasets of `export --format`
+parity/         chat templates: whether they train what inference saw
 
 Other rooms import all modules.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import msgspec
@@ -144,10 +145,13 @@ def read_entries(
     messages: Sequence[StoredMessage],
     tools: Tools,
     flaws: list[Flaw],
+    *,
+    as_sent: bool = False,
 ) -> list[Entry]:
     """All messages but those of the system, as entries; raises Rejected.
 
     A turn that the provider paused is one entry with its continuation. Flaws are added to `flaws`.
+    `as_sent`: results stay in the order of the messages; else they get that of their calls.
     """
     flaws += flaws_of_parts(messages)
     for detail in check_conversation(messages, names_of(tools)):
@@ -172,7 +176,16 @@ def read_entries(
             entries.append(Said(_user_text(message, flaws, turn=number)))
     if parts:
         entries.append(_read_turn(parts, results, number, flaws, may_be_flawed=may_be_flawed))
-    return entries
+    return [*map(_as_sent, entries, repeat(messages))] if as_sent else entries
+
+
+def _as_sent(entry: Entry, messages: Sequence[StoredMessage]) -> Entry:
+    """A turn with its results in the order of the messages."""
+    if isinstance(entry, Said) or len(entry.results) < 2:
+        return entry
+    order = {message.tool_call_id: n for n, message in enumerate(messages)}
+    results = sorted(entry.results, key=lambda result: order[result.id])
+    return msgspec.structs.replace(entry, results=results)
 
 
 def _may_be_flawed(messages: Sequence[StoredMessage]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -20,6 +20,8 @@ from batch_trajectories.export.conversation.turns import (
 )
 
 ReasoningStyle = Literal["inline", "field", "last", "none", "since_user"]
+REASONING_KEY: Final = "reasoning_content"
+ReasoningKey = Literal["reasoning_content", "reasoning", "thinking"]
 CallStyle = Literal["keep", "split"]
 SystemStyle = Literal["saved", "omit"]
 EmptyThink = Literal["keep", "omit"]
@@ -53,6 +55,9 @@ class Style:
     """Whether completed conversations need reasoning in words to be in a run's training file."""
     require_passed: bool = False
     """Whether those that did not pass their check are left out of it."""
+
+    reasoning_key: ReasoningKey = REASONING_KEY
+    """The key of reasoning in messages."""
 
     def with_reasoning(self, reasoning: ReasoningStyle | None) -> Style:
         """The same style with another choice for reasoning."""

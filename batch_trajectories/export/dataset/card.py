@@ -195,6 +195,11 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield f"- system prompts: `{recipe.system or 'as each format has it'}`"
     yield f"- parallel calls: `{recipe.parallel_calls}`"
     yield f"- splits by prompt: {', '.join(f'{k} {v:g}' for k, v in recipe.splits.items())}"
+    if "parity" in manifest:
+        yield ""
+        yield "## Chat templates"
+        yield ""
+        yield from _by_templates(manifest["parity"])
     yield ""
     yield "## What was left out"
     yield ""
@@ -218,6 +223,31 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield "- personal data: not looked for"
     yield ""
     yield "`manifest.json` has the recipe, all counts and a sha256 per file."
+
+
+def _by_templates(parity: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    proved = [f"`{one['template']}`" for one in parity if one["is_proved"]]
+    yield (
+        f"Rendered by {len(parity):,} chat templates; in {len(proved):,} of them every turn is "
+        f"learnt in the context that inference has{': ' if proved else '.'}{', '.join(proved)}"
+    )
+    others = [one for one in parity if not one["is_proved"] and "failed" not in one]
+    if others:
+        yield ""
+        yield from _table(
+            ("template", "turns", "other context", "reasoning lost", "rows refused", "mended by"),
+            [
+                (
+                    one["template"],
+                    f"{one['turns']:,}",
+                    f"{sum(one['causes'].values()):,}",
+                    f"{one['reasoning_lost']:,}",
+                    f"{sum(one['refused'].values()):,}",
+                    one["mend"] or "-",
+                )
+                for one in others
+            ],
+        )
 
 
 _AUTHORS = {

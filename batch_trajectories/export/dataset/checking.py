@@ -48,7 +48,7 @@ def findings(source: Source, directory: Path) -> Iterator[str]:
         mistake = mistakes_in(error)[0].describe()
         yield f"its recipe is not one of this version: {mistake}; export again"
         return
-    again = orjson.loads(orjson.dumps(derive(source, recipe)))
+    again = orjson.loads(orjson.dumps(derive(source, recipe, manifest.get("parity"))))
     yield from _derived(manifest, again, files)
     yield from _told(manifest, again)
 

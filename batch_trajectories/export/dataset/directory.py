@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,9 @@ class _Format(BaseModel):
     used: int
     rejected: int
     files: list[_File]
+
+
+_CARD = "README.md"
 
 
 class _Finished(BaseModel):
@@ -120,6 +123,26 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
     return manifest
 
 
+def add_parity(
+    directory: Path, manifest: Mapping[str, Any], recipe: Recipe, parity: Sequence[Any]
+) -> dict[str, Any]:
+    """Write what chat templates make of a dataset into its manifest and its card.
+
+    Returns the manifest. Raises `StorageError`.
+    """
+    proved = {**manifest, "parity": [*parity]}
+    content = card(proved, recipe).encode()
+    others = [file for file in manifest["other_files"] if file["path"] != _CARD]
+    proved["other_files"] = [*others, _written(_CARD, content).to_json()]
+    try:
+        with alone_in(directory, f"{directory}: another export writes here; wait for it"):
+            replace_file(directory / _CARD, content)
+            _write_manifest(directory, proved)
+    except OSError as error:
+        raise StorageError(f"{directory}: cannot write: {error.strerror or error}") from error
+    return proved
+
+
 def _make_directory(directory: Path) -> None:
     try:
         make_directory(directory, is_inside=False, parents=True)
@@ -127,9 +150,12 @@ def _make_directory(directory: Path) -> None:
         raise ConfigError(f"{directory}: not a directory; name another --output") from error
 
 
-def derive(source: Source, recipe: Recipe) -> dict[str, Any]:
-    """The manifest of the dataset that `export_dataset` would write; nothing is written."""
-    return _make(source, recipe, Nowhere())
+def derive(source: Source, recipe: Recipe, parity: Sequence[Any] | None = None) -> dict[str, Any]:
+    """The manifest of the dataset that `export_dataset` would write; nothing is written.
+
+    `parity` is what the manifest of a dataset says of chat templates.
+    """
+    return _make(source, recipe, Nowhere(), parity)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -162,13 +188,17 @@ def listed_files(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*files, manifest["rejects"], *manifest["other_files"]]
 
 
-def _make(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, Any]:
+def _make(
+    source: Source, recipe: Recipe, place: FileTarget, parity: Sequence[Any] | None = None
+) -> dict[str, Any]:
     manifest = write_rows(source, recipe, place)
+    if parity is not None:
+        manifest["parity"] = parity
     others = []
     for part in manifest["formats"]:
         for path, content in _beside(part, manifest["run"]["name"], recipe):
             others.append(_write(place, path, _indented(content)))
-    others.append(_write(place, "README.md", card(manifest, recipe).encode()))
+    others.append(_write(place, _CARD, card(manifest, recipe).encode()))
     return {**manifest, "other_files": [file.to_json() for file in others]}
 
 
@@ -189,6 +219,10 @@ def _beside(part: Mapping[str, Any], run: str, recipe: Recipe) -> Iterator[tuple
 def _write(place: FileTarget, path: str, content: bytes) -> Written:
     with place.open(path) as file:
         file.write(content)
+    return _written(path, content)
+
+
+def _written(path: str, content: bytes) -> Written:
     return Written(path, 0, len(content), hashlib.sha256(content).hexdigest())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
@@ -36,8 +36,15 @@ class Rendered(NamedTuple):
     """Places of texts that the template dropped, or why it refused the row."""
 
 
-def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
-    """A function that renders rows of `openai.jsonl` as trainers do.
+Chat = Callable[[Sequence[Mapping[str, Any]], Sequence[Any], bool], str]
+"""Renders messages and tools; the flag adds the generation prompt. Marks are in the text."""
+
+EOS = "\ufdd2"
+"""Stands for the token that ends a text, whose name only its tokenizer knows."""
+
+
+def load_chat(path: Path) -> Chat:
+    """A function that renders messages as trainers and inference do.
 
     `path` is a Jinja file or a tokenizer_config.json. Raises `ConfigError`.
     """
@@ -72,29 +79,36 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
     except (OSError, ValueError, KeyError, TypeError, TemplateError) as error:
         raise ConfigError(f"{path}: cannot read this chat template: {error}") from error
 
-    def apply(messages: Any, tools: Any) -> str:
+    def chat(messages: Any, tools: Any, is_prompt: bool) -> str:
         text: str = template.render(
             messages=messages,
             tools=tools or None,
-            add_generation_prompt=False,
+            add_generation_prompt=is_prompt,
             bos_token="",
-            eos_token="",
+            eos_token=EOS,
         )
         return text
+
+    return chat
+
+
+def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
+    """A function that renders rows of `openai.jsonl` as trainers do; see `load_chat`."""
+    chat = load_chat(path)
 
     def render(row: Mapping[str, Any]) -> Rendered:
         tools = row["tools"]
         if isinstance(tools, str):
             tools = json.loads(tools)
         try:
-            text = apply(row["messages"], tools)
+            text = chat(row["messages"], tools, False).replace(EOS, "")
             marks = _Marks()
-            marked = apply(*marks.put(row["messages"], tools))
+            marked = chat(*marks.put(row["messages"], tools), False)
         except Exception as error:  # a template can raise anything
             why = str(error) or type(error).__name__
             return Rendered("", [], [f"the template refuses the row: {why}"])
         dropped = [place for mark, place in marks.places.items() if mark not in marked]
-        return Rendered(*_without_marks(text), dropped)
+        return Rendered(*without_marks(text), dropped)
 
     return render
 
@@ -123,7 +137,7 @@ def _source(path: Path) -> str:
     return held
 
 
-def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+def without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without marks, and the parts that were between two marks."""
     pieces = _MARK.split(text)
     ends = list(accumulate(map(len, pieces)))
@@ -209,7 +223,9 @@ def rows_of(directory: Path, manifest: Mapping[str, Any]) -> Iterator[dict[str, 
         if file["path"].endswith(".jsonl")
     ]
     if not files:
-        raise ConfigError("--render reads rows of the format openai, and none were written")
+        raise ConfigError(
+            "--render and --parity read rows of the format openai, and none were written"
+        )
     for path in files:
         with (directory / path).open(encoding="utf-8") as lines:
             yield from map(json.loads, lines)

@@ -47,7 +47,7 @@ def messages_of(
         messages.append({"role": "system", "content": conversation.system})
     last = conversation.entries[-1]
     for entry in conversation.entries:
-        parts = _messages(entry, style.tolerance, inline=inline)
+        parts = _messages(entry, style, inline=inline)
         if marks_loss and isinstance(entry, Turn):
             is_context = conversation.is_for_turn and entry is not last
             if is_context or not entry.has_loss:
@@ -117,14 +117,15 @@ def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str,
     ]
 
 
-def _messages(entry: Entry, tolerance: Tolerance, *, inline: bool) -> Sequence[dict[str, Any]]:
+def _messages(entry: Entry, style: Style, *, inline: bool) -> Sequence[dict[str, Any]]:
     if isinstance(entry, Said):
         return [{"role": "user", "content": entry.text}]
     said: dict[str, Any] = {"role": "assistant", "content": entry.text.rstrip()}
     if entry.reasoning and inline:
         said["content"] = f"<think>\n{entry.reasoning}\n</think>\n\n{said['content']}".rstrip()
     elif entry.reasoning:
-        said["reasoning_content"] = entry.reasoning
+        said[style.reasoning_key] = entry.reasoning
+    tolerance = style.tolerance
     refuse_structure_in_arguments(entry, tolerance)
     refuse_structure_in_results(entry, tolerance)
     for call in entry.calls:  # some templates render the ids of calls

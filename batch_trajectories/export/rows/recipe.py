@@ -25,8 +25,10 @@ from agent.options import MAX_COUNT, PositiveFloat, PositiveInt, Seed, split_com
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
 from batch_trajectories.export.conversation.style import (
+    REASONING_KEY,
     CallStyle,
     EmptyThink,
+    ReasoningKey,
     ReasoningStyle,
     Style,
     SystemStyle,
@@ -112,6 +114,8 @@ class Recipe(BaseModel):
 
     formats: Annotated[tuple[FormatName, ...], BeforeValidator(split_commas), Field(min_length=1)]
     reasoning: ReasoningStyle | None = None
+    reasoning_key: ReasoningKey = REASONING_KEY
+    """The key of reasoning in messages of openai, as the template reads it."""
     parallel_calls: CallStyle = "keep"
     system: SystemStyle | None = None
     empty_think: EmptyThink = "keep"
@@ -189,6 +193,10 @@ class Recipe(BaseModel):
             )
         if self.reasoning == "since_user" and not self.segments:
             raise ValueError("reasoning: since_user is for rows of segments; add --segments")
+        if self.reasoning_key != REASONING_KEY and self.copies:
+            raise ValueError(
+                f"reasoning_key: the columns of {self.copies[0].name} are fixed; leave it out"
+            )
         for option in ("subagents", "discarded"):
             if getattr(self, option) and "rl" not in self.formats:
                 raise ValueError(f"{option}: only rl has rows for them; add it to formats")
@@ -235,6 +243,7 @@ class Recipe(BaseModel):
             self.tools,
             self.reward_name,
             Tolerance(accepted(self.accept_rows), self.filters.control_tokens),
+            reasoning_key=self.reasoning_key,
         )
 
     @property

@@ -121,7 +121,7 @@ def _conversation(
     positions = [n for n, m in enumerate(segment.messages) if m.role == "assistant"]
     learnt = [segment.learnt.get(place) for place in positions]
     flaws: list[Flaw] = []
-    entries = read_entries(messages, segment.tools, flaws)
+    entries = read_entries(messages, segment.tools, flaws, as_sent=True)
     tokens = [None if turn is None else turn.reasoning_tokens for turn in learnt]
     entries = with_hidden_reasoning(entries, messages, tokens)
     marked = [*_with_authors(entries, learnt, masked)]

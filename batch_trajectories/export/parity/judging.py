@@ -1,0 +1,296 @@
+"""Judges a dataset by chat templates, in a process with bounded time and memory.
+
+Nothing of a template is trusted: one that takes too long or too much memory is judged as that, and
+the next one goes on in a new process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from batch_trajectories.basics.console import LongWork
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.text import plural
+from batch_trajectories.export.dataset.rendering import load_chat, rows_of
+from batch_trajectories.export.parity.mending import NOTHING, Mend, mend_for
+from batch_trajectories.export.parity.templates import Template
+from batch_trajectories.export.parity.turns import Shown, Tally, as_shown
+from batch_trajectories.export.rows.recipe import Recipe
+
+_RENDER_S = 10.0
+"""A row must be rendered in so many seconds; trainers render thousands a minute."""
+_SILENCE_S = 60.0
+_MEMORY_BYTES = 2 << 30
+_SAMPLE = 12
+"""Rows that differ, by which options are chosen; all rows then prove them."""
+_BLOCK = 64
+_NAMED = 1000
+"""Ids of rows above the length, in the manifest."""
+
+
+class _TooLong(BaseException):
+    """No reason to refuse a row: the next one may take as long."""
+
+    def __init__(self) -> None:
+        super().__init__(f"the template took more than {_RENDER_S:g} s for one row")
+
+
+def check(recipe: Recipe, templates: Sequence[Template], max_length: int | None) -> None:
+    """Raise `ConfigError` for what cannot be judged, before all work."""
+    if "openai" not in recipe.formats or not recipe.writes_lines:
+        raise ConfigError("--parity renders rows of the format openai; add it to --format")
+    if recipe.reasoning in ("last", "none"):
+        raise ConfigError("--parity compares reasoning, which --reasoning last and none take out")
+    if recipe.per_turn and recipe.reasoning is None:
+        raise ConfigError(
+            "--parity needs all reasoning in rows of turns: add --reasoning field, which leaves it "
+            "to the template"
+        )
+    for template in templates:
+        load_chat(template.path)
+        if max_length is not None and template.tokenizer is None:
+            raise ConfigError(
+                f"--max_length counts tokens: {template.path} has no tokenizer.json beside it; "
+                "give the directory of a tokenizer"
+            )
+
+
+def judge(
+    directory: Path,
+    manifest: Mapping[str, Any],
+    templates: Sequence[Template],
+    *,
+    max_length: int | None,
+) -> list[dict[str, Any]]:
+    """What each template makes of the rows of `openai` in a dataset, for its manifest.
+
+    Beside the counts of `Tally`: `mend`, the options after which nothing differs (null: none
+    needed, or none found), `tried`, the best options where none mends all, `mended`, the counts
+    with either, `is_proved`, `lengths`, and `failed`, if the template could not be judged.
+    """
+    total = sum(
+        file["rows"]
+        for part in manifest["formats"]
+        if part["format"] == "openai"
+        for file in part["files"]
+        if file["path"].endswith(".jsonl")
+    )
+    with LongWork("parity", total=total * len(templates)) as work:
+        return [_judged(directory, manifest, one, max_length, work) for one in templates]
+
+
+def _judged(
+    directory: Path,
+    manifest: Mapping[str, Any],
+    template: Template,
+    max_length: int | None,
+    work: LongWork,
+) -> dict[str, Any]:
+    context = get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(
+        target=_child, args=(theirs, directory, manifest, template, max_length), daemon=True
+    )
+    child.start()
+    theirs.close()
+    failed = f"the template was silent for {_SILENCE_S:g} s"
+    try:
+        while ours.poll(_SILENCE_S):
+            said = ours.recv()
+            if isinstance(said, dict):
+                return {"template": template.name, **said}
+            work.advance(said)
+    except EOFError:
+        failed = "the process that rendered the template died"
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+    return {"template": template.name, "failed": failed, "is_proved": False}
+
+
+def _child(
+    pipe: Connection,
+    directory: Path,
+    manifest: Mapping[str, Any],
+    template: Template,
+    max_length: int | None,
+) -> None:
+    _bound_memory()
+    signal.signal(signal.SIGALRM, _raise_too_long)
+    try:
+        pipe.send(_judge_one(pipe, directory, manifest, template, max_length))
+    except (_TooLong, MemoryError, ConfigError) as error:
+        pipe.send({"failed": str(error) or "the template took too much memory", "is_proved": False})
+
+
+def _bound_memory() -> None:
+    if sys.platform != "linux":
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _raise_too_long(*_: object) -> None:
+    raise _TooLong
+
+
+def _judge_one(
+    pipe: Connection,
+    directory: Path,
+    manifest: Mapping[str, Any],
+    template: Template,
+    max_length: int | None,
+) -> dict[str, Any]:
+    render = load_chat(template.path)
+
+    def chat(messages: Any, tools: Any, is_prompt: bool) -> str:
+        signal.setitimer(signal.ITIMER_REAL, _RENDER_S)
+        try:
+            return render(messages, tools, is_prompt)
+        except RecursionError as error:
+            raise ValueError("too deep") from error
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    recipe = manifest["recipe"]
+    key = recipe["reasoning_key"]
+    lengths = None if template.tokenizer is None else _Lengths(template.tokenizer, max_length)
+    tally, sample = Tally(), list[Shown]()
+    for id, shown in _rows(directory, manifest, key, pipe):
+        texts: list[str] = []
+        if not tally.add(chat, [shown], texts.append) and len(sample) < _SAMPLE:
+            sample.append(shown)
+        if lengths is not None:
+            for text in texts:
+                lengths.add(id, text)
+    mend, mended = NOTHING, tally
+    if sample:
+        mend = mend_for(chat, sample, is_cut=recipe["per_turn"] or recipe["segments"])
+        if mend.options:
+            mended = _with(mend, chat, directory, manifest, key, pipe)
+    is_better = mended.is_clean and mend.options
+    return {
+        **tally.to_json(),
+        "mend": " ".join(mend.options) if is_better else None,
+        "mended": mended.to_json() if mend.options else None,
+        "tried": " ".join(mend.options) if mend.options and not is_better else None,
+        "is_proved": tally.is_clean,
+        "lengths": None if lengths is None else lengths.to_json(),
+    }
+
+
+def _with(
+    mend: Mend, chat: Any, directory: Path, manifest: Mapping[str, Any], key: str, pipe: Connection
+) -> Tally:
+    tally = Tally()
+    for _, shown in _rows(directory, manifest, key, pipe, counts=False):
+        tally.add(chat, mend.rows(shown), lambda _: None)
+    return tally
+
+
+def _rows(
+    directory: Path, manifest: Mapping[str, Any], key: str, pipe: Connection, *, counts: bool = True
+) -> Iterator[tuple[str, Shown]]:
+    """The rows with their ids; says now and then how many there were."""
+    read: dict[str, list[Any]] = {}
+    rows = rows_of(directory, manifest)
+    while block := list(islice(rows, _BLOCK)):
+        for row in block:
+            tools = row["tools"]
+            if isinstance(tools, str):
+                if tools not in read:
+                    read.clear()
+                    read[tools] = json.loads(tools)
+                tools = read[tools]
+            yield row["id"], as_shown(row, tools, key)
+        pipe.send(len(block) if counts else 0)
+
+
+class _Lengths:
+    """Lengths of rows in the student's tokens."""
+
+    def __init__(self, tokenizer: Path, max_length: int | None) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ConfigError(
+                f"{tokenizer}: lengths need the package tokenizers: pip install tokenizers"
+            ) from error
+        self._tokenizer = Tokenizer.from_file(str(tokenizer))
+        self._max_length = max_length
+        self._lengths: list[int] = []
+        self._above: list[str] = []
+
+    def add(self, id: str, text: str) -> None:
+        """Count the tokens of a row."""
+        length = len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        self._lengths.append(length)
+        if self._max_length is not None and length > self._max_length:
+            self._above.append(id)
+
+    def to_json(self) -> dict[str, Any]:
+        """Percentiles, and the rows above the length by name."""
+        lengths = sorted(self._lengths)
+        last = len(lengths) - 1
+        shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+        found: dict[str, Any] = {
+            name: lengths[round(share * last)] if lengths else None
+            for name, share in shares.items()
+        }
+        if self._max_length is not None:
+            found |= {
+                "max_length": self._max_length,
+                "above": len(self._above),
+                "rows_above": self._above[:_NAMED],
+            }
+        return found
+
+
+def summary(judged: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line or two for each template."""
+    for one in judged:
+        name = one["template"]
+        if failed := one.get("failed"):
+            yield f"{name}: not judged: {failed}"
+            continue
+        refused = sum(one["refused"].values())
+        words = [f"{one['same']:,} of {plural(one['turns'], 'turn')} in the context of inference"]
+        if one["with_reasoning"]:
+            words.append(f"{one['reasoning_lost']:,} of {one['with_reasoning']:,} lose reasoning")
+        if refused:
+            why = max(one["refused"], key=one["refused"].__getitem__)
+            words.append(f"{plural(refused, 'row')} refused ({why})")
+        if one["stop_token"] != "unknown":
+            words.append(f"stop token {one['stop_token']}")
+        yield f"{name}: {'; '.join(words)}"
+        if one["mend"]:
+            yield f"  mended by {one['mend']}: nothing differs"
+        elif one["tried"]:
+            left = one["mended"]
+            yield (
+                f"  best with {one['tried']}: {left['turns'] - left['same']:,} of "
+                f"{left['turns']:,} contexts differ, {left['reasoning_lost']:,} lose reasoning, "
+                f"{plural(sum(left['refused'].values()), 'row')} refused"
+            )
+        if lengths := one["lengths"]:
+            above = (
+                f", {lengths['above']:,} above {lengths['max_length']:,}"
+                if ("above" in lengths)
+                else ""
+            )
+            yield (
+                f"  tokens per row: median {lengths['p50']}, 90% {lengths['p90']}, "
+                f"99% {lengths['p99']}, longest {lengths['max']}{above}"
+            )

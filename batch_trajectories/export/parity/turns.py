@@ -1,0 +1,144 @@
+"""Renders rows of `openai` through a chat template, and compares each turn's context.
+
+Inference renders the messages before a turn with the generation prompt. Training renders the row:
+the turn is learnt in the same context if the row's text begins with that one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from batch_trajectories.export.dataset.rendering import EOS, Chat, without_marks
+
+Message = Mapping[str, Any]
+
+
+class Turn(NamedTuple):
+    """A turn that is learnt."""
+
+    at: int
+    """Its position in the row."""
+    before: Sequence[Message]
+    """What inference was given."""
+    reasoning: str
+
+
+class Shown(NamedTuple):
+    """A row as a trainer gets it."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Any]
+    turns: Sequence[Turn]
+
+
+def as_shown(row: Mapping[str, Any], tools: Sequence[Any], key: str) -> Shown:
+    """A row of `openai`; `key` is that of its reasoning."""
+    messages = row["messages"]
+    learnt = (
+        Turn(n, messages[:n], message.get(key) or "")
+        for n, message in enumerate(messages)
+        if message["role"] == "assistant" and message.get("weight") != 0
+    )
+    return Shown(messages, tools, [*learnt])
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a template makes of rows."""
+
+    rows: int = 0
+    turns: int = 0
+    same: int = 0
+    """Turns whose context in training is that of inference."""
+    causes: Counter[str] = field(default_factory=Counter)
+    """Of the others: whether the `context` differs, or the `generation_prompt` alone."""
+    with_reasoning: int = 0
+    reasoning_lost: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    """Rows that the template refuses, by its words."""
+    stops: Counter[bool] = field(default_factory=Counter)
+    """Whether the token that ends a turn carries loss, where the template says what does."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every turn is learnt as it was sampled."""
+        return not self.refused and self.same == self.turns and not self.reasoning_lost
+
+    def add(self, chat: Chat, rows: Iterable[Shown], keep: Callable[[str], None]) -> bool:
+        """Render the rows of a conversation; returns whether nothing differs in them.
+
+        `keep` gets the text of each row.
+        """
+        is_same = True
+        for row in rows:
+            self.rows += 1
+            self.turns += len(row.turns)
+            self.with_reasoning += sum(bool(turn.reasoning) for turn in row.turns)
+            try:
+                text, trained = without_marks(chat(row.messages, row.tools, False))
+            except MemoryError:
+                raise
+            except Exception as error:  # a template can raise anything
+                why = str(error) or type(error).__name__
+                self.refused[why[:200]] += 1
+                is_same = False
+                continue
+            keep(text.replace(EOS, ""))
+            is_same &= self._compare(chat, row, text)
+            self._look_for_the_end(row, text, trained)
+        return is_same
+
+    def _compare(self, chat: Chat, row: Shown, text: str) -> bool:
+        is_same = True
+        begin = 0
+        for turn in row.turns:
+            cause = _difference(chat, turn, row.tools, text)
+            if cause is None:
+                self.same += 1
+            else:
+                self.causes[cause] += 1
+                is_same = False
+            if thought := turn.reasoning.strip():
+                place = text.find(thought, begin)
+                begin = begin if place < 0 else place + len(thought)
+                self.reasoning_lost += place < 0
+                is_same &= place >= 0
+        return is_same
+
+    def _look_for_the_end(self, row: Shown, text: str, trained: Sequence[tuple[int, int]]) -> None:
+        last = row.messages[-1]
+        words = str(last.get("content") or "").strip()
+        if not trained or not words or last["role"] != "assistant" or last.get("tool_calls"):
+            return
+        begin, end = trained[-1]
+        _, found, after = text[begin:end].rpartition(words)
+        if found:
+            self.stops[bool(after.strip())] += 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts, for the manifest."""
+        stop = {True: "trained", False: "not trained"}
+        return {
+            "rows": self.rows,
+            "refused": dict(sorted(self.refused.items())),
+            "turns": self.turns,
+            "same": self.same,
+            "causes": dict(sorted(self.causes.items())),
+            "with_reasoning": self.with_reasoning,
+            "reasoning_lost": self.reasoning_lost,
+            "stop_token": stop[self.stops[True] > self.stops[False]] if self.stops else "unknown",
+        }
+
+
+def _difference(chat: Chat, turn: Turn, tools: Sequence[Any], text: str) -> str | None:
+    try:
+        context, _ = without_marks(chat(turn.before, tools, True))
+        if text.startswith(context):
+            return None
+        plain, _ = without_marks(chat(turn.before, tools, False))
+    except Exception:  # as above: inference had no such context
+        return "context"
+    return "generation_prompt" if text.startswith(plain) else "context"
