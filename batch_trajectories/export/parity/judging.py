@@ -22,9 +22,9 @@ from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import plural
 from batch_trajectories.export.dataset.rendering import load_chat, rows_of
+from batch_trajectories.export.parity.contexts import ParityCounts, Shown, as_shown
 from batch_trajectories.export.parity.mending import NOTHING, Mend, mend_for
-from batch_trajectories.export.parity.templates import Template
-from batch_trajectories.export.parity.turns import Shown, Tally, as_shown
+from batch_trajectories.export.parity.templates import ChatTemplate
 from batch_trajectories.export.rows.recipe import Recipe
 
 _RENDER_S = 10.0
@@ -45,7 +45,7 @@ class _TooLong(BaseException):
         super().__init__(f"the template took more than {_RENDER_S:g} s for one row")
 
 
-def check(recipe: Recipe, templates: Sequence[Template], max_length: int | None) -> None:
+def check(recipe: Recipe, templates: Sequence[ChatTemplate], max_length: int | None) -> None:
     """Raise `ConfigError` for what cannot be judged, before all work."""
     if "openai" not in recipe.formats or not recipe.writes_lines:
         raise ConfigError("--parity renders rows of the format openai; add it to --format")
@@ -68,13 +68,13 @@ def check(recipe: Recipe, templates: Sequence[Template], max_length: int | None)
 def judge(
     directory: Path,
     manifest: Mapping[str, Any],
-    templates: Sequence[Template],
+    templates: Sequence[ChatTemplate],
     *,
     max_length: int | None,
 ) -> list[dict[str, Any]]:
     """What each template makes of the rows of `openai` in a dataset, for its manifest.
 
-    Beside the counts of `Tally`: `mend`, the options after which nothing differs (null: none
+    Beside the counts of `ParityCounts`: `mend`, the options after which nothing differs (null: none
     needed, or none found), `tried`, the best options where none mends all, `mended`, the counts
     with either, `is_proved`, `lengths`, and `failed`, if the template could not be judged.
     """
@@ -92,7 +92,7 @@ def judge(
 def _judged(
     directory: Path,
     manifest: Mapping[str, Any],
-    template: Template,
+    template: ChatTemplate,
     max_length: int | None,
     work: LongWork,
 ) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _child(
     pipe: Connection,
     directory: Path,
     manifest: Mapping[str, Any],
-    template: Template,
+    template: ChatTemplate,
     max_length: int | None,
 ) -> None:
     _bound_memory()
@@ -150,7 +150,7 @@ def _judge_one(
     pipe: Connection,
     directory: Path,
     manifest: Mapping[str, Any],
-    template: Template,
+    template: ChatTemplate,
     max_length: int | None,
 ) -> dict[str, Any]:
     render = load_chat(template.path)
@@ -167,7 +167,7 @@ def _judge_one(
     recipe = manifest["recipe"]
     key = recipe["reasoning_key"]
     lengths = None if template.tokenizer is None else _Lengths(template.tokenizer, max_length)
-    tally, sample = Tally(), list[Shown]()
+    tally, sample = ParityCounts(), list[Shown]()
     for id, shown in _rows(directory, manifest, key, pipe):
         texts: list[str] = []
         if not tally.add(chat, [shown], texts.append) and len(sample) < _SAMPLE:
@@ -193,8 +193,8 @@ def _judge_one(
 
 def _with(
     mend: Mend, chat: Any, directory: Path, manifest: Mapping[str, Any], key: str, pipe: Connection
-) -> Tally:
-    tally = Tally()
+) -> ParityCounts:
+    tally = ParityCounts()
     for _, shown in _rows(directory, manifest, key, pipe, counts=False):
         tally.add(chat, mend.rows(shown), lambda _: None)
     return tally

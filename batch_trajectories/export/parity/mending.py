@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from batch_trajectories.export.dataset.rendering import Chat
-from batch_trajectories.export.parity.turns import Message, Shown, Tally, Turn
+from batch_trajectories.export.parity.contexts import LearntTurn, Message, ParityCounts, Shown
 
 Change = Callable[[Shown], Iterator[Shown]]
 
@@ -46,7 +46,7 @@ def mend_for(chat: Chat, sample: Sequence[Shown], *, is_cut: bool) -> Mend:
                 choices.append(Mend((*mend.options, options), (*mend.changes, change)))
         found: list[tuple[float, ...]] = []
         for choice in choices:
-            tally = Tally()
+            tally = ParityCounts()
             for row in sample:
                 tally.add(chat, choice.rows(row), lambda _: None)
             if tally.is_clean:
@@ -56,7 +56,7 @@ def mend_for(chat: Chat, sample: Sequence[Shown], *, is_cut: bool) -> Mend:
     return mend
 
 
-def _badness(tally: Tally) -> tuple[float, ...]:
+def _badness(tally: ParityCounts) -> tuple[float, ...]:
     """What is worse: refused rows, then lost reasoning, then other contexts."""
     turns, thoughts = max(1, tally.turns), max(1, tally.with_reasoning)
     return (
@@ -97,7 +97,7 @@ def _split_calls(row: Shown) -> Iterator[Shown]:
     """One call per turn, as `--parallel_calls split` divides them."""
     messages: list[Message] = []
     learnt = {turn.at: turn for turn in row.turns}
-    turns: list[Turn] = []
+    turns: list[LearntTurn] = []
     for n, message in enumerate(row.messages):
         calls: list[Any] = message.get("tool_calls") or []
         answers = {}
@@ -115,7 +115,7 @@ def _split_calls(row: Shown) -> Iterator[Shown]:
         for number, part in enumerate(parts):
             if n in learnt:
                 thought = learnt[n].reasoning if number == 0 else ""
-                turns.append(Turn(len(messages), [*messages], thought))
+                turns.append(LearntTurn(len(messages), [*messages], thought))
             messages.append(part)
             for call in part.get("tool_calls") or ():
                 if call["id"] in answers:

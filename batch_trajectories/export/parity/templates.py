@@ -20,7 +20,7 @@ _FILES = ("chat_template.jinja", "tokenizer_config.json")
 _TOKENIZER = "tokenizer.json"
 
 
-class Template(NamedTuple):
+class ChatTemplate(NamedTuple):
     """A chat template, and the tokenizer beside it."""
 
     name: str
@@ -30,7 +30,7 @@ class Template(NamedTuple):
     """Its tokenizer.json."""
 
 
-def find(given: str) -> list[Template]:
+def find(given: str) -> list[ChatTemplate]:
     """The templates that names and paths with commas mean; `all`: those of `trl`.
 
     A directory is that of a tokenizer, or one of Jinja files. Raises `ConfigError`.
@@ -41,13 +41,13 @@ def find(given: str) -> list[Template]:
     return [*dict.fromkeys(found)]
 
 
-def _find(name: str) -> Iterator[Template]:
+def _find(name: str) -> Iterator[ChatTemplate]:
     path = Path(name)
     if path.is_dir():
         yield from _in_directory(path)
         return
     if path.is_file():
-        yield Template(path.stem if path.suffix == ".jinja" else path.parent.name, path)
+        yield ChatTemplate(path.stem if path.suffix == ".jinja" else path.parent.name, path)
         return
     known = {one.name: one for one in _bundled(name)}
     if name == ALL:
@@ -62,20 +62,20 @@ def _find(name: str) -> Iterator[Template]:
         )
 
 
-def _in_directory(path: Path) -> Iterator[Template]:
+def _in_directory(path: Path) -> Iterator[ChatTemplate]:
     tokenizer = path / _TOKENIZER
     for file in _FILES:
         if (path / file).is_file():
             name = path.resolve().name
-            yield Template(name, path / file, tokenizer if tokenizer.is_file() else None)
+            yield ChatTemplate(name, path / file, tokenizer if tokenizer.is_file() else None)
             return
     files = sorted(path.glob("*.jinja"))
     if not files:
         raise ConfigError(f"--parity: {path} has none of {', '.join(_FILES)}, and no Jinja files")
-    yield from (Template(file.stem, file) for file in files)
+    yield from (ChatTemplate(file.stem, file) for file in files)
 
 
-def _bundled(name: str) -> Iterator[Template]:
+def _bundled(name: str) -> Iterator[ChatTemplate]:
     """The templates that the installed `trl` brings."""
     spec = find_spec("trl")
     if spec is None or spec.origin is None:

@@ -16,7 +16,7 @@ from batch_trajectories.export.dataset.rendering import EOS, Chat, without_marks
 Message = Mapping[str, Any]
 
 
-class Turn(NamedTuple):
+class LearntTurn(NamedTuple):
     """A turn that is learnt."""
 
     at: int
@@ -31,14 +31,14 @@ class Shown(NamedTuple):
 
     messages: Sequence[Message]
     tools: Sequence[Any]
-    turns: Sequence[Turn]
+    turns: Sequence[LearntTurn]
 
 
 def as_shown(row: Mapping[str, Any], tools: Sequence[Any], key: str) -> Shown:
     """A row of `openai`; `key` is that of its reasoning."""
     messages = row["messages"]
     learnt = (
-        Turn(n, messages[:n], message.get(key) or "")
+        LearntTurn(n, messages[:n], message.get(key) or "")
         for n, message in enumerate(messages)
         if message["role"] == "assistant" and message.get("weight") != 0
     )
@@ -46,7 +46,7 @@ def as_shown(row: Mapping[str, Any], tools: Sequence[Any], key: str) -> Shown:
 
 
 @dataclass(slots=True)
-class Tally:
+class ParityCounts:
     """What a template makes of rows."""
 
     rows: int = 0
@@ -133,7 +133,7 @@ class Tally:
         }
 
 
-def _difference(chat: Chat, turn: Turn, tools: Sequence[Any], text: str) -> str | None:
+def _difference(chat: Chat, turn: LearntTurn, tools: Sequence[Any], text: str) -> str | None:
     try:
         context, _ = without_marks(chat(turn.before, tools, True))
         if text.startswith(context):
