@@ -14,6 +14,7 @@ from agent.messages.message import Message
 from agent.options import AgentOptions
 from agent.runner import was_compacted
 from agent.views.views import compact, compacted_from
+from batch_trajectories.export.conversation.validity import Rejected
 from tests.agent.test_options import ANSWER, echo
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import judged, make_run, rejects, rows
@@ -112,9 +113,9 @@ def resumed(*calls: str, kept: bool = True) -> dict[str, Any]:
 
 
 def test_a_workspace_that_was_lost_is_counted() -> None:
-    record = record_of(user(), assistant("Hi."), resumes=[resumed(), resumed("c1", kept=False)])
+    record = record_of(user(), assistant("Hi."), resumes=[resumed(), resumed(kept=False)])
     metadata = metadata_of(record)
-    assert (metadata["interrupted_calls"], metadata["workspace_lost"]) == (1, 1)
+    assert (metadata["interrupted_calls"], metadata["workspace_lost"]) == (0, 1)
 
 
 def test_what_was_seen_whole_says_nothing_more() -> None:
@@ -128,7 +129,8 @@ def test_what_was_seen_whole_says_nothing_more() -> None:
 def test_each_side_of_a_pair_says_it(tmp_path: Path) -> None:
     broken = judged(0.0, "B") | {"resumes": [resumed("c1", kept=False)]}
     source = make_run(tmp_path, judged(1.0, "A") | {"resumes": []}, broken, samples=2)
-    (pair,) = rows(source, "dpo")
+    assert rows(source, "dpo") == [], "the row that it would be was interrupted"
+    (pair,) = rows(source, "dpo", accept_rows="interrupted")
     parsed = json.loads(pair["metadata"])
     assert parsed["chosen"].keys() == {"id", "reward"}
     assert parsed["rejected"]["interrupted_calls"] == parsed["rejected"]["workspace_lost"] == 1
@@ -147,6 +149,20 @@ def test_filters_leave_them_out(tmp_path: Path) -> None:
     assert left_out(shortened_views="keep", max_interrupted_calls=2) == {}
     assert left_out(shortened_views="reject") == {"t0": "shortened_views"}
     assert left_out(max_interrupted_calls=1) == {"t1": "max_interrupted_calls"}
+    assert left_out(max_interrupted_calls=0) == {"t1": "max_interrupted_calls"}
+
+
+def test_rows_with_an_interrupted_result_are_left_out_unless_they_are_accepted(
+    tmp_path: Path,
+) -> None:
+    broken = record_of(user(), assistant("Ho."), resumes=[resumed("a")])
+    resumed_only = record_of(user(), assistant("Hi."), resumes=[resumed()])
+    source = make_run(tmp_path, broken, resumed_only)
+    assert rejects(source, formats="openai") == {"t0": "interrupted"}
+    assert rejects(source, formats="openai", accept_rows="interrupted") == {}
+    assert rejects(source, formats="openai", mask={"interrupted_result": True}) == {}
+    with pytest.raises(Rejected, match="interrupted"):
+        to_row(stored(broken))
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def record_of(*messages: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "seed": 7,
         "sandbox": None,
         "prompt_id": "row-1",
-        "resumes": [{"interrupted": ["c1"]}],
+        "resumes": [{"interrupted": []}],
         "config_digest": "d1",
         "schema_version": 1,
     } | changes
@@ -228,7 +228,7 @@ class TestWorkedExample:
             '"tool_stats":[{"tool":"temp","count":3,'
             '"success":2,"failure":1}],"reasoning":{"assistant_turns":3,'
             '"with_reasoning":2},"usage":{"input_tokens":10,"output_tokens":null},'
-            '"interrupted_calls":1,"columns":{"source":"mine"},'
+            '"interrupted_calls":0,"columns":{"source":"mine"},'
             '"sandbox":null,"seed":7,"config_digest":"d1"}'
         )
         assert line.decode() == (

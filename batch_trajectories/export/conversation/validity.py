@@ -51,6 +51,8 @@ class Reason(StrEnum):
     """A tool result holds the tag that closes results, in a format that does not escape it."""
     EARLIER_RESPONSE_UNKNOWN = "earlier_response_unknown"
     """An agent continued a response of the endpoint by its id, and what came before is unknown."""
+    INTERRUPTED = "interrupted"
+    """A result says that a crash interrupted its call, which the model did not cause."""
     HAS_IMAGES = "has_images"
     """A message holds a picture, and the format only text."""
     HAS_FILES = "has_files"

@@ -234,6 +234,9 @@ class Recipe(BaseModel):
     @property
     def style(self) -> Style:
         """How conversations are rendered."""
+        # What limits interrupted calls, or masks their turns, lets such rows in.
+        limits = self.filters.max_interrupted_calls or (self.mask and self.mask.interrupted_result)
+        flaws = (*self.accept_rows, "interrupted") if limits else self.accept_rows
         return Style(
             self.reasoning,
             self.parallel_calls,
@@ -242,7 +245,7 @@ class Recipe(BaseModel):
             self.max_tool_chars,
             self.tools,
             self.reward_name,
-            Tolerance(accepted(self.accept_rows), self.filters.control_tokens),
+            Tolerance(accepted(flaws), self.filters.control_tokens),
             reasoning_key=self.reasoning_key,
         )
 

@@ -25,6 +25,7 @@ RowFlaw = Literal[
     "has_files",
     "control_token",
     "unknown_tool",
+    "interrupted",
     "arguments_not_json",
     "arguments_not_object",
     "marker_in_text",
