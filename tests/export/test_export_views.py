@@ -147,7 +147,7 @@ def test_filters_leave_them_out(tmp_path: Path) -> None:
         return rejects(source, formats="openai", filters=given)
 
     assert left_out(shortened_views="keep", max_interrupted_calls=2) == {}
-    assert left_out(shortened_views="reject") == {"t0": "shortened_views"}
+    assert left_out(shortened_views="reject") == {"t0": "shortened_views", "t1": "interrupted"}
     assert left_out(max_interrupted_calls=1) == {"t1": "max_interrupted_calls"}
     assert left_out(max_interrupted_calls=0) == {"t1": "max_interrupted_calls"}
 
