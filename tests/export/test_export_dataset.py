@@ -689,6 +689,7 @@ class TestDirectory:
             holder.communicate()
         exported(source, formats="raw")
 
+    @pytest.mark.slow
     def test_a_killed_export_is_completed_by_the_next(self, tmp_path: Path) -> None:
         """Whenever it was killed; what it left is not taken for a dataset."""
         source = make_run(tmp_path, *[said("x" * 2000 + str(n)) for n in range(700)])

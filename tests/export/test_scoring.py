@@ -270,9 +270,8 @@ class TestAJudge:
         assert '-> temp({"city"' in text
         assert text.endswith(" {other} A {question}")
 
-    @pytest.mark.parametrize(
-        ("reply", "rewards", "by_turn", "message"),
-        [
+    def test_scores_in_the_last_line_and_a_paid_reply_is_not_repeated(self, tmp_path: Path) -> None:
+        replies: list[tuple[str, Any, Any, str | None]] = [
             ('{"a": 1, "b": 0.5}', {"a": 1, "b": 0.5}, None, None),
             ('Fine.\n```json\n{"turn_rewards": [0, 1]}\n```', {}, {"reward": [0, 1]}, None),
             ("As known.\n**RIGHT**", {"judge": 1}, None, None),
@@ -282,22 +281,20 @@ class TestAJudge:
             ("", None, None, "is no number, JSON object, RIGHT or WRONG: ''"),
             ('{"a": "x"}', None, None, "the last line of the reply holds 'x'"),
             ('{"turn_rewards": [0]}', None, None, "has 1 reward, and the conversation 2 turns"),
-        ],
-    )
-    def test_scores_in_the_last_line_and_a_paid_reply_is_not_repeated(
-        self, tmp_path: Path, reply: str, rewards: Any, by_turn: Any, message: str | None
-    ) -> None:
-        source = make(tmp_path, 1)
-        with judging(lambda _: (200, said(reply))) as judge:
+        ]
+        source = make(tmp_path, len(replies))
+        with judging(lambda word: (200, said(replies[int(word)][0]))) as judge:
             options = judge.options(tmp_path)
             done = run(tmp_path, "score", "r", **options)
-            assert done.returncode == (message is not None), done.stderr
+            assert (done.returncode, counts(done)) == (1, (9, 5)), done.stderr
             run(tmp_path, "score", "r", **options)
-            assert len(judge.asked) == 1
-        (line,) = scores(source)
-        assert (line["rewards"], line.get("turn_rewards")) == (rewards, by_turn)
-        assert line["reply"] == reply
-        assert (message or "None") in str(line["error"])
+            assert len(judge.asked) == len(replies)
+        by_id = {line["id"]: line for line in scores(source)}
+        for n, (reply, rewards, by_turn, message) in enumerate(replies):
+            line = by_id[f"t{n}"]
+            assert (line["rewards"], line.get("turn_rewards")) == (rewards, by_turn), reply
+            assert line["reply"] == reply
+            assert (message or "None") in str(line["error"])
 
     def test_is_asked_only_about_what_a_recipe_can_keep(self, tmp_path: Path) -> None:
         """Rewards that a record lacks leave it in: they are what is asked for."""
@@ -536,6 +533,7 @@ class TestABudget:
             assert run(tmp_path, "score", "r", **options, max_judge_cost_usd=90).returncode == 0
             assert len(judge.asked) == len(set(judge.asked)) == 20
 
+    @pytest.mark.slow
     def test_counts_a_call_that_a_kill_has_cut_off(self, tmp_path: Path) -> None:
         """Its reply is lost, and may have been charged."""
         make(tmp_path, 1)
