@@ -28,7 +28,7 @@ from tests.running import SCRIPTED, command, lines, run, write_rows
 def test_every_option_of_a_run_has_one_group() -> None:
     grouped = [name for names in OPTION_GROUPS.values() for name in names]
     assert len(grouped) == len(set(grouped))
-    set_by_commands = {"audit"}
+    set_by_commands = {"audit", "checked_run"}
     own = set(RunConfig.model_fields) - set(AgentOptions.model_fields)
     assert set(grouped) == own - set_by_commands
 

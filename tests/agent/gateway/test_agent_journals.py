@@ -101,5 +101,5 @@ def test_the_status_says_what_an_agent_is_doing(tmp_path: Path) -> None:
 
 def test_an_agents_conversation_cannot_be_continued_from_its_middle() -> None:
     record = work("ls", "wc").trajectory.to_record()
-    with pytest.raises(NotForkable, match="an agent"):
+    with pytest.raises(NotForkable, match="agent cannot be forked"):
         events_until(record, 1, opening=[{"role": "user", "content": PROMPT}])
