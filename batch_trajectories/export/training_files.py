@@ -213,7 +213,10 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
             whole, *others = in_parts(numbers, write, doing="export", enough=ENOUGH)
         for part in others:
             whole.add(part)
-        files = [whole.finish(place, path, run_dir) for place, path in paths.items()]
+        # The training file comes last: where it is new, the others are.
+        last_first = reversed(paths.items())
+        finished = {place: whole.finish(place, path, run_dir) for place, path in last_first}
+        files = [finished[place] for place in paths]
     except OSError as error:
         raise StorageError(
             f"{exports}: cannot write the training files: {error.strerror or error}. The records "

@@ -558,7 +558,7 @@ class Parent:
         self.asked: list[str] = []
         self.desk = BatchApiClient(self._send)
 
-    def _send(self, type: str, body: bytes, *, id: str, model: str, reserve: Any) -> None:
+    def _send(self, type: str, body: bytes, *, id: str, model: str, most: Any) -> None:
         self.asked.append(id)
 
 
