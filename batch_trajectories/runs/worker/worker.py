@@ -260,7 +260,7 @@ class Worker:
                 self._stop()
                 asyncio.get_running_loop().call_later(header["grace_s"], self._abandon)
             case "kept":
-                assert isinstance(self._journal, RemoteJournal)
+                assert not isinstance(self._journal, JournalWriter)
                 self._journal.on_kept(header["number"])
             case "exit":
                 self._is_done = header["done"]
