@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,11 +23,11 @@ _MEMORY = 80 << 20
 class TwoNodes:
     """The other end: the process that holds the cluster."""
 
-    def __init__(self, process: subprocess.Popen[str], modules: Path) -> None:
+    def __init__(self, process: subprocess.Popen[str], modules: Path, temporary: Path) -> None:
         self._process = process
         self.modules = modules
         """Where the nodes look for modules, too."""
-        self.temporary = modules / "tmp"
+        self.temporary = temporary
         """Their directory for temporary files."""
         self.address = self._answer()
 
@@ -55,7 +57,8 @@ def two_nodes(scratch: Path) -> Iterator[TwoNodes]:
     """Start a cluster of two nodes with room for two workers each; its log lies in `scratch`."""
     # No key reaches the nodes, whatever those who test have in their environment.
     environment = {name: text for name, text in os.environ.items() if not name.endswith("_KEY")}
-    (scratch / "tmp").mkdir()
+    # Of a short path: names of sockets have at most 107 bytes.
+    temporary = Path(tempfile.mkdtemp(prefix="nodes-"))
     with (scratch / "cluster.txt").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, __file__],
@@ -63,7 +66,7 @@ def two_nodes(scratch: Path) -> Iterator[TwoNodes]:
                 **environment,
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "PYTHONPATH": str(scratch),
-                "TMPDIR": str(scratch / "tmp"),
+                "TMPDIR": str(temporary),
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -71,9 +74,10 @@ def two_nodes(scratch: Path) -> Iterator[TwoNodes]:
             text=True,
         )
     try:
-        yield TwoNodes(process, scratch)
+        yield TwoNodes(process, scratch, temporary)
     finally:
         process.communicate(timeout=60)
+        shutil.rmtree(temporary)
 
 
 def actors() -> list[int]:
