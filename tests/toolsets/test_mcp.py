@@ -224,7 +224,7 @@ def test_garbage_is_passed_over_and_its_end_is_a_new_server(tmp_path: Path) -> N
         ("t", "raw__echo", {"text": "hi"}),
         ("t", "raw__garbage", {}),
         ("t", "raw__echo", {"text": "there"}),
-        timeout_s=2,
+        timeout_s=8,  # the last call starts a server, too
     )
     assert (said.content, again.content) == ("hi", "there")
     assert waited.details["failure"] == "timeout"
@@ -237,6 +237,7 @@ def test_a_flood_of_garbage_ends_the_server(tmp_path: Path) -> None:
         {"raw": server()},
         ("t", "raw__flood", {}),
         ("t", "raw__echo", {"text": "hi"}),
+        timeout_s=120,
     )
     assert "died during the call" in flood.content
     assert again.content == "hi"
