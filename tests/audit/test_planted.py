@@ -116,7 +116,8 @@ def planted(kind: str, directory: Path, images: Images) -> tuple[dict[str, str],
     if kind == "harbor":
         options["dataset_file"] = "tasks"
     if kind == "answers":
-        options["check_expected"] = "true"
+        (directory / "answers.yaml").write_text("check_expected: true\n")
+        options["config"] = "answers.yaml"
     elif kind not in ("plain", "coins"):
         options |= {"rows": kind, "images": images.directory}
     return expected, options
