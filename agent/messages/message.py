@@ -352,6 +352,16 @@ STAGES = frozenset({PREPARATION, SUMMARY, SIMULATED_USER})
 """Names of inner conversations that are not subagents."""
 
 
+def summary_key(upto: int) -> str:
+    """The key of the inner conversation that sums up so many messages."""
+    return f"{SUMMARY}#{upto}"
+
+
+def summary_upto(key: str) -> int:
+    """How many messages the summary with this `summary_key` stands for."""
+    return int(key.rpartition("#")[2])
+
+
 def user_key(number: int) -> str:
     """The key of the conversation in which a simulated user writes its message `number`."""
     return f"{SIMULATED_USER}#{number}"

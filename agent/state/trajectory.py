@@ -26,6 +26,7 @@ from agent.messages.message import (
     ResumedEvent,
     ToolCall,
     Usage,
+    summary_upto,
 )
 from agent.messages.reasoning import split_inline_reasoning
 from agent.models.deadline import TimeAtWork
@@ -358,7 +359,7 @@ class Trajectory:
             for key, inner in self.inner.items()
             if inner.name == SUMMARY and inner.trajectory.final_text().strip()
         ]
-        return max(written, key=lambda key: int(key.rpartition("#")[2]), default=None)
+        return max(written, key=summary_upto, default=None)
 
     def _pay(self, event: ReplyEvent) -> None:
         if "inherited" in event:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from agent.messages.message import SUMMARY, UNREADABLE, Event, Message
+from agent.messages.message import SUMMARY, UNREADABLE, Event, Message, summary_key, summary_upto
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ConversationChanged, Model, Request
 from agent.options import AgentOptions
@@ -70,7 +70,7 @@ class SummarizingModel:
             completion = await self._model.complete(view)
             # Noted only now: if this call fails, too, the summary was not the problem.
             note = note_event(0, _NO_SUMMARY, f"{error.kind}: {error}")
-            self._record_inner(f"{SUMMARY}#{upto}", SUMMARY, note)
+            self._record_inner(summary_key(upto), SUMMARY, note)
             return completion
         raise ConversationChanged
 
@@ -115,7 +115,7 @@ class SummarizingModel:
             Message(role="system", content=_INSTRUCTION),
             Message(role="user", content="\n\n".join(map(_as_text, older))),
         ]
-        key = f"{SUMMARY}#{upto}"
+        key = summary_key(upto)
         self._record_inner(key, SUMMARY, {"kind": "opening", "messages": opening})
         clock = Clock()
         waited_s = deadline.waited_s if deadline is not None else 0.0
@@ -141,7 +141,7 @@ def latest_summary(t: Trajectory) -> tuple[int, str]:
 def _summaries(t: Trajectory) -> list[tuple[int, str]]:
     """How many messages each summary was to replace, and its text, or "" if it failed."""
     return [
-        (int(key.rpartition("#")[2]), inner.trajectory.final_text().strip())
+        (summary_upto(key), inner.trajectory.final_text().strip())
         for key, inner in t.inner.items()
         if inner.name == SUMMARY
         and (inner.trajectory.api_calls() or inner.trajectory.notes_of(_NO_SUMMARY))

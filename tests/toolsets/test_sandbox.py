@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +22,7 @@ import pytest
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import output_text
 from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.sandbox_conformance import cut_off
 from tests.running import PATIENCE_S, ROOT
 from toolsets.sandbox import SANDBOXES
 from toolsets.sandbox.base import ExecResult, Limits, SandboxError
@@ -61,18 +62,6 @@ def has_no_writer(descriptor: int) -> bool:
     poll = select.poll()
     poll.register(descriptor, 0)
     return bool(poll.poll(PATIENCE_S * 1000))
-
-
-def cut_off(call: Callable[[float], Result], has_begun: Callable[[Result], bool]) -> Result:
-    """What `call(timeout_s)` gives where its command is cut off after it has begun.
-
-    A command that has not begun in time, as on a loaded machine, gets more time.
-    """
-    for timeout_s in (0.4, 4.0, 20.0):
-        result = call(timeout_s)
-        if has_begun(result):
-            break
-    return result
 
 
 def run(

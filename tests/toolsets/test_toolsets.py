@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.sandbox_conformance import cut_off
 from tests.running import ROOT
-from tests.toolsets.test_sandbox import cut_off
 from toolsets.catalog.registry import (
     TOOLSETS,
     Toolset,

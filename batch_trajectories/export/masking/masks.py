@@ -40,6 +40,11 @@ _MOST_REASONS = 100
 """Reasons that are counted by themselves."""
 
 
+def in_metadata(masked: Masked) -> list[dict[str, Any]]:
+    """What `masked` in the metadata of a row says."""
+    return [{"turn": turn, "reasons": list(names)} for turn, names in masked.items()]
+
+
 class Masks:
     """Masks turns and counts them."""
 
@@ -87,8 +92,7 @@ class Masks:
                     reasons = tuple(dict.fromkeys(name for names in of_replies for name in names))
                 entry = msgspec.structs.replace(entry, masked=reasons)
             entries.append(entry)
-        told = [{"turn": turn, "reasons": list(names)} for turn, names in masked.items()]
-        metadata = {**conversation.metadata, "masked": told}
+        metadata = {**conversation.metadata, "masked": in_metadata(masked)}
         return msgspec.structs.replace(conversation, entries=entries, metadata=metadata)
 
     def did_not_pass(self, record: Record) -> bool:

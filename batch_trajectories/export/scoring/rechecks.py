@@ -30,7 +30,7 @@ from batch_trajectories.runs.dataset.row import opening_messages
 from batch_trajectories.runs.dataset.row_image import image_columns
 from batch_trajectories.runs.dataset.scan import Scan, tasks
 from batch_trajectories.runs.sources.kept_dataset import KeptDataset
-from batch_trajectories.runs.store.checks import expected_column
+from batch_trajectories.runs.store.checks import expected_text
 from batch_trajectories.runs.store.index import IndexEntry
 from batch_trajectories.runs.store.record_types import Record, Score
 from batch_trajectories.runs.store.scores import CHECK, score_key
@@ -135,20 +135,16 @@ class Rechecks:
         return LeftOut(SAME) if is_same and not _has_failed(last) else found
 
     def _by_answer(self, record: Record, row: Mapping[str, Any]) -> Judging | LeftOut:
-        expected = row.get(expected_column(row))
+        expected = expected_text(row)
         is_asked = self._config.check_expected or (record.options or {}).get("check_expected")
-        if (
-            not is_asked
-            or isinstance(expected, bool)
-            or not isinstance(expected, str | int | float)
-        ):
+        if not is_asked or expected is None:
             return LeftOut("no_check")
         if not is_answered(record):
             return LeftOut("no_answer")
         answer = answer_of(record) or ""
-        passed = is_expected(answer, str(expected))
+        passed = is_expected(answer, expected)
         check = {"passed": passed, "reward": float(passed), "answer": answer[:200]}
-        return Judging(_digest({"expected": str(expected)}), None, check)
+        return Judging(_digest({"expected": expected}), None, check)
 
     def _by_check(
         self, record: Record, row: Mapping[str, Any], place: IndexEntry, key: bytes

@@ -19,7 +19,7 @@ from batch_trajectories.export.conversation.reading import (
 from batch_trajectories.export.conversation.tolerance import Flaw
 from batch_trajectories.export.conversation.turns import Conversation, Entry, Turn
 from batch_trajectories.export.conversation.validity import Reason, Rejected
-from batch_trajectories.export.masking.masks import Masked, Masks
+from batch_trajectories.export.masking.masks import Masked, Masks, in_metadata
 from batch_trajectories.export.segments.segments import Segment, segments_of
 from batch_trajectories.export.segments.views import ShownPart, parts_of
 from batch_trajectories.runs.store.record_types import Record, StoredTurn
@@ -138,7 +138,7 @@ def _conversation(
         turn.turn: masked[turn.turn] for turn in segment.learnt.values() if turn.turn in masked
     }
     if reasons:
-        kept["masked"] = [{"turn": n, "reasons": [*why]} for n, why in reasons.items()]
+        kept["masked"] = in_metadata(reasons)
     told = {"of": part.name, "number": number, "why": segment.why}
     return replace(
         whole,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agent.messages.message import SIMULATED_USER, SUMMARY, Message
+from agent.messages.message import SIMULATED_USER, SUMMARY, Message, summary_upto
 from agent.models.providers import PROVIDERS
 from batch_trajectories.basics import exact_json
 from batch_trajectories.export.conversation.authors import is_agents, other_models
@@ -148,7 +148,7 @@ def _own_views(record: Record, part: StoredConversation, tools: Tools) -> Iterat
             if key not in tasks:
                 text = f"{shown[task].content}\n\n[Summary of the conversation so far]\n"
                 tasks[key] = replace(shown[task], content=text + summaries[key])
-            seen = [*system, tasks[key], *shown[int(key.rpartition("#")[2]) : at]]
+            seen = [*system, tasks[key], *shown[summary_upto(key) : at]]
         if shorten is not None:
             seen = shorten(seen)
         yield View(turn, seen, messages[at], tools)
@@ -163,7 +163,7 @@ def _summary_of(turn: StoredTurn, part: StoredConversation) -> str | None:
         for inner in part.inner
         if inner.name == SUMMARY and inner.turns and inner.turns[0].started_at < turn.started_at
     ]
-    return max(begun, key=lambda key: int(key.rpartition("#")[2]), default=None)
+    return max(begun, key=summary_upto, default=None)
 
 
 def _is_sent(message: StoredMessage, record: Record) -> bool:

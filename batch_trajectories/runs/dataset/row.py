@@ -27,7 +27,7 @@ from batch_trajectories.runs.dataset.column_names import (
     TURNS_COLUMN,
     USER_COLUMN,
 )
-from batch_trajectories.runs.store.checks import EXPECTED, expected_column
+from batch_trajectories.runs.store.checks import EXPECTED, expected_column, expected_text
 
 if TYPE_CHECKING:
     from agent.gateway.command_agent import CommandAgent
@@ -408,10 +408,9 @@ def _user_turns(columns: Mapping[str, Any], options: AgentOptions) -> tuple[str,
 
 
 def _expected(columns: Mapping[str, Any]) -> str:
-    column = expected_column(columns)
-    expected = columns.get(column)
-    if isinstance(expected, bool) or not isinstance(expected, str | int | float):
-        raise ValueError(
-            f"`{column}` must be text or a number, for check_expected (got {kind_of(expected)})"
-        )
-    return str(expected)
+    expected = expected_text(columns)
+    if expected is None:
+        column = expected_column(columns)
+        got = kind_of(columns.get(column))
+        raise ValueError(f"`{column}` must be text or a number, for check_expected (got {got})")
+    return expected

@@ -158,6 +158,14 @@ def expected_column(row: Mapping[str, Any]) -> str:
     return "target" if row.get(EXPECTED) is None and row.get("target") is not None else EXPECTED
 
 
+def expected_text(row: Mapping[str, Any]) -> str | None:
+    """The expected answer as answers are compared with it; None for what is no text or number."""
+    expected = row.get(expected_column(row))
+    if isinstance(expected, bool) or not isinstance(expected, str | int | float):
+        return None
+    return str(expected)
+
+
 def has_passed(
     verdict: bool | None, reward: float | None, threshold: float = THRESHOLD
 ) -> bool | None:
