@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 PACKAGE = ROOT / "batch_trajectories"
-TOPS = ("basics", "toolsets", "agent", "runs", "export", "api", "report", "cli")
+TOPS = ("basics", "toolsets", "agent", "runs", "export", "api", "report", "agent_check", "cli")
 DOORS = ("run_agent", "batch_runner")
 
 NODES = """
@@ -72,6 +72,8 @@ export/parity
 api
 
 report  report/page
+
+agent_check
 
 cli
 

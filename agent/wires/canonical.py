@@ -112,14 +112,15 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
     return tuple(re.compile(pattern) for pattern in patterns)
 
 
-def head_digest(
+def head_of(
     body: Mapping[str, Any], read_elsewhere: frozenset[str], fields: Sequence[str]
-) -> bytes:
-    """The digest of the body's other fields, but for volatile ones."""
+) -> dict[str, Any]:
+    """The body's other fields that decide the reply: without the volatile `fields`, and marks."""
     head = {key: value for key, value in body.items() if key not in read_elsewhere}
     for path in fields:
         head = _without(head, path.split("."))
-    return digest_of(without_marks(head))
+    kept: dict[str, Any] = without_marks(head)
+    return kept
 
 
 def without_marks(value: Any) -> Any:

@@ -14,7 +14,7 @@ from agent.wires.canonical import (
     CallsInOrder,
     digest_of,
     digest_of_bytes,
-    head_digest,
+    head_of,
     message_digest,
     without_marks,
 )
@@ -90,7 +90,7 @@ def read_request(
         offer = _read_offer(layout, tools)
     digests = [digest for part in parts for digest in part.digests]
     _check_depth({key: body[key] for key in body.keys() - layout.read_elsewhere})
-    head = head_digest(body, layout.read_elsewhere, volatile.fields)
+    head = digest_of(head_of(body, layout.read_elsewhere, volatile.fields))
     decides = (digest_of([layout.api, model]), head, offer.digest, *digests)
     return WireRequest(
         api=layout.api,

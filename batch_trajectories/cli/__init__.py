@@ -12,7 +12,7 @@ look_at_source  look
 score           score
 build_images    build_images
 fork            fork
-lists           tools, distributions, endpoints, errors
+lists           agents, tools, distributions, endpoints, errors
 listings        the lists that `tools` and `endpoints` print
 export_options  options of `export`
 

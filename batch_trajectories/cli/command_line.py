@@ -43,6 +43,7 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
         "verify": "inspect_runs.verify",
     },
     "Commands to list what is available": {
+        "agents": "lists.agents",
         "tools": "lists.tools",
         "distributions": "lists.distributions",
         "endpoints": "lists.endpoints",

@@ -1,4 +1,4 @@
-"""Commands that list what is available: distributions, tools, endpoints, errors."""
+"""Commands that list what is available: agents, distributions, tools, endpoints, errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from batch_trajectories.basics.console import show
 from batch_trajectories.cli.command_line import LocalPath
-from batch_trajectories.cli.exit_codes import errors_as_exit_codes
+from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
 
 
 @click.command()
@@ -91,3 +91,81 @@ def errors() -> None:
             for kind, rule in RULES.items()
         )
     )
+
+
+_MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def agents(ctx: click.Context) -> None:
+    """List the presets of --agent with their versions here; `agents check` tries one."""
+    if ctx.invoked_subcommand is not None:
+        return
+    from batch_trajectories.basics.errors import ConfigError
+    from batch_trajectories.basics.presets import presets
+    from batch_trajectories.runs.config.run_config import RunConfig
+    from batch_trajectories.runs.worker.agents.agent_program import with_checked_agent
+
+    with errors_as_exit_codes():
+        unused = {"dataset_file": "-", "run_name": "agents", "model": "x"}
+        names = presets("agents")
+        width = max(map(len, names))
+        for name in names:
+            try:
+                checked = with_checked_agent(RunConfig.model_validate({**unused, "agent": name}))
+            except ConfigError as error:
+                show(f"{name:<{width}}  not available: {error}")
+            else:
+                assert checked.agent is not None
+                show(f"{name:<{width}}  {checked.agent.found}")
+
+
+@agents.command()
+@click.argument("agent", metavar="AGENT")
+@click.option("--sandbox", default="bwrap", help="As for `run`.  [default: bwrap]")
+@click.option(
+    "--final_command",
+    metavar="TEXT",
+    help="A command that `final_call` matches, for agents that end by one.",
+)
+@click.option(
+    "--timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300.0,
+    metavar="SECONDS",
+    help="For the whole check.  [default: 300]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(agent: str, as_json: bool, **options: Any) -> None:
+    """Run AGENT (a preset or a file) once against a model of our own, and kill it once.
+
+    Says what would go wrong in a run: a URL that it does not read, calls that are not the same
+    after a crash, an ending that is none. Nothing is paid. Exits with 6 if there is a problem.
+    """
+    import sys
+    from dataclasses import asdict
+
+    import orjson
+    from pydantic import ValidationError
+
+    from batch_trajectories.agent_check.checking import check_agent
+    from batch_trajectories.basics.errors import ConfigError
+    from batch_trajectories.basics.validation import mistakes_in
+    from batch_trajectories.runs.config.agents import agent_of
+
+    with errors_as_exit_codes():
+        try:
+            tried = agent_of(agent)
+        except ValidationError as error:
+            raise ConfigError(f"{agent}: {mistakes_in(error)[0].describe()}") from error
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        findings = check_agent(tried, **options)
+    if as_json:
+        told = orjson.dumps([asdict(one) for one in findings], option=orjson.OPT_INDENT_2)
+        show(told.decode())
+    else:
+        show("\n".join(f"{_MARKS[one.level]}  {one.text}" for one in findings))
+    if any(one.level == "problem" for one in findings):
+        sys.exit(PROBLEMS)

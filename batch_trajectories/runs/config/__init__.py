@@ -14,6 +14,6 @@ agents            agents that run as commands: presets, and the options that go 
 toolsets          the toolsets of a config
 fingerprint       the options that affect the data, and their digest
 
-Other rooms import amounts, endpoint_config, endpoints, fingerprint, loading, models,
+Other rooms import agents, amounts, endpoint_config, endpoints, fingerprint, loading, models,
 option_types, run_config, sampling, sandboxes, toolsets.
 """

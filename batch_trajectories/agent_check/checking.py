@@ -1,0 +1,247 @@
+"""Runs an agent, kills it, starts it again, and says what would go wrong in a run.
+
+The agent runs as in any run: its sandbox, gateway, records and resuming are the real ones. Only the
+model is not: it is a server on loopback that costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from agent.gateway.command_agent import CommandAgent
+from agent.models.dialects import anthropic_messages, gemini
+from batch_trajectories.agent_check.differences import differences, what_decides
+from batch_trajectories.agent_check.endpoint import AnsweredCall, CheckEndpoint
+from batch_trajectories.api.stored_run import open_run
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.text import clip
+
+_PROMPT = "Run the commands that the task needs, one at a time, and then say that you are done."
+_KEY_ENV = "AGENT_CHECK_KEY"
+_RUN = "check"
+_MODEL = "check-model"
+_SHOWN = 5
+"""Differences that are named."""
+_SHOWN_CHARS = 600
+
+_URL = (
+    "It has to call models at {gateway}, which `command`, `env` or `files` can give it, and by an "
+    "API that `speaks` names"
+)
+_FINAL_CALL = "If it ends by a call of a tool instead of a text, set `final_call`"
+
+Level = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was tried."""
+
+    level: Level
+    """`note`: nothing is lost; `problem`: tasks, money or rows would be."""
+    text: str
+
+
+def check_agent(
+    agent: CommandAgent, *, sandbox: str, final_command: str | None, timeout_s: float
+) -> list[Finding]:
+    """Have an agent run two commands, kill it before its last reply, and start it again.
+
+    `final_command` is for agents with `final_call`; None: one is made of that expression. Raises
+    `ConfigError` where the agent cannot be started.
+    """
+    if agent.final_call is not None and final_command is None:
+        final_command = _command_of(agent.final_call)
+    with tempfile.TemporaryDirectory(prefix="agent-check-") as directory:
+        trial = _Trial(agent, Path(directory), CheckEndpoint(final_command), sandbox)
+        asyncio.run(trial.run(timeout_s))
+        return [*trial.findings()]
+
+
+def _command_of(final_call: str) -> str:
+    literal = re.sub(r"\\(.)", r"\1", final_call)
+    command = f"echo {literal}"
+    if re.search(final_call, command) is None:
+        raise ConfigError(
+            f"final_call {final_call!r}: give a command that it matches, with --final_command"
+        )
+    return command
+
+
+class _Trial:
+    """One agent, started twice on the same task."""
+
+    def __init__(
+        self, agent: CommandAgent, directory: Path, endpoint: CheckEndpoint, sandbox: str
+    ) -> None:
+        self._agent = agent
+        self._directory = directory
+        self._endpoint = endpoint
+        self._sandbox = sandbox
+        self._was_killed = False
+        self._before_kill = 0
+        """How many requests were answered before the kill."""
+        self._timed_out = False
+
+    async def run(self, timeout_s: float) -> None:
+        """Start the agent, kill its run once all results are there, and start it again."""
+        try:
+            async with self._endpoint.serve() as url, asyncio.timeout(timeout_s):
+                first = asyncio.create_task(self._start(url))
+                results = asyncio.create_task(self._endpoint.has_all_results.wait())
+                await asyncio.wait((first, results), return_when=asyncio.FIRST_COMPLETED)
+                if not first.done():
+                    self._was_killed = True
+                    self._before_kill = len(self._endpoint.requests)
+                    first.cancel()
+                results.cancel()
+                await asyncio.gather(first, results, return_exceptions=True)
+                self._endpoint.may_end.set()
+                await (self._start(url) if self._was_killed else first)
+        except TimeoutError:
+            self._timed_out = True
+
+    async def _start(self, url: str) -> None:
+        """Run the batch runner to its end; kills it with all of its processes if cancelled."""
+        (self._directory / "p.jsonl").write_text(json.dumps({"id": "check", "prompt": _PROMPT}))
+        api = self._agent.speaks[0]
+        described = self._agent.model_dump(mode="json", exclude_unset=True)
+        described["aliases"] = dict.fromkeys(self._agent.aliases, _MODEL)
+        given = {
+            **{"agent": json.dumps(described), "dataset_file": "p.jsonl", "run_name": _RUN},
+            **{"model": _MODEL, "api": api, "key_env": _KEY_ENV, "sandbox": self._sandbox},
+            "base_url": url if api in (anthropic_messages.API, gemini.API) else f"{url}/v1",
+            **{"num_workers": 1, "concurrency": 1, "max_attempts": 2, "max_turns": 20},
+            "prices": json.dumps({_MODEL: {"input": 0, "output": 0}}),
+        }
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "batch_runner"),
+            *(f"--{name}={value}" for name, value in given.items()),
+            cwd=self._directory,
+            env=os.environ | {_KEY_ENV: "the-key-of-a-check"},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            output, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if process.returncode == 2:
+            raise ConfigError(output.decode(errors="replace").strip())
+
+    def findings(self) -> Iterator[Finding]:
+        """What was seen, in the order in which it happens."""
+        requests = self._endpoint.requests
+        run = open_run(self._directory / "trajectories" / _RUN)
+        record = next(run.records(), None)
+        failures = [line["message"] for line in run.failures()]
+        if not requests:
+            reason = failures[-1] if failures else "it went on until --timeout_s"
+            yield Finding("problem", f"no model call of it came: {reason}. {_URL}")
+            return
+        apis = ", ".join(sorted({request.read.api for request in requests}))
+        yield Finding("ok", f"{len(requests)} model calls were answered ({apis})")
+        yield from self._tools(requests)
+        if self._timed_out:
+            yield Finding("problem", "it has not ended in time: give it more by --timeout_s")
+        elif record is None:
+            yield Finding("problem", f"it has no answer: {failures[-1]}. {_FINAL_CALL}")
+        else:
+            yield from self._ending(record)
+            yield from self._resuming(record)
+            yield from self._rows(record)
+
+    def _tools(self, requests: Sequence[AnsweredCall]) -> Iterator[Finding]:
+        """Whether the commands ran, and how calls and ids come back."""
+        made = {call.id: call for request in requests for call in request.calls}
+        if not made:
+            yield Finding("note", "no tool of it takes a command: calls were not tried")
+            return
+        last = max(requests, key=lambda request: len(request.read.messages)).read
+        results = [message["content"] for message in last.messages if message["role"] == "tool"]
+        if any("checked" in result for result in results):
+            yield Finding("ok", f"{len(results)} commands ran, and their results came back")
+        else:
+            shown = clip(" | ".join(results) or "no result", max_chars=_SHOWN_CHARS)
+            yield Finding("problem", f"the commands did not run: {shown}")
+        shown_again = [
+            call for message in last.messages for call in message.get("tool_calls") or ()
+        ]
+        ids = {call["id"] for call in shown_again}
+        if ids and last.api != gemini.API and not ids & made.keys():
+            yield Finding("note", "it changes the ids of calls: replies are found by their texts")
+        for call in shown_again:
+            arguments = json.loads(call["function"]["arguments"])
+            if call["id"] in made and arguments != made[call["id"]].arguments:
+                name = call["function"]["name"]
+                yield Finding(
+                    "note",
+                    f"it repeats calls of {name} with other arguments; rows hold the model's own",
+                )
+
+    def _ending(self, record: dict[str, Any]) -> Iterator[Finding]:
+        if record["status"] == "completed":
+            yield Finding("ok", "its conversation ended as completed")
+            return
+        yield Finding(
+            "problem", f"its conversation ended as {record['status']}: {record['status_reason']}"
+        )
+
+    def _resuming(self, record: dict[str, Any]) -> Iterator[Finding]:
+        if not self._was_killed:
+            yield Finding("note", "it ended before it could be killed: a restart was not tried")
+            return
+        diverged_at = record.get("diverged_at")
+        if diverged_at is None:
+            yield Finding(
+                "ok", f"killed and started again: {self._before_kill} paid calls were used again"
+            )
+            return
+        paid = len(record.get("set_aside") or ())
+        yield Finding(
+            "problem",
+            f"after a kill it makes another call than before, after {diverged_at} equal ones: "
+            f"{paid} paid calls would be paid again",
+        )
+        yield from self._divergence(diverged_at)
+
+    def _divergence(self, diverged_at: int) -> Iterator[Finding]:
+        requests = self._endpoint.requests
+        if diverged_at >= self._before_kill or self._before_kill >= len(requests):
+            return
+        volatile = self._agent.what_varies
+        before, after = (
+            what_decides(requests[at], volatile) for at in (diverged_at, self._before_kill)
+        )
+        for path, one, other, advice in islice(differences(before, after), _SHOWN):
+            said = f"; to ignore that, add `{advice}`" if advice else ""
+            yield Finding("note", f"{path} was {one} and then {other}{said}")
+
+    def _rows(self, record: dict[str, Any]) -> Iterator[Finding]:
+        threads = [thread["name"] for thread in record.get("threads") or ()]
+        if others := len(threads) - 1:
+            yield Finding("note", f"{others} other conversations beside the main one: {threads}")
+        if record.get("rewritten"):
+            yield Finding("note", "it changes earlier messages: export with --segments")
+        training_file = self._directory / "trajectories" / f"{_RUN}.jsonl"
+        if training_file.exists() and training_file.read_text().strip():
+            yield Finding("ok", "its row is training data")
+        elif record["status"] == "completed":
+            rejects = self._directory / "trajectories" / _RUN / "exports" / "rejects.jsonl"
+            reason = rejects.read_text() if rejects.exists() else "unknown reason"
+            yield Finding("problem", f"its row is rejected: {clip(reason, max_chars=_SHOWN_CHARS)}")

@@ -1,0 +1,112 @@
+"""A model on loopback that has an agent run two commands, and keeps every request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from agent.gateway.server import server_of
+from agent.wires.wire import WireError, WireRequest
+from agent.wires.wire_base import Wire
+from agent.wires.wires import WIRES
+from batch_trajectories.agent_check.replies import MadeCall, command_call, reply_body
+from batch_trajectories.basics import exact_json
+
+COMMANDS = ("echo checked > check.txt && cat check.txt", "cat check.txt && echo again")
+"""What the model has the agent run, one command per reply."""
+
+ANSWER = "Both commands have run."
+"""The final answer."""
+
+_TITLE = "Check"
+"""What requests get in which the agent offers no tools, such as those for a title."""
+
+
+class AnsweredCall(NamedTuple):
+    """A model call of the agent, and what was replied."""
+
+    wire: Wire
+    body: dict[str, Any]
+    read: WireRequest
+    text: str
+    calls: tuple[MadeCall, ...]
+
+
+class CheckEndpoint:
+    """Answers by the number of commands whose results a request has."""
+
+    def __init__(self, final_command: str | None) -> None:
+        """`final_command` is run instead of an answer by agents that end by a call."""
+        self.requests: list[AnsweredCall] = []
+        """Those that were answered, in order."""
+        self.has_all_results = asyncio.Event()
+        """A request has the results of all commands. It waits for `may_end`."""
+        self.may_end = asyncio.Event()
+        self._final_command = final_command
+        self._steps: dict[str, int] = {}
+        """By id, after how many commands a reply came."""
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        """Listen on a free port of 127.0.0.1; gives the URL."""
+        server = server_of(self._handle)
+        listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+        try:
+            yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        finally:
+            listener.close()
+            await server.shutdown(0.0)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.raw_path
+        wire, operation = next(
+            ((wire, what) for wire in WIRES.values() if (what := wire.operation("POST", path))),
+            (None, "other"),
+        )
+        if wire is None or request.method != "POST" or operation == "other":
+            return web.json_response({"data": [], "object": "list"})
+        body = exact_json.loads(await request.read())
+        if operation == "count_tokens":
+            return web.json_response({"input_tokens": 10, "totalTokens": 10})
+        try:
+            read = wire.read(path, body)
+        except WireError as error:
+            return web.Response(status=400, body=wire.error(400, "bad_request", str(error)))
+        return await self._answer(request, wire, body, read)
+
+    async def _answer(
+        self, request: web.BaseRequest, wire: Wire, body: dict[str, Any], read: WireRequest
+    ) -> web.StreamResponse:
+        step = self._steps.get(read.follows, 0) + sum(
+            message["role"] == "tool" for message in read.messages
+        )
+        text, call = self._due(read, step)
+        if read.tools and step >= len(COMMANDS):
+            self.has_all_results.set()
+            await self.may_end.wait()
+        calls = () if call is None else (call,)
+        reply = reply_body(wire.api, read.model, text, calls)
+        self._steps[reply.get("id", "")] = step
+        self.requests.append(AnsweredCall(wire, body, read, text, calls))
+        if not read.is_stream:
+            return web.Response(body=wire.whole(reply), content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"".join(wire.stream_of(reply)))
+        await response.write_eof()
+        return response
+
+    def _due(self, read: WireRequest, step: int) -> tuple[str, MadeCall | None]:
+        """The text and the call of the next reply."""
+        if not read.tools:
+            return _TITLE, None
+        if step < len(COMMANDS):
+            call = command_call(read.tools, COMMANDS[step])
+            return ("" if call else ANSWER), call
+        if self._final_command is not None:
+            return "", command_call(read.tools, self._final_command)
+        return ANSWER, None

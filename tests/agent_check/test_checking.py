@@ -1,0 +1,111 @@
+"""Agents that conform pass the check; one fault each is found and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.gateway.command_agent import CommandAgent
+from batch_trajectories.agent_check.checking import check_agent
+from tests.running import ROOT
+from tests.toolsets.test_sandbox import needs_bwrap
+
+pytestmark = [pytest.mark.slow, needs_bwrap]
+
+_AGENT = ROOT / "testing" / "scripted_agent.py"
+_SPEAKS = {
+    "chat": "openai_chat",
+    "messages": "anthropic_messages",
+    "responses": "openai_responses",
+}
+_OWN = """
+import json, os, subprocess, sys, urllib.request
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+run = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+tools = [{"type": "function", "function": {"name": "run", "parameters": run}}]
+messages = [{"role": "user", "content": f"[session {os.urandom(4).hex()}] " + sys.argv[1]}]
+while True:
+    body = json.dumps({"model": "m", "messages": messages, "tools": tools}).encode()
+    request = urllib.request.AnsweredCall(url, body, {"Content-Type": "application/json"})
+    message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages.append(message)
+    if not message.get("tool_calls"):
+        break
+    for call in message["tool_calls"]:
+        command = json.loads(call["function"]["arguments"])["command"]
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        call["id"] = PREFIX + call["id"]
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": done.stdout})
+"""
+"""An agent that names its session to the model, and that may change the ids of calls."""
+
+
+def check(**fields: Any) -> dict[str, list[str]]:
+    """The findings by level."""
+    given: dict[str, Any] = {"speaks": "openai_chat", "version": [], "aliases": {"m": "x"}}
+    agent = CommandAgent.model_validate(given | fields)
+    found = check_agent(agent, sandbox="bwrap", final_command=None, timeout_s=120.0)
+    levels = ("ok", "note", "problem")
+    return {level: [one.text for one in found if one.level == level] for level in levels}
+
+
+def own(tmp_path: Path, *, prefix: str = "") -> dict[str, Any]:
+    program = tmp_path / "own_agent.py"
+    program.write_text(_OWN.replace("PREFIX", repr(prefix)))
+    return {"command": ["python3", str(program), "{prompt}"], "programs": [program]}
+
+
+@pytest.mark.parametrize("dialect", _SPEAKS)
+@pytest.mark.parametrize("how", ["whole", "stream"])
+def test_an_agent_that_conforms_has_no_problem(dialect: str, how: str) -> None:
+    flags = ["--stream"] if how == "stream" else []
+    command = ["python3", str(_AGENT), dialect, *flags, "{prompt}"]
+    found = check(command=command, programs=[_AGENT], speaks=_SPEAKS[dialect])
+    assert found["problem"] == found["note"] == []
+    assert found["ok"] == [
+        f"3 model calls were answered ({_SPEAKS[dialect]})",
+        "2 commands ran, and their results came back",
+        "its conversation ended as completed",
+        "killed and started again: 2 paid calls were used again",
+        "its row is training data",
+    ]
+
+
+def test_a_request_that_differs_after_a_crash_is_found_and_the_advice_mends_it(
+    tmp_path: Path,
+) -> None:
+    found = check(**own(tmp_path))
+    assert "after a kill it makes another call than before" in found["problem"][0]
+    (note,) = found["note"]
+    assert note.startswith("messages.0.content was '[session ")
+    advice = r"\[session [^\s\"'<>,;]+"
+    assert advice.replace("\\", "\\\\").replace('\\\\"', '\\\\\\"') in note
+    assert check(**own(tmp_path), volatile={"texts": [advice]})["problem"] == []
+
+
+def test_changed_ids_of_calls_are_named(tmp_path: Path) -> None:
+    texts = [r"\[session \w+"]
+    found = check(**own(tmp_path, prefix="my_"), volatile={"texts": texts})
+    assert found["note"] == ["it changes the ids of calls: replies are found by their texts"]
+    assert found["problem"] == []
+
+
+def test_an_agent_that_asks_elsewhere_is_told_where_the_gateway_is(tmp_path: Path) -> None:
+    found = check(**own(tmp_path), env={"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"})
+    (problem,) = found["problem"]
+    assert "Connection refused" in problem
+    assert "{gateway}" in problem
+
+
+def test_an_agent_that_ends_by_a_call_needs_final_call(tmp_path: Path) -> None:
+    mine = own(tmp_path)
+    program = tmp_path / "own_agent.py"
+    ending = program.read_text().replace("[session {os.urandom(4).hex()}] ", "")
+    ending = ending.replace('not message.get("tool_calls")', '"THE_END" in str(message)')
+    program.write_text(ending.replace('message["tool_calls"]', 'message.get("tool_calls", ())'))
+    # Without it, the agent asks again and again, up to the limit of a conversation.
+    (problem,) = check(**mine)["problem"]
+    assert "max_turns" in problem
+    assert check(**mine, final_call="THE_END")["problem"] == []
