@@ -92,6 +92,17 @@ class Box:
         """Run a script in a sandbox of its own."""
         return self.run("sh", "-c", script, limits=limits)
 
+    def in_process(self, act: str) -> list[str]:
+        """The command of another process that does `act`, code about a `box` like this one."""
+        source = f"""
+import asyncio, pathlib
+from batch_trajectories.sandbox_conformance import Box
+from toolsets.sandbox.base import SandboxSettings
+box = Box({self.name!r}, pathlib.Path({str(self.root)!r}), {self.settings!r})
+{act}
+"""
+        return [sys.executable, "-c", source]
+
     def is_still(self) -> bool:
         """Wait until nothing writes to `beat` any more."""
         give_up = time.monotonic() + PATIENCE_S
@@ -159,9 +170,7 @@ class TestCommands:
         assert (result.timed_out, result.truncated) == (False, False)
         assert _CANARY not in result.stdout
         assert (box.root / "out").read_text() == "x\n"
-
-    def test_input_is_empty_by_default(self, box: Box) -> None:
-        assert box.run("cat").stdout == ""
+        assert box.run("cat").stdout == "", "input is empty by default"
 
     def test_exit_codes_are_those_of_a_shell(self, box: Box) -> None:
         async def codes(one: Sandbox) -> list[ExecResult]:
@@ -198,10 +207,8 @@ class TestCommands:
 
     def test_an_output_flood_takes_limited_memory(self, box: Box) -> None:
         before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        script = (
-            "echo first; head -c 50000000 /dev/zero; echo; echo last; head -c 100000 /dev/zero >&2"
-        )
-        result = box.sh(script)
+        flood = "head -c 50000000 /dev/zero"
+        result = box.sh(f"echo first; {flood}; echo; echo last; {flood} >&2")
         grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
         assert (result.exit_code, result.truncated) == (0, True)
         assert result.stdout.startswith("first\n")
@@ -260,22 +267,15 @@ class TestLimits:
 
         assert box.use(act, Limits(timeout_s=60, processes=99)) == 0
 
-    def test_a_command_that_ignores_signals_dies_at_its_deadline(self, box: Box) -> None:
-        script = f"trap '' TERM INT HUP; echo up; {BEAT}"
+    def test_all_of_a_command_dies_at_its_deadline(self, box: Box) -> None:
+        """It ignores signals, and has children in sessions of their own."""
+        children = f"(setsid sh -c '{BEAT}' &) ; (nohup sh -c '{BEAT}' >/dev/null 2>&1 &)"
+        script = f"trap '' TERM INT HUP; echo up; {children}; {BEAT}"
         result = cut_off(
             lambda timeout_s: box.run("sh", "-c", script, timeout_s=timeout_s),
             lambda _: box.beat.exists(),
         )
         assert (result.timed_out, result.exit_code, result.stdout) == (True, None, "up\n")
-        assert box.is_still()
-
-    def test_all_that_it_started_dies_with_it(self, box: Box) -> None:
-        script = f"(setsid sh -c '{BEAT}' &) ; (nohup sh -c '{BEAT}' >/dev/null 2>&1 &); sleep 1000"
-        result = cut_off(
-            lambda timeout_s: box.run("sh", "-c", script, timeout_s=timeout_s),
-            lambda _: box.beat.exists(),
-        )
-        assert result.timed_out
         assert box.is_still()
 
     def test_a_call_may_not_ask_for_more_time_than_the_limit(self, box: Box) -> None:
@@ -285,23 +285,17 @@ class TestLimits:
 class TestEnds:
     """Nothing outlives what it belongs to."""
 
-    def test_a_child_that_keeps_the_pipe_open_does_not_hold_up_the_result(self, box: Box) -> None:
+    def test_a_child_ends_with_its_command_and_does_not_hold_up_the_result(self, box: Box) -> None:
+        """Whether it keeps the pipe open or has made itself a daemon."""
+        children = f"( {BEAT} ) & setsid nohup sh -c '{BEAT}' >/dev/null 2>&1 &"
+
         async def act(one: Sandbox) -> ExecResult:
-            result = await one.exec(["sh", "-c", f"( {BEAT} ) & {_BEATS}; echo done"])
+            result = await one.exec(["sh", "-c", f"{children} {_BEATS}; echo done"])
             assert await asyncio.to_thread(box.is_still)
             return result
 
         result = box.use(act)
         assert (result.exit_code, result.stdout) == (0, "done\n")
-
-    def test_no_process_is_left_that_daemonised(self, box: Box) -> None:
-        script = f"setsid nohup sh -c '{BEAT}' >/dev/null 2>&1 & {_BEATS}"
-
-        async def act(one: Sandbox) -> None:
-            assert (await one.exec(["sh", "-c", script])).exit_code == 0
-            assert await asyncio.to_thread(box.is_still)
-
-        box.use(act)
 
     def test_cancelling_the_caller_kills_the_command(self, box: Box) -> None:
         async def act(one: Sandbox) -> None:
@@ -327,16 +321,8 @@ class TestEnds:
         assert not box.root.exists(), "a sandbox starts with its first call"
 
     def test_commands_die_with_a_worker_that_is_killed(self, box: Box) -> None:
-        worker = f"""
-import asyncio, pathlib
-from batch_trajectories.sandbox_conformance import Box
-from toolsets.sandbox.base import SandboxSettings
-async def main():
-    box = Box({box.name!r}, pathlib.Path({str(box.root)!r}), {box.settings!r})
-    await box.make().run("shell", {BEAT!r})
-asyncio.run(main())
-"""
-        process = subprocess.Popen([sys.executable, "-c", worker], env=_with_path())
+        act = f"async def main(): await box.make().run('shell', {BEAT!r})\nasyncio.run(main())"
+        process = subprocess.Popen(box.in_process(act), env=_with_path())
         give_up = time.monotonic() + PATIENCE_S
         while not box.beat.exists() and time.monotonic() < give_up:
             time.sleep(0.01)
@@ -409,15 +395,9 @@ class TestIsolation:
         self, isolated: Box, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("API_KEY", _CANARY)
-        worker = f"""
-import pathlib
-from batch_trajectories.sandbox_conformance import Box
-from toolsets.sandbox.base import SandboxSettings
-box = Box({isolated.name!r}, pathlib.Path({str(isolated.root)!r}), {isolated.settings!r})
-print(box.sh("echo seen; cat /proc/*/environ /proc/*/cmdline").stdout)
-"""
+        act = "print(box.sh('echo seen; cat /proc/*/environ /proc/*/cmdline').stdout)"
         done = subprocess.run(
-            [sys.executable, "-c", worker], env=_with_path(), capture_output=True, check=True
+            isolated.in_process(act), env=_with_path(), capture_output=True, check=True
         )
         assert b"seen" in done.stdout
         assert _CANARY.encode() not in done.stdout

@@ -132,7 +132,8 @@ def chosen_records(
         rejection = keep.rejection(record)
         if rejection is not None and left_out is not None:
             filter_name, detail = rejection
-            left_out[detail if filter_name == "passed" else f"by the filter {filter_name}"] += 1
+            is_plain = filter_name == "require_passed"
+            left_out[detail if is_plain else f"by the filter {filter_name}"] += 1
         return rejection is None
 
     chosen = filter(is_chosen, stored_records(stored.path, doing="fork"))

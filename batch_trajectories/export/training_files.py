@@ -48,7 +48,8 @@ from batch_trajectories.runs.store.files import (
     training_file_of,
 )
 from batch_trajectories.runs.store.reader import ENOUGH
-from batch_trajectories.runs.store.record_types import Record, StoredError
+from batch_trajectories.runs.store.record_parts import StoredError
+from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.scores import CHECK, Scores
 from batch_trajectories.runs.store.scores import NAME as SCORES
 

@@ -16,15 +16,14 @@ from batch_trajectories.export.conversation.own_work import first_reply, kind_of
 from batch_trajectories.report.facts import flags_of, row_of
 from batch_trajectories.report.formatting import count, dollars, moment, one_line, plain, seconds
 from batch_trajectories.runs.store.checks import judgement_of
+from batch_trajectories.runs.store.record_parts import AgentFacts, StoredUsage
 from batch_trajectories.runs.store.record_types import (
-    AgentFacts,
     InnerRecord,
     Record,
     StoredCall,
     StoredConversation,
     StoredMessage,
     StoredTurn,
-    StoredUsage,
 )
 
 _STEP = "    "

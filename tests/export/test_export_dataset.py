@@ -113,8 +113,12 @@ class TestFilters:
         source = make_run(tmp_path, judged(1.0, "A"), judged(0.2, "B"), judged(None, "C"))
         assert left_out(source, min_reward=0.2) == {"t2": "min_reward"}
         assert left_out(source, max_reward=0.2) == {"t0": "max_reward", "t2": "max_reward"}
-        assert left_out(source, passed=True) == {"t1": "passed", "t2": "passed"}
-        assert left_out(source, passed=False) == {"t0": "passed", "t2": "passed"}
+        name = "require_passed"
+        assert left_out(source, require_passed="judged") == {"t1": name, "t2": name}
+        assert left_out(source, require_passed="failed") == {"t0": name, "t2": name}
+        # Names of earlier versions, as a manifest holds them.
+        assert left_out(source, passed=True, require_passed=False) == {"t1": name, "t2": name}
+        assert left_out(source, passed=False, judge=None) == {"t0": name, "t2": name}
 
     @pytest.mark.parametrize(
         ("match", "expected", "answer", "is_right"),

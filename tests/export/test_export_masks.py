@@ -392,7 +392,7 @@ def test_a_dollar_trains_more_turns(tmp_path: Path) -> None:
          "carry no loss; add per_turn"),
         ("include: passed", "r.yaml: include.0: Input should be 'not_passed'"),
         ("include: not_passed\nfilters: {passed: true}", "r.yaml: include: not_passed and "
-         "filters.passed exclude each other"),
+         "filters.require_passed exclude each other"),
     ],
 )  # fmt: skip
 def test_a_recipe_that_cannot_be_is_refused_in_one_line(

@@ -308,7 +308,7 @@ class TestAJudge:
             worked("good 4", scores=[{**length, "rewards": {"length": 9}}]),
             worked("good 5"),
         )
-        rewards = "{min_rewards: {judge: 1}, max_rewards: {length: 99}, passed: true"
+        rewards = "{min_rewards: {judge: 1}, max_rewards: {length: 99}, require_passed: judged"
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(f"filters: {rewards}, secrets: patterns}}\nformats: openai\n")
         with judging(lambda word: (200, said(f"{int(word) % 2}"))) as judge:

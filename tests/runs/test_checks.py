@@ -372,8 +372,8 @@ class TestACheckThatFailedItself:
         required: Any = {"filters": {"require_passed": True}}
         assert [row["id"] for row in rows(source, "openai", **required)] == ["t0"]
         assert rejects(source, formats="openai", **required)["t0#s3"] == "check_failed"
-        for passed in (True, False):
-            left_out = rejects(source, formats="openai", filters={"passed": passed})
+        for wanted in ("judged", "failed"):
+            left_out = rejects(source, formats="openai", filters={"require_passed": wanted})
             assert left_out["t0#s2"] == left_out["t0#s3"] == "check_failed"
         assert len(rows(source, "openai")) == 4
 

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -38,8 +37,6 @@ BOTH = pytest.mark.parametrize("name", [pytest.param("bwrap", marks=needs_bwrap)
 
 KEEP_ALIVE = "exec 9>alive; touch started; exec sleep 1000"
 UNTIL_STARTED = "until [ -e started ]; do sleep 0.01; done"
-
-Result = TypeVar("Result")
 
 
 @pytest.fixture

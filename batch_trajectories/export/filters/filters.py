@@ -26,7 +26,8 @@ from batch_trajectories.runs.store.checks import (
     expected_column,
     is_right_now,
 )
-from batch_trajectories.runs.store.record_types import Record, StoredError
+from batch_trajectories.runs.store.record_parts import StoredError
+from batch_trajectories.runs.store.record_types import Record
 from toolsets.catalog.places import OwnToolError, import_function
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class RecordFilters:
         status = record.status
         if self._filters.status is None and status != "completed" and not is_right_now(record):
             return _by_status(record)
-        if self._filters.require_passed:
+        if self._filters.require_passed is True:
             judgement = judged(record, self._reward_name)
             if judgement.error is not None:
                 return Rejection(CHECK_FAILED, judgement.error)
@@ -169,10 +170,11 @@ class RecordFilters:
         for name, highest in filters.max_rewards.items():
             if self._is_outside(given := reward_of(record, name), highest=highest):
                 yield Rejection("max_rewards", _named(name, given))
-        if filters.passed is not None:
+        if isinstance(filters.require_passed, str):
             is_good = judgement.is_good(self._threshold)
+            is_wanted = is_good is (filters.require_passed == "judged")
             is_unscored = is_good is None and judgement.error is None
-            if is_good is not filters.passed and not (is_unscored and self._with_unscored):
+            if not is_wanted and not (is_unscored and self._with_unscored):
                 outcome = {
                     None: "neither checked nor scored",
                     True: "passed",
@@ -180,7 +182,7 @@ class RecordFilters:
                 }[is_good]
                 if judgement.error is not None:
                     yield Rejection(CHECK_FAILED, judgement.error)
-                yield Rejection("passed", outcome)
+                yield Rejection("require_passed", outcome)
         if self._wrong is not None and (wrong := self._wrong(record)):
             yield Rejection("answer", wrong)
 

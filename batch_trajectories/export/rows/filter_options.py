@@ -87,11 +87,10 @@ class Filters(RecipePart):
     min_rewards: dict[str, Number] = {}
     """The same for several rewards by their names."""
     max_rewards: dict[str, Number] = {}
-    passed: bool | None = None
-    """Whether records must have passed or not; those neither checked nor scored are left out."""
-    require_passed: bool = False
+    require_passed: bool | Literal["judged", "failed"] = False
     """Leave out what did not pass; records neither checked nor scored stay. Not for dpo and kto,
-    which compare good samples with bad ones."""
+    which compare good samples with bad ones. `judged` leaves out records without a judgement, too;
+    `failed` keeps only those that did not pass. Both hold for all formats."""
     answer: AnswerCheck | None = None
     evaluation_files: tuple[str, ...] = ()
     """Benchmarks: what can be a dataset (`hf:` too), or files of text, a question per line."""
@@ -120,8 +119,11 @@ class Filters(RecipePart):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_judge(cls, values: Any) -> Any:
-        """Manifests of earlier versions hold the key, with null."""
-        if isinstance(values, dict) and values.get("judge", "") is None:
-            return {key: value for key, value in values.items() if key != "judge"}
-        return values
+    def _with_todays_names(cls, values: Any) -> Any:
+        """Recipes of earlier versions name `passed`; their manifests hold `judge` with null."""
+        if not isinstance(values, dict):
+            return values
+        read = {key: value for key, value in values.items() if (key, value) != ("judge", None)}
+        if (passed := read.pop("passed", None)) is not None:
+            read["require_passed"] = "judged" if passed else "failed"
+        return read

@@ -212,9 +212,8 @@ class Recipe(BaseModel):
             if one.shows_messages and not one.marks_loss and not is_by_turn:
                 how = "add per_turn" if one.has_turns else "choose openai, or another with marks"
                 raise ValueError(f"mask: {one.name} cannot say which turns carry no loss; {how}")
-        if self.include and (self.filters.require_passed or self.filters.passed):
-            name = "require_passed" if self.filters.require_passed else "passed"
-            raise ValueError(f"include: not_passed and filters.{name} exclude each other")
+        if self.include and self.filters.require_passed not in (False, "failed"):
+            raise ValueError("include: not_passed and filters.require_passed exclude each other")
 
     @property
     def record_filters(self) -> Filters:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Sequence
+from typing import Any, TypedDict
 
 import msgspec
 
 Number = int | float
+
+
+class StoredPart(msgspec.Struct, gc=False, omit_defaults=True):
+    """A part of a record. It refers to nothing in a cycle, so the garbage collector skips it."""
 
 
 class UsageSums(TypedDict, total=False):
@@ -19,7 +24,7 @@ class UsageSums(TypedDict, total=False):
     reasoning_tokens: int | None
 
 
-class ToolRun(msgspec.Struct, gc=False, omit_defaults=True):
+class ToolRun(StoredPart):
     """How the call number `call` (from 0) of a turn went."""
 
     turn: int
@@ -30,7 +35,7 @@ class ToolRun(msgspec.Struct, gc=False, omit_defaults=True):
     duration_s: Number | None
 
 
-class StoredFork(msgspec.Struct, gc=False, omit_defaults=True):
+class StoredFork(StoredPart):
     """The parent of a branch: its run and record, the turn it continues after, and its number."""
 
     turn: int
@@ -39,10 +44,52 @@ class StoredFork(msgspec.Struct, gc=False, omit_defaults=True):
     branch: int | None = None
 
 
-class StoredThread(msgspec.Struct, gc=False, omit_defaults=True):
+class StoredThread(StoredPart):
     """One conversation of an agent that runs as a command."""
 
     key: str
     name: str
     calls: int
     model: str | None = None
+
+
+class StoredTokens(StoredPart):
+    """The sampled tokens of a turn; see `agent.messages.tokens`."""
+
+    shared: int = 0
+    prompt: str | None = None
+    completion: str | None = None
+    logprobs: str | None = None
+    texts: list[str] | None = None
+    split: dict[str, str] | None = None
+    sampling: dict[str, Any] | None = None
+
+
+class StoredUsage(StoredPart):
+    """Tokens of a call; None is unknown."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cache_read_tokens: int | None = None
+    cache_write_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+class StoredError(StoredPart, rename={"error_class": "class"}):
+    """Why a task failed."""
+
+    error_class: str
+    message: str | None = None
+
+
+class AgentFacts(StoredPart):
+    """What is known of the agent that held the conversation."""
+
+    name: str | None = None
+    version: str | None = None
+    starts: int = 0
+    stripped_tools: Sequence[str] = ()
+    exit_code: int | None = None
+    timed_out: bool | None = None
+    stdout: str | None = None
+    stderr: str | None = None

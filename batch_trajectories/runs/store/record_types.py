@@ -24,9 +24,14 @@ from batch_trajectories.runs.store.checksum import (
     without_checksum,
 )
 from batch_trajectories.runs.store.record_parts import (
+    AgentFacts,
     Number,
+    StoredError,
     StoredFork,
+    StoredPart,
     StoredThread,
+    StoredTokens,
+    StoredUsage,
     ToolRun,
     UsageSums,
 )
@@ -40,10 +45,6 @@ Tools = Sequence[Mapping[str, Any]]
 _NONE = msgspec.Raw(b"")
 """In the place of JSON that a record does not have."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})  # shared: what a line lacks takes no time
-
-
-class StoredPart(msgspec.Struct, gc=False, omit_defaults=True):
-    """A part of a record. It refers to nothing in a cycle, so the garbage collector skips it."""
 
 
 class StoredFunction(StoredPart):
@@ -88,28 +89,6 @@ class StoredMessage(StoredPart):
     text; no key of records."""
 
 
-class StoredTokens(StoredPart):
-    """The sampled tokens of a turn; see `agent.messages.tokens`."""
-
-    shared: int = 0
-    prompt: str | None = None
-    completion: str | None = None
-    logprobs: str | None = None
-    texts: list[str] | None = None
-    split: dict[str, str] | None = None
-    sampling: dict[str, Any] | None = None
-
-
-class StoredUsage(StoredPart):
-    """Tokens of a call; None is unknown."""
-
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    cache_read_tokens: int | None = None
-    cache_write_tokens: int | None = None
-    reasoning_tokens: int | None = None
-
-
 class StoredPatch(StoredPart):
     """What replaces parts of the message at position `at`; nothing: it is as it was recorded."""
 
@@ -123,7 +102,7 @@ class StoredRequest(StoredPart):
     """Which request a turn answered: see `agent.state.agent_record`, and `summary`."""
 
     at: int | None = None
-    shown: list[StoredPatch] = []
+    shown: Sequence[StoredPatch] = ()
     tools: int | None = None
     summary: str | None = None
     """The key of the summary that stood for older messages."""
@@ -227,13 +206,6 @@ class Score(StoredPart):
     """The image that this check ran in."""
 
 
-class StoredError(StoredPart, rename={"error_class": "class"}):
-    """Why a task failed."""
-
-    error_class: str
-    message: str | None = None
-
-
 class StoredRewrite(StoredPart):
     """Messages that an agent showed in another form than its conversation has."""
 
@@ -244,7 +216,7 @@ class StoredRewrite(StoredPart):
     messages: list[StoredMessage]
     until: int | None = None
     """The position of the last one's reply; None in records of earlier versions."""
-    requests: list[StoredRequest] = []
+    requests: Sequence[StoredRequest] = ()
 
 
 class SetAside(StoredPart):
@@ -253,19 +225,6 @@ class SetAside(StoredPart):
     number: int
     added: list[StoredMessage]
     message: StoredMessage
-
-
-class AgentFacts(StoredPart):
-    """What is known of the agent that held the conversation."""
-
-    name: str | None = None
-    version: str | None = None
-    starts: int = 0
-    stripped_tools: Sequence[str] = ()
-    exit_code: int | None = None
-    timed_out: bool | None = None
-    stdout: str | None = None
-    stderr: str | None = None
 
 
 class _Schema(StoredPart):

@@ -28,7 +28,7 @@ from agent.models.dialects import openai_chat
 from agent.models.dialects.openai_chat_stream import ChatAssembly
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.resolve import resolve_sibling
-from batch_trajectories.runs.store.record_types import StoredTokens
+from batch_trajectories.runs.store.record_parts import StoredTokens
 from tests.agent.models.test_unsupported_options import ask, openai_error, refusing, serving
 
 JSON = dict[str, Any]
