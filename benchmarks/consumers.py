@@ -19,7 +19,6 @@ import logging
 import subprocess
 import sys
 import tempfile
-import venv
 from collections import Counter
 from dataclasses import dataclass
 from itertools import product
@@ -35,9 +34,9 @@ from batch_trajectories.export.rows.recipe import FormatName, Recipe
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import scan
 from batch_trajectories.runs.directory.run_dir import read_run_json
+from testing.trainers.environment import interpreter_in, run_module
 from testing.trainers.rows import rows
 
-ROOT = Path(__file__).resolve().parents[1]
 _FORMATS: tuple[FormatName, ...] = (
     "hermes",
     "openai",
@@ -125,7 +124,12 @@ def main(run_dir: Path, venvs: Path, only: str, torch: str) -> None:
         for name in names:
             consumer = _CONSUMERS[name]
             try:
-                python = _environment(venvs.resolve() / name, consumer, torch)
+                python = interpreter_in(
+                    venvs.resolve() / name,
+                    [*([torch] if consumer.needs_torch else []), *consumer.packages],
+                    bare=consumer.bare,
+                    mend=_fit_to_torch if consumer.needs_torch else None,
+                )
             except subprocess.CalledProcessError as error:
                 failed.append(f"{name}: cannot be installed: {error}")
                 continue
@@ -134,16 +138,9 @@ def main(run_dir: Path, venvs: Path, only: str, torch: str) -> None:
                 directories = [lines, twins]
             modules = (consumer.module, *consumer.more)
             for directory, module in product(directories, modules):
-                command = [str(python), "-W", "ignore", "-m"]
                 file, *given = module.split()
-                command += [f"benchmarks.consuming.{file}", str(directory), *given]
-                result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-                # Trainers print as they please.
-                said = [line[2:] for line in result.stdout.splitlines() if line.startswith("= ")]
-                click.echo("\n".join(said))
-                if result.returncode or not said:
-                    why = result.stderr[-2000:].strip() or "it said nothing"
-                    failed.append(f"{name}, {module}: ended with {result.returncode}: {why}")
+                if why := run_module(python, f"benchmarks.consuming.{file}", directory, *given):
+                    failed.append(f"{name}, {module}: {why}")
             if name == "trl":
                 _render(python, twins)
     for failure in failed:
@@ -174,26 +171,6 @@ def _export(run_dir: Path, lines: Path, twins: Path) -> None:
         (_MASKED_TURNS, {"formats": "openai,llamafactory", "per_turn": True}),
     ):
         export_dataset(source, Recipe.model_validate({**masked, **choice}), twins / name)
-
-
-def _environment(place: Path, consumer: _Consumer, torch: str) -> Path:
-    """The interpreter of an environment, which is made if it is not there."""
-    python = place / "bin" / "python"
-    done = place / "installed"
-    if not done.exists():
-        click.echo(f"installing {', '.join(consumer.packages)} into {place}", err=True)
-        venv.create(place, with_pip=True, clear=True)
-        install = [str(python), "-m", "pip", "install", "--quiet"]
-        packages = [*([torch] if consumer.needs_torch else []), *consumer.packages]
-        subprocess.run([*install, *packages], check=True)
-        if consumer.bare:
-            # What is read of them needs no newer Python, though the rest of them may.
-            bare = ["--no-deps", "--ignore-requires-python", *consumer.bare]
-            subprocess.run([*install, *bare], check=True)
-        if consumer.needs_torch:
-            _fit_to_torch(python)
-        done.touch()
-    return python
 
 
 def _fit_to_torch(python: Path) -> None:

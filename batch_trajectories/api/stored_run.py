@@ -18,7 +18,7 @@ from batch_trajectories.export.run_statistics import statistics_of
 from batch_trajectories.export.training_files import left_out, style_of_run
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, tasks
-from batch_trajectories.runs.directory.run_dir import read_run_json, runs_in
+from batch_trajectories.runs.directory.run_dir import directory_of, read_run_json, runs_in
 from batch_trajectories.runs.directory.run_lock import holder_of
 from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
 from batch_trajectories.runs.maintenance.upkeep import scan_of
@@ -42,9 +42,8 @@ def open_run(run: Path | str, output_dir: Path | str = "trajectories") -> Stored
 
     Raises `RunDirError` if there is none, with the names of existing runs.
     """
-    path, output_dir = Path(run), Path(output_dir)
-    if not (path / "run.json").exists() and (output_dir / path).exists():
-        path = output_dir / path
+    output_dir = Path(output_dir)
+    path = directory_of(run, output_dir)
     if not path.exists():
         runs = runs_in(output_dir)
         known = f"; runs there: {', '.join(runs[:_RUNS_SHOWN])}" if runs else ""

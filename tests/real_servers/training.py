@@ -17,7 +17,6 @@ import torch
 import transformers
 import trl
 from tokenizers import AddedToken
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from testing.trainers import tiny
 from testing.trainers.rows import rows as rows_of
@@ -38,22 +37,19 @@ def main(export: Path, model_dir: Path, steps: int) -> None:
     # The parsers of a server look for these tags as tokens.
     tags = [AddedToken(tag, special=False, normalized=False) for tag in (*_TAGS, "</think>")]
     tokenizer.add_tokens(tags)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=96,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            architectures=["Qwen3ForCausalLM"],
-        )
+    model = tiny.model_for(
+        tokenizer,
+        layers=2,
+        heads=4,
+        hidden_size=96,
+        intermediate_size=256,
+        head_dim=32,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        architectures=["Qwen3ForCausalLM"],
     )
     ours = list(rows_of(export))
     files = sorted(map(str, (export / "openai").glob("*.jsonl")))

@@ -22,7 +22,7 @@ from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sandboxes import replaced_images
 from batch_trajectories.runs.dataset.column_names import ERROR_COLUMN
 from batch_trajectories.runs.dataset.scan import ID_COLUMNS
-from batch_trajectories.runs.directory.run_dir import read_run_json
+from batch_trajectories.runs.directory.run_dir import directory_of, read_run_json
 
 UNKNOWN, CHANGED, REPLACED = "not in the audit", "changed since", "image replaced since"
 
@@ -81,7 +81,7 @@ def read_sound_rows(config: RunConfig) -> SoundRows | None:
     if config.only_sound is None:
         return None
     name = config.only_sound
-    path = Path(name) if "/" in name else config.output_dir / name
+    path = directory_of(name, config.output_dir)
     try:
         options = read_run_json(path)["config"]
         lines = [*_read(path / TASKS_FILE)]

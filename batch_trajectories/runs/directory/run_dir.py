@@ -309,6 +309,13 @@ def read_run_json(path: Path) -> dict[str, Any]:
     )
 
 
+def directory_of(run: Path | str, output_dir: Path) -> Path:
+    """The directory of a run, given by it or by a name in `output_dir`; it may not be there."""
+    path, named = Path(run), output_dir / run
+    is_path = (path / "run.json").exists() or (path.exists() and not named.exists())
+    return path if is_path else named
+
+
 def runs_in(output_dir: Path) -> list[str]:
     """The names of the runs in a directory."""
     return sorted(path.parent.name for path in output_dir.glob("*/run.json"))
