@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 from toolsets.sandbox import cgroup
 from toolsets.sandbox.fork_servers import FORK_SERVERS
 
+pytest.register_assert_rewrite("batch_trajectories.sandbox_conformance")
+
 # What starts the tests may ignore these, as nohup does, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

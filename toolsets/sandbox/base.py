@@ -145,8 +145,6 @@ class Sandbox(ABC):
 
     name: ClassVar[str]
     """What `--sandbox` calls it."""
-    summary: ClassVar[str]
-    """What it is, in a few words for a list."""
     is_isolated: ClassVar[bool] = True
     """Commands have files and processes of their own, and no network unless `Limits` give it."""
     needs_image: ClassVar[bool] = False

@@ -72,7 +72,6 @@ class BwrapSandbox(ServedSandbox):
     """
 
     name = "bwrap"
-    summary = "namespaces of its own for each conversation, by bubblewrap"
     takes_extras = True
     home = HOME
 

@@ -61,7 +61,6 @@ class DockerSandbox(ServedSandbox):
     """
 
     name = "docker"
-    summary = "a container for each conversation, by Docker or Podman"
     needs_image = True
     limits_itself = True
     home = HOME

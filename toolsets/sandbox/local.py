@@ -25,7 +25,6 @@ class LocalSandbox(ServedSandbox):
     """
 
     name = "local"
-    summary = "plain processes with your rights, NOT isolated"
     is_isolated = False
     takes_extras = True
 

@@ -17,5 +17,5 @@ scores          scores.jsonl: scores and checks after the run
 checks          results of checks, rewards by name and by turn, and their sums
 
 Other rooms import checks, checksum, failures, files, index, index_file, journal, journal_writer,
-reader, record_types, records, row_texts, scores, tasks.
+reader, record_parts, record_types, records, row_texts, scores, tasks.
 """
