@@ -22,6 +22,7 @@ from agent.messages.message import (
     Event,
     Message,
     OpeningEvent,
+    Rebuild,
     ResumedEvent,
     SubEvent,
     ToolCall,
@@ -61,6 +62,8 @@ class ConversationRunner:
     """The journal keeps an event at once, from any thread; it gets those of calls that begin."""
     knows_begun: bool = False
     """The events so far have those of all calls that began."""
+    rebuild: Rebuild | None = None
+    """How the workspace was rebuilt to resume the conversation, or why not; None: not tried."""
     depth: int = 0
     """Nesting of this conversation in others."""
 
@@ -79,6 +82,7 @@ class ConversationRunner:
                 journal=self.journal,
                 kept=self.kept,
                 knows_begun=self.knows_begun,
+                rebuild=self.rebuild,
             )
         if spec.options.preparation and not self._is_prepared():
             end = await self._prepare(spec.options.preparation)
@@ -286,12 +290,14 @@ def prepare_resume(
     journal: Journal,
     kept: bool,
     knows_begun: bool = False,
+    rebuild: Rebuild | None = None,
 ) -> None:
     """Prepare a replayed trajectory to continue after a crash.
 
     A call without a result may have run, unless it is known that it had not begun. If it did not,
     or if its tool is idempotent, the call stays open and is run (again); otherwise its result says
-    that it was interrupted. `kept`: the workspace survived.
+    that it was interrupted. `kept`: the workspace survived. `rebuild`: how it was rebuilt as of
+    the last result, so that all calls without one stay open; or why it was not.
     """
 
     def record(event: Event) -> None:
@@ -308,16 +314,21 @@ def prepare_resume(
             repeated.append((n, call))
         elif not knows_begun or call["id"] in trajectory.begun:
             interrupted.append((n, call))
-    record(
-        ResumedEvent(
-            kind="resumed",
-            turn=trajectory.turns,
-            interrupted=[call["id"] for _, call in interrupted],
-            repeated=[call["id"] for _, call in repeated],
-            # A workspace that no call has used yet is not lost, it was not made.
-            workspace_kept=kept or not (has_results or interrupted),
-        )
+    is_rebuilt = rebuild is not None and "why" not in rebuild
+    resumed = ResumedEvent(
+        kind="resumed",
+        turn=trajectory.turns,
+        interrupted=[] if is_rebuilt else [call["id"] for _, call in interrupted],
+        repeated=[call["id"] for _, call in repeated],
+        # A workspace that no call has used yet is not lost, it was not made.
+        workspace_kept=kept or not (has_results or interrupted),
     )
+    if rebuild is not None:
+        resumed["rebuild"] = rebuild
+    if is_rebuilt:
+        resumed["rebuilt"] = [call["id"] for _, call in interrupted]
+        interrupted = []
+    record(resumed)
     result = ToolResult(_INTERRUPTED, is_error=True, details={"failure": "interrupted"})
     for n, call in interrupted:
         if isinstance(step, ResumeTool):

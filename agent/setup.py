@@ -78,13 +78,14 @@ class Setup:
 
     def sandboxed(self) -> list[str]:
         """The names of the toolsets that run commands, with those of subagents."""
-        return sorted({toolset.name for toolset in self._used() if toolset.needs_sandbox})
+        return sorted({toolset.name for toolset in self.used() if toolset.needs_sandbox})
 
     def uses(self, name: str) -> bool:
         """Whether conversations or subagents use the toolset called `name`."""
-        return any(toolset.name == name for toolset in self._used())
+        return any(toolset.name == name for toolset in self.used())
 
-    def _used(self) -> list[Toolset]:
+    def used(self) -> list[Toolset]:
+        """The toolsets, with those of subagents."""
         of_subagents = (subagent.toolsets for subagent in self.subagents.values())
         return list(chain(self.toolsets, *of_subagents))
 

@@ -8,7 +8,7 @@ import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -39,6 +39,10 @@ _JSON_TYPES: Mapping[type, str] = {
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+Effects = Literal["none", "workspace", "elsewhere"]
+"""Where the effects of a tool's calls are: nowhere, only in the files of the conversation's
+workspace and in its sandbox, or anywhere."""
 
 ASKS = "asks"
 """Key in the details of a result: the tool's question to the user, still unanswered."""
@@ -76,6 +80,8 @@ class Tool:
     """Checks and converts the arguments; None leaves that to `check`, or to the function."""
     idempotent: bool = False
     """A call may be repeated after a crash: its effect is the same."""
+    effects: Effects = "elsewhere"
+    """After a crash, calls with effects in the workspace are undone and run again."""
     sequential: bool = False
     """A call must not run at the same time as other calls of its turn."""
     takes_context: bool = True
@@ -131,6 +137,7 @@ def tool(
     *,
     name: str | None = None,
     idempotent: bool = False,
+    effects: Effects = "elsewhere",
     sequential: bool = False,
     quick: bool = False,
 ) -> Callable[[F], Tool]:
@@ -139,8 +146,8 @@ def tool(
     A first parameter annotated as `ToolContext` gets the context of the task. The other parameters
     become the schema; `Annotated[T, Field(description=...)]` or an "Args:" section of the docstring
     describes them. The docstring's text before that section describes the tool. The function
-    returns a string, a `ToolResult`, or any value that JSON can hold. Raises `TypeError` if the
-    function cannot be described.
+    returns a string, a `ToolResult`, or any value that JSON can hold. A tool without effects is
+    idempotent. Raises `TypeError` if the function cannot be described.
     """
 
     def build(function: F) -> Tool:
@@ -162,7 +169,8 @@ def tool(
             parameters=schema_of(model, tool_name),
             function=function,
             arguments_model=model,
-            idempotent=idempotent,
+            idempotent=idempotent or effects == "none",
+            effects=effects,
             sequential=sequential,
             takes_context=takes_context,
             quick=quick,

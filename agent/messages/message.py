@@ -225,11 +225,29 @@ class OpeningEvent(TypedDict):
     messages: list[Message]
 
 
+class Rebuild(TypedDict, total=False):
+    """How the workspace was rebuilt as of the last result, with all sessions.
+
+    `calls` earlier calls were repeated in a fresh one, in `duration_s` seconds, with equal results.
+    Else `why` says why it was not; `turn`, `call` and `name` are of the call that stood in the way,
+    and `result` is its other result, shortened.
+    """
+
+    calls: int
+    duration_s: float
+    why: str
+    turn: int
+    call: int
+    name: str
+    result: str
+
+
 class ResumedEvent(TypedDict):
     """A later process resumed the conversation after `turn` turns.
 
     `interrupted` lists the ids of calls that may have run before the crash and were not run
-    again; `repeated` those that were run (again) because their tool is idempotent.
+    again; `repeated` those that were run (again) because their tool is idempotent; `rebuilt` those
+    that were undone and run again.
     `workspace_kept` is False if the workspace was lost.
     """
 
@@ -238,6 +256,9 @@ class ResumedEvent(TypedDict):
     interrupted: list[str]
     repeated: list[str]
     workspace_kept: NotRequired[bool]
+    rebuilt: NotRequired[list[str]]
+    rebuild: NotRequired[Rebuild]
+    """Present if calls were to be undone: see there."""
 
 
 class RestartedEvent(TypedDict):

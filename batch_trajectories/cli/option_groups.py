@@ -52,7 +52,7 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Batch API of the provider": (*("batch_api", "batch_wait_s", "batch_max_requests"),),
     "Workers on a Ray cluster": (*("executor", "ray_address", "worker_resources", "ray_storage"),),
     "Retries, timeouts and log": (
-        *("max_attempts", "call_attempts", "attempt_timeout_s", "idle_timeout_s"),
+        *("max_attempts", "call_attempts", "attempt_timeout_s", "idle_timeout_s", "max_rebuild_s"),
         *("call_timeout_s", "grace_s", "heartbeat_timeout_s", "log_level"),
     ),
 }

@@ -41,6 +41,7 @@ TOOLS = '''
 import time
 from pathlib import Path
 
+from toolsets.context import ToolContext
 from toolsets.tool import tool
 
 
@@ -64,7 +65,25 @@ def look(name: str) -> str:
     return visit(name)
 
 
-ALL = [act, look]
+@tool(effects="workspace")
+def add(context: ToolContext, name: str) -> str:
+    """Add a line to a file of the workspace, which must not have it twice."""
+    context.workspace.make()
+    path = context.workspace.root / name.partition("-")[0]
+    with path.open("a") as file:
+        file.write(name + "\\n")
+    visit(name)
+    return path.read_text()
+
+
+@tool(effects="workspace")
+def count(name: str) -> str:
+    """Return another result each time."""
+    visit(name)
+    return str(Path("visits").read_text().split().count(name))
+
+
+ALL = [act, look, add, count]
 '''
 
 HELPER = {
@@ -76,8 +95,8 @@ HELPER = {
 
 
 def calling(*calls: tuple[str, str]) -> list[JSON]:
-    keys = {"act": "name", "look": "name", "helper": "task"}
-    told = [(name, {keys.get(name, "path"): value}) for name, value in calls]
+    keys = {"helper": "task", "write_file": "path"}
+    told = [(name, {keys.get(name, "name"): value}) for name, value in calls]
     return [call(n, name, arguments) for n, (name, arguments) in enumerate(told)]
 
 
@@ -96,11 +115,26 @@ SCRIPTS: dict[str, list[list[JSON]]] = {
     "outer": [calling(("helper", "inner"))],
     "inner": [calling(("look", "inner"))],
     "last": [],
+    "undone": [calling(("add", "undone-1")), calling(("add", "undone-2"))],
+    "parallel": [calling(("add", "left"), ("add", "right"))],
+    "nested": [calling(("add", "inside-1")), calling(("helper", "inside"))],
+    "inside": [calling(("add", "inside-2")), calling(("add", "inside-3"))],
+    "differs": [calling(("count", "counted")), calling(("add", "differs"))],
+    "behind": [calling(("act", "before")), calling(("add", "behind"))],
 }
 """By the first words of the user: the calls of each turn before the answer."""
 
-WAITING = {"acts", "looks", "one", "three", "gone", "inner"}
-"""The visits that last when everything is killed."""
+INNER = {"inner", "inside"}
+"""Those of subagents."""
+
+PASSED = ("two", "undone-1", "left", "inside-1", "inside-2", "counted", "before")
+"""The visits that have ended when everything is killed."""
+
+WAITING = {
+    *("acts", "looks", "one", "three", "gone", "inner"),
+    *("undone-2", "right", "inside-3", "differs", "behind"),
+}
+"""The visits that last."""
 
 
 class Scene(NamedTuple):
@@ -117,8 +151,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     """A run that was killed with a conversation at each place, and resumed."""
     cwd = tmp_path_factory.mktemp("scene")
     (cwd / "places.py").write_text(TOOLS)
-    (cwd / "two.go").touch()
-    rows = [{"id": name, "prompt": name} for name in SCRIPTS if name != "inner"]
+    for name in PASSED:
+        (cwd / f"{name}.go").touch()
+    rows = [{"id": name, "prompt": name} for name in SCRIPTS if name not in INNER]
     write_rows(cwd / "p.jsonl", *rows)
     run_dir = cwd / "trajectories" / "r"
     parent_is_stopped = Event()
@@ -136,8 +171,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
         choice = {"index": 0, "message": message, "finish_reason": finish}
         return 200, {"id": "x", "model": "m", "choices": [choice], "usage": usage}
 
-    def journaled() -> bytes:
-        return b"".join(path.read_bytes() for path in run_dir.glob("inflight/*.jsonl"))
+    def journaled() -> str:
+        return "".join(path.read_text() for path in run_dir.glob("inflight/*.jsonl"))
 
     def visits() -> Counter[str]:
         seen = cwd / "visits"
@@ -149,10 +184,11 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
         given |= {"subagents": json.dumps([HELPER])}
         with started(cwd, **given) as process:
             wait_until(lambda: visits().keys() >= WAITING)
-            wait_until(lambda: b"two was visited" in journaled())
+            wait_until(lambda: all(f"{name}\\n" in journaled() for name in ("left", "inside-2")))
+            wait_until(lambda: "two was visited" in journaled())
             os.kill(process.pid, signal.SIGSTOP)  # so that no record can be written any more
             parent_is_stopped.set()
-            wait_until(lambda: b"the answer of last" in journaled())
+            wait_until(lambda: "the answer of last" in journaled())
             os.killpg(process.pid, signal.SIGKILL)
             assert_gone(process.pid)
         assert not (run_dir / "records.jsonl").read_bytes()
@@ -163,7 +199,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     records = {record["id"]: record for record in lines(run_dir / "records.jsonl")}
     unclear = {id for id, one in records.items() if any(r["interrupted"] for r in one["resumes"])}
     trained = {row["id"] for row in lines(cwd / "trajectories" / "r.jsonl")}
-    assert unclear == {"acts", "three"}
+    assert unclear == {"acts", "three", "differs", "behind"}
     assert trained == records.keys() - unclear
     return Scene(records, visits(), requests)
 
@@ -227,9 +263,49 @@ def test_after_the_last_reply_and_before_the_record(scene: Scene) -> None:
 
 
 def test_with_a_workspace_that_is_gone(scene: Scene) -> None:
-    """The conversation continues, and its record says what it continued without."""
-    assert not resume_of(scene.records["gone"])["workspace_kept"]
+    """It is made again by the calls that made it."""
+    resume = resume_of(scene.records["gone"])
+    assert resume["workspace_kept"]
+    assert resume["rebuild"]["calls"] == 1
     assert results_of(scene.records["gone"])[1] == "gone was visited"
+
+
+def test_during_a_call_that_can_be_undone(scene: Scene) -> None:
+    resume = resume_of(scene.records["undone"])
+    assert (resume["interrupted"], resume["rebuilt"]) == ([], ["call_2_0"])
+    assert results_of(scene.records["undone"]) == ["undone-1\n", "undone-1\nundone-2\n"]
+    assert [scene.visits[name] for name in ("undone-1", "undone-2")] == [2, 2]
+
+
+def test_between_two_parallel_results_that_can_be_undone(scene: Scene) -> None:
+    assert resume_of(scene.records["parallel"])["rebuilt"] == ["c1"]
+    assert results_of(scene.records["parallel"]) == ["left\n", "right\n"]
+    assert [scene.visits[name] for name in ("left", "right")] == [2, 2]
+
+
+def test_during_a_call_of_a_subagent_that_can_be_undone(scene: Scene) -> None:
+    """The calls of both are made again, in order."""
+    (inner,) = scene.records["nested"]["inner"]
+    assert inner["resumes"][0]["rebuilt"] == ["call_2_0"]
+    assert results_of(inner)[1] == "inside-1\ninside-2\ninside-3\n"
+    assert [scene.visits[f"inside-{n}"] for n in (1, 2, 3)] == [2, 2, 2]
+
+
+def test_a_call_behind_one_with_another_result_is_interrupted(scene: Scene) -> None:
+    """The files are those that were there, and the record says where the result differed."""
+    resume = resume_of(scene.records["differs"])
+    assert resume["interrupted"] == ["call_2_0"]
+    where = {"turn": 1, "call": 0, "name": "count", "result": "2"}
+    assert resume["rebuild"] == {"why": "its result differs", **where}
+    assert [scene.visits[name] for name in ("counted", "differs")] == [2, 1]
+
+
+def test_a_call_behind_one_with_effects_elsewhere_is_interrupted(scene: Scene) -> None:
+    resume = resume_of(scene.records["behind"])
+    assert resume["interrupted"] == ["call_2_0"]
+    why = "it may have acted outside the workspace"
+    assert resume["rebuild"] == {"why": why, "turn": 1, "call": 0, "name": "act"}
+    assert [scene.visits[name] for name in ("before", "behind")] == [1, 1]
 
 
 def test_with_a_subagent_in_the_middle(scene: Scene) -> None:

@@ -180,6 +180,9 @@ def kill(process: Any) -> None:
     process.wait()
 
 
+NOT_UNDONE = {**OPTIONS, "max_rebuild_s": 0}
+
+
 def interrupted(cwd: Path, images: Path) -> Path:
     """A run that was killed in the second turn; returns the workspace of its conversation."""
     turns = (
@@ -195,7 +198,7 @@ def interrupted(cwd: Path, images: Path) -> Path:
 def killed(cwd: Path, images: Path) -> Path:
     """Start the run and kill it in the second turn."""
     workspaces = cwd / "trajectories/r/workspaces"
-    with started(cwd, *FLAGS, images=images, **OPTIONS) as process:
+    with started(cwd, *FLAGS, images=images, **NOT_UNDONE) as process:
         wait_until(lambda: list(workspaces.glob("*/upper/testbed/begun")))
         kill(process)
     (workspace,) = workspaces.iterdir()
@@ -205,7 +208,7 @@ def killed(cwd: Path, images: Path) -> Path:
 @pytest.mark.slow
 def test_a_killed_conversation_continues_with_its_files(images: Path, tmp_path: Path) -> None:
     interrupted(tmp_path, images)
-    done = run(tmp_path, *FLAGS, images=images, **OPTIONS)
+    done = run(tmp_path, *FLAGS, images=images, **NOT_UNDONE)
     assert done.returncode == 0, done.stderr
     record = records(tmp_path)["a"]
     assert [resume["workspace_kept"] for resume in record["resumes"]] == [True]
@@ -222,7 +225,7 @@ def test_a_conversation_whose_layer_is_gone_begins_again(images: Path, tmp_path:
     workspace = interrupted(tmp_path, images)
     workspace.rename(tmp_path / "gone")
     # The second turn is cut off soon this time.
-    options = {**OPTIONS, "command_timeout_s": 4, "accept_config_change": "command_timeout_s"}
+    options = {**NOT_UNDONE, "command_timeout_s": 4, "accept_config_change": "command_timeout_s"}
     done = run(tmp_path, *FLAGS, images=images, **options)
     assert done.returncode == 0, done.stderr
     record = records(tmp_path)["a"]
@@ -243,7 +246,7 @@ def test_a_conversation_that_began_again_continues_after_a_kill(
     """Its events from before the new beginning are not its conversation."""
     interrupted(tmp_path, images).rename(tmp_path / "gone")
     killed(tmp_path, images)
-    done = run(tmp_path, *FLAGS, images=images, **OPTIONS)
+    done = run(tmp_path, *FLAGS, images=images, **NOT_UNDONE)
     assert done.returncode == 0, done.stderr
     record = records(tmp_path)["a"]
     assert len(record["restarts"]) == 1
@@ -252,6 +255,59 @@ def test_a_conversation_that_began_again_continues_after_a_kill(
     assert record["api_calls"] == 6
     assert "kept" in record["messages"][-2]["content"]
     assert record["check"]["passed"]
+
+
+WAITING = """
+from pathlib import Path
+from time import sleep
+from toolsets.context import ToolContext
+from toolsets.tool import tool
+
+@tool(effects="workspace")
+def write(context: ToolContext) -> str:
+    \"""Write a file, and wait.\"""
+    context.workspace.write_bytes("begun", b"")
+    while not Path("go").exists():
+        sleep(0.01)
+    return "written"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_cut_off_call_is_undone_in_an_image(images: Path, tmp_path: Path, is_kept: bool) -> None:
+    """Also where the layer is gone: the image, its set-up and the calls make it again."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    turns = (
+        terminal(
+            "test ! -e begun; echo $? > /opt-file; made=$(cat /set); cd pkg; sed -i s/-/+/ calc.py"
+        ),
+        {"tool_calls": [{"name": "write", "arguments": {}}]},
+        terminal("cat /opt-file; echo $made; pwd"),
+    )
+    check = f"python3 -c '{FIXED}'"
+    write_rows(
+        tmp_path / "p.jsonl", row("a", "python:1", *turns, setup="echo up > /set", check=check)
+    )
+    options = {**OPTIONS, "tools": "waiting:write", "enabled_toolsets": "waiting,terminal"}
+    workspaces = tmp_path / "trajectories/r/workspaces"
+    with started(tmp_path, *FLAGS, images=images, **options) as process:
+        wait_until(lambda: list(workspaces.glob("*/upper/testbed/begun")))
+        kill(process)
+    (workspace,) = workspaces.iterdir()
+    if not is_kept:
+        workspace.rename(tmp_path / "gone")
+    (tmp_path / "go").touch()
+    done = run(tmp_path, *FLAGS, images=images, **options)
+    assert done.returncode == 0, done.stderr
+    record = records(tmp_path)["a"]
+    (resume,) = record["resumes"]
+    assert (resume["interrupted"], resume["rebuild"]["calls"]) == ([], 1)
+    last = json.loads(record["messages"][-2]["content"])
+    assert (last["stdout"], last.get("note")) == ("0\nup\n/testbed/pkg\n", None)
+    assert record["check"]["passed"]
+    assert "restarts" not in record
+    assert_nothing_is_left(tmp_path)
 
 
 @pytest.mark.slow

@@ -62,6 +62,8 @@ def as_tool_result(
         "truncated": result.truncated or shortened,
         "duration_s": round(result.duration_s, 3),
     }
+    if result.running is not None:
+        details["running"] = result.running
     is_error = result.timed_out or result.full_mb is not None
     return ToolResult(content, is_error=is_error, details=details)
 

@@ -35,7 +35,7 @@ NamePattern = Annotated[
 ]
 
 
-@tool(idempotent=True)
+@tool(idempotent=True, effects="workspace")
 def read_file(
     context: ToolContext,
     path: PathArgument,
@@ -63,7 +63,7 @@ def read_file(
     return ToolResult(text + note, details={"truncated": True})
 
 
-@tool(idempotent=True, sequential=True)
+@tool(idempotent=True, effects="workspace", sequential=True)
 def write_file(
     context: ToolContext,
     path: PathArgument,
@@ -75,7 +75,7 @@ def write_file(
     return f"wrote {len(encoded)} bytes to {path}"
 
 
-@tool(sequential=True)
+@tool(effects="workspace", sequential=True)
 def patch_file(
     context: ToolContext,
     path: PathArgument,
@@ -101,7 +101,7 @@ def patch_file(
     return f"replaced the text at line {first_line} of {path}"
 
 
-@tool(idempotent=True)
+@tool(idempotent=True, effects="workspace")
 def list_files(
     context: ToolContext,
     path: PathArgument = ".",
@@ -121,7 +121,7 @@ def list_files(
     return ToolResult("\n".join(lines), details={"truncated": True})
 
 
-@tool(idempotent=True)
+@tool(idempotent=True, effects="workspace")
 def search_files(
     context: ToolContext,
     text: Annotated[str, Field(min_length=1, description="Text to find, literally.")],

@@ -15,7 +15,7 @@ from toolsets.tool import ToolResult, tool
 _OUTPUT_DIRECTORY = ".background"
 
 
-@tool(sequential=True)
+@tool(effects="workspace", sequential=True)
 async def terminal(
     context: ToolContext,
     command: Annotated[str, Field(description="Shell command; bash where there is one.")],
@@ -53,7 +53,7 @@ async def terminal(
     return as_tool_result(result, context, session="shell", tool="terminal", **more)
 
 
-@tool(sequential=True)
+@tool(effects="workspace", sequential=True)
 async def python(
     context: ToolContext,
     code: Annotated[str, Field(description="Python code, as in a cell of a notebook.")],

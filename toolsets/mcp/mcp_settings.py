@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -54,6 +54,8 @@ class McpServer(BaseModel):
     """Headers of requests, each with the variable that holds its value."""
     per_task: bool | None = None
     """Each conversation starts its own server. None: if the settings mention the workspace."""
+    effects: Literal["workspace", "elsewhere"] = "elsewhere"
+    """Where its tools have effects; see `Tool.effects`. Those that only read have none."""
     start_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 10
     """How often it is restarted, per worker or, with `per_task`, per conversation."""
@@ -80,6 +82,11 @@ class McpServer(BaseModel):
             raise ValueError("`headers_env` needs `url`")
         if self.per_task is False and self.mentions_workspace():
             raise ValueError(f"{WORKSPACE} needs a server per task; leave `per_task` out")
+        if self.effects == "workspace" and not self.is_per_task:
+            raise ValueError(
+                f"`effects: workspace` needs a server per task: name {WORKSPACE} in its settings, "
+                "or set `per_task: true`"
+            )
         return self
 
     @property

@@ -86,6 +86,7 @@ class McpServers(PerLoop["_Links"]):
             function=call,
             arguments_model=None,
             idempotent=listed.is_idempotent,
+            effects="none" if listed.is_read_only else server.effects,
             sequential=not listed.is_read_only,
             check=check_by(listed.input_schema, tool_name),
         )

@@ -98,6 +98,9 @@ class ExecResult:
     """Why the session had lost what it held, before this call."""
     is_first: bool = False
     """No call was made to this session before."""
+    running: int | None = None
+    """How many processes, and threads of the interpreter, ran on after the call besides the
+    sessions; None where that is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +154,8 @@ class Sandbox(ABC):
     """It starts from `SandboxSettings.image`."""
     limits_itself: ClassVar[bool] = False
     """It limits memory, processes and CPUs without a control group of ours."""
+    lies_in_workspace: ClassVar[bool] = True
+    """What lasts until the next sandbox of a conversation lies in the workspace's directory."""
     takes_extras: ClassVar[bool] = False
     """It can show `Extras`, so that agents that are commands run in it."""
 

@@ -66,6 +66,7 @@ class Reply(BaseModel):
         tuple[Annotated[str, Field(max_length=_MAX_SAID)], ...], Field(max_length=100)
     ] = ()
     last_pid: Number | None = None
+    running: Number | None = None
     full_mb: Number | None = None
     size: Number = 0
     """That of the workspace at the start, where it is asked for."""

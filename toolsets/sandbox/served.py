@@ -370,6 +370,7 @@ class ServedSandbox(Sandbox):
             ended=reply.ended,
             lost=lost,
             is_first=is_first,
+            running=reply.running,
         )
 
 

@@ -114,7 +114,7 @@ def web_problem() -> str | None:
     return f"it needs further packages: {install('web')}"
 
 
-@tool(idempotent=True)
+@tool(effects="none")
 async def web_search(
     context: ToolContext,
     query: Annotated[str, Field(min_length=1, max_length=1000, description="What to search for.")],
@@ -129,7 +129,7 @@ async def web_search(
     return list(await _cached(settings, key, lambda: search(query, max_results, settings)))
 
 
-@tool(idempotent=True)
+@tool(effects="none")
 async def web_fetch(
     context: ToolContext,
     url: Annotated[str, Field(min_length=1, description="Address of the page: http or https.")],

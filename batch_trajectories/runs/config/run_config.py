@@ -224,11 +224,13 @@ class RunConfig(SandboxOptions):
     max_attempts: PositiveInt = running(3, "Attempts per conversation over all starts.")
     command_timeout_s: PositiveFloat = meaning(120.0, "Timeout of a command.")
     tool_timeout_s: PositiveFloat = meaning(300.0, "Timeout of a tool call.")
+    max_rebuild_s: Float = running(
+        300.0, "Limit of rebuilding a workspace after a crash; 0: never.", ge=0, allow_inf_nan=False
+    )
     attempt_timeout_s: PositiveFloat = running(600.0, "Timeout of one attempt of a model call.")
     idle_timeout_s: PositiveFloat = running(120.0, "Maximum silence within a streamed reply.")
     stream_replies: bool = running(
-        False,
-        "Stream replies, for proxies that cut silent connections.",
+        False, "Stream replies, for proxies that cut silent connections."
     )
     call_attempts: PositiveInt = running(8, "Attempts per model call; rate limits do not count.")
     call_timeout_s: PositiveFloat = running(

@@ -48,6 +48,8 @@ class Assignment(TypedDict):
     events: list[Event]
     knows_begun: bool
     """See `Inflight.knows_begun`."""
+    deaths: int
+    """How many workers died while they worked on the task."""
     place: str
     """Where the workspace of the events is; see `WorkerSetup.place`."""
     held: dict[str, list[Any]]

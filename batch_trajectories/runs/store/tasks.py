@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 SCHEMA_VERSION = 2
 """Of records and run.json. Raise it when readers of the old form would misread the new one."""
 
+DEATHS_OF_A_SUSPECT = 2
+"""A task that was in flight at this many worker deaths runs isolated."""
+
 
 class Task(NamedTuple):
     """One sample of one prompt: what is scheduled, resumed and counted."""

@@ -402,6 +402,7 @@ class Supervisor:
             number=self._start.inflight.next_assignment(task.key),
             events=self._start.inflight.events(task.key),
             knows_begun=self._start.inflight.knows_begun(task.key),
+            deaths=self._start.failures.deaths[task.key],
             place=self._start.inflight.workspace_place(task.key),
             # Only once: a worker that dies may have received the answer and settled its cost.
             held=self._start.held.pop(task.key, {}),

@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-from batch_trajectories.runs.store.tasks import Task
-
-_DEATHS_OF_A_SUSPECT = 2
-"""A task that was in flight at this many worker deaths runs isolated."""
+from batch_trajectories.runs.store.tasks import DEATHS_OF_A_SUSPECT, Task
 
 
 class TaskQueue:
@@ -52,4 +49,4 @@ class TaskQueue:
         return not self._again and not self._suspects
 
     def _is_suspect(self, task: Task) -> bool:
-        return self._deaths.get(task.key, 0) >= _DEATHS_OF_A_SUSPECT
+        return self._deaths.get(task.key, 0) >= DEATHS_OF_A_SUSPECT

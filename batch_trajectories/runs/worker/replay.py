@@ -19,14 +19,17 @@ from toolsets.toolbox import Toolbox
 _OF_WORKSPACES = ("file", "python", "terminal")
 """Toolsets with effects only in the workspace and its sandbox."""
 
+OF_COMMANDS = ("python", "terminal")
+"""Those that run what the model writes."""
+
 _NETWORK_TOOLSETS = ("browser", "web")
 
-_NEVER_RAN = frozenset(
+NEVER_RAN = frozenset(
     {"not_run", "denied", "unknown_tool", "invalid_arguments", "unknown_reference"}
 )
 """Failures of calls that had no effect and need not be repeated."""
 
-_SHOWN = 500
+SHOWN = 500
 """Maximum characters of a different result in the record."""
 
 
@@ -62,7 +65,7 @@ async def replay(
         name, message = call["function"]["name"], result["message"]
         place = {"turn": result["turn"], "call": result["call"], "name": name}
         failure = failure_of(message)
-        if failure in _NEVER_RAN:
+        if failure in NEVER_RAN:
             continue
         if failure == "interrupted" or name not in names:
             why = "it was interrupted" if name in names else "it may act outside the workspace"
@@ -78,8 +81,8 @@ async def replay(
                 continue
         now = await toolbox.call(name, arguments, conversation=trajectory.messages)
         replayed += 1
-        if now.content != _said(message) or now.is_error != message["is_error"]:
-            content = clip(now.content, max_chars=_SHOWN)
+        if now.content != said(message) or now.is_error != message["is_error"]:
+            content = clip(now.content, max_chars=SHOWN)
             different.append({**place, "result": content, "is_error": now.is_error})
     return {"replayed": replayed, "different": different, "skipped": skipped}
 
@@ -94,7 +97,7 @@ def _calls(events: Iterable[Event]) -> Iterator[tuple[ToolCall, ResultEvent]]:
             yield calls[event["call"]], event
 
 
-def _said(message: Message) -> str:
+def said(message: Message) -> str:
     """The tool's own result, before the runtime shortened or extended it."""
     details = message.get("details", {})
     if "whole_content" in details:

@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from agent.loop.loop import close_calls
 from agent.loop.steps import Finish
-from agent.messages.message import SIMULATED_USER, Event, RestartedEvent, is_cost_only
+from agent.messages.message import (
+    SIMULATED_USER,
+    Event,
+    RestartedEvent,
+    is_cost_only,
+)
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
 from agent.models.scripted import ScriptedTurn, parse_script
 from agent.runner import ConversationRunner
-from agent.setup import Home, Setup, replies_played
+from agent.setup import Home, replies_played
 from agent.state.trajectory import Kept, Trajectory
 from batch_trajectories.basics.errors import AgentFailed, HostError, Stopped, machine_failure
 from batch_trajectories.basics.text import plural
@@ -42,13 +47,12 @@ from batch_trajectories.runs.store.index import index_fields
 from batch_trajectories.runs.store.journal_writer import Journal
 from batch_trajectories.runs.store.tasks import Task
 from batch_trajectories.runs.worker.calls import Calls, StoppableModel, Stops
-from batch_trajectories.runs.worker.workspace_setup import SetupFailed
+from batch_trajectories.runs.worker.workspace_setup import SetupFailed, is_aside, put_back
 from batch_trajectories.runs.worker.workspaces import PreparedWorkspace, Workspaces
 from toolsets.context import ToolContext
 
 if TYPE_CHECKING:
     from agent.gateway.command_agent import CommandAgent
-    from batch_trajectories.runs.dataset.row_fork import Fork
     from batch_trajectories.runs.scoring.functions import RewardFunctions
     from batch_trajectories.runs.worker.agents.agent_runner import AgentRunner
 
@@ -226,7 +230,9 @@ class TaskRunner:
         await self._judge(work)
 
     async def _prepared(self, work: Work) -> PreparedWorkspace:
-        place = work.assignment["place"]
+        place, root = work.assignment["place"], work.context.workspace.root
+        if is_aside(root):
+            await asyncio.to_thread(put_back, root)
         prepared = await self._spaces.prepare(work.context, work.row, place=place)
         work.context = prepared.context
         return prepared
@@ -275,9 +281,17 @@ class TaskRunner:
         )
 
     async def _converse(self, work: Work, prepared: PreparedWorkspace) -> Finish:
-        context, kept, why_new = prepared
         task, assignment, row, trajectory = work.task, work.assignment, work.row, work.trajectory
         setup = setup_of_task(self._setups, self._config, task)
+        rebuild = None
+        if _has_begun(assignment):
+            from batch_trajectories.runs.worker.rebuild import Rebuilder  # only resumes need it
+
+            rebuilder = Rebuilder(
+                self._spaces, self._setup, task.key, row, assignment, setup, self._check_stop
+            )
+            prepared, rebuild = await rebuilder.restored(prepared, trajectory)
+        work.context, kept, why_new = prepared
 
         until_kept = self._until_kept(task)
         by_batch = self._calls.by_batch(task.key, assignment)
@@ -285,30 +299,24 @@ class TaskRunner:
         def gated(model: Model) -> StoppableModel:
             return StoppableModel(self._stops, by_batch(model), until_kept)
 
-        home = Home(
-            setup,
-            context,
-            self._calls.pool,
-            self._config.tool_timeout_s,
-            gate=gated,
-            kept=until_kept,
-        )
+        pool, timeout_s = self._calls.pool, self._config.tool_timeout_s
+        home = Home(setup, work.context, pool, timeout_s, gate=gated, kept=until_kept)
         journal = self._journal_of(task, assignment)
         if row.fork is not None and trajectory.forked is None:
-            forked = row.fork.event(
-                branch=task.sample,
-                replay=await self._replay(setup, home, trajectory, row.fork),
+            from batch_trajectories.runs.worker.replay import replay, replayable
+
+            names = replayable(setup, frozenset(self._config.mcp or ()))
+            replayed = await replay(
+                row.fork.events, home.toolbox(), trajectory, names, check_stop=self._check_stop
             )
+            forked = row.fork.event(branch=task.sample, replay=replayed)
             journal(forked)
             trajectory.apply(forked)
         is_taken_up = _has_begun(assignment)
         if is_taken_up and not kept and self._config.is_inside and row.fork is None:
             # Its calls worked on an image; later turns would not fit a fresh one.
             restarted = RestartedEvent(
-                kind="restarted",
-                turn=trajectory.turns,
-                reason=why_new,
-                at=time.time(),
+                kind="restarted", turn=trajectory.turns, reason=why_new, at=time.time()
             )
             journal(restarted)
             trajectory.apply(restarted)
@@ -324,6 +332,7 @@ class TaskRunner:
             kept=kept,
             notes_begin=until_kept is None,
             knows_begun=assignment["knows_begun"],
+            rebuild=rebuild,
         )
         return await conversation.run(taken_up=is_taken_up)
 
@@ -371,23 +380,9 @@ class TaskRunner:
 
         return journal
 
-    async def _replay(
-        self, setup: Setup, home: Home, trajectory: Trajectory, fork: Fork
-    ) -> dict[str, Any]:
-        from batch_trajectories.runs.worker.replay import replay, replayable  # only forks replay
-
-        def check_stop() -> None:
-            if self._stops.is_stopping:
-                raise Stopped
-
-        servers = frozenset(self._config.mcp or ())
-        return await replay(
-            fork.events,
-            home.toolbox(),
-            trajectory,
-            replayable(setup, servers),
-            check_stop=check_stop,
-        )
+    def _check_stop(self) -> None:
+        if self._stops.is_stopping:
+            raise Stopped
 
     def _count(self, event: Event, *, is_users: bool = False) -> None:
         """Count a reply; `is_users`: a simulated user wrote it, of which no prompt is kept."""

@@ -14,6 +14,8 @@ from batch_trajectories.basics.text import clip
 from toolsets.builtin.command_result import shell_argv
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult
+from toolsets.workspace.removal import remove_tree
+from toolsets.workspace.workspace import TEMPORARY
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.dataset.row_setup import RowSetup
@@ -59,6 +61,35 @@ async def setting_up(root: Path) -> AsyncIterator[None]:
 def half_set_up(root: Path) -> Path:
     """The file beside a workspace that is being set up; after a crash it shows that it is not."""
     return root.with_name(f"{root.name}.half")
+
+
+def is_aside(root: Path) -> bool:
+    """Whether a workspace lies beside one that is being rebuilt; see `set_aside`."""
+    return _aside(root).exists()
+
+
+def set_aside(root: Path) -> None:
+    """Make room for a workspace that is rebuilt; a crash until `forget_aside` undoes that."""
+    root.mkdir(exist_ok=True)
+    root.rename(_aside(root))
+
+
+def put_back(root: Path) -> None:
+    """Give up a workspace that is being rebuilt for the one that was set aside."""
+    remove_tree(root)
+    half_set_up(root).unlink(missing_ok=True)
+    _aside(root).rename(root)
+
+
+def forget_aside(root: Path) -> None:
+    """Remove what was set aside: the workspace has been rebuilt."""
+    gone = root.with_name(f"{TEMPORARY}{root.name}")  # at once, for half of it must not come back
+    _aside(root).rename(gone)
+    remove_tree(gone)
+
+
+def _aside(root: Path) -> Path:
+    return root.with_name(f"{root.name}.before")
 
 
 def image_was_replaced(root: Path, digest: str) -> bool:

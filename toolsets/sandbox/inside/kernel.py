@@ -4,11 +4,12 @@ It is a fork of the server, so that no Python has to be started, except in an im
 its own. It reads what to run from a
 descriptor that is given by number: four bytes of length, then the code. After each cell it writes
 there a line of JSON: `exit_code` (1 for an exception), `value` (the `repr` of a last expression, if
-not None) and `plots` (files of open figures).
+not None), `threads` (that run on) and `plots` (files of open figures).
 """
 
 from __future__ import annotations
 
+import _thread
 import ast
 import contextlib
 import io
@@ -84,7 +85,7 @@ def _run(source: str, name: str, scope: dict[str, Any], max_chars: int) -> dict[
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    return {"exit_code": exit_code, "value": value}
+    return {"exit_code": exit_code, "value": value, "threads": _thread._count()}
 
 
 def _evaluate(source: str, name: str, scope: dict[str, Any], max_chars: int) -> str | None:

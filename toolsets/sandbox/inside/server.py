@@ -173,11 +173,21 @@ class Server:
             job.close()
             if kind == "command":
                 self._kill(since)
+        if kind != "command" and HAS_PROC:
+            reply["running"] = reply.pop("threads", 0) + self._running()
         if (full_mb := self._full_mb()) is not None:
             reply["full_mb"] = full_mb
         for fd, output in outputs.items():
             reply[_STREAMS[fd]] = [*map(_encoded, output.kept()), output.total]
         return reply
+
+    def _running(self) -> int:
+        """How many processes run on, besides those of the sessions."""
+        own = {job.pid for job in self._jobs.values()}
+        if set(beneath()) <= own:
+            return 0
+        self._pump(_BRIEFLY_S)  # the last of a command may be about to end
+        return sum(pid not in own for pid, _ in descendants())
 
     def _begin(self, request: dict[str, Any]) -> Job:
         """Start what the request needs that is not there, and send it what is to be run."""
@@ -396,7 +406,10 @@ def _parsed(kind: str, status: bytes) -> dict[str, Any]:
     try:
         if kind == "python":
             said = json.loads(status)
-            return {name: said[name] for name in ("exit_code", "value", "plots")}
+            threads = int(said["threads"])
+            return {name: said[name] for name in ("exit_code", "value", "plots")} | {
+                "threads": threads
+            }
         exit_code, last = status.split()
         return {"exit_code": int(exit_code), "last_pid": int(last)}
     except (ValueError, KeyError, TypeError):
