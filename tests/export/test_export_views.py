@@ -165,6 +165,23 @@ def test_rows_with_an_interrupted_result_are_left_out_unless_they_are_accepted(
         to_row(stored(broken))
 
 
+def test_a_branch_of_a_conversation_with_an_interrupted_result_is_left_out_too(
+    tmp_path: Path,
+) -> None:
+    """The resume that says so is in its parent's record, the result in both."""
+    cut_off = result("Error: cut off", is_error=True) | {"details": {"failure": "interrupted"}}
+    branch = record_of(user(), assistant("", call()), cut_off, assistant("Hi."))
+    branch["fork"] = {"run": "r", "record": "t0", "turn": 1, "branch": 0}
+    branch["turns"][0]["inherited"] = True
+    source = make_run(tmp_path, branch)
+    assert rejects(source, formats="openai") == {"t0": "interrupted"}
+    assert rejects(source, formats="openai", filters={"max_interrupted_calls": 1}) == {}
+    too_many = rejects(source, formats="openai", filters={"max_interrupted_calls": 0})
+    assert too_many == {"t0": "max_interrupted_calls"}
+    (row,) = rows(source, "openai", accept_rows="interrupted")
+    assert json.loads(row["metadata"])["interrupted_calls"] == 1
+
+
 @pytest.mark.slow
 def test_the_training_file_of_a_run_says_it(tmp_path: Path) -> None:
     step = {"tool_calls": [{"name": "list_files", "arguments": {}}]}

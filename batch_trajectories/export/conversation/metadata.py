@@ -11,6 +11,7 @@ import msgspec
 
 from agent.messages.message import SUMMARY
 from agent.messages.tokens import trimmed_replies
+from batch_trajectories.export.conversation.own_work import interrupted_calls
 from batch_trajectories.export.conversation.rewards import reward_facts
 from batch_trajectories.export.conversation.row_json import compact_json
 from batch_trajectories.export.conversation.texts import patch_of
@@ -117,7 +118,7 @@ def metadata_for(
     metadata["reasoning"] = None  # see `metadata_of`
     metadata["usage"] = record.usage
     resumes = record.resumes
-    metadata["interrupted_calls"] = sum([len(resume.interrupted) for resume in resumes])
+    metadata["interrupted_calls"] = len(interrupted_calls(record))
     is_seen_otherwise = record.view_compacted or record.view_trimmed or record.rewritten
     if resumes or is_seen_otherwise or record.options:
         metadata.update(views_of(record))

@@ -8,7 +8,12 @@ from typing import Any
 import msgspec
 
 from agent.messages.reasoning import hides_reasoning, split_inline_reasoning
-from batch_trajectories.runs.store.record_types import StoredConversation, StoredMessage, StoredTurn
+from batch_trajectories.runs.store.record_types import (
+    Record,
+    StoredConversation,
+    StoredMessage,
+    StoredTurn,
+)
 
 _UNNAMED_FAILURE = "reported"
 """The kind of failures that tools report themselves, without an exception."""
@@ -90,6 +95,19 @@ def _counts_of(own: Own) -> Counts:
         with_ids += turn.tokens is not None and turn.has_ids
     stats = tool_stats(own.messages)
     return Counts(stats, replies, with_reasoning, hidden, failures, with_ids, started_at, ended_at)
+
+
+def interrupted_calls(record: Record) -> list[str]:
+    """The ids of calls whose results say that a crash interrupted them; a branch inherits some."""
+    calls = [call for resume in record.resumes for call in resume.interrupted]
+    if record.fork is not None:
+        inherited = record.messages[: Own(record).start]
+        calls += [
+            str(message.tool_call_id)
+            for message in inherited
+            if message.is_error and message.details.get("failure") == "interrupted"
+        ]
+    return calls
 
 
 def first_reply(messages: Sequence[StoredMessage], *, turns: int) -> int:

@@ -24,7 +24,12 @@ from batch_trajectories.export.conversation.authors import (
 )
 from batch_trajectories.export.conversation.ending import is_answered, plain_ending
 from batch_trajectories.export.conversation.metadata import metadata_for
-from batch_trajectories.export.conversation.own_work import Own, is_reasoning_hidden, tool_stats
+from batch_trajectories.export.conversation.own_work import (
+    Own,
+    interrupted_calls,
+    is_reasoning_hidden,
+    tool_stats,
+)
 from batch_trajectories.export.conversation.row_json import (
     Token,
     control_token,
@@ -111,18 +116,13 @@ class _Read(NamedTuple):
 def _usual(record: Record, own: Own) -> _Read | None:
     """A completed conversation of the usual shape without flaws; None for any other."""
     messages, tools = record.messages, record.tools
-    if record.agent is not None or _may_be_flawed(messages) or _interrupted(record):
+    if record.agent is not None or _may_be_flawed(messages) or interrupted_calls(record):
         return None
     try:
         entries = usual_entries(record, own)
     except ValueError:  # arguments that are no JSON object
         return None
     return None if entries is None else _Read(messages, tools, entries, (), "text")
-
-
-def _interrupted(record: Record) -> list[str]:
-    """The ids of calls whose results say that a crash interrupted them."""
-    return [call for resume in record.resumes for call in resume.interrupted]
 
 
 def _general(record: Record, own: Own) -> _Read:
@@ -132,7 +132,7 @@ def _general(record: Record, own: Own) -> _Read:
         record.messages, record.tools, answered=answered
     )
     flaws = [Flaw(Reason.UNKNOWN_TOOL, detail) for detail in invented]
-    if interrupted := _interrupted(record):
+    if interrupted := interrupted_calls(record):
         flaws.append(Flaw(Reason.INTERRUPTED, f"calls {interrupted} were interrupted by a crash"))
     entries = read_entries(messages, tools, flaws)
     if answered and not ends_with_a_call(record):

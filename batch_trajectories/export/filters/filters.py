@@ -13,7 +13,7 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.ending import answer_of
 from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.metadata import views_of
-from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.own_work import Own, interrupted_calls
 from batch_trajectories.export.conversation.rewards import judged, reward_of
 from batch_trajectories.export.conversation.texts import texts_of
 from batch_trajectories.export.conversation.tools import names_of
@@ -142,7 +142,7 @@ class RecordFilters:
             leak = leaks[0]
             yield Rejection("leak_suspected", f"turn {leak.turn}: {leak.reason}: {leak.evidence}")
         if (limit := filters.max_interrupted_calls) is not None:
-            interrupted = sum(len(resume.interrupted) for resume in record.resumes)
+            interrupted = len(interrupted_calls(record))
             if interrupted > limit:
                 yield Rejection("max_interrupted_calls", f"{interrupted} calls were interrupted")
         if self._counts:

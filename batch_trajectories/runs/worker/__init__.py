@@ -10,6 +10,7 @@ agents/          agents that run as commands
 audit/           the steps of `check_tasks`
 rechecks/        judging conversations again, for `check`
 replay           repeats the tool calls of a branch's parent
+rebuild          undoes calls that a crash cut off
 workspaces       workspaces and sandboxes of tasks
 workspace_setup  files and commands of a row
 history          removes later commits from a repository

@@ -16,13 +16,8 @@ from agent.state.trajectory import Trajectory
 from batch_trajectories.basics.text import clip
 from toolsets.toolbox import Toolbox
 
-_OF_WORKSPACES = ("file", "python", "terminal")
-"""Toolsets with effects only in the workspace and its sandbox."""
-
 OF_COMMANDS = ("python", "terminal")
 """Those that run what the model writes."""
-
-_NETWORK_TOOLSETS = ("browser", "web")
 
 NEVER_RAN = frozenset(
     {"not_run", "denied", "unknown_tool", "invalid_arguments", "unknown_reference"}
@@ -34,15 +29,20 @@ SHOWN = 500
 
 
 def replayable(setup: Setup, servers: Collection[str]) -> frozenset[str]:
-    """The tools that are called again: those of workspaces, and the user's own ones that are
-    idempotent and take a context. `servers` are the MCP servers."""
-    names = set()
-    for toolset in setup.toolsets:
-        if toolset.name in _OF_WORKSPACES:
-            names |= {tool.name for tool in toolset.tools}
-        elif toolset.name not in (*_NETWORK_TOOLSETS, *servers):
-            names |= {tool.name for tool in toolset.tools if tool.idempotent and tool.takes_context}
-    return frozenset(names)
+    """The tools that are called again: those with effects only in the workspace, and the user's
+    own ones that are idempotent and take a context. `servers` are the MCP servers."""
+    return frozenset(
+        tool.name
+        for toolset in setup.toolsets
+        for tool in toolset.tools
+        if tool.effects == "workspace"
+        or (
+            tool.effects == "elsewhere"
+            and tool.idempotent
+            and tool.takes_context
+            and toolset.name not in servers
+        )
+    )
 
 
 async def replay(
