@@ -47,6 +47,7 @@ runs/dataset
 runs/sources
 runs/config
 runs/scoring
+runs/stopping
 runs/directory
 runs/audit
 runs/protocol

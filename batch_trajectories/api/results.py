@@ -25,7 +25,7 @@ def write_results(
     `last_start` describes the start that has just ended; None keeps that in the summary.
     """
     style = style_of_run(config.to_json())
-    export_run(path, scan, num_samples=config.num_samples, style=style)
+    export_run(path, scan, num_samples=config.num_samples, style=style, config=config)
     totals = compute_totals(path, scan, config)
     statistics = orjson.loads((path / "statistics.json").read_bytes())
     if config.token_ids:

@@ -14,6 +14,7 @@ from batch_trajectories.basics.text import join_commas, plural
 from batch_trajectories.cli.command_line import LocalPath
 
 if TYPE_CHECKING:
+    from batch_trajectories.runs.config.run_config import RunConfig
     from batch_trajectories.runs.dataset.scan import Scan
 
 _OPTIONS = (
@@ -122,7 +123,7 @@ def dataset_options(function: Any) -> Any:
     return function
 
 
-def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[str, Any]) -> int:
+def make_dataset(run_dir: Path, scan: Scan, config: RunConfig, *, flags: Mapping[str, Any]) -> int:
     """Do what the options say; return the exit code. Raises `RunError`."""
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.export.dataset.build import Source
@@ -130,7 +131,7 @@ def make_dataset(run_dir: Path, scan: Scan, *, num_samples: int, flags: Mapping[
     from batch_trajectories.export.dataset.rendering import load_template
     from batch_trajectories.export.rows.recipe import Recipe, load_recipe
 
-    source = Source(run_dir, scan, num_samples)
+    source = Source(run_dir, scan, config.num_samples, config)
     directory = Path(flags["output"] or run_dir / "exports" / "dataset")
     named = {k: flags.get(k) for k in Recipe.model_fields} | {"formats": flags["format"]}
     given = {key: value for key, value in named.items() if value not in (None, False)}

@@ -67,7 +67,7 @@ def export(run: str, output_dir: Path, **flags: Any) -> None:
         path, scan, config = stored.path, stored.scan, stored.config
         refuse_narrowing(path, scan, config, stored.identity, accepted=())
         if any(value not in (None, False) for value in flags.values()):
-            sys.exit(make_dataset(path, scan, num_samples=config.num_samples, flags=flags))
+            sys.exit(make_dataset(path, scan, config, flags=flags))
         totals = write_results(path, scan, config)
     if totals.pending:
         say(f"warning: {plural(totals.pending, 'pending task')} not in the training file")

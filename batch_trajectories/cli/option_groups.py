@@ -15,7 +15,7 @@ RARE_OPTIONS = ("fresh", "accept_config_change", "live", "help_all")
 OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Data": (
         *("dataset_file", "columns", "rows", "run_name", "output_dir", "num_samples"),
-        "max_samples",
+        *("until_passed", "also_failed", "max_samples"),
         *(
             "only_sound",
             "on_bad_row",
@@ -28,7 +28,7 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Agent": ("agent",),
     "Model": (
-        *("model", "models", "endpoints", "prices", "base_url", "api", "key_env"),
+        *("model", "models", "escalate_after", "endpoints", "prices", "base_url", "api", "key_env"),
         "system_prompt",
         *("temperature", "top_p", "max_tokens", "reasoning_effort"),
         *("prompt_caching", "extra_body", "stream_replies", "token_ids"),

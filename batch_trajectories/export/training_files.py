@@ -35,9 +35,10 @@ from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.hermes import FORMAT, row_of
 from batch_trajectories.export.record_order import RecordOrder, RecordReader
 from batch_trajectories.export.statistics import Statistics
+from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
+from batch_trajectories.runs.directory.owed import owed
 from batch_trajectories.runs.store.checks import judgement_of
-from batch_trajectories.runs.store.failures import load_failed_attempts
 from batch_trajectories.runs.store.files import (
     StorageError,
     make_directory,
@@ -183,8 +184,16 @@ def route(record: Record, own: Own | None = None, *, style: Style = _PLAIN) -> R
     return Routed(place, row, None, conversation.others)
 
 
-def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _PLAIN) -> None:
-    """Write all files of a run from its records; `style` is that of the run.
+def export_run(
+    run_dir: Path,
+    scan: Scan,
+    *,
+    num_samples: int,
+    style: Style = _PLAIN,
+    config: RunConfig | None = None,
+) -> None:
+    """Write all files of a run from its records; `style` is that of the run, `config` tells which
+    samples are tasks (default: all).
 
     Raises `StorageError`, and `EnvironmentStop` where a record has become unreadable.
 
@@ -228,22 +237,20 @@ def export_run(run_dir: Path, scan: Scan, *, num_samples: int, style: Style = _P
             of_parts = _part_of(Path(escape(str(temporary))), "*")
             for file in temporary.parent.glob(of_parts.name):
                 file.unlink()
-    failed_attempts = load_failed_attempts(run_dir)
-    to_retry = sum(scan.key(number) in failed_attempts for number in order.without_record())
-    written = whole.rows.total()
+    left = owed(run_dir, scan, config, order.without_record())
     discarded = len(scan.bad_rows) * num_samples
     manifest = {
         "schema_version": 1,
         "format": FORMAT.name,
-        "tasks": len(order) + discarded,
+        "tasks": len(order) - left.not_needed + discarded,
         "exported": whole.rows["training"],
         "partial": whole.rows["partial"],
         "rejected": whole.rows["rejects"],
         "rejected_by_reason": dict(sorted(whole.reasons.items())),
         "turns_of_others": dict(sorted(whole.others.items())),
         "discarded": discarded,
-        "failed": to_retry,
-        "pending": len(order) - written - to_retry,
+        "failed": left.failed,
+        "pending": left.pending,
         "gone": order.gone,
         "files": files,
     }

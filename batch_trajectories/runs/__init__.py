@@ -5,6 +5,7 @@ dataset/      rows, prompts and the scan
 sources/      datasets of other kinds, written as JSONL
 config/       options from YAML and flags to checked values
 scoring/      rewards from functions
+stopping/     which samples are needed: until enough have passed, with which model
 audit/        is each task sound? the steps and verdicts of `check_tasks`
 directory/    the run directory: lock, run.json, totals
 protocol/     what goes between parent and workers

@@ -30,10 +30,11 @@ from batch_trajectories.export.rows.format import Format
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, Hashing, Written
 from batch_trajectories.export.statistics import Statistics
+from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.row import opening_messages
 from batch_trajectories.runs.dataset.scan import Scan
+from batch_trajectories.runs.directory.owed import owed
 from batch_trajectories.runs.directory.run_dir import read_run_json, versions_of
-from batch_trajectories.runs.store.failures import load_failed_attempts
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.scores import Scores
 
@@ -50,6 +51,8 @@ class Source:
     run_dir: Path
     scan: Scan
     num_samples: int
+    config: RunConfig | None = None
+    """Tells which samples are tasks; None: all."""
 
 
 def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, Any]:
@@ -66,9 +69,7 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
             for groups in order.groups(by_prompt=recipe.compares):
                 making.add(groups)
                 work.advance(sum(map(len, groups)))
-    failed_attempts = load_failed_attempts(source.run_dir)
-    failed = sum(scan.key(number) in failed_attempts for number in order.without_record())
-    pending = sum(1 for _ in order.without_record()) - failed
+    left = owed(source.run_dir, scan, source.config, order.without_record())
     discarded = len(source.scan.bad_rows) * source.num_samples
     run = read_run_json(source.run_dir)
     return {
@@ -82,10 +83,10 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
             "samples": source.num_samples,
             **_audit_of(run),
         },
-        "tasks": len(order) + discarded,
+        "tasks": len(order) - left.not_needed + discarded,
         "discarded": discarded,
-        "failed": failed,
-        "pending": pending,
+        "failed": left.failed,
+        "pending": left.pending,
         **making.finish(),
         "gone": order.gone,
         "recipe": recipe.model_dump(mode="json"),

@@ -2,6 +2,7 @@
 
 option_types      types of options
 run_config        RunConfig: each option with type, default and help
+sample_options    SampleOptions: those about samples and their models
 sandbox_options   SandboxOptions: those about where commands run
 sandboxes         the sandboxes that they ask for, on this machine
 loading           a RunConfig from YAML and flags

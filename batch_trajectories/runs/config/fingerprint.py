@@ -66,7 +66,7 @@ def in_todays_words(values: Mapping[str, Any], base_url: str | None) -> dict[str
     renamed = with_todays_names(values, is_stored=True)
     if renamed.get("models"):
         renamed.pop("model", None)  # a default that was not used
-    if base_url is None and renamed.get("models"):
+    if base_url is None and isinstance(renamed.get("models"), dict):
         renamed["models"] = {_full(name): weight for name, weight in renamed["models"].items()}
     elif base_url is None and renamed.get("model"):
         renamed["model"] = _full(renamed["model"])

@@ -21,7 +21,6 @@ from agent.models.resolve import SCRIPTED, with_colon
 from agent.options import (
     AgentOptions,
     Float,
-    Int,
     PositiveFloat,
     PositiveInt,
     Seed,
@@ -38,7 +37,6 @@ from batch_trajectories.runs.config.option_types import (
     Names,
     OwnAgent,
     Resource,
-    Weight,
     is_text,
     named,
     parse_columns,
@@ -46,7 +44,7 @@ from batch_trajectories.runs.config.option_types import (
     plain_name,
     running,
 )
-from batch_trajectories.runs.config.sandbox_options import SandboxOptions
+from batch_trajectories.runs.config.sample_options import SampleOptions
 from batch_trajectories.runs.dataset.row import ColumnUse, RowRules
 from batch_trajectories.runs.dataset.shards import plain_shard
 from toolsets.sandbox.base import SandboxError
@@ -56,7 +54,7 @@ if TYPE_CHECKING:
     from toolsets.net.web_settings import WebSettings
 
 
-class RunConfig(SandboxOptions):
+class RunConfig(SampleOptions):
     """The config of a run: the options of its conversations and its own."""
 
     dataset_file: Annotated[Path, BeforeValidator(named)] = running(
@@ -81,11 +79,6 @@ class RunConfig(SandboxOptions):
         "",
         "openai:NAME, anthropic:NAME, responses:NAME, openrouter:NAME, scripted, or a NAME at"
         " --base_url.",
-    )
-    models: Annotated[dict[str, Weight] | None, BeforeValidator(parse_json)] = meaning(
-        None,
-        "Several models, {NAME: WEIGHT}, of which each conversation draws one.",
-        min_length=1,
     )
     endpoints: Endpoints = running(
         {},
@@ -171,7 +164,6 @@ class RunConfig(SandboxOptions):
         "Training file: the empty <think> block of turns without reasoning.",
     )
     seed: Seed = meaning(0, "Seed of all random choices.")
-    num_samples: Int = running(1, "Conversations per prompt.", ge=1, le=1_000_000)
     max_samples: PositiveInt | None = running(None, "Use only the first N valid rows.")
     shard: Annotated[str | None, AfterValidator(plain_shard)] = running(
         None,
@@ -278,9 +270,13 @@ class RunConfig(SandboxOptions):
         """`openai/NAME` becomes `openai:NAME`, for the fingerprint, prices and rows."""
         if self.base_url is None:
             own, models = self.endpoints, self.models
+            if isinstance(models, dict):
+                models = {with_colon(name, own): models[name] for name in models}
+            elif models:
+                models = tuple(with_colon(name, own) for name in models)
             self.__dict__.update(
                 model=with_colon(self.model, own),
-                models=models and {with_colon(name, own): models[name] for name in models},
+                models=models,
                 prices={with_colon(name, own): price for name, price in self.prices.items()},
             )
         return self
@@ -312,7 +308,7 @@ class RunConfig(SandboxOptions):
     def _selects_once(self) -> RunConfig:
         if self.models is not None and self.model:
             raise ValueError("model and models both name the model; give one of them")
-        if self.models is not None and not any(self.models.values()):
+        if isinstance(self.models, dict) and not any(self.models.values()):
             raise ValueError("models: at least one weight must be above 0")
         if self.models is not None and SCRIPTED in self.models and len(self.models) > 1:
             raise ValueError("models: scripted cannot be combined with other models")
@@ -337,6 +333,8 @@ class RunConfig(SandboxOptions):
 
     def model_weights(self) -> dict[str, float]:
         """The models that conversations call, with their weights."""
+        if isinstance(self.models, tuple):
+            return dict.fromkeys(self.models, 1.0)
         return self.models or {self.model: 1.0}
 
     def toolset_percentages(self) -> Distribution | None:
@@ -373,7 +371,7 @@ class RunConfig(SandboxOptions):
             self._script_use(api),
             is_priced,
             None if toolsets is None else frozenset(toolsets),
-            None if self.models is None else frozenset(self.models),
+            frozenset(self.models) if isinstance(self.models, dict) else None,
             self.row_setup,
             self._image_use(),
             self.forks,

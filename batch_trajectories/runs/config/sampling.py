@@ -26,7 +26,9 @@ def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
 
 
 def _model_of(config: RunConfig, task: Task) -> str:
-    """The row's own model, else one drawn by weight."""
+    """That of the cascade, else the row's own, else one drawn by weight."""
+    if config.escalate_after is not None:
+        return task.model or next(iter(config.model_weights()))
     weights = config.model_weights()
     if len(weights) == 1:
         return next(iter(weights))

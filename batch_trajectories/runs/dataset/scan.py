@@ -221,6 +221,11 @@ def task_of(
     return Task(_task_id(prompt_id, sample), prompt_id, sample, digest, columns)
 
 
+def sample_of(task: Task, sample: int) -> Task:
+    """Another sample of the prompt of a task."""
+    return task._replace(id=_task_id(task.prompt_id, sample), sample=sample, model=None)
+
+
 def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")

@@ -4,6 +4,7 @@ run_lock    the lock of a run: one process at a time
 run_dir     the run directory and run.json
 narrowing   changes that would shorten a training file
 run_totals  tasks done, failed, discarded and pending; tokens, cost; all that was spent
+owed        tasks without a record, and samples that are no tasks
 forecast    time and cost of the whole run, from a sample
 
 Other rooms import all modules.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
+from batch_trajectories.runs.directory.owed import needed_samples
 from batch_trajectories.runs.store.checks import Checks, CheckSums, describe, has_passed
 from batch_trajectories.runs.store.failures import (
     WORKER_DIED,
@@ -49,6 +50,13 @@ class RunTotals:
     prompts: int
     """Rows of the dataset, including bad ones, after `--max_samples`."""
     samples: int
+    """Of a prompt; with `--until_passed` the maximum."""
+    not_needed: int | None = None
+    """Samples that are no tasks: `--until_passed` does not need them, so far."""
+    enough: int | None = None
+    """With `--until_passed`: prompts that need no more, as so many have passed (and failed)."""
+    used_up: int | None = None
+    """Other prompts whose samples have all ended."""
     done: int = 0
     """Tasks whose conversation has ended, by an answer or at a limit."""
     failed: int = 0
@@ -109,15 +117,16 @@ class RunTotals:
 
     @property
     def total(self) -> int:
-        """All tasks: prompts x samples."""
-        return self.prompts * self.samples
+        """All tasks: prompts x samples, without those that are not needed."""
+        return self.prompts * self.samples - (self.not_needed or 0)
 
     def to_json(self) -> dict[str, Any]:
         """For summary.json: without what judges are paid, which changes after the run."""
         totals = {"tasks": self.total, **asdict(self)}
         del totals["judges_usd"], totals["judges_unknown"], totals["is_recording"]
-        if self.token_ids is None:
-            del totals["token_ids"]
+        for name in ("token_ids", "not_needed", "enough", "used_up"):
+            if totals[name] is None:
+                del totals[name]
         return totals
 
 
@@ -167,10 +176,15 @@ def compute_totals(
         shard=None if scan.shard is None else str(scan.shard),
         is_recording=(run_dir / "sessions").is_dir(),
     )
+    if (samples := needed_samples(config, scan, index, rows, journaled)) is not None:
+        totals.not_needed = samples.not_needed
+        totals.enough, totals.used_up = samples.met, samples.used_up
     failed: set[bytes] = set()
     for number, (row, (ended, reward)) in enumerate(zip(rows, index.judged(rows), strict=True)):
         if ended is None:
             key = scan.key(number)
+            if samples is not None and not samples.is_task(number):
+                continue
             if key in failed_attempts:
                 failed.add(key)
                 totals.failed += 1
@@ -185,7 +199,8 @@ def compute_totals(
             continue
         if ended.status == "failed":
             failed.add(scan.key(number))
-            totals.to_retry += not is_settled(index.entry(row), config.max_attempts)
+            is_over = is_settled(index.entry(row), config.max_attempts)
+            totals.to_retry += not is_over and (samples is None or samples.must_run(number))
         if reward is None and ended.error_class is None:
             continue
         checks.add(ended.verdict, reward, check_failed=ended.check_failed)
@@ -220,7 +235,8 @@ def as_table(totals: RunTotals) -> str:
     """The totals for a person: sums first, then their parts."""
     unknown = totals.tokens_unknown
     lines = [
-        f"{plural(totals.prompts, 'prompt')} x {totals.samples} = {plural(totals.total, 'task')}"
+        f"{plural(totals.prompts, 'prompt')} x {_samples_of(totals)} = "
+        f"{plural(totals.total, 'task')}"
         + (f"  (shard {totals.shard} of the dataset)" if totals.shard else ""),
         f"  done       {totals.done:>9,}{_listed(totals.statuses, leave_out='failed')}",
         f"  failed     {totals.failed:>9,}{_listed(totals.failures)}",
@@ -234,6 +250,7 @@ def as_table(totals: RunTotals) -> str:
         f"tokens {totals.input_tokens:,} in and {totals.output_tokens:,} out"
         + (f" (unknown for {unknown:,} of the tasks)" if unknown else ""),
         *_token_ids(totals),
+        *_stopped(totals),
         _cost(totals),
         *_checked(totals),
     ]
@@ -248,11 +265,27 @@ def as_table(totals: RunTotals) -> str:
     return "\n".join(lines)
 
 
+def _samples_of(totals: RunTotals) -> str:
+    if totals.not_needed is None:
+        return str(totals.samples)
+    return f"up to {totals.samples}, {totals.not_needed:,} of them not needed,"
+
+
 def _token_ids(totals: RunTotals) -> list[str]:
     if totals.token_ids is None:
         return []
     having, without = totals.token_ids["turns_with"], totals.token_ids["turns_without"]
     return [f"token ids: {plural(having, 'turn')} with, {plural(without, 'turn')} without"]
+
+
+def _stopped(totals: RunTotals) -> list[str]:
+    if totals.enough is None or totals.used_up is None:
+        return []
+    open_ = totals.prompts - totals.enough - totals.used_up
+    return [
+        f"prompts with enough passed {totals.enough:,}, with all samples used up "
+        f"{totals.used_up:,}, others {open_:,}"
+    ]
 
 
 def _under_way(totals: RunTotals) -> str:

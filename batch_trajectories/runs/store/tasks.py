@@ -21,6 +21,8 @@ class Task(NamedTuple):
     input_digest: str
     """A digest of the columns that affect the conversation: an edited prompt is new work."""
     columns: dict[str, Any]
+    model: str | None = None
+    """The model of a cascade that has its turn; None where the config or the row says it."""
 
     @property
     def key(self) -> bytes:

@@ -125,6 +125,11 @@ class Progress:
             self._failed[_EARLIER] += failed
         self._move(done + failed)
 
+    def add_tasks(self, count: int) -> None:
+        """There are so many more tasks than was known."""
+        self._total += count
+        self._bar.total = self._total
+
     def add(self, counters: Counters) -> None:
         """Add what a worker has done since its last heartbeat."""
         self._work["turns"] += counters["turns"]

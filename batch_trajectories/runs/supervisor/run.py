@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent.models.model import url_of
 from batch_trajectories.basics.console import silenced
@@ -42,8 +42,14 @@ from batch_trajectories.runs.supervisor.damaged import set_aside_damaged, shorte
 from batch_trajectories.runs.supervisor.progress import Progress
 from batch_trajectories.runs.supervisor.refusals import Refusals
 from batch_trajectories.runs.supervisor.supervisor import Start, Supervisor
+from batch_trajectories.runs.supervisor.task_queue import TaskQueue
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.batch_api.service import BatchService
+    from batch_trajectories.runs.stopping.opening import Opening
+    from batch_trajectories.runs.supervisor.key_service import KeyService
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +137,7 @@ def _work(
     inflight = Inflight(run_dir.inflight, damaged=damaged)
     budget_log = BudgetLog(run_dir.path, run_dir.quarantine)
     progress = Progress(
-        total=plan.scan.rows * config.num_samples if only is None else len(only),
+        total=plan.scan.tasks if only is None else len(only),
         run_dir=run_dir.path,
         tell=tell,
     )
@@ -149,6 +155,9 @@ def _work(
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)
         state = _state_of(plan, run_dir, only, records, inflight, budget_log)
+        if state.opening is not None:  # the others are not needed, so far
+            known = state.done + state.failed + len(state.remaining)
+            progress.add_tasks(known - progress.left)
         progress.found_ended(
             done=state.done,
             failed=state.failed,
@@ -190,7 +199,7 @@ def _work(
                 spent=state.spent,
                 held=state.held,
                 budget_log=budget_log,
-                tasks=tasks(plan.scan, state.remaining),
+                queue=_queue(plan, state, failures),
                 records=records,
                 failures=failures,
                 inflight=inflight,
@@ -227,6 +236,13 @@ def _work(
     )
 
 
+def _queue(plan: Plan, state: RunState, failures: FailureFile) -> TaskQueue:
+    if state.opening is None:
+        return TaskQueue(tasks(plan.scan, state.remaining), failures.deaths)
+    first = state.opening.begin(state.remaining)
+    return TaskQueue(first, failures.deaths, opening=state.opening)
+
+
 class RunState(NamedTuple):
     """Finished and remaining work when a start begins."""
 
@@ -248,6 +264,8 @@ class RunState(NamedTuple):
     """Amounts of that reserved for calls in batches, by task and call; see `held_in`."""
     cost_usd: float
     """Dollars that the run has spent, as far as known."""
+    opening: Opening | None
+    """Opens the samples that follow from how others end; None if all tasks remain."""
 
 
 def _state_of(
@@ -280,6 +298,14 @@ def _state_of(
         stored = (entry for _, entry in index.records())
         spent = spent_before(stored, inflight, budget_log, held=amounts)
     rows, _ = index.match(scan.keys)
+    samples = opening = None
+    if plan.config.until_passed is not None:
+        from batch_trajectories.runs.stopping.opening import Opening
+        from batch_trajectories.runs.stopping.outcomes import samples_of
+        from batch_trajectories.runs.stopping.rule import rule_of
+
+        samples = samples_of(plan.config, scan, index, rows, begun={*inflight.tasks()})
+        opening = Opening(rule_of(plan.config), scan, samples.outcomes, only=only)
     remaining = array("I")
     counts = Counter[bool]()
     passed = Counter[bool | None]()
@@ -291,7 +317,8 @@ def _state_of(
         if ending is None or (
             is_failed and not is_settled(index.entry(rows[number]), max_attempts)
         ):
-            remaining.append(number)
+            if samples is None or samples.must_run(number):
+                remaining.append(number)
         else:
             counts[is_failed] += 1
             passed[has_passed] += 1
@@ -306,6 +333,7 @@ def _state_of(
         spent,
         held,
         index.costs()[0] + inflight.paid_usd,
+        opening,
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +62,7 @@ class Start:
     executor: Executor
     setups: Setups
     setup: WorkerSetup
-    tasks: Iterator[Task]
+    queue: TaskQueue
     """The tasks that need work."""
     records: RecordFile
     failures: FailureFile
@@ -86,7 +85,7 @@ class Supervisor:
         self._start = start
         self._setup = start.setup
         self._progress = start.progress
-        self._queue = TaskQueue(start.tasks, start.failures.deaths)
+        self._queue = start.queue
         self._finished: list[tuple[WorkerHandle, bytes]] = []
         """Tasks whose records are not durable yet, with their workers."""
         self._failed_now: set[bytes] = set()
@@ -225,7 +224,9 @@ class Supervisor:
                     self._start.run_dir.keep_image(**header["image"])
                 self._start.records.append(payload, header["fields"])
                 failed = header["failure"] and header["failure"]["error_class"]
-                self._progress.task_ended(failure=failed, passed=passed_in(header["fields"]))
+                passed = passed_in(header["fields"])
+                self._progress.task_ended(failure=failed, passed=passed)
+                self._progress.add_tasks(self._queue.ended(key, passed))
                 self._finished.append((worker, key))
             case "failed":
                 failure = Failure(**header["failure"])
@@ -361,6 +362,7 @@ class Supervisor:
         self._start.records.sync()
         self._forget(key)
         self._progress.task_ended(failure=failure.error_class)
+        self._progress.add_tasks(self._queue.ended(key, None))
 
     def _watch_workers(self) -> None:
         self._pool.kill_silent()

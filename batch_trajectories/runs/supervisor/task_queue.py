@@ -9,18 +9,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from batch_trajectories.runs.store.tasks import DEATHS_OF_A_SUSPECT, Task
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.stopping.opening import Opening
 
 
 class TaskQueue:
     """First tasks that were put back, then those of the dataset, then suspects one by one."""
 
-    def __init__(self, remaining: Iterator[Task], deaths: Mapping[bytes, int]) -> None:
+    def __init__(
+        self,
+        remaining: Iterator[Task],
+        deaths: Mapping[bytes, int],
+        *,
+        opening: Opening | None = None,
+    ) -> None:
         """`remaining` streams the dataset; `deaths` counts worker deaths by task key and may grow
-        during the run."""
+        during the run. `opening` gives samples that are needed only once others have ended."""
         self._remaining = remaining
         self._deaths = deaths
+        self._opening = opening
         self._again: deque[Task] = deque()
         self._suspects: deque[Task] = deque()
 
@@ -41,6 +52,15 @@ class TaskQueue:
     def put_back(self, task: Task) -> None:
         """Queue a task again whose worker has died; `deaths` includes this death."""
         (self._suspects if self._is_suspect(task) else self._again).append(task)
+
+    def ended(self, key: bytes, passed: bool | None) -> int:
+        """A task has its record; queue the samples that its prompt needs now, return their number.
+
+        They come before other prompts, so that few are open at a time.
+        """
+        opened = [] if self._opening is None else self._opening.end(key, passed)
+        self._again.extend(opened)
+        return len(opened)
 
     def is_empty(self) -> bool:
         """Whether no task is left to assign."""
