@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -31,6 +31,9 @@ from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.records import UnreadableRecord, load_index, refuse_lost_records
 from batch_trajectories.runs.store.scores import Scores
 from batch_trajectories.runs.store.tasks import Task
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.stopping.rule import StoppingRule
 
 _RUNS_SHOWN = 10
 _IDS_SHOWN = 10
@@ -181,6 +184,15 @@ class StoredRun:
         """Totals of tasks (done, failed, discarded, pending), turns, tokens and cost."""
         return compute_totals(self.path, self.scan, self.config)
 
+    @property
+    def rule(self) -> StoppingRule | None:
+        """How many samples of a prompt must pass; None if their number is fixed."""
+        if self.config.until_passed is None:
+            return None
+        from batch_trajectories.runs.stopping.rule import rule_of
+
+        return rule_of(self.config)
+
     def statistics(self) -> dict[str, Any]:
         """Turns, tokens, costs, tools and reasoning over all records; see `stats --json`."""
         return statistics_of(
@@ -188,6 +200,7 @@ class StoredRun:
             style=style_of_run(self.config.to_json()),
             max_attempts=self.config.max_attempts,
             samples=self.config.num_samples,
+            rule=self.rule,
             left_out=left_out(self.path),
         )
 

@@ -158,6 +158,11 @@ def make_dataset(run_dir: Path, scan: Scan, config: RunConfig, *, flags: Mapping
     manifest = prove(export_dataset(source, recipe, directory), directory)
     if manifest["pending"]:
         say(f"warning: {plural(manifest['pending'], 'pending task')} not in this export")
+    if config.until_passed is not None and "rl" in recipe.formats:
+        say(
+            "warning: samples of this run stopped at --until_passed, so groups differ in size and "
+            "are not whole; GRPO needs a fixed --num_samples"
+        )
     show(_table(directory, manifest))
     if render is not None:
         _show_rows(render, directory, manifest, flags["render_rows"])

@@ -6,6 +6,7 @@ segments/       rows as the model saw them
 rows/           what a format of rows is; recipes
 formats/        a module for each format of rows
 filters/        which conversations become rows
+by_model    what each model cost and how often it passed
 reward_statistics  rewards by name and by prompt, pass@k
 reasons         why something failed, by kind
 statistics      counts over records

@@ -57,6 +57,7 @@ def funnel_of(
         steps[-1:] = [_step("completed", completed, lost), _step("passed", passed, {})]
     return {
         "samples": totals.samples,
+        **({} if totals.not_needed is None else {"not_needed": totals.not_needed}),
         "steps": steps,
         "exports": [*_training_file(run_dir, totals), *_dataset(run_dir, totals)],
     }
@@ -74,6 +75,8 @@ def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:
     for step in funnel["steps"]:
         is_sampled = step["name"] == "tasks" and samples > 1
         note = f"  {samples:,} samples per row" if is_sampled else ""
+        if is_sampled and "not_needed" in funnel:
+            note = f"  up to {samples:,} samples per row; {funnel['not_needed']:,} not needed"
         yield f"{step['name']:<12}{step['count']:>12,}{note}"
         yield from _lost(step["lost"])
     for export in funnel["exports"]:

@@ -10,10 +10,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from batch_trajectories.export import by_model
+from batch_trajectories.export.by_model import ByModel
 from batch_trajectories.runs.store.checks import judgement_of, rewards_of
 from batch_trajectories.runs.store.record_types import Record
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.stopping.rule import StoppingRule
 
 MAX_NAMES = 100
 """Names beyond these are only counted: a program can give any number of them."""
@@ -74,9 +79,12 @@ class _Numbers:
 class RewardStatistics:
     """The statistics of the records given to `add` so far."""
 
-    def __init__(self, samples: int) -> None:
-        """`samples` is how many conversations a prompt has; a single one makes no groups."""
+    def __init__(self, samples: int, rule: StoppingRule | None = None) -> None:
+        """`samples` is how many conversations a prompt has; a single one makes no groups. With a
+        `rule` of `--until_passed` it is their maximum."""
         self._has_groups = samples > 1
+        self._samples, self._rule = samples, rule
+        self._by_model = ByModel()
         self._prompts: dict[int, int] = {}
         """The number of each prompt, by a hash of its id."""
         self._all: dict[str, _Numbers] = {}
@@ -87,6 +95,8 @@ class RewardStatistics:
 
     def add(self, record: Record) -> None:
         """Count one record."""
+        is_good = judgement_of(record).passed
+        self._by_model.add(record, is_good)
         named, by_turn = rewards_of(record)
         for name, rewards in by_turn.items():
             for reward in rewards:
@@ -99,12 +109,12 @@ class RewardStatistics:
             _add(self._all, name, 0, reward)
             if self._has_groups:
                 _add(self._groups, name, prompt, reward)
-        is_good = judgement_of(record).passed
         if self._has_groups and is_good is not None:
             self._judge(prompt, 1, is_good)
 
     def merge(self, other: RewardStatistics) -> None:
         """Add the records of `other`, which come after those of this one."""
+        self._by_model.merge(other._by_model)
         prompts = [self._prompts.setdefault(key, len(self._prompts)) for key in other._prompts]
         for ours, theirs, series in (
             (self._all, other._all, [0]),
@@ -127,12 +137,16 @@ class RewardStatistics:
     def to_json(self) -> dict[str, Any]:
         """`by_name` (records, mean, std, and of prompts with two samples or more: groups, the mean
         of their standard deviations, how many have a single reward), `turns` (the same over single
-        turns) and `pass_at` (percent by k).
+        turns) and `pass_at` (percent by k). With `--until_passed` also `stopped_at`, with several
+        models also `models`, see `ByModel`.
         """
+        rule, models = self._rule, self._by_model.to_json()
         return {
             "by_name": {name: self._of_name(name) for name in self._all},
             "turns": {name: _one(numbers, "turns") for name, numbers in self._by_turn.items()},
             "pass_at": self._pass_at(),
+            **({} if rule is None else {"stopped_at": [rule.passed, rule.failed]}),
+            **({"models": models} if models else {}),
         }
 
     def _number_of(self, prompt_id: str) -> int:
@@ -153,18 +167,26 @@ class RewardStatistics:
     def _pass_at(self) -> dict[str, float]:
         """For each k the mean over all prompts with so many judged samples.
 
-        Of a prompt it is the chance that k of its samples, drawn at random, hold one that passed.
+        Of a prompt it is the chance that k of its samples, drawn at random, hold one that passed;
+        of one that stopped because enough had passed, an estimate without the bias of that.
         """
+        rule = self._rule
+        if rule is not None and rule.models and rule.passed > 1:
+            return {}  # samples of several models are no draws of one kind
         rates: dict[str, float] = {}
         max_samples = max(self._judged, default=0)
+        if max_samples and rule is not None:
+            max_samples = self._samples
         ks = [1 << bit for bit in range(max_samples.bit_length())]
         for k in dict.fromkeys([*ks, max_samples]) if max_samples else ():
+            numbers = zip(self._judged, self._passed, strict=True)
             chances = [
-                _chance(count, passed, k)
-                for count, passed in zip(self._judged, self._passed, strict=True)
-                if count >= k
+                chance
+                for count, passed in numbers
+                if count and (chance := _chance(count, passed, k, rule)) is not None
             ]
-            rates[str(k)] = round(100 * math.fsum(chances) / len(chances), 2)
+            if chances:
+                rates[str(k)] = round(100 * math.fsum(chances) / len(chances), 2)
         return rates
 
 
@@ -193,11 +215,25 @@ def as_text(figures: Mapping[str, Any]) -> Iterator[str]:
                 f"{_number(of_name['std']):>12}"
             )
     if figures["pass_at"]:
-        yield ", ".join(f"pass@{k} {percent:g}%" for k, percent in figures["pass_at"].items())
+        rates = ", ".join(f"pass@{k} {percent:g}%" for k, percent in figures["pass_at"].items())
+        passed, failed = figures.get("stopped_at", (0, 0))
+        also = f" and {failed} not passed" if failed else ""
+        yield rates + (f" (corrected: samples stopped at {passed} passed{also})" if passed else "")
+    yield from by_model.as_text(figures.get("models", ()))
 
 
-def _chance(count: int, passed: int, k: int) -> float:
-    """The chance that `k` of `count` samples, drawn at random, hold one of the `passed`."""
+def _chance(count: int, passed: int, k: int, rule: StoppingRule | None) -> float | None:
+    """The chance that `k` samples hold one that passed, None if it is unknown.
+
+    Drawn at random of the `count` samples of a prompt, unless `rule` ended these.
+    """
+    if rule is not None:
+        from batch_trajectories.runs.stopping.unbiased import chance_where_stopped
+
+        if (chance := chance_where_stopped(count, passed, k, rule)) is not None:
+            return chance
+    if k > count:
+        return None
     failed = count - passed
     return 1 - math.prod((failed - drawn) / (count - drawn) for drawn in range(min(k, failed + 1)))
 

@@ -10,7 +10,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batch_trajectories.basics.text import plural
 from batch_trajectories.export import reward_statistics
@@ -30,6 +30,9 @@ from batch_trajectories.runs.store.failures import NO_LIMIT, stored_failures
 from batch_trajectories.runs.store.reader import SomeRecords, over_records
 from batch_trajectories.runs.store.record_types import Record
 
+if TYPE_CHECKING:
+    from batch_trajectories.runs.stopping.rule import StoppingRule
+
 _SHARES = (0.5, 0.9, 0.99)
 
 
@@ -45,7 +48,12 @@ class RunStatistics:
     """`Statistics`, and how turns, tokens, costs and durations are spread."""
 
     def __init__(
-        self, *, style: Style, samples: int = 1, left_out: Collection[str] | None = None
+        self,
+        *,
+        style: Style,
+        samples: int = 1,
+        rule: StoppingRule | None = None,
+        left_out: Collection[str] | None = None,
     ) -> None:
         """`style` is that of the run: it decides which conversations are kept.
 
@@ -53,7 +61,7 @@ class RunStatistics:
         conversations that are not kept, where an export knows them.
         """
         self._left_out = left_out
-        self._rewards = RewardStatistics(samples)
+        self._rewards = RewardStatistics(samples, rule)
         self.health = Health(samples)
         self._style = style
         self._statistics = Statistics()
@@ -164,16 +172,18 @@ def statistics_of(
     style: Style,
     max_attempts: int = NO_LIMIT,
     samples: int = 1,
+    rule: StoppingRule | None = None,
     left_out: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`.
 
     `max_attempts` is that of the run, for what it has spent in all; `samples` are its
-    conversations per prompt. `left_out` is that of an export with this style.
+    conversations per prompt, with `rule` their maximum. `left_out` is that of an export with this
+    style.
     """
 
     def count(some: SomeRecords) -> RunStatistics:
-        counted = RunStatistics(style=style, samples=samples, left_out=left_out)
+        counted = RunStatistics(style=style, samples=samples, rule=rule, left_out=left_out)
         for record in some.records:
             counted.add(record)
         return counted

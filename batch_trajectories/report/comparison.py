@@ -9,6 +9,7 @@ from typing import Any
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import watched
+from batch_trajectories.export import by_model
 from batch_trajectories.report.formatting import count, dollars, one_line
 from batch_trajectories.runs.config.fingerprint import stored_meaning
 from batch_trajectories.runs.directory.run_totals import spent_by, spent_by_judges
@@ -38,7 +39,12 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
     both = [task_id for task_id in before if task_id in after]
     return {
         "runs": [
-            {"run_dir": str(stored.path), **_sums(list(entry.values())), **_spent(stored)}
+            {
+                "run_dir": str(stored.path),
+                **_sums(list(entry.values())),
+                **_spent(stored),
+                **_models(stored),
+            }
             for stored, entry in zip((first, second), entries, strict=True)
         ],
         "options": {
@@ -99,6 +105,13 @@ def _spent(stored: StoredRun) -> dict[str, Any]:
     }
 
 
+def _models(stored: StoredRun) -> dict[str, Any]:
+    """`models`, the figures by model, of a run that has several; see `ByModel`."""
+    if len(stored.config.model_weights()) < 2:
+        return {}
+    return {"models": stored.statistics()["rewards"].get("models", [])}
+
+
 def _paired(pairs: list[tuple[IndexEntry, IndexEntry]]) -> dict[str, float | None]:
     """Means of second minus first over the tasks with known numbers in both runs."""
     means: dict[str, float | None] = {}
@@ -141,6 +154,9 @@ def as_text(comparison: dict[str, Any]) -> str:
     ]
     if not comparison["same_dataset"]:
         lines.append("the datasets differ")
+    for run in comparison["runs"]:
+        if run.get("models"):
+            lines += [f"models of {run['run_dir']}:", *by_model.as_text(run["models"])]
     lines += [
         f"option {name}: {one_line(str(a), _VALUE_CHARS)} -> {one_line(str(b), _VALUE_CHARS)}"
         for name, (a, b) in comparison["options"].items()

@@ -17,6 +17,7 @@ test_row_checks       checks by reward files and by the tests that ran
 test_cached_scan      the cached scan of a dataset
 test_logprobs         what a start says of log-probabilities
 test_long_work        progress of long work
+test_stopping         samples until enough have passed, and the cascade of models
 test_endpoints        several models and endpoints in one run
 test_endpoint_access  headers, parameters, proxies and key commands of endpoints
 test_limiter          the limit on concurrent model calls

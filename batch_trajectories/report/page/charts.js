@@ -206,13 +206,16 @@ function meanReward(list) {
 
 // Of the whole run, whatever the filters say: groups are only whole there.
 function rewardTiles(tile) {
-  const { by_name: byName, pass_at: passAt } = meta.rewards;
+  const { by_name: byName, pass_at: passAt, stopped_at: stoppedAt, models = [] } = meta.rewards;
   const spread = (of) => `std ${digits(of.std)}${of.groups ? `; within ${plural(of.groups, "prompt")} ${digits(of.mean_group_std)}, ${count(of.equal_groups)} all equal` : ""}`;
   const shown = Object.entries(byName).filter(([name, of]) => name !== "reward" || of.groups);
   const named = shown.map(([name, of]) => tile(`Mean ${name}`, digits(of.mean), `${count(of.records)} in all, ${spread(of)}`));
   const ks = Object.entries(passAt);
   const last = ks.pop();
-  return [...named, last && tile(`pass@${last[0]}`, `${last[1]}%`, ks.map(([k, value]) => `pass@${k} ${value}%`).join(", "))];
+  const corrected = stoppedAt ? `; corrected: samples stopped at ${stoppedAt[0]} passed` : "";
+  const byModel = models.map((of) => tile(of.model, of.passed_per_dollar == null ? "-" : `${digits(of.passed_per_dollar)} per $`,
+    `passed ${count(of.passed)} of ${count(of.judged)} judged, ${of.cost_usd || !of.cost_unknown ? dollars(of.cost_usd) : "cost unknown"}`));
+  return [...named, last && tile(`pass@${last[0]}`, `${last[1]}%`, ks.map(([k, value]) => `pass@${k} ${value}%`).join(", ") + corrected), ...byModel];
 }
 
 function spentTile(tile, name, { usd, unknown }, words) {

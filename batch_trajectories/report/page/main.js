@@ -131,7 +131,7 @@ function onKey(event) {
 }
 
 // Each step of the funnel, and below it why some did not reach the next.
-function funnelRows({ steps, samples, exports }) {
+function funnelRows({ steps, samples, exports, not_needed: notNeeded }) {
   const line = (name, amount, words) => h("tr", {},
     h("th", { scope: "row" }, name), h("td", { class: "number" }, amount === null ? "" : count(amount)), h("td", {}, words));
   const lost = (part) => Object.entries(part.lost).map(([reason, n]) => line("", n, `left out: ${visible(reason)}`));
@@ -139,7 +139,8 @@ function funnelRows({ steps, samples, exports }) {
     line("", part.masked.turns, `of ${count(part.masked.of)} turns carry no loss`),
     ...Object.entries(part.masked.by_reason).map(([reason, n]) => line("", n, `masked: ${visible(reason)}`)),
   ] : [];
-  const notes = { tasks: samples > 1 ? `${count(samples)} samples per row` : "" };
+  const unneeded = notNeeded == null ? "" : `; ${count(notNeeded)} not needed`;
+  const notes = { tasks: samples > 1 ? `${unneeded && "up to "}${count(samples)} samples per row${unneeded}` : "" };
   return [
     ...steps.flatMap((step) => [line(step.name, step.count, notes[step.name] ?? ""), ...lost(step)]),
     ...exports.flatMap((part) => [

@@ -47,6 +47,7 @@ from batch_trajectories.runs.store.record_types import Record, Tools
 
 if TYPE_CHECKING:
     from batch_trajectories.export.masking.masks import Masks
+    from batch_trajectories.runs.stopping.rule import StoppingRule
 
 _BEGINNING = b"<!doctype html>"
 
@@ -84,12 +85,12 @@ def write_report(
     directory = path.with_name(f"{path.stem}_files")
     style = style_of_run(run["config"])
     masks = masks_of_dataset(stored.path)
-    samples = run["config"]["num_samples"]
+    samples, rule = run["config"]["num_samples"], stored.rule
 
     def collect(some: SomeRecords) -> _Part:
         limit = inline_bytes if some.are_all else 0
         pieces = Pieces(directory, report_id, inline_bytes=limit, first=some.first)
-        part = _Part(samples, _Distinct(some.first), _Distinct(some.first))
+        part = _Part(samples, rule, _Distinct(some.first), _Distinct(some.first))
         for record in some.records:
             part.add(record, style, masks, pieces)
         part.collected = pieces.finish()
@@ -97,7 +98,7 @@ def write_report(
 
     def collect_tasks() -> _Part:
         pieces = Pieces(directory, report_id, inline_bytes=inline_bytes, first=0)
-        part = _Part(samples, _Distinct(0), _Distinct(0))
+        part = _Part(samples, rule, _Distinct(0), _Distinct(0))
         for line in verdict_lines(stored.path, stored.scan):
             part.add_task(line, pieces)
         part.collected = pieces.finish()
@@ -144,8 +145,10 @@ class _Part:
 
     collected: Collected
 
-    def __init__(self, samples: int, tools: _Distinct, systems: _Distinct) -> None:
-        self.rewards, self.health = RewardStatistics(samples), Health(samples)
+    def __init__(
+        self, samples: int, rule: StoppingRule | None, tools: _Distinct, systems: _Distinct
+    ) -> None:
+        self.rewards, self.health = RewardStatistics(samples, rule), Health(samples)
         self.tools, self.systems = tools, systems
         self.columns: list[str] = []
         self.count = 0
@@ -214,7 +217,7 @@ def _about(stored: StoredRun) -> dict[str, Any]:
         "created": run["created"],
         "written_at": time.time(),
         "is_running": stored.holder is not None,
-        "tasks": run["dataset"]["rows"] * run["config"]["num_samples"],
+        "tasks": _tasks(run, funnel),
         "bad_rows": run["dataset"]["bad_rows"],
         "dataset": _dataset_name(run["dataset"]),
         "meaning": run["meaning"],
@@ -225,6 +228,13 @@ def _about(stored: StoredRun) -> dict[str, Any]:
         "spent": spent_by(stored.path, run["config"].get("max_attempts", NO_LIMIT))._asdict(),
         "judges": spent_by_judges(stored.path)._asdict(),
     }
+
+
+def _tasks(run: Mapping[str, Any], funnel: Mapping[str, Any] | None) -> int:
+    """Number of tasks of usable rows: those of the funnel, where not all samples are needed."""
+    if funnel is None or run["config"].get("until_passed") is None:
+        return int(run["dataset"]["rows"] * run["config"]["num_samples"])
+    return next(int(step["count"]) for step in funnel["steps"] if step["name"] == "tasks")
 
 
 def _dataset_name(dataset: Mapping[str, Any]) -> str:
