@@ -230,10 +230,9 @@ def describe(plan: Plan) -> str:
     config, scan = plan.config, plan.scan
     first = next(iter(plan.setups.values()))
     names = [schema["function"]["name"] for schema in schemas_for(first, config.agent_options)]
+    is_drawn = len(plan.setups) > 1 and config.escalate_after is None
     models = [
-        _describe(
-            setup.settings, weight if len(plan.setups) > 1 and not config.escalate_after else None
-        )
+        _describe(setup.settings, weight if is_drawn else None)
         for setup, weight in zip(plan.setups.values(), config.model_weights().values(), strict=True)
     ]
     tools = f"toolsets   {_shares(plan) or 'none'} ({', '.join(names) or 'no tools'})"
@@ -247,7 +246,7 @@ def describe(plan: Plan) -> str:
             f"{scan.all_bad:,} bad",
             *([f"shard      {scan.shard}: {scan.rows} of the rows"] if scan.shard else []),
             f"tasks      {plural(scan.rows, 'prompt')} x {plural(config.num_samples, 'sample')} = "
-            f"{scan.rows * config.num_samples}{_until_passed(config)}",
+            f"{scan.rows * config.num_samples}{_until_passed(config) if config.until_passed else ''}",
             *(f"model      {model}" for model in models),
             tools,
             f"sandbox    {plan.sandbox or 'not needed'}",
@@ -259,12 +258,9 @@ def describe(plan: Plan) -> str:
 
 
 def _until_passed(config: RunConfig) -> str:
-    if config.until_passed is None:
-        return ""
-    also = f" and {config.also_failed} have not" if config.also_failed else ""
-    after = config.escalate_after
-    models = "" if after is None else f"; the next model after {plural(after, 'failure')}"
-    return f" at most: until {config.until_passed} have passed{also}{models}"
+    from batch_trajectories.runs.stopping.rule import rule_of  # most runs have none
+
+    return rule_of(config).describe()
 
 
 def _limits(config: RunConfig) -> str:
@@ -364,11 +360,7 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
     largest, config = plan.scan.asked, plan.config
     checks = plan.scan.setup_columns.get("check") if config.row_setup else 0
     if config.until_passed and not (checks or config.reward or config.check_expected):
-        yield (
-            "--until_passed without --reward, --check_expected or a `check` in a row (--row_setup):"
-            f" unless a row sets check_expected, none passes, and each prompt gets all "
-            f"{plural(config.num_samples, 'sample')}"
-        )
+        yield "nothing judges samples, so each prompt gets all of them (--until_passed, docs/rewards.md)"
     if (rows := largest.get(EXPECTED, 0)) and not config.reward:
         yield (
             f"{plural(rows, 'row')} with a column `{EXPECTED}`, which is only recorded: without "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.run_config import RunConfig
 
 UNKNOWN, RUNNING, PASSED, NOT_PASSED, UNJUDGED = range(5)
@@ -63,6 +64,13 @@ class StoppingRule(NamedTuple):
         """Whether as many samples as are asked for have passed, and have not."""
         counts = outcomes.count(PASSED), outcomes.count(NOT_PASSED)
         return counts[0] >= self.passed and counts[1] >= self.failed
+
+    def describe(self) -> str:
+        """For a dry run, after the number of samples."""
+        also = f" and {self.failed} have not" if self.failed else ""
+        after = plural(self.escalate_after, "failure")
+        models = f"; the next model after {after}" if self.models else ""
+        return f" at most: until {self.passed} have passed{also}{models}"
 
     def _knows_model(self, outcomes: bytes | bytearray, sample: int, unended: int) -> bool:
         """Whether the model of a sample is the same however the `unended` ones before it end."""
