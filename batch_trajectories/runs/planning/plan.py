@@ -246,7 +246,7 @@ def describe(plan: Plan) -> str:
             f"{scan.all_bad:,} bad",
             *([f"shard      {scan.shard}: {scan.rows} of the rows"] if scan.shard else []),
             f"tasks      {plural(scan.rows, 'prompt')} x {plural(config.num_samples, 'sample')} = "
-            f"{scan.rows * config.num_samples}{_until_passed(config) if config.until_passed else ''}",
+            f"{scan.rows * config.num_samples}{_stops(config)}",
             *(f"model      {model}" for model in models),
             tools,
             f"sandbox    {plan.sandbox or 'not needed'}",
@@ -257,7 +257,9 @@ def describe(plan: Plan) -> str:
     )
 
 
-def _until_passed(config: RunConfig) -> str:
+def _stops(config: RunConfig) -> str:
+    if config.until_passed is None:
+        return ""
     from batch_trajectories.runs.stopping.rule import rule_of  # most runs have none
 
     return rule_of(config).describe()
@@ -360,7 +362,7 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
     largest, config = plan.scan.asked, plan.config
     checks = plan.scan.setup_columns.get("check") if config.row_setup else 0
     if config.until_passed and not (checks or config.reward or config.check_expected):
-        yield "nothing judges samples, so each prompt gets all of them (--until_passed, docs/rewards.md)"
+        yield "--until_passed: nothing judges samples (docs/rewards.md), so each prompt gets all"
     if (rows := largest.get(EXPECTED, 0)) and not config.reward:
         yield (
             f"{plural(rows, 'row')} with a column `{EXPECTED}`, which is only recorded: without "
