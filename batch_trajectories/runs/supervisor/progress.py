@@ -92,11 +92,15 @@ class Progress:
             mininterval=_DRAW_EVERY_S,
         )
 
-    def task_ended(self, *, failure: str | None, passed: bool | None = None) -> None:
+    def task_ended(
+        self, *, failure: str | None, passed: bool | None = None, opened: int = 0
+    ) -> None:
         """A task has ended in this start; `failure` is its failure class, if it failed.
 
-        `passed` is None if it was neither checked nor scored.
+        `passed` is None if it was neither checked nor scored. `opened` more tasks are needed now.
         """
+        if opened:
+            self.add_tasks(opened)
         self._ended_now += 1
         self._checked[passed] += 1
         if failure is None:

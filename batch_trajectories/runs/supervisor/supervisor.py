@@ -224,9 +224,8 @@ class Supervisor:
                     self._start.run_dir.keep_image(**header["image"])
                 self._start.records.append(payload, header["fields"])
                 failed = header["failure"] and header["failure"]["error_class"]
-                passed = passed_in(header["fields"])
-                self._progress.task_ended(failure=failed, passed=passed)
-                self._progress.add_tasks(self._queue.ended(key, passed))
+                opened = self._queue.ended(key, passed := passed_in(header["fields"]))
+                self._progress.task_ended(failure=failed, passed=passed, opened=opened)
                 self._finished.append((worker, key))
             case "failed":
                 failure = Failure(**header["failure"])
@@ -361,8 +360,8 @@ class Supervisor:
         self._start.records.add(as_stored(record))
         self._start.records.sync()
         self._forget(key)
-        self._progress.task_ended(failure=failure.error_class)
-        self._progress.add_tasks(self._queue.ended(key, None))
+        opened = self._queue.ended(key, None)
+        self._progress.task_ended(failure=failure.error_class, opened=opened)
 
     def _watch_workers(self) -> None:
         self._pool.kill_silent()
