@@ -3,8 +3,9 @@
 It speaks the OpenAI chat, OpenAI Responses, Anthropic messages and Gemini dialects. A prompt that
 holds [NAME steps=N] gets N replies that each run a shell command by whatever tool the request
 offers for that, then a text. With run=all they do what coding agents do: read, write and edit
-files, keep a list, make several calls at once, make calls that fail, and start subagents. Ids of
-calls are random, as those of real models.
+files, keep a list, make several calls at once, make calls that fail, and start subagents. With
+full=N the reply to step N reports a context that is nearly full, and an agent that then asks for a
+summary gets one. Ids of calls are random, as those of real models.
 """
 
 from __future__ import annotations
@@ -26,9 +27,26 @@ import orjson
 from testing.fake_answers import DIALECTS
 from testing.fake_script import JSON, Reply
 
-_TASK = re.compile(r"\[(\w+) steps=(\d+)(?: run=(\w+))?\]")
+_TASK = re.compile(r"\[(\w+) steps=(\d+)(?: run=(\w+))?(?: full=(\d+))?\]")
 _ID = re.compile(r"call_(\d+)_[0-9a-f]{16}")
-_SHELLS = ("Bash", "bash", "exec_command", "shell", "shell_command", "run_shell_command")
+_SHELLS = (
+    "Bash",
+    "bash",
+    "exec_command",
+    "shell",
+    "shell_command",
+    "run_shell_command",
+    "terminal",
+)
+_STEP = re.compile(r"\bStep (\d+)\.")
+_SUMMARY = re.compile(
+    r"detailed summary of (?:the|this|our) conversation|CONTEXT CHECKPOINT COMPACTION"
+    r"|<state_snapshot>|anchored summary|Summarize the conversation",
+    re.IGNORECASE,
+)
+"""In the requests of agents that ask for a summary."""
+_FULL_TOKENS = {"input": 260_000, "messages": 195_000, "contents": 900_000}
+"""What a nearly full context has, by the field that holds the messages of an API."""
 _SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _COMMANDS = {
     None: "echo {name}-{step} >> notes.txt && cat notes.txt",
@@ -75,6 +93,7 @@ _NAMES = {
     "cmd": "command",
     "filePath": "file_path",
     "dir_path": "path",
+    "task": "prompt",
     "oldString": "old_string",
     "newString": "new_string",
     "replaceAll": "replace_all",
@@ -286,7 +305,7 @@ def _reply(request: JSON, reasoning: str) -> Reply:
         text=text,
         calls=[{"id": f"call_{step}_{secrets.token_hex(8)}", **call} for call in calls],
         finish="tool_calls" if calls else "stop",
-        input_tokens=len(body) // 4,
+        input_tokens=_tokens(request, body),
         cached_tokens=0,
         output_tokens=len(text) // 4 + 20,
     )
@@ -297,6 +316,11 @@ def _due(request: JSON) -> tuple[str, list[JSON]]:
     body = _json_of(request)
     task = _TASK.search(body)
     tools = dict(_tools(request))
+    if task is not None and task[4] and _asks_for_summary(request):
+        # The id of a call says how many steps were made.
+        steps = max(map(int, _STEP.findall(body)), default=_steps_made(request, body))
+        made = f"call_{steps}_{secrets.token_hex(8)}"
+        return f"<summary>Work on [{task[1]} steps={task[2]} run={task[3]}]; {made}.</summary>", []
     if task is None or not any(name in tools for name in _SHELLS):
         return "A title", []
     name, steps, run = task[1], int(task[2]), task[3]
@@ -313,6 +337,24 @@ def _due(request: JSON) -> tuple[str, list[JSON]]:
         given = orjson.dumps({"result": {"response": said}}).decode()
         return "", [{"name": "complete_task", "arguments": given}]
     return said, []
+
+
+def _asks_for_summary(request: JSON) -> bool:
+    """Whether the last message asks for one, or the system prompt."""
+    ends = [_items(request)[-1], request.get("system"), request.get("systemInstruction")]
+    ends.append(_items(request)[0] if "messages" in request else None)
+    return _SUMMARY.search(_json_of({"ends": ends})) is not None
+
+
+def _tokens(request: JSON, body: str) -> int:
+    """How many tokens of a request its reply reports."""
+    task = _TASK.search(body)
+    if task is None or not task[4] or _asks_for_summary(request):
+        return len(body) // 4
+    is_full = _steps_made(request, body) + 1 == int(task[4])
+    if not is_full:
+        return len(body) // 4
+    return next(tokens for name, tokens in _FULL_TOKENS.items() if name in request)
 
 
 def _steps_made(request: JSON, body: str) -> int:
@@ -351,7 +393,7 @@ def _call(tools: Mapping[str, JSON], kind: str, given: JSON, name: str, step: in
     tool = next((known for known in _TOOLS[kind] if known in tools), None)
     if tool is None:
         tool = next(known for known in _SHELLS if known in tools)
-        given = {"command": "echo {name}"}
+        given = {"command": "echo {name} {step}"}
     known = tools[tool]["properties"]
     given = {"subagent_type": _KINDS.get(tool, "general-purpose"), **given}
     given["agent_name"] = given["subagent_type"]
@@ -380,7 +422,7 @@ def _gemini_body(request: JSON, path: str, reasoning: str) -> JSON:
         {"functionCall": {"name": call["name"], "args": orjson.loads(call["arguments"])}}
         for call in calls
     ]
-    tokens = len(_json_of(request)) // 4
+    tokens = _tokens(request, _json_of(request))
     return {
         "candidates": [
             {"content": {"role": "model", "parts": parts}, "finishReason": "STOP", "index": 0}

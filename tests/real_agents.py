@@ -2,8 +2,10 @@
 
 Each agent completes tasks against a model on loopback, while the run's process group, a worker or
 an agent is killed, and streams are cut. The tasks read, write and edit files, keep lists, make
-several calls at once and calls that fail, and start subagents. At the end the records are compared
-with the endpoint's own log. Agents must be on the PATH.
+several calls at once and calls that fail, and start subagents; in every second task the context is
+full on the way, and agents that can do so go on with a summary. At the end the records, and rows of
+segments, are compared with the endpoint's own log. Agents must be on the PATH; `own` is the loop of
+this project, with summaries and a subagent.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from batch_trajectories.basics.presets import presets
 from testing.agent_endpoint import ALL, STEPS, AgentEndpoint
 from tests.running import ROOT, lines, session_of, wait_until, workers_of, write_rows
@@ -31,6 +35,7 @@ from toolsets.sandbox.inside.processes import descendants
 
 _SECRET = "the-key-of-the-run"
 _APIS = {"claude-code": "anthropic_messages", "codex": "openai_responses", "gemini-cli": "gemini"}
+_OWN = "own"
 _KILLS = ("group", "worker", "agent")
 _SILENCE_S = 300.0
 """Without a call of any agent in so long, the check fails."""
@@ -38,8 +43,28 @@ _SPARE_STARTS = 3
 _CUT_EVERY = 7
 """Of so many streams, one is cut after its first part."""
 _CLOCK = "clock"
-_OWN_REPLIES = {"qwen-code": 1}
-"""With how many replies that no model wrote an agent begins a conversation."""
+_OWN_REPLIES = {"qwen-code": (1, 2)}
+"""With how many replies that no model wrote an agent begins a conversation, at once and later."""
+_FULL_AT = 6
+"""The step whose reply says that the context is full."""
+_COMPACTING = {"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "150000", "CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": "50"}
+"""The environment in which agents go on with a summary at the sizes that the endpoint says."""
+_OF_OWN = {
+    "enabled_toolsets": "terminal,file",
+    "summarize_over_messages": 8,
+    "summarize_keep": 4,
+    "subagents": json.dumps(
+        [
+            {
+                "name": "agent",
+                "description": "Works on a task.",
+                "system_prompt": "Work on the task.",
+                "enabled_toolsets": ["terminal"],
+                "max_turns": 9,
+            }
+        ]
+    ),
+}
 
 
 class Outcome(NamedTuple):
@@ -57,6 +82,8 @@ class Outcome(NamedTuple):
     set_aside: int
     diverged: int
     """Tasks that made another call while recorded ones were left."""
+    compacted: int
+    """Conversations that went on with a summary."""
     lost: int
     """Replies that were on their way when something was killed."""
     learnt: int
@@ -73,12 +100,13 @@ def run_agent(
     rng = random.Random(seed)
     work = f"steps=3 run={_CLOCK}" if clock else f"steps={STEPS} run={ALL}"
     rows = [
-        {"id": f"p{n:02}", "prompt": f"Work on this, please. [task{n:02} {work}]"}
+        {"id": f"p{n:02}", "prompt": f"Work on this, please. [task{n:02} {work}{full}]"}
         for n in range(tasks)
+        for full in ("" if clock or n % 2 else f" full={_FULL_AT}",)
     ]
     write_rows(directory / "p.jsonl", *rows)
     with AgentEndpoint(reasoning="Let me think.", latency_s=0.1, cut_every=_CUT_EVERY) as endpoint:
-        command = _command(agent, endpoint, at_once)
+        command = _command(agent, directory, endpoint, at_once)
         done, starts = 0, 0
         while True:
             starts += 1
@@ -95,7 +123,8 @@ def run_agent(
                     start_new_session=True,
                 )
             try:
-                done = _disturb(process, endpoint, rng, done, kills)
+                kinds = _KILLS[:-1] if agent == _OWN else _KILLS
+                done = _disturb(process, endpoint, rng, done, kills, kinds)
             finally:
                 was_killed = process.poll() is None
                 if was_killed:
@@ -118,11 +147,17 @@ def _output(directory: Path) -> str:
     return (directory / "output.txt").read_text()[-2000:]
 
 
-def _command(agent: str, endpoint: AgentEndpoint, at_once: int) -> list[str]:
+def _command(agent: str, directory: Path, endpoint: AgentEndpoint, at_once: int) -> list[str]:
     api = _APIS.get(agent, "openai_chat")
     root = endpoint.url if api in ("anthropic_messages", "gemini") else f"{endpoint.url}/v1"
-    given = {
-        "agent": agent,
+    given: dict[str, Any] = {"sandbox": "bwrap", **_OF_OWN}
+    if agent != _OWN:
+        preset = yaml.safe_load(presets("agents")[agent].read_text())
+        preset["env"] = {**preset.get("env", {}), **_COMPACTING}
+        file = directory / f"{agent}.yaml"
+        file.write_text(yaml.safe_dump(preset))
+        given = {"agent": file}
+    given |= {
         "dataset_file": "p.jsonl",
         "run_name": "r",
         "model": "test-model",
@@ -144,6 +179,7 @@ def _disturb(
     rng: random.Random,
     done: int,
     kills: int,
+    kinds: Sequence[str],
 ) -> int:
     """Kill at random moments until the run ends or its group has to be killed.
 
@@ -157,7 +193,7 @@ def _disturb(
         if process.poll() is not None:
             return done
         _look_for_the_key(process.pid)
-        kind = _KILLS[done % len(_KILLS)]
+        kind = kinds[done % len(kinds)]
         if kind == "group":
             return done + 1
         victims = workers_of(process.pid) if kind == "worker" else list(_agents_of(process.pid))
@@ -228,25 +264,26 @@ def _check(
     sent = {_id_of(one.reply): one.reply for one in endpoint.exchanges}
     assert len(sent) == len(endpoint.exchanges)
     assert {one.key for one in endpoint.exchanges} == {_SECRET}
-    recorded = 0
-    for record in records:
-        recorded += _check_record(agent, record, sent)
+    recorded = sum(_check_record(agent, record, sent) for record in records)
+    set_aside = sum(len(record.get("set_aside", ())) for record in records)
     learnt = _check_segments(directory, endpoint)
+    assert learnt == recorded - set_aside, (learnt, recorded, set_aside)
     for path in directory.rglob("*"):
         if path.is_file():
             assert _SECRET.encode() not in path.read_bytes(), f"the key is in {path}"
     assert not list((run_dir / "workspaces").iterdir())
-    set_aside = sum(len(record["set_aside"]) for record in records)
+    agents = [record.get("agent") or {"version": "", "starts": 1} for record in records]
     return Outcome(
         agent=agent,
-        version=records[0]["agent"]["version"],
+        version=agents[0]["version"],
         tasks=tasks,
         kills=kills,
-        starts=sum(record["agent"]["starts"] for record in records),
+        starts=sum(one["starts"] for one in agents),
         calls=len(sent),
         recorded=recorded,
         set_aside=set_aside,
-        diverged=sum(record["diverged_at"] is not None for record in records),
+        diverged=sum(record.get("diverged_at") is not None for record in records),
+        compacted=sum(_is_compacted(record) for record in records),
         lost=len(sent) - recorded,
         learnt=learnt,
         seconds=round(time.monotonic() - began, 1),
@@ -255,7 +292,7 @@ def _check(
 
 def _check_segments(directory: Path, endpoint: AgentEndpoint) -> int:
     """Compare rows of segments with the endpoint's log; returns how many turns they learn."""
-    flags = ["--format=openai", "--segments", "--accept_rows=unknown_tool"]
+    flags = ["--format=openai", "--segments", "--accept_rows=unknown_tool,interrupted"]
     command = [sys.executable, str(ROOT / "batch_runner.py"), "export", "trajectories/r", *flags]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -280,20 +317,23 @@ def _check_segments(directory: Path, endpoint: AgentEndpoint) -> int:
 
 def _check_record(agent: str, record: dict[str, Any], sent: dict[str, Any]) -> int:
     """Compare a record with what the endpoint has sent; return how many calls it has."""
+    aside = record.get("set_aside", [])
     # What was paid for before a divergence is named as set aside, and only then.
-    assert bool(record["set_aside"]) == (record["diverged_at"] is not None), record["id"]
-    turns = [*record["turns"]]
-    for inner in record["inner"]:
-        turns += [turn for turn in inner["turns"] if not turn.get("inherited")]
-    seen = [turn["response_id"] for turn in (*turns, *record["set_aside"])]
+    assert bool(aside) == (record.get("diverged_at") is not None), record["id"]
+    parts = [record, *_inside(record)]
+    turns = [turn for part in parts for turn in part["turns"] if not turn.get("inherited")]
+    seen = [turn["response_id"] for turn in (*turns, *aside)]
     assert len(set(seen)) == len(seen) == record["api_calls"], record["id"]
     assert set(seen) <= set(sent), record["id"]
-    assert {one["name"] for one in record["threads"]} <= {"main", "subagent", "side"}, record["id"]
-    assert record["rewritten"] == [], record["id"]
-    for part in (record, *record["inner"]):
+    names = {one["name"] for one in record.get("threads", ())}
+    is_compacted = _is_compacted(record)
+    more = {"before compaction", "branch"} if is_compacted else set()
+    assert names <= {"main", "subagent", "side", *more}, (record["id"], names)
+    assert is_compacted or not record.get("rewritten"), record["id"]
+    for part in parts:
         replies = [message for message in part["messages"] if message["role"] == "assistant"]
         own = len(replies) - len(part["turns"])
-        assert own in (0, _OWN_REPLIES.get(agent, 0)), record["id"]
+        assert own in (0, *_OWN_REPLIES.get(agent, ())), record["id"]
         for turn, message in zip(part["turns"], replies[own:], strict=True):
             text, calls = _said(sent[turn["response_id"]])
             made = [
@@ -303,12 +343,23 @@ def _check_record(agent: str, record: dict[str, Any], sent: dict[str, Any]) -> i
             assert (message["content"], made) == (text, calls), record["id"]
     if f"run={_CLOCK}" in record["row"]["prompt"]:
         return len(seen)
-    assert record["diverged_at"] is None, record["id"]
+    assert not aside, record["id"]
     task = record["prompt_id"].replace("p", "task")
-    results = [m["content"] for m in record["messages"] if m["role"] == "tool"]
-    assert f"{task}-1" in results[0], (record["id"], results)
+    results = [m["content"] for part in parts for m in part["messages"] if m["role"] == "tool"]
+    assert any(f"{task}-1" in result for result in results), (record["id"], results)
     assert any(f"{task}-3" in result for result in results), (record["id"], results)
     return len(seen)
+
+
+def _inside(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for inner in part.get("inner", ()):
+        yield inner
+        yield from _inside(inner)
+
+
+def _is_compacted(record: dict[str, Any]) -> bool:
+    names = [one["name"] for one in (*record.get("threads", ()), *record["inner"])]
+    return any(name in ("before compaction", "summary") for name in names)
 
 
 def _id_of(reply: dict[str, Any]) -> str:

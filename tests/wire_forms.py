@@ -48,10 +48,14 @@ def in_row(messages: Iterable[Mapping[str, Any]]) -> Iterator[Atom]:
 
 
 def in_request(request: Mapping[str, Any]) -> Iterator[Atom]:
-    """All that the model was shown, in any dialect of `AgentEndpoint` but Gemini's."""
+    """All that the model was shown, in any dialect of `AgentEndpoint`."""
     if "input" in request:
         yield "said", request.get("instructions") or ""
         yield from _items(request["input"])
+    elif "contents" in request:
+        yield "said", _texts((request.get("systemInstruction") or {}).get("parts"))
+        for content in request["contents"]:
+            yield from _parts(content["parts"], "text" if content["role"] == "model" else "said")
     elif any("role" in m and m["role"] == "tool" for m in request["messages"]) or (
         "system" not in request
     ):
@@ -71,6 +75,8 @@ def in_reply(reply: Mapping[str, Any]) -> Iterator[Atom]:
         yield from in_row([{"role": "assistant", **reply["choices"][0]["message"]}])
     elif "output" in reply:
         yield from _items(reply["output"])
+    elif "candidates" in reply:
+        yield from _parts(reply["candidates"][0]["content"]["parts"], "text")
     else:
         yield from _blocks(reply["content"], "text")
 
@@ -107,6 +113,22 @@ def _blocks(blocks: Iterable[Mapping[str, Any]], kind: str) -> Iterator[Atom]:
                 yield "said", content if isinstance(content, str) else _texts(content)
             case other:
                 raise AssertionError(f"unknown block {other}")
+
+
+def _parts(parts: Iterable[Mapping[str, Any]], kind: str) -> Iterator[Atom]:
+    for part in parts:
+        if "functionCall" in part:
+            yield "call", _made(part["functionCall"]["name"], part["functionCall"]["args"])
+        elif "functionResponse" in part:
+            yield "said", _output(part["functionResponse"]["response"])
+        else:
+            yield "thought" if part.get("thought") else kind, part["text"]
+
+
+def _output(response: Mapping[str, Any]) -> str:
+    values = [*response.values()]
+    is_text = len(values) == 1 and isinstance(values[0], str)
+    return values[0] if is_text else json.dumps(response, ensure_ascii=False)
 
 
 def _texts(parts: Any) -> str:

@@ -6,8 +6,9 @@ whose replies another one repeats behind changed messages, are no lines of their
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ EARLIER = "earlier attempt"
 SIDE = "side"
 SUBAGENT = "subagent"
 
+_TAG = re.compile(r"</?\w+>")
 _LONG = 20
 """Characters of a text that can be recognized in another."""
 
@@ -92,16 +94,20 @@ def lines_of(threads: Threads, prompt: str) -> Lines:
     """The conversations of an agent whose task is `prompt`."""
     lines, changed = _divided(_all_lines(threads))
     lines.sort(key=lambda line: line.replies[-1][1])
-    main = _main(lines, threads, prompt)
+    summarized = {one.line.key for one in changed if _is_whole(one)}
+    main = _main(lines, threads, prompt, summarized)
     counted: set[int] = set()
     if main is not None:
         lines.remove(main)
         lines.sort(key=lambda line: line.replies[0][1])
-        for line in (main, *lines):
+        # What a compaction keeps is the work of the line before it.
+        before = [line for line in lines if line.name == BEFORE_COMPACTION]
+        for line in (*before, main, *(line for line in lines if line not in before)):
             line.own = set(line.numbers) - counted
             counted |= line.own
+        trunk = {*main.numbers, *(n for line in lines if line.name for n in line.numbers)}
         for line in lines:
-            line.name = line.name or _name_of(line, main)
+            line.name = line.name or _name_of(line, trunk)
     aside = [event for event in threads.exchanges if event["number"] not in counted]
     return Lines(main, lines, changed, aside)
 
@@ -175,8 +181,19 @@ def _common(one: Sequence[Message], other: Sequence[Message]) -> int:
     return next((n for n, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
-def _main(lines: Sequence[Line], threads: Threads, prompt: str) -> Line | None:
-    """The line of the task itself, up to its end: what follows a compaction belongs to it."""
+def _is_whole(changed: Rewritten) -> bool:
+    """Whether its line begins with the reply to one call that was shown another conversation."""
+    is_first = changed.calls == changed.line.numbers[:1]
+    return is_first and changed.start <= 1 and changed.end == changed.until
+
+
+def _main(
+    lines: Sequence[Line], threads: Threads, prompt: str, summarized: Container[str]
+) -> Line | None:
+    """The line of the task itself, up to its end: what follows a compaction belongs to it.
+
+    `summarized` has the keys of lines that begin with a reply to another conversation.
+    """
     lines = [line for line in lines if not line.is_about]
     if not lines:
         return None
@@ -193,7 +210,7 @@ def _main(lines: Sequence[Line], threads: Threads, prompt: str) -> Line | None:
         )[0]
     else:
         main = max(lines, key=lambda line: (bool(line.tools), len(line.replies), -line.numbers[0]))
-    while later := _after_compaction(main, lines, threads, prompt):
+    while later := _after_compaction(main, lines, threads, prompt, summarized):
         is_repeated = _opening(later) == _opening(main)
         main.name = EARLIER if is_repeated else BEFORE_COMPACTION
         main = later
@@ -221,20 +238,26 @@ def _opening(line: Line) -> list[str]:
 
 
 def _after_compaction(
-    line: Line, lines: Sequence[Line], threads: Threads, prompt: str
+    line: Line, lines: Sequence[Line], threads: Threads, prompt: str, summarized: Container[str]
 ) -> Line | None:
     """The line that continues another one with a summary, or repeats it from the beginning.
 
-    It has the same tools and system prompt, begins after its last call, and starts with the prompt
-    or with the text of an earlier reply.
+    It has the same tools, its calls follow the last one, and it may keep the latest messages. It
+    starts with the text of an earlier reply; or its system prompt is the same, and it starts with
+    the prompt or with the reply to another conversation.
     """
     numbers = set(line.numbers)
     for other in sorted(lines, key=lambda other: other.numbers[0]):
-        if other.numbers[0] <= line.numbers[-1] or numbers & set(other.numbers):
+        kept = [number for number in other.numbers if number in numbers]
+        begin = next((number for number in other.numbers if number not in numbers), -1)
+        if begin <= line.numbers[-1] or kept not in ([], line.numbers[1:][-len(kept) :]):
             continue
-        if not line.tools or line.tools != other.tools or _system(line) != _system(other):
+        if not line.tools or line.tools != other.tools:
             continue
-        if _grade(other, prompt) or _repeats_a_reply(other, threads):
+        starts_so = other.key in summarized or (not kept and _grade(other, prompt))
+        if _repeats_a_reply(other, threads, begin) or (
+            starts_so and _system(line) == _system(other)
+        ):
             return other
     return None
 
@@ -244,16 +267,19 @@ def _system(line: Line) -> str:
     return first["content"] if first["role"] == "system" else ""
 
 
-def _repeats_a_reply(line: Line, threads: Threads) -> bool:
-    opening = _opening(line)
-    for event in threads.exchanges[: line.numbers[0]]:
-        text = event["reply"]["message"]["content"].strip()
-        if len(text) >= _LONG and any(text in said for said in opening):
-            return True
+def _repeats_a_reply(line: Line, threads: Threads, before: int) -> bool:
+    """Whether the user's first words hold such a text, or what its last tags enclose."""
+    opening = [" ".join(said.split()) for said in _opening(line)]
+    for event in threads.exchanges[:before]:
+        text = " ".join(event["reply"]["message"]["content"].split())
+        enclosed = [part.strip() for part in _TAG.split(text) if part.strip()][-1:]
+        for words in (text, *enclosed):
+            if len(words) >= _LONG and any(words in said for said in opening):
+                return True
     return False
 
 
-def _name_of(line: Line, main: Line) -> str:
+def _name_of(line: Line, trunk: Set[int]) -> str:
     if not line.has_tools:
         return SIDE
-    return BRANCH if set(line.numbers) & set(main.numbers) else SUBAGENT
+    return SUBAGENT if trunk.isdisjoint(line.numbers) else BRANCH

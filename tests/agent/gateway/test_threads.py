@@ -235,6 +235,60 @@ def test_what_follows_a_compaction_is_the_main_thread(api: str) -> None:
     assert record["messages"][-1]["content"] == "Done."
 
 
+SUMMARY = "There are two files so far, a and b."
+
+
+@EACH
+def test_a_compaction_that_keeps_the_latest_messages_is_followed_by_the_main_thread(
+    api: str,
+) -> None:
+    """As of Claude Code, whose system prompt begins with another version then, and of Qwen Code."""
+    recording, talk = Recording(PROMPT), TALKS[api]()
+    talk.say(PROMPT)
+    for command in ("ls", "wc"):
+        recording.relay(talk, Said("", command))
+        talk.result(f"ran {command}")
+    asking = TALKS[api](items=[*talk.items[:-2]], has_tools=False)
+    asking.say("Summarize.")
+    said = f"<analysis>It is short.</analysis>\n<summary>\n{SUMMARY}\n</summary>"
+    recording.relay(asking, Said(said))
+    later = TALKS[api](system="You work on.")
+    later.say(f"This session continues an earlier one.\n\nSummary:\n{SUMMARY}")
+    later.items += talk.items[-2:]
+    work(recording, later, "ls -l")
+    record = recording.trajectory.to_record()
+    names = {one["key"]: one["name"] for one in record["threads"]}
+    assert (names["thread#0"], record["threads"][0]["name"]) == ("before compaction", "main")
+    assert record["messages"][-1]["content"] == "Done."
+    assert [(turn["exchange"], turn.get("inherited", False)) for turn in record["turns"]] == [
+        (1, True),
+        (3, False),
+        (4, False),
+    ]
+    (before,) = [one for one in record["inner"] if one["name"] == "before compaction"]
+    assert [turn["exchange"] for turn in before["turns"] if not turn.get("inherited")] == [0, 1]
+
+
+@EACH
+def test_what_follows_a_summary_that_stands_as_a_reply_is_the_main_thread(api: str) -> None:
+    """As of opencode."""
+    recording, talk = Recording(PROMPT), TALKS[api]()
+    talk.say(PROMPT)
+    recording.relay(talk, Said("Now.", "ls"))
+    asking = TALKS[api](system="You summarize.", has_tools=False)
+    asking.say("Here is the conversation so far: ls was run.")
+    recording.relay(asking, Said(SUMMARY))
+    later = TALKS[api]()
+    later.say("What did we do so far?")
+    later.items.append(asking.items[-1])
+    later.say("Continue.")
+    work(recording, later, "wc")
+    record = recording.trajectory.to_record()
+    assert [one["name"] for one in record["threads"]] == ["main", "before compaction"]
+    assert record["messages"][-1]["content"] == "Done."
+    assert [turn["exchange"] for turn in record["turns"]] == [1, 2, 3]
+
+
 @EACH
 def test_a_restarted_agent_gets_recorded_replies_and_pays_for_new_calls_only(api: str) -> None:
     first, talk = Recording(PROMPT), TALKS[api]()
