@@ -28,7 +28,7 @@ tools = [{"type": "function", "function": {"name": "run", "parameters": run}}]
 messages = [{"role": "user", "content": f"[session {os.urandom(4).hex()}] " + sys.argv[1]}]
 while True:
     body = json.dumps({"model": "m", "messages": messages, "tools": tools}).encode()
-    request = urllib.request.AnsweredCall(url, body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
     messages.append(message)
     if not message.get("tool_calls"):
