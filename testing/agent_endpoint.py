@@ -56,7 +56,7 @@ _COMMANDS = {
 }
 """What a step runs, by the name in its prompt; the clock's output is never the same."""
 ALL = "all"
-_FILE = {"file_path": "/workspace/{name}.txt"}
+_FILE = {"file_path": "/workspace/{name}.txt", "path": "/workspace/{name}.txt"}
 _DEEDS: Sequence[Sequence[tuple[str, JSON]]] = (
     [("shell", {"command": _COMMANDS["log"]})],
     [("write", {**_FILE, "content": "alpha\nbeta\nbeta\n"})],
@@ -67,7 +67,10 @@ _DEEDS: Sequence[Sequence[tuple[str, JSON]]] = (
     [
         (
             "todo",
-            {"todos": [{"content": "Work", "status": "pending", "priority": "high", "id": "1"}]},
+            {
+                "todos": [{"content": "Work", "status": "pending", "priority": "high", "id": "1"}],
+                "checklist": "- [ ] Work",
+            },
         )
     ],
     [
@@ -83,16 +86,19 @@ _TOOLS: Mapping[str, Sequence[str]] = {
     "shell": _SHELLS,
     "write": ("Write", "write", "write_file"),
     "read": ("Read", "read", "read_file"),
-    "list": ("Glob", "glob", "list_directory"),
-    "edit": ("Edit", "edit", "replace"),
-    "todo": ("TodoWrite", "todowrite", "todo_write", "TaskCreate"),
-    "subagent": ("Agent", "agent", "task", "invoke_agent"),
+    "list": ("Glob", "glob", "list_directory", "List"),
+    "edit": ("Edit", "edit", "replace", "patch"),
+    "todo": ("TodoWrite", "todowrite", "todo_write", "TaskCreate", "todo", "Checklist"),
+    "subagent": ("Agent", "agent", "task", "invoke_agent", "delegate_task"),
 }
 """The names that agents give to tools."""
 _NAMES = {
     "cmd": "command",
     "filePath": "file_path",
+    "filepath": "file_path",
     "dir_path": "path",
+    "dirpath": "path",
+    "goal": "prompt",
     "task": "prompt",
     "oldString": "old_string",
     "newString": "new_string",

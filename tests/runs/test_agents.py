@@ -61,6 +61,9 @@ UUID = "51180b64-6f44-4828-a5ab-{n:012}"
         ("opencode", '<task id="ses_df721baa4ffecKrYA18coy345{n}" state="completed">'),
         ("opencode", "saved to: /home/user/.local/share/opencode/tool-output/tool_208e2X{n}\n"),
         ("qwen-code", "Exit Code: 0\nSignal: 0\nProcess Group PGID: 18{n}"),
+        ("cn", "Today's date: 2026-11-2{n}"),
+        ("hermes-agent", "Conversation started: Tuesday, November 2{n}, 2026"),
+        ("hermes-agent", "Host: Linux (6.18.4{n}-generic)"),
         ("qwen-code", "/home/user/.qwen/tmp/c52dd/run_shell_command_babbb251fa7{n}.output"),
         (
             "gemini-cli",
