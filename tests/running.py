@@ -104,11 +104,12 @@ def spawning(line: Sequence[str]) -> list[str]:
 def run(
     cwd: Path, *args: object, env: dict[str, str] | None = None, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run batch_runner.py to its end; what only reads, in this process, which takes a tenth."""
+    """Run batch_runner.py to its end; in this process, ten times faster, if it starts no worker."""
     given = command(*args, **options)
     environment = {**os.environ, **(env or {})}
     is_main = threading.current_thread() is threading.main_thread()
-    if args and args[0] in _READERS and is_main and can_fork(environment):
+    starts_nothing = "--dry_run" in args or (args and args[0] in _WITHOUT_WORKERS)
+    if starts_nothing and is_main and can_fork(environment):
         return _run_here(cwd, given, environment)
     return _run(cwd, given, environment, PATIENCE_S)
 
@@ -132,7 +133,10 @@ def _run(
     return subprocess.CompletedProcess(given, code, *texts)
 
 
-_READERS = ("compare", "export", "look", "merge", "report", "show", "stats", "status", "verify")
+_WITHOUT_WORKERS = (
+    *("compare", "distributions", "endpoints", "export", "look", "merge", "report", "score"),
+    *("show", "stats", "status", "tools", "verify"),
+)
 
 
 def _run_here(

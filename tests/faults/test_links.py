@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +18,44 @@ def files_and_directories(run_dir: Path) -> list[Path]:
     return [path for path in [run_dir, *run_dir.rglob("*")] if not path.is_symlink()]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("lock", "run.log", "run.json", "records.jsonl", "records.idx", "failures.jsonl"),
-        *("inflight", "workspaces", "exports", "quarantine", f"workspaces/{'0' * 32}"),
-    ],
-)
-def test_nothing_is_written_through_a_link_in_a_run_directory(tmp_path: Path, name: str) -> None:
+def test_nothing_is_written_through_a_link_in_a_run_directory(tmp_path: Path) -> None:
     """It may come from somebody else: a link in it would have this user overwrite a file."""
     given = scripted(tmp_path)
     run_dir = tmp_path / "trajectories" / "r"
     assert run(tmp_path, **given).returncode == 0
-    target = tmp_path / "mine"
-    entry = run_dir / name
-    if entry.is_file():
+    for name in (
+        *("lock", "run.log", "run.json", "records.jsonl", "records.idx", "failures.jsonl"),
+        *("inflight", "workspaces", "exports", "quarantine", f"workspaces/{'0' * 32}"),
+    ):
+        with replaced_by_a_link(run_dir / name, tmp_path / "mine") as target:
+            before = {path: path.stat().st_mtime_ns for path in files_and_directories(target)}
+            refused = run(tmp_path, **given)
+            assert refused.returncode == 2, refused.stderr
+            assert f"r/{name}: a symbolic link, which nothing is written through" in refused.stderr
+            assert before == {
+                path: path.stat().st_mtime_ns for path in files_and_directories(target)
+            }
+
+
+@contextmanager
+def replaced_by_a_link(entry: Path, target: Path) -> Iterator[Path]:
+    """`entry` as a link to `target`, which has what was there, or is a directory with a file."""
+    was_there = entry.exists()
+    if was_there:
         entry.rename(target)
     else:
         target.mkdir()
+    if target.is_dir():
         (target / "file").touch()
-        shutil.rmtree(entry, ignore_errors=True)
     entry.symlink_to(target)
-    before = {path: path.stat().st_mtime_ns for path in files_and_directories(target)}
-    refused = run(tmp_path, **given)
-    assert refused.returncode == 2, refused.stderr
-    assert f"r/{name}: a symbolic link, which nothing is written through" in refused.stderr
-    assert before == {path: path.stat().st_mtime_ns for path in files_and_directories(target)}
+    yield target
+    entry.unlink()
+    if target.is_dir():
+        (target / "file").unlink()
+    if was_there:
+        target.rename(entry)
+    else:
+        target.rmdir()
 
 
 @pytest.mark.parametrize(

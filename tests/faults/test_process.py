@@ -122,7 +122,10 @@ except SystemExit as error:
 
 @pytest.mark.parametrize(
     ("toolset", "arguments"),
-    [("terminal", {"command": "echo out"}), ("python", {"code": "print('out')"})],
+    [
+        ("terminal", {"command": "echo out"}),
+        pytest.param("python", {"code": "print('out')"}, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("files", [200, pytest.param(252, marks=pytest.mark.slow)])
 def test_a_low_limit_of_open_files_stops_the_run_and_is_nobodys_result(

@@ -70,7 +70,7 @@ def test_missing_keys_and_packages_are_reported_before_the_run(
     tmp_path: Path, options: dict[str, str], message: str
 ) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("x")]})
-    done = run(tmp_path, **OPTIONS, **options, env={"BRAVE_API_KEY": ""})
+    done = run(tmp_path, "--dry_run", **OPTIONS, **options, env={"BRAVE_API_KEY": ""})
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "trajectories").exists()

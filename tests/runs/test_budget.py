@@ -395,8 +395,8 @@ def test_a_budget_that_cannot_be_kept_is_refused(
 ) -> None:
     write_prompts(tmp_path / "p.jsonl", 1)
     refused = run(
-        tmp_path, dataset_file="p.jsonl", run_name="r", enabled_toolsets="none", key_env="none",
-        base_url="http://127.0.0.1:9/v1", **options,
+        tmp_path, "--dry_run", dataset_file="p.jsonl", run_name="r", enabled_toolsets="none",
+        key_env="none", base_url="http://127.0.0.1:9/v1", **options,
     )  # fmt: skip
     assert refused.returncode == 2
     assert message in refused.stderr

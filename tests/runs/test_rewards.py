@@ -257,7 +257,7 @@ class TestARun:
         (tmp_path / "graders.py").write_text(GRADERS)
         (tmp_path / "ends.py").write_text("import os; print('bye', flush=True); os._exit(3)")
         write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
-        done = run(tmp_path, reward=place, **SCRIPTED)
+        done = run(tmp_path, "--dry_run", reward=place, **SCRIPTED)
         assert done.returncode == 2
         assert message in done.stderr
         assert not (tmp_path / "trajectories" / "r" / "records.jsonl").exists()

@@ -120,6 +120,7 @@ def test_a_conversation_with_pages(web: Site, tmp_path: Path) -> None:
 
 
 @needs_browser
+@pytest.mark.slow
 def test_a_long_page_is_shown_in_parts(web: Site, tmp_path: Path) -> None:
     web.pages["/"] = page("".join(f"<p>line {n}</p>" for n in range(1500)))
 
@@ -189,6 +190,7 @@ def test_only_what_is_permitted_is_reached(web: Site, tmp_path: Path) -> None:
 
 
 @needs_browser
+@pytest.mark.slow
 def test_dialogs_new_tabs_downloads_and_errors_are_reported_to_the_model(
     web: Site, tmp_path: Path
 ) -> None:
@@ -244,6 +246,7 @@ def test_a_page_that_does_not_answer_is_closed(web: Site, tmp_path: Path) -> Non
 
 
 @needs_browser
+@pytest.mark.slow
 def test_conversations_share_a_browser_and_no_cookies(web: Site, tmp_path: Path) -> None:
     """The browser ends with its last user; when it is killed, it is started again."""
     web.pages["/"] = lambda visit: Answer(
@@ -277,6 +280,7 @@ def test_conversations_share_a_browser_and_no_cookies(web: Site, tmp_path: Path)
 
 
 @needs_browser
+@pytest.mark.slow
 def test_no_secret_is_in_an_environment(
     web: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +302,7 @@ def test_no_secret_is_in_an_environment(
 
 
 @needs_browser
+@pytest.mark.slow
 @pytest.mark.parametrize("with_bwrap", [True, False])
 def test_a_killed_worker_leaves_nothing(web: Site, tmp_path: Path, with_bwrap: bool) -> None:
     """Neither processes nor files, also where it could not be confined by bwrap."""

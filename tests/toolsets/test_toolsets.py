@@ -324,7 +324,16 @@ def test_a_named_toolset_that_cannot_work_here_is_an_error() -> None:
             resolve_toolsets(enabled, known=RESTRICTED)
 
 
-@pytest.mark.parametrize("package", ["trafilatura", "ddgs", "lxml_html_clean"])
+@pytest.mark.parametrize(
+    "package",
+    [
+        "ddgs",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("trafilatura", "lxml_html_clean")
+        ),
+    ],
+)
 def test_without_its_extra_the_web_is_not_offered(package: str) -> None:
     """In a process of its own, where the package cannot be imported."""
     code = f"""
