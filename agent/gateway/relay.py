@@ -60,7 +60,7 @@ class Route(NamedTuple):
 
     model: RetryingModel
     name: str | None = None
-    """What the model is called at its endpoint, if the agent calls it otherwise."""
+    """The model's name at its endpoint, if the agent uses another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from batch_trajectories.basics import exact_json
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 64 * 2**20
-"""Most bytes of a request; real ones are a hundred times smaller."""
+"""Maximum bytes of a request; real ones are a hundred times smaller."""
 
 KEEPALIVE_S = 3.0
-"""After such a silence a stream shows that it is alive: agents give up silent connections."""
+"""Silence after which a stream sends a sign of life: agents give up on silent connections."""
 
 _CLOSE_S = 2.0
 """For connections to read the end of their replies when the gateway closes."""

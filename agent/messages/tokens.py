@@ -186,7 +186,7 @@ def _sequence(turns: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def _shared(before: bytes, prompt: bytes) -> int:
-    """How many ids two sequences have in common at their beginning."""
+    """The length of the common beginning of two sequences of ids."""
     if prompt.startswith(before):
         return len(before) // ID_BYTES
     low, high = 0, min(len(before), len(prompt)) // ID_BYTES

@@ -34,7 +34,7 @@ Schemas = list[dict[str, Any]] | str
 
 
 class Layout(NamedTuple):
-    """Where one API keeps what in its requests."""
+    """Where an API keeps each part of a request."""
 
     api: str
     read_part: Callable[[Any, CallsInOrder], list[Message]]
@@ -213,7 +213,7 @@ def results_and_said(
 
 
 def path_of(path: str) -> str:
-    """The path of a request without its query and a slash at its end."""
+    """The path of a request without its query and trailing slash."""
     return path.partition("?")[0].rstrip("/")
 
 
@@ -272,7 +272,7 @@ def _most_alike(pieces: list[Any], before: Sequence[WireRequest]) -> tuple[Seque
 
 
 def _repeated(pieces: list[Any], earlier: list[Any]) -> int:
-    """How many first pieces are those of an earlier request: mostly all, or all but the last."""
+    """How many leading pieces an earlier request also had: mostly all, or all but the last."""
     limit = min(len(pieces), len(earlier))
     for same in (limit, limit - 1):
         if same > 0 and pieces[:same] == earlier[:same]:

@@ -25,7 +25,7 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.console import say, watched
 from batch_trajectories.basics.errors import DatasetError
-from batch_trajectories.basics.text import plural
+from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.export.scoring.rechecks import (
     HARMLESS,
     REFUSED,
@@ -103,9 +103,8 @@ class RecheckEnd:
         for reason, words in (HARMLESS | REFUSED).items():
             if count := self.left_out[reason]:
                 ids = self.refused.get(reason, [])
-                more = len(ids) - _IDS_SHOWN
-                named = f": {', '.join(ids[:_IDS_SHOWN])}" if ids else ""
-                named += f" and {more:,} more (--json has all)" if more > 0 else ""
+                named = f": {first_few(ids, _IDS_SHOWN)}" if ids else ""
+                named += " (--json has all)" if len(ids) > _IDS_SHOWN else ""
                 detail = f" ({self.details[reason]})" if self.details.get(reason) else ""
                 lines.append(f"  {count:>9,}  {words}{detail}{named}")
         lines += [f"  {one['count']:>9,}  not rebuilt: {one['message']}" for one in self.failed]

@@ -14,7 +14,7 @@ from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.directory.run_dir import read_run_json
 from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
-from batch_trajectories.runs.store.files import has_batches, replace_file
+from batch_trajectories.runs.store.files import has_batches, replace_json
 
 
 def write_results(
@@ -46,7 +46,7 @@ def write_results(
 
         if (batches := compute_batch_totals(path)) is not None:
             content["batches"] = batches.to_json()
-    replace_file(summary, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
+    replace_json(summary, content)
     return totals
 
 

@@ -15,7 +15,7 @@ from batch_trajectories.basics.errors import (
     interrupted,
     machine_failures_as_stops,
 )
-from batch_trajectories.basics.text import plural
+from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, tasks
 from batch_trajectories.runs.directory.run_dir import RunDir, open_run_dir
@@ -163,7 +163,7 @@ def _keys_of(scan: Scan, ids: Collection[str]) -> set[bytes]:
     wanted = set(ids)
     keys = {task.id: task.key for task in tasks(scan) if task.id in wanted}
     if missing := sorted(wanted - keys.keys()):
-        named = ", ".join(map(repr, missing[:_IDS_SHOWN]))
+        named = first_few([*map(repr, missing)], _IDS_SHOWN)
         raise ConfigError(
             f"only: {scan.path} has no task {named}; `open_run(...).tasks()` gives the ids"
         )

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from agent.messages.message import Event, ReplyEvent, reply_in
 from batch_trajectories.basics.errors import DatasetError, RunDirError
+from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.run_statistics import statistics_of
 from batch_trajectories.export.training_files import left_out, style_of_run
@@ -49,10 +50,9 @@ def open_run(run: Path | str, output_dir: Path | str = "trajectories") -> Stored
     path = directory_of(run, output_dir)
     if not path.exists():
         runs = runs_in(output_dir)
-        known = f"; runs there: {', '.join(runs[:_RUNS_SHOWN])}" if runs else ""
-        more = ", ..." if len(runs) > _RUNS_SHOWN else ""
+        known = f"; runs there: {first_few(runs, _RUNS_SHOWN)}" if runs else ""
         raise RunDirError(
-            f"{output_dir / run}: no such run{known}{more}; give their directory by --output_dir"
+            f"{output_dir / run}: no such run{known}; give their directory by --output_dir"
         )
     return StoredRun(path)
 
@@ -227,9 +227,8 @@ class StoredRun:
                 f"{self.path}: no record with id or id prefix {wanted!r}; ids are listed in the "
                 "training file and in the report. A conversation has a record once it has ended."
             )
-        shown = ", ".join(longer[:_IDS_SHOWN])
-        more = f" and {len(longer) - _IDS_SHOWN:,} more" if len(longer) > _IDS_SHOWN else ""
-        return f"{self.path}: several ids begin with {wanted!r}: {shown}{more}; give a complete id"
+        shown = first_few(longer, _IDS_SHOWN)
+        return f"{self.path}: several ids begin with {wanted!r}: {shown}; give a complete id"
 
 
 def conversations_in_flight(

@@ -11,7 +11,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -37,6 +36,13 @@ def show(result: str) -> None:
             say(f"error: cannot write the result: {error.strerror or error}")
         # Else the interpreter would try to write its buffer again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def show_json(value: Any) -> None:
+    """Print a value as indented JSON on standard output."""
+    import orjson
+
+    show(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
 
 
 def open_missing_streams() -> None:
@@ -83,12 +89,7 @@ class LongWork:
         _Depth.now += 1
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _Depth.now -= 1
         if self._bar is not None:
             with contextlib.suppress(OSError):

@@ -46,6 +46,12 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def first_few(names: Sequence[str], limit: int = 10, *, separator: str = ", ") -> str:
+    """The first names, and how many more there are: `a, b and 3 more`."""
+    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return separator.join(names[:limit]) + more
+
+
 def output_text(head: bytes, tail: bytes, total: int) -> str:
     """Return the head and tail of `total` bytes of output as text without NUL.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from batch_trajectories.basics.console import show
+from batch_trajectories.basics.console import show, show_json
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
 
@@ -30,8 +30,6 @@ def distributions() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with complete schemas.")
 def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
     """List all toolsets with their tools and whether they work here."""
-    import orjson
-
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.cli.listings import tool_list, tools_as_text
     from batch_trajectories.runs.config.loading import load_config
@@ -43,11 +41,7 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
             listed = tool_list(load_config(config_file, {**unused, **flags}))
         except ValueError as error:
             raise ConfigError(str(error)) from error
-    show(
-        orjson.dumps(listed, option=orjson.OPT_INDENT_2).decode()
-        if as_json
-        else tools_as_text(listed)
-    )
+    show_json(listed) if as_json else show(tools_as_text(listed))
 
 
 @click.command()
@@ -55,8 +49,6 @@ def tools(config_file: Path | None, as_json: bool, **flags: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with all that is known.")
 def endpoints(config_file: Path | None, as_json: bool) -> None:
     """List all endpoints that a model can name and whether their keys are set."""
-    import orjson
-
     from batch_trajectories.cli.listings import endpoint_list, endpoints_as_text
     from batch_trajectories.runs.config.loading import load_config
 
@@ -64,11 +56,7 @@ def endpoints(config_file: Path | None, as_json: bool) -> None:
         # A config is checked as a whole, and these two have no default.
         unused = {"dataset_file": "-", "run_name": "endpoints"}
         listed = endpoint_list(load_config(config_file, unused).endpoints)
-    show(
-        orjson.dumps(listed, option=orjson.OPT_INDENT_2).decode()
-        if as_json
-        else endpoints_as_text(listed)
-    )
+    show_json(listed) if as_json else show(endpoints_as_text(listed))
 
 
 @click.command()
@@ -146,7 +134,6 @@ def check(agent: str, as_json: bool, **options: Any) -> None:
     import sys
     from dataclasses import asdict
 
-    import orjson
     from pydantic import ValidationError
 
     from batch_trajectories.agent_check.checking import check_agent
@@ -163,8 +150,7 @@ def check(agent: str, as_json: bool, **options: Any) -> None:
             raise ConfigError(str(error)) from error
         findings = check_agent(tried, **options)
     if as_json:
-        told = orjson.dumps([asdict(one) for one in findings], option=orjson.OPT_INDENT_2)
-        show(told.decode())
+        show_json([asdict(one) for one in findings])
     else:
         show("\n".join(f"{_MARKS[one.level]}  {one.text}" for one in findings))
     if any(one.level == "problem" for one in findings):

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from batch_trajectories.basics.console import say, show
+from batch_trajectories.basics.console import say, show, show_json
 from batch_trajectories.cli.command_line import EXAMPLES, LocalPath, RunCommand
 from batch_trajectories.cli.exit_codes import end, errors_as_exit_codes, fail
 from batch_trajectories.cli.shared import (
@@ -20,6 +20,7 @@ from batch_trajectories.cli.shared import (
     start,
     starting_options,
 )
+from batch_trajectories.runs.store.files import replace_json
 
 
 @click.command(cls=RunCommand, epilog=EXAMPLES)
@@ -67,11 +68,9 @@ def estimate(
 
     The sample is part of the run: the same command without `estimate` runs the rest.
     """
-    import orjson
 
     from batch_trajectories.runs.config.models import limits_of
     from batch_trajectories.runs.directory.forecast import as_table, forecast, sample_tasks
-    from batch_trajectories.runs.store.files import replace_file
 
     with errors_as_exit_codes():
         plan = make_plan_of(starting, flags)
@@ -91,8 +90,7 @@ def estimate(
             seed=config.seed,
         )
         if estimated is not None:
-            content = orjson.dumps(estimated.to_json(), option=orjson.OPT_INDENT_2) + b"\n"
-            replace_file(config.run_dir / "estimate.json", content)
+            replace_json(config.run_dir / "estimate.json", estimated.to_json())
     if estimated is None:
         fail("no task of the sample finished, so there is nothing to forecast", 1)
     show(as_table(estimated))
@@ -186,9 +184,7 @@ def check(run: str, output_dir: Path, as_json: bool, **flags: Any) -> None:
     if ended.reason is not None:
         fail(ended.reason, ended.exit_code)
     if as_json:
-        import orjson
-
-        show(orjson.dumps(ended.to_json(), option=orjson.OPT_INDENT_2).decode())
+        show_json(ended.to_json())
     else:
         show(ended.as_table())
     sys.exit(ended.exit_code)

@@ -43,7 +43,7 @@ from batch_trajectories.runs.store.files import (
     StorageError,
     make_directory,
     open_temporary,
-    replace_file,
+    replace_json,
     sync_directory,
     temporary_for,
     training_file_of,
@@ -254,8 +254,8 @@ def export_run(
         "gone": order.gone,
         "files": files,
     }
-    _replace_json(exports / "manifest.json", manifest)
-    _replace_json(run_dir / "statistics.json", whole.statistics.to_json())
+    replace_json(exports / "manifest.json", manifest)
+    replace_json(run_dir / "statistics.json", whole.statistics.to_json())
 
 
 def left_out(run_dir: Path) -> frozenset[str] | None:
@@ -276,10 +276,6 @@ def left_out(run_dir: Path) -> frozenset[str] | None:
         return frozenset(row["id"] for row in rows if row["status"] == "completed")
     except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError):
         return None
-
-
-def _replace_json(path: Path, value: dict[str, Any]) -> None:
-    replace_file(path, orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def _reject(record: Record, reason: str, detail: str) -> Routed:

@@ -9,6 +9,7 @@ from typing import Any
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import watched
+from batch_trajectories.basics.text import first_few
 from batch_trajectories.export import by_model
 from batch_trajectories.report.formatting import count, dollars, one_line
 from batch_trajectories.runs.config.fingerprint import stored_meaning
@@ -132,16 +133,18 @@ def as_text(comparison: dict[str, Any]) -> str:
     for status in sorted(first["statuses"] | second["statuses"]):
         rows.append((status, *(_share(run, status) for run in comparison["runs"]), ""))
     for name in ("records", "turns", "tool_calls", "input_tokens", "output_tokens"):
-        mean = paired.get(name)
-        per_task = "" if mean is None else f"{mean:+,.2f}"
-        rows.append((name, count(first[name]), count(second[name]), per_task))
-    mean = paired["cost_usd"]
+        mean = _signed(paired.get(name), ".2f")
+        rows.append((name, count(first[name]), count(second[name]), mean))
     rows.append(
-        ("cost", *map(_cost, comparison["runs"]), "" if mean is None else f"{mean:+,.6f} dollars")
+        (
+            "cost",
+            *_money(comparison["runs"], "cost"),
+            _signed(paired["cost_usd"], ".6f", " dollars"),
+        )
     )
-    rows.append(("total spent", *map(_all_spent, comparison["runs"]), ""))
+    rows.append(("total spent", *_money(comparison["runs"], "spent"), ""))
     if any(run["judges_usd"] or run["judges_unknown"] for run in comparison["runs"]):
-        rows.append(("judges", *map(_paid_to_judges, comparison["runs"]), ""))
+        rows.append(("judges", *_money(comparison["runs"], "judges"), ""))
     rows += _checks(comparison)
     widths = [max(len(row[n]) for row in rows) for n in range(3)]
     lines = [
@@ -189,13 +192,12 @@ def _checks(comparison: dict[str, Any]) -> list[tuple[str, ...]]:
         + ("" if checks["pass_rate"] is None else f" ({checks['pass_rate']:.1f}%)")
         for checks in both
     ]
-    mean = comparison["paired"]["reward"]
     rewards = [
         "-" if checks["mean_reward"] is None else f"{checks['mean_reward']:g}" for checks in both
     ]
     return [
         ("passed", *passed, ""),
-        ("reward", *rewards, "" if mean is None else f"{mean:+,.4f}"),
+        ("reward", *rewards, _signed(comparison["paired"]["reward"], ".4f")),
     ]
 
 
@@ -210,8 +212,8 @@ def _judged(judged_otherwise: list[dict[str, Any]]) -> list[str]:
 
 
 def _listed(ids: list[str]) -> str:
-    more = f", and {count(len(ids) - _SHOWN)} more (--json has all)" if len(ids) > _SHOWN else ""
-    return ", ".join(one_line(name, _VALUE_CHARS) for name in ids[:_SHOWN]) + more
+    names = [one_line(name, _VALUE_CHARS) for name in ids]
+    return first_few(names, _SHOWN) + (" (--json has all)" if len(ids) > _SHOWN else "")
 
 
 def _share(run: dict[str, Any], status: str) -> str:
@@ -219,20 +221,14 @@ def _share(run: dict[str, Any], status: str) -> str:
     return f"{count(number)} ({100 * number / run['records']:.1f}%)" if run["records"] else "0"
 
 
-def _cost(run: dict[str, Any]) -> str:
-    return _dollars(run["cost_usd"], run["cost_unknown"])
+def _money(runs: list[dict[str, Any]], kind: str) -> tuple[str, ...]:
+    """What was paid in each run, as far as known."""
+    paid = [(run[f"{kind}_usd"], run[f"{kind}_unknown"]) for run in runs]
+    return tuple(dollars(usd) + (f" + {count(n)} unknown" if n else "") for usd, n in paid)
 
 
-def _all_spent(run: dict[str, Any]) -> str:
-    return _dollars(run["spent_usd"], run["spent_unknown"])
-
-
-def _paid_to_judges(run: dict[str, Any]) -> str:
-    return _dollars(run["judges_usd"], run["judges_unknown"])
-
-
-def _dollars(known: float, unknown: int) -> str:
-    return dollars(known) + (f" + {count(unknown)} unknown" if unknown else "")
+def _signed(mean: float | None, form: str, unit: str = "") -> str:
+    return "" if mean is None else f"{mean:+,{form}}{unit}"
 
 
 def _beside(only: list[list[str]]) -> str:

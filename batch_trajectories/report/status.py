@@ -11,7 +11,7 @@ import click
 import orjson
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.basics.console import show
+from batch_trajectories.basics.console import show, show_json
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.text import plural
 from batch_trajectories.report.facts import seconds_at_work
@@ -21,6 +21,7 @@ from batch_trajectories.runs.directory.run_dir import read_run_json, runs_in
 from batch_trajectories.runs.directory.run_lock import holder_of
 from batch_trajectories.runs.directory.run_totals import RunTotals, as_table
 from batch_trajectories.runs.store.failures import failures_by_class
+from batch_trajectories.runs.store.files import read_json
 from batch_trajectories.runs.supervisor.progress import PROGRESS_FILE, describe
 
 _SLOWEST = 5
@@ -201,7 +202,7 @@ def show_runs(output_dir: Path, *, as_json: bool) -> None:
     """Print the runs in a directory, the latest first. Raises `RunDirError` without any."""
     runs = runs_of(output_dir)
     if as_json:
-        show(orjson.dumps(runs, option=orjson.OPT_INDENT_2).decode())
+        show_json(runs)
         return
     if not runs:
         raise RunDirError(f"{output_dir}: no runs in this directory; --output_dir names another")
@@ -227,7 +228,7 @@ def _run(path: Path) -> dict[str, Any]:
     except RunDirError:
         return {"name": path.name, "state": "unreadable", **unknown}
     holder = holder_of(path)
-    stored = _read(path / ("summary.json" if holder is None else PROGRESS_FILE)) or {}
+    stored = read_json(path / ("summary.json" if holder is None else PROGRESS_FILE)) or {}
     run = {"name": path.name, "state": "not running" if holder is None else "running"}
     counts = {key: stored.get(key) for key in ("tasks", "done", "failed", "pending")}
     if holder is not None and stored:
@@ -250,12 +251,3 @@ def _words(run: dict[str, Any]) -> str:
     if run["begun"] is not None:
         parts.append(f"begun {moment(run['begun'])}")
     return plain(", ".join(parts))
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None where there is none yet."""
-    try:
-        value = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return None
-    return value if isinstance(value, dict) else None

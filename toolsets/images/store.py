@@ -19,6 +19,7 @@ import orjson
 
 from batch_trajectories.basics.errors import HostError, machine_failure
 from batch_trajectories.basics.locked import locked
+from batch_trajectories.basics.text import first_few
 from toolsets.images.archives import StoredImage, images_in, opener
 from toolsets.images.layers import STATE, TREE, Unpacking, read_inside
 from toolsets.images.names import ImageError, digest_of, full_name
@@ -94,8 +95,8 @@ class ImageStore:
         if matching:
             return matching[0]
         names = sorted({name for image in self._images for name in image.names})
-        known = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
-        msg = f"image {reference!r} is not in {self.directory} (there: {known or 'none'})"
+        known = first_few(names, _NAMES_SHOWN) or "none"
+        msg = f"image {reference!r} is not in {self.directory} (there: {known})"
         if self._problems:
             msg += f"; not readable there: {self._problems[0]}"
         raise ImageError(msg)

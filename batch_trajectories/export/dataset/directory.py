@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import ConfigError, EnvironmentStop
+from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.dataset.build import SCHEMA_VERSION, Source, write_rows
 from batch_trajectories.export.dataset.card import card
@@ -36,6 +37,7 @@ from batch_trajectories.runs.store.files import (
     make_directory,
     refuse_links,
     replace_file,
+    replace_json,
 )
 
 MANIFEST = "manifest.json"
@@ -114,11 +116,9 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
             "safe; make room and run the same command again."
         ) from error
     if gone:
-        names = ", ".join(sorted(gone)[:_NAMED])
-        more = f" and {len(gone) - _NAMED:,} more" if len(gone) > _NAMED else ""
         say(
             f"removed from {directory}, as this export replaces the previous one: "
-            f"{names}{more}; --output keeps several"
+            f"{first_few(sorted(gone), _NAMED)}; --output keeps several"
         )
     return manifest
 
@@ -227,7 +227,7 @@ def _written(path: str, content: bytes) -> Written:
 
 
 def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
-    replace_file(directory / MANIFEST, _indented(manifest))
+    replace_json(directory / MANIFEST, manifest)
 
 
 def _indented(value: Any) -> bytes:

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from batch_trajectories.runs.store.files import make_directory, open_temporary, sync_directory
@@ -76,12 +75,7 @@ class Staging:
         self._root.mkdir(mode=0o700)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in self._files:
             with contextlib.suppress(OSError):  # disk full; the content is discarded anyway
                 file.close()

@@ -28,7 +28,7 @@ UNKNOWN, CHANGED, REPLACED = "not in the audit", "changed since", "image replace
 
 
 class SoundRows:
-    """Which rows an audit found sound, and how many it was asked for by verdict."""
+    """Which rows an audit found sound, and how many rows had each verdict."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class SoundRows:
         ids: frozenset[str],
         replaced: frozenset[str],
     ) -> None:
-        """`verdicts` are those by digest, `ids` all rows; of `replaced` images are others now."""
+        """`verdicts` by digest, the `ids` of all rows, and digests whose image was `replaced`."""
         self._name, self._verdicts, self._ids, self._replaced = name, verdicts, ids, replaced
         decides = repr((sorted(verdicts.items()), sorted(replaced))).encode()
         self.digest = blake2b(decides, digest_size=8).hexdigest()
@@ -112,7 +112,7 @@ def read_sound_rows(config: RunConfig) -> SoundRows | None:
 
 
 class _Line(NamedTuple):
-    """What counts of a line of tasks.jsonl."""
+    """The fields of a line of tasks.jsonl that count here."""
 
     id: str
     verdict: str

@@ -25,12 +25,12 @@ _KEYS = frozenset(("patch", "reverse", "commit", "files", "command", "env"))
 
 
 class Made(NamedTuple):
-    """What a solution makes of a file."""
+    """What a solution turns a file into."""
 
     texts: list[str]
-    """The file has all of them. Of a patch: what each hunk makes, with the lines around it."""
+    """Texts that the file then contains; of a patch, each hunk with its context."""
     added: list[str]
-    """The lines that are new."""
+    """The added lines."""
 
 
 class Reference(NamedTuple):
@@ -98,7 +98,7 @@ def _of_commit(raw: Any, *, inside: bool) -> tuple[dict[str, bytes], tuple[str, 
 
 
 def _made_by(patch: str, *, is_reversed: bool) -> Iterator[tuple[str, Made]]:
-    """Of each file of a patch, what its hunks that add lines make of it."""
+    """For each file of a patch, the result of the hunks that add lines."""
     mark = "-" if is_reversed else "+"
     for of_file in re.split(r"^diff ", patch, flags=re.MULTILINE):
         header, *hunks = re.split(r"^@@[^\n]*\n", of_file, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Whether a check passed although no test ran: what runners of tests print at their end.
+"""Whether a check passed although no test ran, by what test runners print at the end.
 
 The forms are those of pytest, unittest, `go test`, `cargo test` and jest; a check that prints none
 of them is not judged.

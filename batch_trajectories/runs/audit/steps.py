@@ -38,5 +38,5 @@ def step_of(sample: int) -> AuditStep:
 
 
 def samples_of(repeats: int) -> int:
-    """How many samples a row has where it is checked so often with and without its solution."""
+    """Samples per row, if its check runs this often with and without the solution."""
     return len(_ONCE) + len(_REPEATED) * (repeats - 1)

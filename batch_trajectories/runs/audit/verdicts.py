@@ -47,7 +47,7 @@ WHAT_TO_DO = {
     "forgeable": "judge in a fresh copy (check.in: fresh), or bring tests and programs with it",
     NO_REFERENCE: "add `solution`, `solution_command` or `reference` to prove that it can pass",
 }
-"""The verdicts, the gravest first, and what a user can do."""
+"""Verdicts, the most serious first, with what the user can do."""
 
 _NEAR = 0.8
 """A check that takes this share of its time limit is too slow on a busy machine."""
@@ -104,7 +104,7 @@ def verdict_lines(run_dir: Path, scan: Scan) -> Iterator[dict[str, Any]]:
 
 
 def speaks_against(part: Mapping[str, Any]) -> bool:
-    """Whether a step ended otherwise than that of a sound row."""
+    """Whether a step ended differently from that of a sound row."""
     if part.get("error") is not None:
         return True
     if "not_tried" in part:
@@ -118,7 +118,7 @@ def speaks_against(part: Mapping[str, Any]) -> bool:
 
 
 def _part_of(record: Record) -> dict[str, Any]:
-    """What a verdict needs of the record of one step."""
+    """The fields of a step's record that a verdict needs."""
     step = step_of(record.sample)
     part: dict[str, Any] = {"step": step.name}
     part |= {"way": step.way} if step.way else {"repetition": step.repetition}
@@ -154,12 +154,12 @@ def _line_of(id_: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _check(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of the check of a step; empty where it did not come to it."""
+    """The result of a step's check; empty if the check did not run."""
     return part.get("check") or {}
 
 
 def _defects_of(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
-    """All that is wrong with a row."""
+    """Everything that is wrong with a row."""
     for part in parts:
         if (error := part.get("error")) is not None:
             too_slow = error["class"] == "setup_failed" and " timed out" in error["message"]

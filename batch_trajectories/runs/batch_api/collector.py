@@ -53,7 +53,7 @@ class _Gathering:
 
 
 class BatchCollector:
-    """Gathers calls, has their batches made, and answers. Use it from one event loop."""
+    """Gathers calls, sends them as batches, and answers them. Use it from one event loop."""
 
     def __init__(
         self,

@@ -24,10 +24,10 @@ SETUP_COLUMNS = ("files", "setup", "cwd", "check")
 HISTORY_COLUMNS = ("base_commit", "keep_history")
 
 TELLTALE_COLUMNS = ("check", "files", "setup", "base_commit")
-"""Those with names that other datasets hardly use: rows that have them may need `row_setup`."""
+"""Columns whose names other datasets hardly use: rows with them may need `row_setup`."""
 
 IMAGE_COLUMNS = ("docker_image", "image", "image_name")
-"""The first that a row has counts."""
+"""The first one in a row counts."""
 
 INSIDE_COLUMNS = ("workdir", "user", "env", "network", "limits", "hide")
 """Columns that are read only if the workspace is a directory of the image."""

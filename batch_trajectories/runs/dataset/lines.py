@@ -33,7 +33,7 @@ _OTHER_KINDS = {
     b"\xff\xfe": _UTF_16,
     b"\xfe\xff": _UTF_16,
 }
-"""What files begin with that are often given by mistake, and what to say of them."""
+"""First bytes of files that are often given by mistake, and what to say about them."""
 
 
 class Row(NamedTuple):
@@ -86,7 +86,7 @@ def read_row_at(file: BinaryIO, offset: int) -> dict[str, Any] | None:
 
 
 def refuse_other_kinds(path: Path, start: bytes) -> None:
-    """Raise `DatasetError` where a file that should be text begins as one of another kind does."""
+    """Raise `DatasetError` if a file that should be text begins like another kind of file."""
     for beginning, reason in _OTHER_KINDS.items():
         if start.startswith(beginning):
             raise DatasetError(f"{path} is {reason}")

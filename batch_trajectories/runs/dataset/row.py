@@ -104,7 +104,7 @@ class RowRules:
     check_network: bool = False
     """Checks may reach the network, if their rows ask for it."""
     check_in: CheckPlace = "same"
-    """Where checks run whose rows do not say it."""
+    """Where checks run if their row does not say."""
     variables: frozenset[str] = frozenset()
     """The variables of this machine that rows may name."""
     agent: CommandAgent | None = None

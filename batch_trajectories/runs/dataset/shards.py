@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.text import first_few
 
 MAX_SHARDS = 100_000
 
@@ -95,8 +96,7 @@ def check_shards(
             )
     missing = [str(shard) for i in range(count) if (shard := Shard(i, count)) not in holders]
     if missing and not allow_gaps:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise ConfigError(
-            f"{len(missing)} of {count} shards are missing: {', '.join(missing[:_SHOWN])}{more}; "
+            f"{len(missing)} of {count} shards are missing: {first_few(missing, _SHOWN)}; "
             "name their runs too, or leave their tasks pending with --allow_gaps"
         )

@@ -26,6 +26,7 @@ from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.console import watched
 from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.text import first_few
 from batch_trajectories.runs.dataset.scan import Scan, tasks
 from batch_trajectories.runs.directory.run_dir import RunDir
 from batch_trajectories.runs.protocol.record import as_stored
@@ -73,8 +74,7 @@ class Imported:
         lines = [f"{self.directory}: rows of that run"]
         for count, kind, places in counted:
             if count:
-                named = ", ".join(places[:_SHOWN]) + (" …" if len(places) > _SHOWN else "")
-                lines.append(f"{count:>9,} {kind} {named}".rstrip())
+                lines.append(f"{count:>9,} {kind} {first_few(places, _SHOWN)}".rstrip())
         return "\n".join(lines)
 
 

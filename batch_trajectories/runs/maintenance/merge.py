@@ -18,7 +18,7 @@ from typing import Any
 
 from batch_trajectories.basics.console import watched
 from batch_trajectories.basics.errors import ConfigError, RunDirError
-from batch_trajectories.basics.text import plural
+from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.runs.config.fingerprint import stored_meaning
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.run_config import RunConfig
@@ -223,11 +223,10 @@ def _copy(
             else:
                 differing.append(f"{record.id} in {seen[key][0]} and {path}")
     if differing:
-        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise RunDirError(
             f"{len(differing)} tasks have different records in two runs: "
-            f"{'; '.join(differing[:_SHOWN])}{more}. It is unknown which is right; merge only runs "
-            "with different rows"
+            f"{first_few(differing, _SHOWN, separator='; ')}. It is unknown which is right; merge "
+            "only runs with different rows"
         )
     return taken, equal
 

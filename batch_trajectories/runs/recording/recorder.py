@@ -107,7 +107,7 @@ class Recorder:
         self._said: set[str] = set()
         self._sessions: dict[str, Session] = {}
         self._lobby = self._gateway("(no session)", Trajectory(()), _refuse)
-        """Answers what belongs to no session: probes, and requests that are no calls."""
+        """Answers requests outside sessions: probes, and requests that are not calls."""
         self._is_stopping = False
         self.stopped = asyncio.Event()
         self.stopped_by: str | None = None
@@ -155,7 +155,7 @@ class Recorder:
         self.stopped.set()
 
     def halt(self, reason: str) -> None:
-        """The recording cannot continue: the next start takes its sessions up."""
+        """Stop the recording; the next start resumes its sessions."""
         if self.stopped_by is None:
             self.stopped_by = reason
         self._is_stopping = True
@@ -341,7 +341,7 @@ def _refuse(event: Event) -> None:
 
 
 async def _prompt_of(request: web.BaseRequest, path: str) -> str | None:
-    """The first text of the user in a model call; None if the request is none."""
+    """The first text of the user in a model call; None if the request is not a call."""
     wire = next((w for w in WIRES.values() if w.operation(request.method, path) == "call"), None)
     if wire is None:
         return None
@@ -363,7 +363,7 @@ def _has_replies(session: Session) -> bool:
 
 
 def _ending(session: Session) -> Finish:
-    """How a session ended whose program did not say so."""
+    """The ending of a session whose program did not give one."""
     calls = session.trajectory.agent_calls
     prompt = session.task.columns["prompt"]
     main = None if calls is None else lines_of(calls, prompt).main

@@ -18,6 +18,7 @@ from batch_trajectories.basics.startup import (
     log_to,
     settings_restored,
 )
+from batch_trajectories.basics.text import first_few
 from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.config.models import budget_of
 from batch_trajectories.runs.config.run_config import RunConfig
@@ -33,7 +34,7 @@ from batch_trajectories.runs.store.journal import Inflight, next_worker_number
 from batch_trajectories.runs.store.journal_writer import JournalWriter
 from batch_trajectories.runs.store.records import RecordFile
 from batch_trajectories.runs.supervisor.budget import BudgetLog, spent_before
-from batch_trajectories.runs.supervisor.damaged import set_aside_damaged, shortened
+from batch_trajectories.runs.supervisor.damaged import set_aside_damaged
 from batch_trajectories.runs.supervisor.run import Outcome
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def _record(
     ):
         for what in (records.unreadable, set_aside_damaged(run_dir.path)):
             if what:
-                say(f"set aside in {run_dir.quarantine}: {shortened(what)}")
+                say(f"set aside in {run_dir.quarantine}: {first_few(what)}")
         inflight = Inflight(run_dir.inflight)
         index = records.take_found()
         settled = Settled(index, config.max_attempts)

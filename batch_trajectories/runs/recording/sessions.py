@@ -25,7 +25,7 @@ DEFAULT = "session"
 
 
 class BadName(ValueError):
-    """A session cannot be called so."""
+    """Not a valid name for a session."""
 
 
 def session_of(request: web.BaseRequest) -> tuple[str, str]:
@@ -60,7 +60,7 @@ class SessionFile:
         self._file = AppendFile(path)
         self._seen: Counter[str] = Counter()
         self.tasks = list(tasks(self.scan()))
-        """Those of all sessions so far."""
+        """The rows of all sessions so far."""
         for task in self.tasks:
             self._seen[task.columns["id"]] += 1
 

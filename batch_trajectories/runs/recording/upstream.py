@@ -190,7 +190,7 @@ class Upstream:
         return self._limits.report()
 
     def stop(self) -> None:
-        """Stop the calls that wait or come."""
+        """Refuse waiting and new calls."""
         self.calls.stop()
 
     async def close(self) -> None:

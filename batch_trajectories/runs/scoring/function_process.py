@@ -161,7 +161,7 @@ class ImagePath(PurePosixPath):
         return False
 
     def exists(self) -> bool:
-        """Whether it is one of both."""
+        """Whether it is a file or a directory."""
         return self.is_file() or self.is_dir()
 
     def iterdir(self) -> Iterator[ImagePath]:

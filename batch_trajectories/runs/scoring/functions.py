@@ -78,7 +78,7 @@ def _checked(place: str) -> str:
 
 
 class RewardFunctions:
-    """The reward functions of a run, in this process's charge."""
+    """The reward functions of a run, managed by this process."""
 
     def __init__(self, places: Sequence[str], *, timeout_s: float) -> None:
         self._functions = [_Function(place, timeout_s) for place in places]

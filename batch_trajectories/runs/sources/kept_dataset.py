@@ -36,7 +36,8 @@ from batch_trajectories.runs.store.files import (
     link,
     make_directory,
     open_temporary,
-    replace_file,
+    read_json,
+    replace_json,
     storage_error,
     sync_directory,
     temporary_for,
@@ -146,8 +147,7 @@ def keep_dataset(
             )
         if only is not None:
             written[ONLY] = only.to_json()
-        content = orjson.dumps(note | written, option=orjson.OPT_INDENT_2) + b"\n"
-        replace_file(path.with_suffix(".json"), content)
+        replace_json(path.with_suffix(".json"), note | written)
         if left_out:
             say(describe_left_out(source.name, left_out))
         return KeptDataset(path, note | written)
@@ -428,11 +428,8 @@ def _is_as_written(path: Path, stored: Mapping[str, Any]) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        stored = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return None  # it is written again
-    return stored if isinstance(stored, dict) and "blake2b" in stored else None
+    stored = read_json(path)
+    return stored if stored is not None and "blake2b" in stored else None  # it is written again
 
 
 def _hash() -> blake2b:

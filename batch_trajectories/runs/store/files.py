@@ -12,10 +12,12 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from shutil import copyfile
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import orjson
 
 from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLocked
 from batch_trajectories.runs.store.checksum import is_whole
@@ -257,6 +259,20 @@ def replace_file(path: Path, content: bytes) -> None:
         sync_directory(path.parent)
     except OSError as error:
         raise storage_error(path, error) from error
+
+
+def replace_json(path: Path, value: Mapping[str, Any]) -> None:
+    """`replace_file` with a value as indented JSON."""
+    replace_file(path, orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a derived JSON file; None where there is none that can be read."""
+    try:
+        value = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def temporary_for(path: Path) -> Path:

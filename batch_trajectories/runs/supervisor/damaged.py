@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from batch_trajectories.runs.store.failures import is_failure
 from batch_trajectories.runs.store.files import keep_readable
 from batch_trajectories.runs.store.journal import is_event, segments
 from batch_trajectories.runs.supervisor.budget import is_budget_line
-
-_SHOWN = 10
 
 
 def set_aside_damaged(run_dir: Path) -> list[str]:
@@ -24,9 +21,3 @@ def set_aside_damaged(run_dir: Path) -> list[str]:
     for segment in sorted(segments(run_dir / "inflight")):
         names += keep_readable(segment, quarantine, is_event)
     return names
-
-
-def shortened(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

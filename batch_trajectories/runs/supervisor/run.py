@@ -23,6 +23,7 @@ from batch_trajectories.basics.startup import (
     log_to,
     settings_restored,
 )
+from batch_trajectories.basics.text import first_few
 from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.config.models import budget_of, limits_of, uses_key_command
 from batch_trajectories.runs.config.sandboxes import remove_leftover_containers
@@ -38,7 +39,7 @@ from batch_trajectories.runs.store.files import has_batches, listed
 from batch_trajectories.runs.store.journal import Inflight, segments
 from batch_trajectories.runs.store.records import RecordFile, load_index
 from batch_trajectories.runs.supervisor.budget import BudgetLog, spent_before
-from batch_trajectories.runs.supervisor.damaged import set_aside_damaged, shortened
+from batch_trajectories.runs.supervisor.damaged import set_aside_damaged
 from batch_trajectories.runs.supervisor.progress import Progress
 from batch_trajectories.runs.supervisor.refusals import Refusals
 from batch_trajectories.runs.supervisor.supervisor import Start, Supervisor
@@ -145,12 +146,12 @@ def _work(
         if records.unreadable:
             progress.say(
                 f"{len(records.unreadable)} unreadable records were set aside in "
-                f"{run_dir.quarantine}: {shortened(records.unreadable)}; their tasks run again"
+                f"{run_dir.quarantine}: {first_few(records.unreadable)}; their tasks run again"
             )
         if damaged:
             progress.say(
                 f"{len(damaged)} damaged lines were set aside in {run_dir.quarantine}: "
-                f"{shortened(damaged)}; they do not count"
+                f"{first_few(damaged)}; they do not count"
             )
         for row in plan.scan.bad_rows:
             failures.append_bad_row(plan.scan.path, row)

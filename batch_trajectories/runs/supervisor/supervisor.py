@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from agent.loop.steps import Finish
 from agent.models.model import url_of
 from batch_trajectories.basics.errors import DatasetChanged, EnvironmentStop
-from batch_trajectories.basics.text import plural
+from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.config.models import Setups, limits_of
 from batch_trajectories.runs.config.run_config import RunConfig
@@ -34,7 +34,6 @@ from batch_trajectories.runs.store.journal import Inflight, next_worker_number
 from batch_trajectories.runs.store.records import RecordFile
 from batch_trajectories.runs.store.tasks import Task
 from batch_trajectories.runs.supervisor.budget import BudgetLog, RunBudget
-from batch_trajectories.runs.supervisor.damaged import shortened
 from batch_trajectories.runs.supervisor.limits import RunLimits
 from batch_trajectories.runs.supervisor.progress import Progress
 from batch_trajectories.runs.supervisor.refusals import Outages, Refusals
@@ -326,7 +325,7 @@ class Supervisor:
         if damaged := self._start.inflight.damaged:
             self._progress.say(
                 f"{len(damaged)} damaged lines of its journals were set aside in "
-                f"{self._start.run_dir.quarantine}: {shortened(damaged)}; these calls are made "
+                f"{self._start.run_dir.quarantine}: {first_few(damaged)}; these calls are made "
                 "again"
             )
             damaged.clear()

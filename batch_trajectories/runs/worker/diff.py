@@ -103,7 +103,7 @@ _BRING_BACK = _AT_STORE + (
 
 
 class DiffError(Exception):
-    """What a conversation changed cannot be carried to a fresh workspace."""
+    """The changes of a conversation cannot be copied to a fresh workspace."""
 
 
 async def begin_diff(context: ToolContext, *, is_needed: bool) -> None:
@@ -183,7 +183,7 @@ def no_diff(why: str) -> dict[str, Any]:
 async def _made(
     worked: Any, fresh: ToolContext, top: str, hidden: Sequence[str], from_image: Sequence[str]
 ) -> bytes:
-    """Carry what has changed beneath `top`, and return the diff."""
+    """Copy the changes below `top`, and return the diff."""
     sandbox, files = _sandbox(fresh), fresh.workspace
     assert isinstance(worked, ImageFiles)
     assert isinstance(files, ImageFiles)
@@ -254,7 +254,7 @@ async def _carry(
 
 
 def _is_left_out(path: str, hidden: Sequence[str]) -> bool:
-    """Whether a path is of a repository itself, or of what the model did not have."""
+    """Whether a path belongs to git's own data or to files that the model did not have."""
     if path.endswith(_NESTED):
         return True
     return any(path == one or path.startswith(f"{one}/") for one in hidden)

@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Work:
-    """A task that is being worked on, and what has come of it."""
+    """A task in progress, and its results so far."""
 
     task: Task
     assignment: Assignment
@@ -405,7 +405,7 @@ class TaskRunner:
                 self._stops.say(message)
 
     def _script_of(self, task: Task) -> Sequence[ScriptedTurn]:
-        """What model "scripted" plays; to others a column of that name means nothing."""
+        """The script of model "scripted"; other models ignore a column of this name."""
         if self._setup.api != SCRIPTED:
             return ()
         own = task.columns.get("script")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batch_trajectories.runs.dataset.row_setup import RowSetup
 
 IMAGE_FILE = "image"
-"""The file beside a conversation's layer that has the digest of the image beneath it."""
+"""The file beside a conversation's layer with the digest of the image below it."""
 
 _MOST_PATHS = 200
 _SHOWN = 2000
@@ -51,7 +51,7 @@ async def set_up_workspace(context: ToolContext, row: RowSetup) -> None:
 
 @asynccontextmanager
 async def setting_up(root: Path) -> AsyncIterator[None]:
-    """What is done with a workspace until it is set up; a crash or an error leaves its mark."""
+    """Set a workspace up inside a `with` block; a crash or an error leaves a mark."""
     mark = half_set_up(root)
     await asyncio.to_thread(mark.touch)
     yield

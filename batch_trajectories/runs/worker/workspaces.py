@@ -144,7 +144,7 @@ class Workspaces:
         return PreparedWorkspace(context, kept, "the image was replaced" if is_other else LOST)
 
     def image(self, row: RowTask) -> dict[str, str] | None:
-        """The image that a conversation works in, for its record; None if it has not got one."""
+        """The image that a conversation works in, for its record; None without an image."""
         reference = self._spec_of(row).reference
         if (digest := self._digests.get(reference)) is None:
             return None

@@ -11,7 +11,7 @@ from toolsets.workspace.packing import TooLarge, pack
 from toolsets.workspace.workspace import Workspace
 
 _OF_OVERLAYS = ("work",)
-"""What the kernel needs beside a layer, and nobody else can read."""
+"""The kernel's directory beside a layer, which nobody else can read."""
 
 
 async def keep(context: ToolContext, setup: WorkerSetup) -> dict[str, str]:
