@@ -27,9 +27,9 @@ from typing import Any
 
 import click
 
-from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.rendering import load_template
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import FormatName, Recipe
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import scan

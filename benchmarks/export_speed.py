@@ -125,8 +125,8 @@ def _work(run_dir: Path, found: Scan, kind: str) -> Callable[[], float]:
         from batch_trajectories.export.training_files import export_run
 
         return lambda: _timed(lambda: export_run(run_dir, found, num_samples=1))
-    from batch_trajectories.export.dataset.build import Source
     from batch_trajectories.export.dataset.directory import export_dataset
+    from batch_trajectories.export.dataset.runs import Source
     from batch_trajectories.export.rows.recipe import load_recipe
 
     source, recipe = Source(run_dir, found, 1), load_recipe(None, {"formats": kind})

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.directory import export_dataset
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, scan, tasks
@@ -50,8 +50,9 @@ def make_run(
     prompts: list[Any] | None = None,
     pending: int = 0,
     more: str = "",
+    name: str = "r",
 ) -> Source:
-    """A run directory `r` in `folder` that holds `records`, side by side the samples of a prompt.
+    """A run directory `name` in `folder` with `records`, side by side the samples of a prompt.
 
     `prompts` are columns of rows, or texts; `pending` rows have no record, `more` is text at the
     end of the dataset.
@@ -60,13 +61,15 @@ def make_run(
     rows = [{"id": f"t{n}", "prompt": f"Question {n}"} for n in range(count)]
     for row, given in zip(rows, prompts or [], strict=False):
         row.update(given if isinstance(given, Mapping) else {"prompt": given})
-    dataset = write_rows(folder / "p.jsonl", *rows)
+    dataset = write_rows(
+        folder / f"{name}_prompts.jsonl" if name != "r" else folder / "p.jsonl", *rows
+    )
     with dataset.open("a") as file:
         file.write(more)
     scanned = scan(dataset, max_samples=None, num_samples=samples)
-    run_dir = folder / "r"
+    run_dir = folder / name
     run_dir.mkdir(exist_ok=True)
-    config = RunConfig(dataset_file=dataset, run_name="r", output_dir=folder, num_samples=samples)
+    config = RunConfig(dataset_file=dataset, run_name=name, output_dir=folder, num_samples=samples)
     identity = {
         "schema_version": SCHEMA_VERSION,
         "api": "openai_chat",

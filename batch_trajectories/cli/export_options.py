@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,12 @@ from batch_trajectories.basics.text import join_commas, plural
 from batch_trajectories.cli.command_line import LocalPath
 
 if TYPE_CHECKING:
-    from batch_trajectories.runs.config.run_config import RunConfig
-    from batch_trajectories.runs.dataset.scan import Scan
+    from batch_trajectories.export.dataset.runs import Source
 
 _OPTIONS = (
     ("format", "NAME,...", "Formats of rows: `export --help` and docs/export.md list them."),
     ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
+    ("mix", "FILE", "A recipe of several RUNs, with the weight or count of each in `runs`."),
     ("output", "DIR", "Directory of the dataset.  [default: RUN/exports/dataset]"),
     (
         "reasoning",
@@ -40,6 +40,7 @@ _OPTIONS = (
     ("accept_rows", "REASON,...", "Keep rows with these flaws; see docs/export.md."),
     ("reward_name", "NAME", "The reward that filters, dpo and kto use; see docs/rewards.md."),
     ("splits", "NAME=SHARE,...", "Splits by prompt: train=0.9,test=0.1."),
+    ("split_by", "COLUMN,...", "Columns of which no value is in two splits, such as repo."),
     ("shard_mb", "NUMBER", "Megabytes per file; default: one file per split."),
     (
         "render",
@@ -123,21 +124,19 @@ def dataset_options(function: Any) -> Any:
     return function
 
 
-def make_dataset(run_dir: Path, scan: Scan, config: RunConfig, *, flags: Mapping[str, Any]) -> int:
+def make_dataset(sources: Sequence[Source], *, flags: Mapping[str, Any]) -> int:
     """Do what the options say; return the exit code. Raises `RunError`."""
     from batch_trajectories.basics.errors import ConfigError
-    from batch_trajectories.export.dataset.build import Source
     from batch_trajectories.export.dataset.directory import export_dataset
     from batch_trajectories.export.dataset.rendering import load_template
     from batch_trajectories.export.rows.recipe import Recipe, load_recipe
 
-    source = Source(run_dir, scan, config.num_samples, config)
-    directory = Path(flags["output"] or run_dir / "exports" / "dataset")
+    source, directory = _one(sources, flags["output"])
     named = {k: flags.get(k) for k in Recipe.model_fields} | {"formats": flags["format"]}
     given = {key: value for key, value in named.items() if value not in (None, False)}
     filters = {"require_passed": True} if flags["require_passed"] else {}
     if flags["check"]:
-        if given or filters or flags["recipe"]:
+        if given or filters or flags["recipe"] or flags["mix"]:
             raise ConfigError(
                 "--check uses the recipe of the dataset; leave out other options for datasets"
             )
@@ -150,7 +149,16 @@ def make_dataset(run_dir: Path, scan: Scan, config: RunConfig, *, flags: Mapping
         raise ConfigError("--push_for_real needs --push_to_hub REPO")
     if flags["render_rows"] is not None and not flags["render"]:
         raise ConfigError("--render_rows needs --render FILE")
-    recipe = load_recipe(Path(flags["recipe"]) if flags["recipe"] else None, given, filters)
+    if flags["mix"] and flags["recipe"]:
+        raise ConfigError("--mix is a recipe with `runs`: put all of --recipe into its file")
+    file = flags["mix"] or flags["recipe"]
+    recipe = load_recipe(Path(file) if file else None, given, filters)
+    if unknown := [name for name in recipe.runs if name not in {one.name for one in sources}]:
+        known = ", ".join(sorted(one.name for one in sources))
+        raise ConfigError(
+            f"{file}: runs: {unknown[0]!r} is none of the RUNs of this command ({known}); name it "
+            "there, or take it out of the file"
+        )
     render = load_template(Path(flags["render"])) if flags["render"] else None
     if render is not None and "openai" not in recipe.formats:
         raise ConfigError("--render shows rows of the format openai; add it to --format")
@@ -158,7 +166,8 @@ def make_dataset(run_dir: Path, scan: Scan, config: RunConfig, *, flags: Mapping
     manifest = prove(export_dataset(source, recipe, directory), directory)
     if manifest["pending"]:
         say(f"warning: {plural(manifest['pending'], 'pending task')} not in this export")
-    if config.until_passed is not None and "rl" in recipe.formats:
+    has_stopped = any(one.config and one.config.until_passed is not None for one in sources)
+    if has_stopped and "rl" in recipe.formats:
         say(
             "warning: samples of this run stopped at --until_passed, so groups differ in size and "
             "are not whole; GRPO needs a fixed --num_samples"
@@ -169,6 +178,24 @@ def make_dataset(run_dir: Path, scan: Scan, config: RunConfig, *, flags: Mapping
     if flags["push_to_hub"]:
         _push(directory, flags["push_to_hub"], manifest, for_real=flags["push_for_real"])
     return 0
+
+
+def _one(sources: Sequence[Source], output: str | None) -> tuple[Source, Path]:
+    """The source of all runs, and the directory of the dataset. Raises `ConfigError`."""
+    from dataclasses import replace
+
+    from batch_trajectories.basics.errors import ConfigError
+
+    first, *others = sources
+    names = [one.name for one in sources]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"two RUNs are named {twice[0]!r}; name each run once, or rename a run's directory"
+        )
+    if others and not output:
+        raise ConfigError("a dataset of several RUNs is in none of them: add --output DIR")
+    where = Path(output) if output else first.run_dir / "exports" / "dataset"
+    return replace(first, others=tuple(others)), where
 
 
 def _prover(flags: Mapping[str, Any], recipe: Any) -> Callable[[dict[str, Any], Path], Any]:
@@ -214,6 +241,10 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
     lines += [
         f"  rejected   {count:>9,}  {reason}"
         for reason, count in manifest["rejected_by_reason"].items()
+    ]
+    lines += [
+        f"{run['selected']:>9,} of {plural(run['tasks'], 'task')} of {run['name']}"
+        for run in manifest.get("runs", ())
     ]
     for part in manifest["formats"]:
         lines.append(f"{part['rows']:>9,} rows of {part['format']}")

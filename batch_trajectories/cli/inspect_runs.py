@@ -14,6 +14,7 @@ from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
 from batch_trajectories.cli.export_options import ExportCommand, dataset_options, make_dataset
 from batch_trajectories.cli.shared import (
+    complete_runs,
     output_dir_option,
     run_argument,
     run_dir_argument,
@@ -51,23 +52,29 @@ def status(run: str | None, output_dir: Path, as_json: bool, watch: float | None
 
 
 @click.command(cls=ExportCommand)
-@run_dir_argument
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs)
+@output_dir_option
 @dataset_options
-def export(run: str, output_dir: Path, **flags: Any) -> None:
+def export(runs: tuple[str, ...], output_dir: Path, **flags: Any) -> None:
     """Write the training files of RUN again from its records.
 
-    With any option for datasets, build a dataset instead; see docs/export.md.
+    With any option for datasets, build a dataset instead, also of several RUNs; see docs/export.md.
     """
     from batch_trajectories.api.results import write_results
     from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.export.dataset.runs import Source
     from batch_trajectories.runs.directory.narrowing import refuse_narrowing
 
     with errors_as_exit_codes():
-        stored = open_run(run, output_dir)
-        path, scan, config = stored.path, stored.scan, stored.config
-        refuse_narrowing(path, scan, config, stored.identity, accepted=())
-        if any(value not in (None, False) for value in flags.values()):
-            sys.exit(make_dataset(path, scan, config, flags=flags))
+        opened = [open_run(run, output_dir) for run in runs]
+        for stored in opened:
+            refuse_narrowing(stored.path, stored.scan, stored.config, stored.identity, accepted=())
+        if len(runs) > 1 or any(value not in (None, False) for value in flags.values()):
+            sources = [
+                Source(one.path, one.scan, one.config.num_samples, one.config) for one in opened
+            ]
+            sys.exit(make_dataset(sources, flags=flags))
+        path, scan, config = opened[0].path, opened[0].scan, opened[0].config
         totals = write_results(path, scan, config)
     if totals.pending:
         say(f"warning: {plural(totals.pending, 'pending task')} not in the training file")

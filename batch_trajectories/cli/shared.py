@@ -92,10 +92,11 @@ def run_dir_argument(function: Any) -> Any:
 def run_argument(name: str, *, required: bool = True) -> Callable[[Any], Any]:
     """A parameter that names a run; completion offers those in the output directory."""
     metavar = "RUN" if required else "[RUN]"
-    return click.argument(name, metavar=metavar, required=required, shell_complete=_runs)
+    return click.argument(name, metavar=metavar, required=required, shell_complete=complete_runs)
 
 
-def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """The runs in the output directory whose names begin so."""
     from batch_trajectories.runs.directory.run_dir import runs_in
 
     output_dir = ctx.params.get("output_dir") or Path("trajectories")

@@ -183,7 +183,7 @@ class RewardStatistics:
             chances = [
                 chance
                 for count, passed in numbers
-                if count and (chance := _chance(count, passed, k, rule)) is not None
+                if count and (chance := chance_of_pass(count, passed, k, rule)) is not None
             ]
             if chances:
                 rates[str(k)] = round(100 * math.fsum(chances) / len(chances), 2)
@@ -222,7 +222,7 @@ def as_text(figures: Mapping[str, Any]) -> Iterator[str]:
     yield from by_model.as_text(figures.get("models", ()))
 
 
-def _chance(count: int, passed: int, k: int, rule: StoppingRule | None) -> float | None:
+def chance_of_pass(count: int, passed: int, k: int, rule: StoppingRule | None) -> float | None:
     """The chance that `k` samples hold one that passed, None if it is unknown.
 
     Drawn at random of the `count` samples of a prompt, unless `rule` ended these.

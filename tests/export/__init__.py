@@ -23,6 +23,7 @@ test_export_statistics    `stats`
 test_export_funnel        from rows to training rows
 test_export_rendering     rows through chat templates
 test_export_dataset       datasets by recipe
+test_mix                  caps, bands, order and splits; datasets of several runs
 test_export_evaluation    benchmarks that conversations must not contain
 test_export_hf            directories of `datasets`
 test_export_rewards       rewards by name in rows, filters and pairs

@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, RunLocked
-from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.directory import derive, export_dataset, listed_files
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.record_order import RecordOrder, Seen
 from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.export.rows.recipe import Recipe, load_recipe

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.filters.contamination import _Runs
 from batch_trajectories.export.filters.filters import RecordFilters
 from batch_trajectories.export.rows.filter_options import Filters

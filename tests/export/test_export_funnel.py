@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.directory import export_dataset
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.funnel import funnel_as_text, funnel_of
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.training_files import export_run

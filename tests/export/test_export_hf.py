@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.directory import export_dataset
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import FormatName, Recipe
 from tests.exporting import judged, make_run, worked
 from tests.running import lines

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.turns import Turn
-from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.rendering import load_template
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.formats.openai import row_of
 from batch_trajectories.export.rows.per_turn import cut_by_turn
 from batch_trajectories.export.rows.recipe import Recipe

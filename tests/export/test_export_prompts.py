@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import yaml
 
-from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.checking import findings
+from batch_trajectories.export.dataset.runs import Source
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run, rejects
 

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from batch_trajectories.basics.errors import ConfigError, RunDirError
-from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import load_recipe
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.reader import stored_records

@@ -15,7 +15,7 @@ from batch_trajectories.export.conversation import reading
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.validity import Rejected
-from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.runs.store.checksum import DamagedLine, with_checksum
 from batch_trajectories.runs.store.record_types import decode_record
 from batch_trajectories.runs.store.records import RecordFile, UnreadableRecord

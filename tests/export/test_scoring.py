@@ -20,7 +20,7 @@ import orjson
 import pytest
 import yaml
 
-from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.scoring.asking import ask_all
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.reader import stored_records

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.export.dataset.build import Source
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.format_names import names
 from batch_trajectories.report.page.writer import write_report
 from batch_trajectories.runs.maintenance.fork import write_forks

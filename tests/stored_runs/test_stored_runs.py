@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.directory import export_dataset
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.runs.config.fingerprint import meaning_of, with_defaults
 from batch_trajectories.runs.config.run_config import RunConfig

@@ -6,53 +6,44 @@ selected record is used or rejected. The same records and recipe give the same b
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import orjson
 
 from batch_trajectories.basics.console import LongWork
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import reward_of
 from batch_trajectories.export.conversation.tolerance import Tolerance, refuse_everywhere
+from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Rejected
+from batch_trajectories.export.dataset.runs import Read, Source, SourceRecords
+from batch_trajectories.export.dataset.splits import JoinedSplits, Splits
 from batch_trajectories.export.filters.duplicates import NearDuplicates, said_in
 from batch_trajectories.export.filters.filters import RecordFilters
-from batch_trajectories.export.record_order import RecordOrder, RecordReader, Seen
+from batch_trajectories.export.record_order import Seen
 from batch_trajectories.export.rows.files import Export, Loaded, Why, open_format
 from batch_trajectories.export.rows.format import Format
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, Hashing, Written
 from batch_trajectories.export.statistics import Statistics
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.dataset.row import opening_messages
-from batch_trajectories.runs.dataset.scan import Scan
-from batch_trajectories.runs.directory.owed import owed
 from batch_trajectories.runs.directory.run_dir import read_run_json, versions_of
 from batch_trajectories.runs.store.record_types import Record
-from batch_trajectories.runs.store.scores import Scores
+
+if TYPE_CHECKING:
+    from batch_trajectories.export.dataset.choice import Choice
+    from batch_trajectories.export.dataset.lengths import TokenLengths
 
 SCHEMA_VERSION = 1
 
 _UNKNOWN = "unknown"
 """The model of an imported conversation that does not name it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The run that a dataset is made from."""
-
-    run_dir: Path
-    scan: Scan
-    num_samples: int
-    config: RunConfig | None = None
-    """Tells which samples are tasks; None: all."""
 
 
 def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, Any]:
@@ -61,36 +52,51 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
     Raises `ConfigError` for a recipe that does not fit the run, `EnvironmentStop` if a record has
     become unreadable.
     """
-    scan = source.scan
-    order = RecordOrder(source.run_dir, scan, num_samples=source.num_samples)
-    with order.reading(Scores(source.run_dir)) as read:
-        making = _Making(recipe, place, Seen(len(order)), read, source.run_dir.name)
-        with LongWork("export", total=order.with_record) as work:
-            for groups in order.groups(by_prompt=recipe.compares):
+    records = SourceRecords(source)
+    with records.reading() as read:
+        making = _Making(recipe, place, records, read)
+        with LongWork("export", total=records.with_record) as work:
+            for groups in records.groups(by_prompt=recipe.compares):
                 making.add(groups)
                 work.advance(sum(map(len, groups)))
-    left = owed(source.run_dir, scan, source.config, order.without_record())
-    discarded = len(source.scan.bad_rows) * source.num_samples
-    run = read_run_json(source.run_dir)
+            making.write_chosen()
+    counts = [*records.counts()]
+    runs = [_about(one) for one in records.sources]
+    made = making.finish()
+    selected = made.pop("selected_by_run")
+    one_or_all: dict[str, Any] = {"run": runs[0]}
+    if len(runs) > 1:
+        names = [one.name for one in records.sources]
+        parts = zip(names, runs, counts, strict=True)
+        one_or_all = {
+            "runs": [
+                {**run, **count, "name": name, "selected": selected[name]}
+                for name, run, count in parts
+            ]
+        }
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "dataset",
-        "run": {
-            "name": run["config"]["run_name"],
-            "config_digest": run["digest"],
-            "dataset_sha256": source.scan.sha256,
-            "prompts": source.scan.rows + len(source.scan.bad_rows),
-            "samples": source.num_samples,
-            **_audit_of(run),
-        },
-        "tasks": len(order) - left.not_needed + discarded,
-        "discarded": discarded,
-        "failed": left.failed,
-        "pending": left.pending,
-        **making.finish(),
-        "gone": order.gone,
+        **one_or_all,
+        "tasks": sum(one.pop("tasks") for one in counts),
+        **{key: sum(one[key] for one in counts) for key in ("discarded", "failed", "pending")},
+        **made,
+        "gone": sum(one["gone"] for one in counts),
         "recipe": recipe.model_dump(mode="json"),
         "versions": _versions(recipe),
+    }
+
+
+def _about(source: Source) -> dict[str, Any]:
+    """What a manifest says of a run."""
+    run = read_run_json(source.run_dir)
+    return {
+        "name": run["config"]["run_name"],
+        "config_digest": run["digest"],
+        "dataset_sha256": source.scan.sha256,
+        "prompts": source.scan.rows + len(source.scan.bad_rows),
+        "samples": source.num_samples,
+        **_audit_of(run),
     }
 
 
@@ -112,21 +118,19 @@ def worth_scoring(recipe: Recipe) -> Callable[[Record], bool]:
         if filters.rejection(record) is not None:
             return False
         try:
-            return not recipe.needs_conversations or bool(
-                _with_conversation(record, recipe.tolerances)
-            )
+            return not recipe.needs_conversations or bool(_read(record, recipe.tolerances))
         except Rejected:
             return False
 
     return is_worth
 
 
-def _with_conversation(record: Record, tolerances: Sequence[Tolerance]) -> Loaded:
+def _read(record: Record, tolerances: Sequence[Tolerance]) -> Conversation:
     """Parse a record; raises Rejected, also if no format accepts it."""
     conversation = read_conversation(record)
     if conversation.flaws:
         refuse_everywhere(conversation.flaws, tolerances)
-    return Loaded(record, conversation)
+    return conversation
 
 
 def _filters_of(recipe: Recipe, *, with_unscored: bool = False) -> RecordFilters:
@@ -143,15 +147,12 @@ class _Making:
     """A dataset that is being written."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        place: FileTarget,
-        seen: Seen,
-        read: RecordReader,
-        run: str,
+        self, recipe: Recipe, place: FileTarget, records: SourceRecords, read: Read
     ) -> None:
         self._recipe = recipe
-        self._seen = seen
+        self._seen = Seen(len(records))
+        self._records = records
+        self._is_mix = len(records.sources) > 1
         self._read = read
         filters = recipe.filters
         self._compares = recipe.compares
@@ -160,15 +161,32 @@ class _Making:
         self._near = (
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
         )
+        self._lengths: TokenLengths | None = None
+        if filters.tokenizer is not None:
+            from batch_trajectories.export.dataset.lengths import TokenLengths
+
+            self._lengths = TokenLengths(Path(filters.tokenizer), recipe.style)
+        elif filters.max_length or filters.min_length:
+            name = "max_length" if filters.max_length else "min_length"
+            raise ConfigError(f"filters.{name}: counts tokens; add tokenizer, its directory")
         self._splits = Splits(recipe.splits, seed=recipe.split_seed)
+        joined: JoinedSplits | None = None
+        if recipe.split_by:
+            joined = JoinedSplits(recipe.splits, recipe.split_by, seed=recipe.split_seed)
+            self._splits = joined
+        self._choice: Choice | None = None
+        if recipe.chooses_among_all:
+            from batch_trajectories.export.dataset.choice import Choice
+
+            self._choice = Choice(recipe, joined, self._lengths)
         self._row_formats = recipe.row_formats
-        self._formats = [open_format(Export(one, recipe, place, run)) for one in self._row_formats]
+        self._formats = [open_format(Export(one, recipe, place)) for one in self._row_formats]
         self._tolerances = recipe.tolerances
-        self._needs_conversations = recipe.needs_conversations
+        self._needs_conversations = recipe.needs_conversations or self._lengths is not None
         self._rejects = Hashing(place.open("rejects.jsonl"))
         self._reject_lines = 0
         self._rejected: Counter[str] = Counter()
-        self._selected = 0
+        self._selected: Counter[str] = Counter()
         self._by_toolsets: Counter[tuple[str, ...]] = Counter()
         self._models: Counter[str] = Counter()
         self._statistics = Statistics()
@@ -179,23 +197,53 @@ class _Making:
         loading = map(self._read, chain.from_iterable(groups))
         loaded = loading if self._compares else iter([*loading])
         passed = [self._candidates(numbers, loaded) for numbers in groups]
-        for candidates, _ in passed:
-            for candidate in candidates:
-                self._selected += 1
-                self._statistics.add(candidate.record, candidate.own)
-                record = candidate.record
-                self._models[record.model_returned or record.model or _UNKNOWN] += 1
-        for candidates, rejected in passed:
+        if self._choice is None:
+            for candidates, _, _ in passed:
+                self._count(candidates)
+        for candidates, rate, rejected in passed:
             for named, why in rejected:
-                self._rejected[why[0]] += 1
-                self._reject(named, *why, None)
+                self._leave_out(named, why)
             if not candidates:
                 continue
-            chosen = self._chosen(candidates)
-            split = self._splits.of(candidates[0].record)
-            for files in self._formats:
-                for candidate, why in files.add(split, candidates, chosen):
-                    self._reject(_named(candidate.record), *why, files.export.format)
+            if self._choice is None:
+                self._write(candidates, self._chosen(candidates))
+            else:
+                self._choice.add(candidates, rate, self._chosen(candidates))
+
+    def write_chosen(self) -> None:
+        """Write what is chosen among all, now that all are added. Raises `ConfigError`."""
+        if (choice := self._choice) is None:
+            return
+        for number, why in choice.left_out().items():
+            self._leave_out(self._named(self._read(number), number), why)
+        for groups in choice.groups():
+            for numbers in groups:
+                candidates = [self._loaded(number, self._read(number)) for number in numbers]
+                self._count(candidates)
+                not_used = {
+                    one.record.id: choice.not_used[one.number]
+                    for one in candidates
+                    if one.number in choice.not_used
+                }
+                self._write(candidates, not_used)
+
+    def _count(self, candidates: Iterable[Loaded]) -> None:
+        for candidate in candidates:
+            record = candidate.record
+            self._selected[candidate.run] += 1
+            self._statistics.add(record, candidate.own)
+            self._models[record.model_returned or record.model or _UNKNOWN] += 1
+
+    def _write(self, candidates: Sequence[Loaded], not_used: Mapping[str, Why]) -> None:
+        split = self._splits.of(candidates[0])
+        for files in self._formats:
+            for candidate, why in files.add(split, candidates, not_used):
+                named = self._named(candidate.record, candidate.number)
+                self._reject(named, *why, files.export.format)
+
+    def _leave_out(self, named: _Named, why: Why) -> None:
+        self._rejected[why[0]] += 1
+        self._reject(named, *why, None)
 
     def finish(self) -> dict[str, Any]:
         """Close all files; returns their part of the manifest."""
@@ -208,7 +256,8 @@ class _Making:
             "rejected": self._rejected.total(),
             "rejected_by_reason": dict(sorted(self._rejected.items())),
             **({} if evaluation is None else {"evaluation": evaluation.counts()}),
-            "selected": self._selected,
+            "selected": self._selected.total(),
+            "selected_by_run": self._selected,
             "models": [
                 {"model": name, "records": count} for name, count in sorted(self._models.items())
             ],
@@ -221,28 +270,75 @@ class _Making:
 
     def _candidates(
         self, numbers: Sequence[int], loaded: Iterator[Record]
-    ) -> tuple[list[Loaded], list[tuple[_Named, Why]]]:
-        """The next records that pass the filters, and id and status of those that do not."""
+    ) -> tuple[list[Loaded], float | None, list[tuple[_Named, Why]]]:
+        """The next records that pass the filters, and id and status of those that do not.
+
+        Between them the share of all that passed, where it matters.
+        """
         candidates: list[Loaded] = []
         rejected: list[tuple[_Named, Why]] = []
+        outcomes: Counter[bool | None] = Counter()
+        needs_rates, bounds = self._recipe.needs_rates, self._recipe.filters.pass_rate
         for number, record in zip(numbers, loaded, strict=False):
+            if needs_rates:
+                outcomes[self._filters.passed(record)] += 1
             try:
-                candidates.append(self._candidate(number, record))
+                # The rate is known at the end, and what it leaves out must not exclude others.
+                candidate = self._filtered(number, record)
+                candidates.append(candidate if bounds else self._without_copies(candidate))
             except _LeftOut as left_out:
-                rejected.append((_named(record), (left_out.reason, left_out.detail)))
-        return candidates, rejected
+                why = left_out.reason, left_out.detail
+                rejected.append((self._named(record, number), why))
+        judged = outcomes[True] + outcomes[False]
+        rate = self._records.pass_rate(numbers[0], judged, outcomes[True]) if needs_rates else None
+        if bounds is not None:
+            within = rate is not None and bounds[0] <= rate <= bounds[1]
+            detail = f"{outcomes[True]} of {judged} samples passed" if judged else "none was judged"
+            filtered, candidates = candidates, []
+            for candidate in filtered:
+                try:
+                    if not within:
+                        raise _LeftOut("pass_rate", detail)
+                    candidates.append(self._without_copies(candidate))
+                except _LeftOut as left_out:
+                    named = self._named(candidate.record, candidate.number)
+                    rejected.append((named, (left_out.reason, left_out.detail)))
+        return candidates, rate, rejected
 
-    def _candidate(self, number: int, record: Record) -> Loaded:
+    def _filtered(self, number: int, record: Record) -> Loaded:
         """The record with its conversation, if some format needs it; raises _LeftOut."""
         if (rejection := self._filters.rejection(record)) is not None:
             raise _LeftOut(*rejection)
-        loaded = Loaded(record)
-        if self._needs_conversations:
-            try:
-                loaded = _with_conversation(record, self._tolerances)
-            except Rejected as rejected:
-                raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
-        if self._recipe.filters.exact_duplicates and not self._is_new(number, record):
+        try:
+            loaded = self._loaded(number, record)
+            if self._lengths is not None:
+                self._check_length(self._lengths.of(loaded.parsed))
+        except Rejected as rejected:
+            raise _LeftOut(rejected.reason.value, rejected.detail) from rejected
+        return loaded
+
+    def _loaded(self, number: int, record: Record) -> Loaded:
+        """The record with its conversation, if something needs it; raises Rejected."""
+        run = self._records.run_of(number)
+        if not self._needs_conversations:
+            return Loaded(record, None, number, run)
+        conversation = _read(record, self._tolerances)
+        if self._is_mix:
+            metadata = {**conversation.metadata, "run": run}
+            conversation = msgspec.structs.replace(conversation, metadata=metadata)
+        return Loaded(record, conversation, number, run)
+
+    def _check_length(self, length: int) -> None:
+        filters = self._recipe.filters
+        if filters.min_length is not None and length < filters.min_length:
+            raise _LeftOut("min_length", f"{length:,} tokens")
+        if filters.max_length is not None and length > filters.max_length:
+            raise _LeftOut("max_length", f"{length:,} tokens")
+
+    def _without_copies(self, loaded: Loaded) -> Loaded:
+        """The same; raises _LeftOut for a copy of an earlier one."""
+        record = loaded.record
+        if self._recipe.filters.exact_duplicates and not self._is_new(loaded.number, record):
             raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
         if self._near is None or self._filters.only_compared(record) is not None:
             # A record without a row of its own must not exclude others.
@@ -302,13 +398,13 @@ class _Making:
         self._rejects.write(orjson.dumps(line) + b"\n")
         self._reject_lines += 1
 
+    def _named(self, record: Record, number: int) -> _Named:
+        named = {"id": record.id, "status": record.status}
+        return {**named, "run": self._records.run_of(number)} if self._is_mix else named
+
 
 _Named = Mapping[str, str]
-"""Id and status of a record."""
-
-
-def _named(record: Record) -> _Named:
-    return {"id": record.id, "status": record.status}
+"""Id and status of a record, and its run if there are several."""
 
 
 class _LeftOut(Exception):
@@ -334,37 +430,3 @@ def _versions(recipe: Recipe) -> dict[str, str]:
     if recipe.filters.secrets == "all":
         names.append("detect-secrets")
     return versions_of(names)
-
-
-class Splits:
-    """Draws the split of each prompt.
-
-    All samples of a prompt, and rows with the same text, are in one split, which depends only on
-    prompt, seed and shares: added rows do not move others.
-    """
-
-    def __init__(self, shares: Mapping[str, float], *, seed: int) -> None:
-        """`shares` sum to 1."""
-        self._seed = seed
-        self._ends: list[tuple[str, float]] = []
-        end = 0.0
-        for name, share in shares.items():
-            end += share
-            self._ends.append((name, end))
-
-    def of(self, record: Record) -> str:
-        """The name of the split that a record belongs to."""
-        if len(self._ends) == 1:
-            return self._ends[0][0]
-        content = f"{self._seed}\n".encode() + _prompt(record)
-        drawn = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
-        return next((name for name, end in self._ends if drawn < end), self._ends[-1][0])
-
-
-def _prompt(record: Record) -> bytes:
-    """The user's text in the row; the id of the prompt if the row has none."""
-    try:
-        opening = opening_messages(record.row, None)
-    except ValueError:
-        return record.prompt_id.encode()
-    return orjson.dumps([m["content"] for m in opening if m["role"] == "user"])

@@ -12,13 +12,13 @@ from pydantic import ValidationError
 
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.validation import mistakes_in
-from batch_trajectories.export.dataset.build import Source
 from batch_trajectories.export.dataset.directory import (
     MANIFEST,
     derive,
     listed_files,
     read_manifest,
 )
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
 
 _SUMS = ("discarded", "failed", "pending", "rejected", "selected")

@@ -26,8 +26,9 @@ from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import ConfigError, EnvironmentStop
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import mistakes_in
-from batch_trajectories.export.dataset.build import SCHEMA_VERSION, Source, write_rows
-from batch_trajectories.export.dataset.card import card
+from batch_trajectories.export.dataset.build import SCHEMA_VERSION, write_rows
+from batch_trajectories.export.dataset.card import card, name_of
+from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.format import format_named
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, Nowhere, Staging, Written
@@ -196,7 +197,7 @@ def _make(
         manifest["parity"] = parity
     others = []
     for part in manifest["formats"]:
-        for path, content in _beside(part, manifest["run"]["name"], recipe):
+        for path, content in _beside(part, name_of(manifest), recipe):
             others.append(_write(place, path, _indented(content)))
     others.append(_write(place, _CARD, card(manifest, recipe).encode()))
     return {**manifest, "other_files": [file.to_json() for file in others]}
@@ -301,7 +302,7 @@ def upload(directory: Path, repo: str, manifest: Mapping[str, Any]) -> str:
             repo_type="dataset",
             folder_path=directory,
             allow_patterns=_paths(manifest),
-            commit_message=f"Dataset of run {manifest['run']['name']}",
+            commit_message=f"Dataset of run {name_of(manifest)}",
         )
     except (HfHubHTTPError, httpx2.HTTPError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

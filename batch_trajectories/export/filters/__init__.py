@@ -6,5 +6,5 @@ contamination  overlap with benchmarks
 evaluation_sets  the questions of benchmarks
 secrets        API keys and the like
 
-Other rooms import duplicates, filters.
+Other rooms import contamination, duplicates, filters.
 """

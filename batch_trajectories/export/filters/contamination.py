@@ -68,7 +68,7 @@ class Contamination:
     def overlap(self, record: Record) -> tuple[str, str] | None:
         """The filter that leaves a record out, and where it overlaps with which question."""
         for column in self._columns:
-            value = _value_of(record.row, column)
+            value = value_of(record.row, column)
             if value is not None and (number := self._values[column].get(value)) is not None:
                 self._found[number][column] += 1
                 return "evaluation_columns", f"{column} {value!r} is in {self._sets[number].name}"
@@ -107,7 +107,7 @@ class Contamination:
         for row_number, row in one.rows():
             columns |= row.keys()
             for column in self._columns:
-                if (value := _value_of(row, column)) is not None:
+                if (value := value_of(row, column)) is not None:
                     self._values[column].setdefault(value, number)
                     columns.add(column)
                     values += 1
@@ -211,7 +211,7 @@ class _Runs:
         return None
 
 
-def _value_of(row: Mapping[str, Any], column: str) -> str | None:
+def value_of(row: Mapping[str, Any], column: str) -> str | None:
     """The value of a column as benchmarks are compared; None without one."""
     names = _REPOSITORIES if column in _REPOSITORIES else (column,)
     value = next((row[name] for name in names if row.get(name) is not None), None)

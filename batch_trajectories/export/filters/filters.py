@@ -50,7 +50,8 @@ _OF_SEVERAL = frozenset(
     (
         *("control_tokens", "exact_duplicates", "near_duplicates"),
         *("evaluation_words", "evaluation_text", "evaluation_search"),
-        *("first_n", "best_n", "max_per_toolsets"),
+        *("first_n", "best_n", "max_per_toolsets", "pass_rate", "max_per", "balance"),
+        *("min_length", "max_length", "tokenizer"),
     )
 )
 """Filters that are applied elsewhere, and those that do nothing by themselves."""
@@ -108,6 +109,10 @@ class RecordFilters:
         if self.are_idle and record.status == "completed":
             return None
         return next(self._rejections(record), None)
+
+    def passed(self, record: Record) -> bool | None:
+        """Whether a record passed; None if nothing judged it."""
+        return judged(record, self._reward_name).is_good(self._threshold)
 
     def only_compared(self, record: Record) -> Rejection | None:
         """Why a record is used only in preferences, None if it makes rows of its own."""

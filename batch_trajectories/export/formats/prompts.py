@@ -97,7 +97,7 @@ class _PromptFiles(FormatFiles):
         records = [candidate.record for candidate in candidates]
         try:
             reward_name = self.export.recipe.reward_name
-            row = row_of(records, index=self._rows, run=self.export.run, reward_name=reward_name)
+            row = row_of(records, index=self._rows, run=candidates[0].run, reward_name=reward_name)
         except Rejected as rejected:
             for candidate in candidates:
                 yield self.unused(candidate, (rejected.reason.value, rejected.detail))

@@ -21,6 +21,7 @@ from typing import Any
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import plural
+from batch_trajectories.export.dataset.lengths import Tokens
 from batch_trajectories.export.dataset.rendering import load_chat, rows_of
 from batch_trajectories.export.parity.contexts import ParityCounts, Shown, as_shown
 from batch_trajectories.export.parity.mending import NOTHING, Mend, mend_for
@@ -76,7 +77,8 @@ def judge(
 
     Beside the counts of `ParityCounts`: `mend`, the options after which nothing differs (null: none
     needed, or none found), `tried`, the best options where none mends all, `mended`, the counts
-    with either, `is_proved`, `lengths`, and `failed`, if the template could not be judged.
+    with either, `is_proved`, `lengths`, of a mix `runs` (rows, and those in which nothing differs),
+    and `failed`, if the template could not be judged.
     """
     total = sum(
         file["rows"]
@@ -168,13 +170,19 @@ def _judge_one(
     key = recipe["reasoning_key"]
     lengths = None if template.tokenizer is None else _Lengths(template.tokenizer, max_length)
     tally, sample = ParityCounts(), list[Shown]()
-    for id, shown in _rows(directory, manifest, key, pipe):
+    by_run: dict[str, dict[str, int]] = {}
+    for row, shown in _rows(directory, manifest, key, pipe):
         texts: list[str] = []
-        if not tally.add(chat, [shown], texts.append) and len(sample) < _SAMPLE:
+        is_same = tally.add(chat, [shown], texts.append)
+        if not is_same and len(sample) < _SAMPLE:
             sample.append(shown)
+        if "runs" in manifest:
+            of_run = by_run.setdefault(json.loads(row["metadata"])["run"], {"rows": 0, "same": 0})
+            of_run["rows"] += 1
+            of_run["same"] += is_same
         if lengths is not None:
             for text in texts:
-                lengths.add(id, text)
+                lengths.add(row["id"], text)
     mend, mended = NOTHING, tally
     if sample:
         mend = mend_for(chat, sample, is_cut=recipe["per_turn"] or recipe["segments"])
@@ -188,6 +196,7 @@ def _judge_one(
         "tried": " ".join(mend.options) if mend.options and not is_better else None,
         "is_proved": tally.is_clean,
         "lengths": None if lengths is None else lengths.to_json(),
+        **({"runs": dict(sorted(by_run.items()))} if by_run else {}),
     }
 
 
@@ -202,8 +211,8 @@ def _with(
 
 def _rows(
     directory: Path, manifest: Mapping[str, Any], key: str, pipe: Connection, *, counts: bool = True
-) -> Iterator[tuple[str, Shown]]:
-    """The rows with their ids; says now and then how many there were."""
+) -> Iterator[tuple[Mapping[str, Any], Shown]]:
+    """The rows, also as shown; says now and then how many there were."""
     read: dict[str, list[Any]] = {}
     rows = rows_of(directory, manifest)
     while block := list(islice(rows, _BLOCK)):
@@ -214,7 +223,7 @@ def _rows(
                     read.clear()
                     read[tools] = json.loads(tools)
                 tools = read[tools]
-            yield row["id"], as_shown(row, tools, key)
+            yield row, as_shown(row, tools, key)
         pipe.send(len(block) if counts else 0)
 
 
@@ -222,20 +231,14 @@ class _Lengths:
     """Lengths of rows in the student's tokens."""
 
     def __init__(self, tokenizer: Path, max_length: int | None) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise ConfigError(
-                f"{tokenizer}: lengths need the package tokenizers: pip install tokenizers"
-            ) from error
-        self._tokenizer = Tokenizer.from_file(str(tokenizer))
+        self._tokens = Tokens(tokenizer)
         self._max_length = max_length
         self._lengths: list[int] = []
         self._above: list[str] = []
 
     def add(self, id: str, text: str) -> None:
         """Count the tokens of a row."""
-        length = len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        length = self._tokens.of(text)
         self._lengths.append(length)
         if self._max_length is not None and length > self._max_length:
             self._above.append(id)

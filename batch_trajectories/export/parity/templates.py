@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.validation import did_you_mean
+from batch_trajectories.export.dataset.lengths import TEMPLATES, TOKENIZER
 
 ALL = "all"
-_FILES = ("chat_template.jinja", "tokenizer_config.json")
-_TOKENIZER = "tokenizer.json"
 
 
 class ChatTemplate(NamedTuple):
@@ -63,15 +62,17 @@ def _find(name: str) -> Iterator[ChatTemplate]:
 
 
 def _in_directory(path: Path) -> Iterator[ChatTemplate]:
-    tokenizer = path / _TOKENIZER
-    for file in _FILES:
+    tokenizer = path / TOKENIZER
+    for file in TEMPLATES:
         if (path / file).is_file():
             name = path.resolve().name
             yield ChatTemplate(name, path / file, tokenizer if tokenizer.is_file() else None)
             return
     files = sorted(path.glob("*.jinja"))
     if not files:
-        raise ConfigError(f"--parity: {path} has none of {', '.join(_FILES)}, and no Jinja files")
+        raise ConfigError(
+            f"--parity: {path} has none of {', '.join(TEMPLATES)}, and no Jinja files"
+        )
     yield from (ChatTemplate(file.stem, file) for file in files)
 
 

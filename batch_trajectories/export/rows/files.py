@@ -32,6 +32,10 @@ class Loaded(msgspec.Struct, frozen=True, gc=False):
 
     record: Record
     conversation: Conversation | None = None
+    number: int = 0
+    """That of its task."""
+    run: str = ""
+    """The name of its run."""
 
     @property
     def own(self) -> Own:
@@ -79,8 +83,6 @@ class Export(NamedTuple):
     format: Format
     recipe: Recipe
     place: FileTarget
-    run: str
-    """The name of the run."""
 
 
 class FormatFiles(ABC):
@@ -89,7 +91,7 @@ class FormatFiles(ABC):
     def __init__(self, export: Export) -> None:
         """Raises `ConfigError` where a package is missing."""
         self.export = export
-        format, recipe, place, _ = export
+        format, recipe, place = export
         name = format.name
         shard_bytes = None if recipe.shard_mb is None else int(recipe.shard_mb * 1_000_000)
 

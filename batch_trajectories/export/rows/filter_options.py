@@ -106,6 +106,18 @@ class Filters(RecipePart):
     """Columns of rows whose value must not be that of a benchmark, such as `repo`."""
     secrets: Literal["off", "patterns", "all"] = "off"
     """`patterns`: keys of known providers; `all`: detect-secrets too."""
+    pass_rate: tuple[Share, Share] | None = None
+    """Least and highest share of a prompt's judged samples that passed; prompts of which no sample
+    was judged are left out."""
+    min_length: PositiveInt | None = None
+    """Tokens of the whole conversation, as the template of `tokenizer` renders it."""
+    max_length: PositiveInt | None = None
+    tokenizer: Annotated[str, Field(min_length=1)] | None = None
+    """The directory of the tokenizer of the model that is trained."""
+    max_per: dict[str, PositiveInt] = {}
+    """Conversations to keep for each value of a column or of metadata; others stay."""
+    balance: Annotated[str, Field(min_length=1)] | None = None
+    """A column or metadata: as many conversations are kept of each value as of the rarest."""
     first_n: PositiveInt | None = None
     """Keep the first samples of each prompt."""
     best_n: PositiveInt | None = None
@@ -116,6 +128,12 @@ class Filters(RecipePart):
     """Leave out conversations at least this similar to an earlier one (Jaccard, word triples)."""
     max_per_toolsets: PositiveInt | None = None
     """Conversations to keep for each combination of toolsets."""
+
+    @model_validator(mode="after")
+    def _bounds_fit(self) -> Filters:
+        if self.pass_rate is not None and self.pass_rate[0] > self.pass_rate[1]:
+            raise ValueError("pass_rate: must be [LOWEST, HIGHEST], such as [0.1, 0.9]")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -71,6 +71,8 @@ def _has_segments(one: Format | Copies) -> bool:
     return isinstance(one, Copies) or (isinstance(one, RowFormat) and one.has_segments)
 
 
+Order = Literal["pass_rate", "-pass_rate", "length", "-length", "random"]
+
 Megabytes = Annotated[float, Field(gt=0, le=MAX_COUNT)]
 
 
@@ -107,6 +109,23 @@ class Card(RecipePart):
     prompt_source: str | None = None
 
 
+class RunShare(RecipePart):
+    """What a mix takes of one of its runs, and what only the user knows of it."""
+
+    weight: PositiveFloat | None = None
+    """Its share of the conversations, relative to the weights of the other runs."""
+    count: PositiveInt | None = None
+    """Its number of conversations, or all that there are."""
+    license: str | None = None
+    prompt_source: str | None = None
+
+    @model_validator(mode="after")
+    def _has_one_amount(self) -> RunShare:
+        if self.weight is not None and self.count is not None:
+            raise ValueError("weight and count exclude each other; give one")
+        return self
+
+
 class Recipe(BaseModel):
     """All choices of one export."""
 
@@ -137,6 +156,15 @@ class Recipe(BaseModel):
     """Flaws with which rows are kept, named as in rejects.jsonl."""
     splits: Annotated[dict[str, PositiveFloat], BeforeValidator(parse_splits)] = {"train": 1.0}
     split_seed: Seed = 0
+    split_by: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = ()
+    """Columns or metadata of which no value is in two splits, beside the prompts."""
+    seed: Seed = 0
+    """Draws what `max_per`, `balance` and `runs` leave out, and the order `random`."""
+    sort: Order | None = None
+    """The order of rows: easiest prompts first, shortest conversations first, or drawn; with `-`
+    the last first. Left out: that of the dataset, a run after the other."""
+    runs: dict[str, RunShare] = {}
+    """By name; all is taken of runs that it does not name."""
     shard_mb: Megabytes | None = None
     reward_name: Annotated[str, Field(min_length=1)] | None = None
     """The reward that filters, `best_n`, dpo and kto use; None: `reward`, else the first."""
@@ -292,7 +320,24 @@ class Recipe(BaseModel):
     def compares(self) -> bool:
         """Whether samples of a prompt are compared, or rows of their turns, or have one row."""
         chosen = self.filters.first_n or self.filters.best_n
-        return bool(chosen) or self.per_turn or any(one.by_prompt for one in self.row_formats)
+        return bool(chosen) or self.per_turn or self.needs_rates or self.keeps_prompts
+
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether a format needs the samples of a prompt together."""
+        return any(one.by_prompt for one in self.row_formats)
+
+    @property
+    def needs_rates(self) -> bool:
+        """Whether it matters how many samples of a prompt passed."""
+        return self.filters.pass_rate is not None or (self.sort or "").endswith("pass_rate")
+
+    @property
+    def chooses_among_all(self) -> bool:
+        """Whether what becomes of a conversation depends on all others."""
+        filters = self.filters
+        by_values = filters.max_per or filters.balance
+        return bool(by_values or self.runs or self.sort or self.split_by)
 
     @property
     def makes_comparisons(self) -> bool:
@@ -305,7 +350,7 @@ def load_recipe(
 ) -> Recipe:
     """Read a recipe; `flags` override it. Raises `ConfigError`, which names file and key.
 
-    `filters` are flags too. Paths of `evaluation_files` are relative to the file that names them.
+    `filters` are flags too. Paths in the file are relative to it.
     """
     values = _read(path) if path is not None else {}
     values = {"formats": ("hermes",), **values, **flags}
@@ -321,6 +366,8 @@ def load_recipe(
 def _read(path: Path) -> dict[str, Any]:
     loaded = read_mapping(path, "recipe")
     filters = loaded.get("filters")
+    if isinstance(filters, dict) and isinstance(tokenizer := filters.get("tokenizer"), str):
+        filters["tokenizer"] = str(path.parent / tokenizer)
     if isinstance(filters, dict) and isinstance(files := filters.get("evaluation_files"), list):
         filters["evaluation_files"] = [
             str(file) if str(file).startswith("hf:") else str(path.parent / str(file))
@@ -335,6 +382,7 @@ _PARTS: Mapping[str, type[BaseModel]] = {
     "mask": Mask,
     "preference": Preference,
     "card": Card,
+    "runs": RunShare,
 }
 
 
@@ -354,7 +402,10 @@ def _explain(mistake: Mistake, path: Path | None, flags: Mapping[str, Any]) -> s
             f"`score RUN --judge=MODEL --recipe={path}` before the export; see docs/rewards.md"
         )
     if mistake.kind == UNKNOWN_KEY:
-        part = _PARTS.get(inside[-2] if len(inside) > 1 else key, Recipe) if inside else Recipe
+        part: type[BaseModel] = Recipe
+        if inside:
+            name = inside[-2] if len(inside) > 1 and key != "runs" else key
+            part = _PARTS.get(name, Recipe)
         known = f"known are {', '.join(part.model_fields)}"
         hint = did_you_mean(mistake.keys[-1], part.model_fields)
         return f"{place}: unknown key; {f'{hint} {known}' if hint else known}"

@@ -1,0 +1,182 @@
+"""Chooses among conversations that pass the filters, by what all of them are.
+
+`max_per` and `balance` come first, then the counts and weights of runs. What is left out is drawn
+by a seed: by conversation, or by prompt where a format needs the samples of a prompt together. The
+draw of a conversation depends on seed, run and id alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.export.dataset.lengths import TokenLengths, characters_in
+from batch_trajectories.export.dataset.splits import JoinedSplits
+from batch_trajectories.export.dataset.values import value_in
+from batch_trajectories.export.rows.files import Loaded, Why
+from batch_trajectories.export.rows.recipe import Recipe, RunShare
+
+_NO_VALUE = -1
+_FEW = 32
+"""Groups that are written at a time."""
+
+
+class Choice:
+    """The candidates of a dataset, in 24 to 60 bytes each, and what becomes of them."""
+
+    def __init__(
+        self, recipe: Recipe, splits: JoinedSplits | None, lengths: TokenLengths | None
+    ) -> None:
+        """`splits` join candidates; `lengths` measure them, else characters do."""
+        self._recipe = recipe
+        self._splits = splits
+        self._lengths = lengths
+        filters = recipe.filters
+        columns = [*filters.max_per, *filter(None, [filters.balance])]
+        self._numbers = array("Q")
+        self._ranks = array("Q")
+        self._groups = array("Q")
+        """The number of the first candidate of the same prompt, or its own."""
+        self._places = array("d")
+        """Where the recipe sorts them."""
+        self._runs = array("H")
+        self._run_names: dict[str, int] = {}
+        self._values = {column: array("q") for column in columns}
+        self._ids: dict[str, dict[str, int]] = {column: {} for column in columns}
+        """The numbers of the values of each column."""
+        self.not_used: dict[int, Why] = {}
+        """Candidates by number that only preferences may use; no cap counts them."""
+
+    def add(
+        self, candidates: Iterable[Loaded], rate: float | None, not_used: Mapping[str, Why]
+    ) -> None:
+        """Add the candidates of one prompt, with the share of its samples that passed."""
+        first = None
+        for candidate in candidates:
+            number = candidate.number
+            first = number if first is None else first
+            if (why := not_used.get(candidate.record.id)) is not None:
+                self.not_used[number] = why
+            self._numbers.append(number)
+            self._groups.append(first)
+            self._ranks.append(self._rank(candidate))
+            self._places.append(self._place(candidate, rate))
+            self._runs.append(self._run_names.setdefault(candidate.run, len(self._run_names)))
+            for column, values in self._values.items():
+                value = value_in(candidate, column)
+                ids = self._ids[column]
+                values.append(_NO_VALUE if value is None else ids.setdefault(value, len(ids)))
+            if self._splits is not None:
+                self._splits.join(candidate)
+
+    def left_out(self) -> dict[int, Why]:
+        """The numbers of candidates that are left out, in order, and why. Raises `ConfigError`."""
+        filters, shares = self._recipe.filters, self._recipe.runs
+        for column, ids in self._ids.items():
+            if self._numbers and not ids:
+                key = f"max_per.{column}" if column in filters.max_per else "balance"
+                raise ConfigError(
+                    f"filters.{key}: no conversation has a column or metadata {column!r}; name one "
+                    "that `show RUN ID --json` has in `row`, or in `metadata` of rows"
+                )
+        reasons: dict[int, Why] = {}
+        left = [n for n, number in enumerate(self._numbers) if number not in self.not_used]
+        left.sort(key=lambda n: (self._ranks[n], n))
+        for column, limit in filters.max_per.items():
+            why = "max_per", f"{limit:,} with this {column} are kept"
+            limits = dict.fromkeys(self._values[column], limit)
+            left = _capped(left, self._values[column], limits, why, reasons)
+        if (balanced := filters.balance) is not None:
+            values = self._values[balanced]
+            counts = Counter(values[n] for n in left if values[n] != _NO_VALUE)
+            fewest = min(counts.values(), default=0)
+            why = "balance", f"{fewest:,} of each {balanced} are kept"
+            left = _capped(left, values, dict.fromkeys(counts, fewest), why, reasons)
+        if shares:
+            counts = Counter(self._runs[n] for n in left)
+            kept = kept_by_run(
+                shares, {name: counts[self._run_names.get(name, _NO_VALUE)] for name in shares}
+            )
+            limits = {self._run_names[name]: limit for name, limit in kept.items() if limit}
+            why = "runs", "others of its run fill its count or weight"
+            _capped(left, self._runs, limits, why, reasons)
+        self._left_out = {self._numbers[n]: reasons[n] for n in sorted(reasons)}
+        return self._left_out
+
+    def groups(self) -> Iterator[list[list[int]]]:
+        """The numbers of all others by prompt, in the recipe's order; a few prompts at a time."""
+        groups: list[tuple[float, list[int]]] = []
+        for _, members in groupby(range(len(self._numbers)), key=self._groups.__getitem__):
+            kept = [n for n in members if self._numbers[n] not in self._left_out]
+            if kept:
+                place = min(self._places[n] for n in kept)
+                groups.append((place, [self._numbers[n] for n in kept]))
+        groups.sort(key=lambda group: group[0])
+        for first in range(0, len(groups), _FEW):
+            yield [numbers for _, numbers in groups[first : first + _FEW]]
+
+    def _rank(self, candidate: Loaded) -> int:
+        record = candidate.record
+        drawn = record.prompt_id if self._recipe.keeps_prompts else record.id
+        text = f"{self._recipe.seed}\n{candidate.run}\n{drawn}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+    def _place(self, candidate: Loaded, rate: float | None) -> float:
+        """Where a candidate comes in the order; what has no place comes last."""
+        by = (self._recipe.sort or "").removeprefix("-")
+        if by == "random":
+            return float(self._ranks[-1])
+        if by == "pass_rate":
+            place = None if rate is None else -rate
+        elif by == "length" and self._lengths is not None:
+            place = self._lengths.of(candidate.parsed)
+        elif by == "length":
+            place = characters_in(candidate.record)
+        else:
+            return 0.0
+        if place is None:
+            return float("inf")
+        return -float(place) if self._recipe.sort == f"-{by}" else float(place)
+
+
+def _capped(
+    left: list[int],
+    values: array[int],
+    limits: Mapping[int, int],
+    why: Why,
+    reasons: dict[int, Why],
+) -> list[int]:
+    """What is within the limit of its value; what has no value or limit stays."""
+    kept = []
+    seen: defaultdict[int, int] = defaultdict(int)
+    for n in left:
+        value = values[n]
+        seen[value] += 1
+        if value != _NO_VALUE and value in limits and seen[value] > limits[value]:
+            reasons[n] = why
+        else:
+            kept.append(n)
+    return kept
+
+
+def kept_by_run(shares: Mapping[str, RunShare], available: Mapping[str, int]) -> dict[str, int]:
+    """How many conversations of each run with a count or weight are kept.
+
+    Weights divide as many as the scarcest of their runs allows; nothing is repeated. Raises
+    `ConfigError` for a weight of a run that has nothing.
+    """
+    weights = {name: share.weight for name, share in shares.items() if share.weight is not None}
+    if empty := [name for name in weights if not available[name]]:
+        raise ConfigError(
+            f"runs.{empty[0]}: no conversation of it is left after the filters, so nothing has its "
+            "weight; take it out of the mix, or change the filters"
+        )
+    scarcest = min((available[name] / weight for name, weight in weights.items()), default=0.0)
+    # A product of floats that should be whole can be a little less.
+    kept = {name: int(scarcest * weight + 1e-9) for name, weight in weights.items()}
+    counts = {name: share.count for name, share in shares.items() if share.count is not None}
+    return kept | {name: min(count, available[name]) for name, count in counts.items()}

@@ -1,0 +1,113 @@
+"""The records of several runs as one: numbered one run after the other, by the names of runs."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from batch_trajectories.export.record_order import RecordOrder
+from batch_trajectories.export.reward_statistics import chance_of_pass
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.scan import Scan
+from batch_trajectories.runs.directory.owed import owed
+from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.runs.store.scores import Scores
+
+Read = Callable[[int], Record]
+"""Reads the record of a task by its number. Raises `UnreadableRecord`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The run that a dataset is made from, and others that are mixed with it."""
+
+    run_dir: Path
+    scan: Scan
+    num_samples: int
+    config: RunConfig | None = None
+    """Tells which samples are tasks; None: all."""
+    others: tuple[Source, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return self.run_dir.name
+
+    @property
+    def all(self) -> list[Source]:
+        """All runs by name, whatever their order."""
+        return sorted((self, *self.others), key=lambda source: source.name)
+
+
+class SourceRecords:
+    """The tasks of all runs of a source, by their numbers."""
+
+    def __init__(self, source: Source) -> None:
+        """Raises `UnreadableRecord`."""
+        self.sources = source.all
+        self.orders = [
+            RecordOrder(one.run_dir, one.scan, num_samples=one.num_samples) for one in self.sources
+        ]
+        self._firsts = [0, *accumulate(map(len, self.orders))]
+
+    def __len__(self) -> int:
+        """Number of tasks."""
+        return self._firsts[-1]
+
+    @property
+    def with_record(self) -> int:
+        """Number of tasks that have a record."""
+        return sum(order.with_record for order in self.orders)
+
+    def groups(self, *, by_prompt: bool) -> Iterator[list[list[int]]]:
+        """See `RecordOrder.groups`; no group has tasks of two runs."""
+        for first, order in zip(self._firsts, self.orders, strict=False):
+            for few in order.groups(by_prompt=by_prompt):
+                yield [[first + n for n in numbers] for numbers in few] if first else few
+
+    def run_of(self, number: int) -> str:
+        """The name of the run of a task."""
+        return self.sources[bisect_right(self._firsts, number) - 1].name
+
+    def pass_rate(self, number: int, judged: int, passed: int) -> float | None:
+        """The pass rate of the prompt of a task, without the bias of samples that stopped."""
+        config = self.sources[bisect_right(self._firsts, number) - 1].config
+        rule = None
+        if config is not None and config.until_passed is not None:
+            from batch_trajectories.runs.stopping.rule import rule_of
+
+            rule = rule_of(config)
+        return chance_of_pass(judged, passed, 1, rule) if judged else None
+
+    @contextmanager
+    def reading(self) -> Iterator[Read]:
+        """See `RecordOrder.reading`."""
+        with ExitStack() as stack:
+            readers: Sequence[Read] = [
+                stack.enter_context(order.reading(Scores(source.run_dir)))
+                for order, source in zip(self.orders, self.sources, strict=True)
+            ]
+            firsts = self._firsts
+
+            def read(number: int) -> Record:
+                run = bisect_right(firsts, number) - 1
+                return readers[run](number - firsts[run])
+
+            yield readers[0] if len(readers) == 1 else read
+
+    def counts(self) -> Iterator[dict[str, int]]:
+        """For each run its tasks, and those that have no record, as a manifest counts them."""
+        for order, source in zip(self.orders, self.sources, strict=True):
+            left = owed(source.run_dir, source.scan, source.config, order.without_record())
+            discarded = len(source.scan.bad_rows) * source.num_samples
+            yield {
+                "tasks": len(order) - left.not_needed + discarded,
+                "discarded": discarded,
+                "failed": left.failed,
+                "pending": left.pending,
+                "gone": order.gone,
+            }

@@ -1,0 +1,104 @@
+"""Which split a conversation is in: drawn by its prompt, so that samples stay together.
+
+With `split_by` also what shares a value of a column stays together. Prompts and values that occur
+together are one group, however long the chain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import orjson
+
+from batch_trajectories.export.dataset.values import value_in
+from batch_trajectories.export.rows.files import Loaded
+from batch_trajectories.runs.dataset.row import opening_messages
+from batch_trajectories.runs.store.record_types import Record
+
+
+class Splits:
+    """Draws the split of each prompt.
+
+    All samples of a prompt, and rows with the same text, are in one split, which depends only on
+    prompt, seed and shares: added rows do not move others.
+    """
+
+    def __init__(self, shares: Mapping[str, float], *, seed: int) -> None:
+        """`shares` sum to 1."""
+        self._seed = f"{seed}\n".encode()
+        self._ends: list[tuple[str, float]] = []
+        end = 0.0
+        for name, share in shares.items():
+            end += share
+            self._ends.append((name, end))
+
+    def of(self, loaded: Loaded) -> str:
+        """The name of the split that a conversation belongs to."""
+        if len(self._ends) == 1:
+            return self._ends[0][0]
+        drawn = self._drawn(loaded)
+        return next((name for name, end in self._ends if drawn < end), self._ends[-1][0])
+
+    def _drawn(self, loaded: Loaded) -> float:
+        return self._draw(_prompt(loaded.record)) / 2**64
+
+    def _draw(self, content: bytes) -> int:
+        """64 bits by a text and the seed."""
+        digest = hashlib.blake2b(self._seed + content, digest_size=8).digest()
+        return int.from_bytes(digest, "big")
+
+
+class JoinedSplits(Splits):
+    """Draws the split of groups: all that shares a prompt or a value of a column.
+
+    The draw depends on the values of a group alone, as long as it has any. Memory grows with the
+    prompts, by about 200 bytes each.
+    """
+
+    def __init__(self, shares: Mapping[str, float], columns: Sequence[str], *, seed: int) -> None:
+        """All conversations must be joined before `of`."""
+        super().__init__(shares, seed=seed)
+        self._columns = columns
+        self._parents: dict[int, int] = {}
+        """The draws of prompts and values; a group is a tree."""
+
+    def join(self, loaded: Loaded) -> None:
+        """Put prompt and values of a conversation into one group."""
+        first, *others = self._keys(loaded)
+        root = self._root(first)
+        for key in others:
+            other = self._root(key)
+            # A value stands above prompts, which are odd; of two the smaller one.
+            top, below = sorted((root, other), key=lambda draw: (draw & 1, draw))
+            if top != below:
+                self._parents[below] = top
+            root = top
+
+    def _drawn(self, loaded: Loaded) -> float:
+        return self._root(self._keys(loaded)[0]) / 2**64
+
+    def _keys(self, loaded: Loaded) -> list[int]:
+        keys = [self._draw(_prompt(loaded.record)) | 1]
+        for column in self._columns:
+            if (value := value_in(loaded, column)) is not None:
+                keys.append(self._draw(f"{column}\n{value}".encode()) & ~1)
+        return keys
+
+    def _root(self, key: int) -> int:
+        parents = self._parents
+        root = parents.setdefault(key, key)
+        while (above := parents[root]) != root:
+            root = above
+        while (above := parents[key]) != root:
+            parents[key], key = root, above
+        return root
+
+
+def _prompt(record: Record) -> bytes:
+    """The user's text in the row; the id of the prompt if the row has none."""
+    try:
+        opening = opening_messages(record.row, None)
+    except ValueError:
+        return record.prompt_id.encode()
+    return orjson.dumps([m["content"] for m in opening if m["role"] == "user"])
