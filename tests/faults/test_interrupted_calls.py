@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +16,17 @@ import orjson
 import pytest
 
 from agent.messages.message import failure_of
+from batch_trajectories.runs.store.checksum import with_checksum, without_checksum
 from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, judge_run_dir
 from tests.faults.test_group_kills import wait_for
 from tests.faults.test_process import asking
-from tests.running import lines, run, started, wait_until, write_prompts
+from tests.running import lines, run_long, started, wait_until, write_rows
 
 TURNS = 4
+
+FILES = {"log": "["}
+"""The files of each workspace."""
 
 FUNCTIONS = '''
 import os
@@ -52,7 +57,18 @@ def compute(context: ToolContext, turn: str) -> str:
     return answer
 
 
-ALL = [act, compute]
+@tool(effects="workspace")
+def add(context: ToolContext, turn: str, seconds: float) -> str:
+    """Add a line to a file of the workspace, which must not have it twice."""
+    context.workspace.make()
+    path = context.workspace.root / "log"
+    with path.open("a") as file:
+        file.write(turn + "\\n")
+    time.sleep(seconds)
+    return path.read_text()
+
+
+ALL = [act, compute, add]
 '''
 
 
@@ -62,6 +78,8 @@ class Killed(NamedTuple):
     records: list[dict[str, Any]]
     begun: int
     """Calls without a result that had begun at a kill, as the journals say."""
+    rows: bytes
+    """The training file."""
 
 
 class Case(NamedTuple):
@@ -77,11 +95,19 @@ def act(seconds: float) -> Case:
 
 
 def kill_in_calls(
-    cwd: Path, case: Case, draw: random.Random, *, prompts: int, kills: int, workers: int = 2
+    cwd: Path,
+    case: Case,
+    draw: random.Random,
+    *,
+    prompts: int,
+    kills: int,
+    workers: int = 2,
+    after: Callable[[Path], None] = lambda _: None,
 ) -> Killed:
     """Kill a run of `prompts` conversations, all in flight, at random moments after its first
-    calls of tools, and resume it to its end."""
-    write_prompts(cwd / "p.jsonl", prompts)
+    calls of tools, do `after`, and resume it to its end."""
+    rows = [{"id": f"p{n}", "prompt": f"Question {n}", "files": FILES} for n in range(prompts)]
+    write_rows(cwd / "p.jsonl", *rows)
     (cwd / "acts.py").write_text(FUNCTIONS)
     arguments = json.dumps(case.arguments)
     run_dir = cwd / "trajectories" / "r"
@@ -91,7 +117,7 @@ def kill_in_calls(
         given |= {"enabled_toolsets": case.toolset, "tools": "acts:ALL", "sandbox": "bwrap"}
         for _ in range(kills):
             replies = endpoint.journal()["replies"]
-            with started(cwd, **given) as process:
+            with started(cwd, "--row_setup", **given) as process:
                 wait_until(
                     lambda process=process, replies=replies: (
                         process.poll() is not None or endpoint.journal()["replies"] > replies
@@ -104,10 +130,12 @@ def kill_in_calls(
                 os.killpg(process.pid, signal.SIGKILL)
                 assert_gone(process.pid)
             begun |= begun_calls(run_dir)
-        done = run(cwd, **given)
+            after(run_dir)
+        done = run_long(cwd, "--row_setup", **given)
         assert done.returncode == 0, done.stderr
     judge_run_dir(run_dir, tasks=prompts)
-    return Killed(lines(run_dir / "records.jsonl"), len(begun))
+    rows_file = cwd / "trajectories" / "r.jsonl"
+    return Killed(lines(run_dir / "records.jsonl"), len(begun), rows_file.read_bytes())
 
 
 def begun_calls(run_dir: Path) -> set[tuple[str, str]]:
@@ -148,3 +176,79 @@ def check_acts(cwd: Path, killed: Killed) -> None:
     assert sum(map(interrupted, killed.records)) == killed.begun
     calls = len(killed.records) * (TURNS - 1)
     assert calls - killed.begun <= len(ran) <= calls
+
+
+def undone(seconds: float) -> dict[str, Case]:
+    """Calls with effects in the workspace, which show whether they ran twice."""
+    shell = f"echo {{turn}} >> log; n=$((n+1)); sleep {seconds}; echo $n; cat log"
+    code = (
+        "import time\nn = globals().get('n', 0) + 1\nprint(n, file=open('log', 'a'))\n"
+        f"time.sleep({seconds})\nprint(n, open('log').read())"
+    )
+    return {
+        "terminal": Case("terminal", "terminal", {"command": shell}),
+        "python": Case("python", "python", {"code": code}),
+        "file": Case("file", "patch_file", {"path": "log", "old_text": "[", "new_text": "{turn}["}),
+        "own": Case("acts", "add", {"turn": "{turn}", "seconds": seconds}),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["terminal", "python", "own"])
+def test_calls_with_effects_in_the_workspace_are_undone(tmp_path: Path, name: str) -> None:
+    """Kills also hit starts that rebuild workspaces."""
+    check_undone(tmp_path, undone(0.5)[name], prompts=8, kills=3)
+
+
+@pytest.mark.slow
+def test_calls_are_undone_after_a_loss_of_power(tmp_path: Path) -> None:
+    """It takes the journal's last lines, and what was written into workspaces."""
+    check_undone(tmp_path, undone(0.5)["terminal"], prompts=8, kills=2, after=lose_power)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [0.1, 5])
+@pytest.mark.parametrize("name", undone(0))
+@pytest.mark.parametrize("prompts", [64, 256])
+def test_20_kills_with_many_conversations_in_flight(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    seconds: float,
+    prompts: int,
+) -> None:
+    killed = check_undone(tmp_path, undone(seconds)[name], prompts=prompts, kills=20)
+    with capsys.disabled():
+        print(f"\n{name}, {seconds:g} s, {prompts} in flight: {killed.begun} calls cut off")
+
+
+def check_undone(
+    cwd: Path,
+    case: Case,
+    *,
+    prompts: int,
+    kills: int,
+    after: Callable[[Path], None] = lambda _: None,
+) -> Killed:
+    """The training file is that of a run which was not killed."""
+    (cwd / "whole").mkdir()
+    (cwd / "killed").mkdir()
+    whole = kill_in_calls(cwd / "whole", case, random.Random(1), prompts=prompts, kills=0)
+    draw = random.Random(1)
+    killed = kill_in_calls(cwd / "killed", case, draw, prompts=prompts, kills=kills, after=after)
+    assert killed.begun or case.toolset == "file", "no kill hit a call"
+    assert sum(map(interrupted, killed.records)) == 0
+    assert killed.rows == whole.rows
+    return killed
+
+
+def lose_power(run_dir: Path) -> None:
+    """What a loss of power leaves: another start of the machine, journals and files cut."""
+    for journal in run_dir.glob("inflight/*.jsonl"):
+        first, *later = journal.read_bytes().splitlines(keepends=True)
+        entry = orjson.loads(without_checksum(first))
+        entry["boot"] = "another"
+        kept = [line for line in later[:-1] if b'"kind":"began"' not in line]
+        journal.write_bytes(b"".join([with_checksum(orjson.dumps(entry)), *kept]))
+    for file in run_dir.glob("workspaces/*/log"):
+        file.write_bytes(b"")

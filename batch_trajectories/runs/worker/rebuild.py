@@ -72,7 +72,10 @@ class Rebuilder:
     async def restored(
         self, prepared: PreparedWorkspace, trajectory: Trajectory
     ) -> tuple[PreparedWorkspace, Rebuild | None]:
-        """The workspace, rebuilt if a call was cut off or if it was lost; and what was done.
+        """The workspace, rebuilt if a call was cut off or if it is not as it was; what was done.
+
+        A session of the model's commands has ended with the process; the files may be lost, or
+        damaged by a loss of power.
 
         Where that is impossible, the workspace is what it was, and the second result says why.
         """
@@ -81,8 +84,9 @@ class Rebuilder:
             return prepared, None
         knows_begun = self.assignment["knows_begun"]
         cut_off = list(_cut_off(trajectory, self._tools(), knows_begun=knows_begun))
-        is_lost = not prepared.kept and bool(trajectory.results or trajectory.last_results())
-        if not (cut_off or is_lost):
+        is_doubtful = not (prepared.kept and knows_begun) or self._had_sessions()
+        has_results = bool(trajectory.results or trajectory.last_results())
+        if not (cut_off or (has_results and is_doubtful)):
             return prepared, None
         context, rebuild = await self._rebuild(prepared.context, cut_off)
         is_kept = prepared.kept or "why" not in rebuild
@@ -192,6 +196,10 @@ class Rebuilder:
             if n > first:
                 yield event, _repeatable(trajectory, event)
             trajectory.apply(event)
+
+    def _had_sessions(self) -> bool:
+        results = (repeatable.result for _, repeatable in self._steps() if repeatable is not None)
+        return any(result["message"]["name"] in self._commands() for result in results)
 
     def _tool_of(self, repeatable: _Repeatable) -> Tool | None:
         """The tool of a call that has to run again; None if it had no effect.
