@@ -381,3 +381,49 @@ def test_during_export(tmp_path: Path) -> None:
         resume_and_judge(tmp_path, given, tasks=4, endpoint=endpoint)
         assert asked_of(endpoint) == before
         assert len(lines(training)) == 4
+
+
+COMMANDS = {
+    "background": ("sleep 1000 &", "processes or threads ran on after it"),
+    "another time": ("date +%N", "its result differs"),
+    "long": ("sleep 4", "its earlier calls took longer than --max_rebuild_s"),
+    "too slow": ("sleep 5", "it was stopped at its time limit"),
+    "none": ("true", None),
+}
+"""Commands before a call that is cut off, and why its workspace is not rebuilt."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", [False, True])
+def test_commands_behind_which_nothing_is_undone(tmp_path: Path, network: bool) -> None:
+    (tmp_path / "places.py").write_text(TOOLS)
+    rows = []
+    for id, (text, _) in COMMANDS.items():
+        calls = [{"name": "terminal", "arguments": {"command": text}}]
+        if id == "too slow":
+            calls[0]["arguments"]["timeout_s"] = 1
+        waits = [{"name": "add", "arguments": {"name": "waiting"}}]
+        script = [{"tool_calls": calls}, {"tool_calls": waits}, {"content": "done"}]
+        rows.append({"id": id, "prompt": id, "script": script})
+    write_rows(tmp_path / "p.jsonl", *rows)
+    given = {**SCRIPTED, "tools": "places:ALL", "enabled_toolsets": "terminal,places"}
+    given |= {"sandbox": "bwrap", "max_rebuild_s": 3, "batch_size": 8, "config": "run.yaml"}
+    (tmp_path / "run.yaml").write_text(json.dumps({"network": network}))
+    visits = tmp_path / "visits"
+    with started(tmp_path, **given) as process:
+        wait_until(
+            lambda: process.poll() is not None
+            or (visits.exists() and len(visits.read_text().split()) == len(rows))
+        )
+        assert process.poll() is None, (tmp_path / "output.txt").read_text()
+        os.killpg(process.pid, signal.SIGKILL)
+        assert_gone(process.pid)
+    (tmp_path / "waiting.go").touch()
+    resume_and_judge(tmp_path, given, tasks=len(rows))
+    for record in lines(tmp_path / "trajectories" / "r" / "records.jsonl"):
+        resume = resume_of(record)
+        why = COMMANDS[record["id"]][1]
+        if network and record["id"] != "too slow":
+            why = "it may have acted outside the workspace"
+        assert resume["rebuild"].get("why") == why, record["id"]
+        assert len(resume["interrupted"]) == (why is not None)

@@ -397,6 +397,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ({"url": "http://u:p@h"}, "must not contain a password"),
         ({"command": "x", "headers_env": {"A": "B"}}, "needs `url`"),
         ({"command": ["x", "{workspace}"], "per_task": False}, "needs a server per task"),
+        ({"command": ["x"], "effects": "workspace"}, "needs a server per task"),
     ]:
         with pytest.raises(ValueError, match=message):
             McpServer.model_validate(settings)

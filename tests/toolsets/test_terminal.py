@@ -217,6 +217,21 @@ def test_background_processes_run_on_and_can_be_listed_and_stopped(task: Task) -
     assert task.out("echo $-").count("m") == 0, "job control is as it was"
 
 
+def test_a_result_says_how_much_ran_on_after_its_call(task: Task) -> None:
+    """Then the workspace changes without calls, so that repeating them does not restore it."""
+
+    def running(name: str, **arguments: Any) -> int:
+        return int(task.call(name, **arguments).details["running"])
+
+    thread = "import threading; go = threading.Event(); threading.Thread(target=go.wait).start()"
+    assert running("terminal", command="cat <(echo a) | cat; (sleep 0; echo b)") == 0
+    assert running("python", code="1") == 0
+    assert running("terminal", command="sleep 1000 & (setsid sleep 1000 &)") == 2
+    assert running("python", code=thread) == 3
+    assert running("terminal", command="kill %1; wait; pkill sleep") == 0
+    assert running("python", code="go.set(); threading.enumerate()[-1].join()") == 0
+
+
 def test_output_of_the_background_neither_blocks_nor_kills_it(task: Task) -> None:
     task.out("(head -c 1000000 /dev/zero | tr '\\0' x; echo; touch written) &")
     wait_until((task.workspace.root / "written").exists)

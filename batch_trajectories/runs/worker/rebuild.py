@@ -141,7 +141,7 @@ class Rebuilder:
             for result in [repeatable.result]
         )
         if seconds > self._max_s:
-            raise _Impossible(f"its earlier calls took {seconds:.0f} s: see --max_rebuild_s")
+            raise _Impossible("its earlier calls took longer than --max_rebuild_s")
 
     async def _repeat(self, context: ToolContext, begun: float) -> tuple[ToolContext, int]:
         """Repeat the calls in a fresh workspace; return its context and their number.
