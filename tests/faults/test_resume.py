@@ -412,8 +412,10 @@ def test_commands_behind_which_nothing_is_undone(tmp_path: Path, network: bool) 
     visits = tmp_path / "visits"
     with started(tmp_path, **given) as process:
         wait_until(
-            lambda: process.poll() is not None
-            or (visits.exists() and len(visits.read_text().split()) == len(rows))
+            lambda: (
+                process.poll() is not None
+                or (visits.exists() and len(visits.read_text().split()) == len(rows))
+            )
         )
         assert process.poll() is None, (tmp_path / "output.txt").read_text()
         os.killpg(process.pid, signal.SIGKILL)
