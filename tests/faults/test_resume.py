@@ -399,9 +399,8 @@ def test_commands_behind_which_nothing_is_undone(tmp_path: Path, network: bool) 
     (tmp_path / "places.py").write_text(TOOLS)
     rows = []
     for id, (text, _) in COMMANDS.items():
-        calls = [{"name": "terminal", "arguments": {"command": text}}]
-        if id == "too slow":
-            calls[0]["arguments"]["timeout_s"] = 1
+        arguments: JSON = {"command": text, "timeout_s": 1 if id == "too slow" else 60}
+        calls = [{"name": "terminal", "arguments": arguments}]
         waits = [{"name": "add", "arguments": {"name": "waiting"}}]
         script = [{"tool_calls": calls}, {"tool_calls": waits}, {"content": "done"}]
         rows.append({"id": id, "prompt": id, "script": script})
