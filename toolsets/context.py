@@ -1,4 +1,4 @@
-"""What the tools of one task work with: its workspace, its sandbox, what they keep open."""
+"""What the tools of one task use: its workspace, its sandbox, resources that stay open."""
 
 from __future__ import annotations
 

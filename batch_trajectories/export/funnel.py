@@ -1,4 +1,4 @@
-"""What becomes of the rows of a dataset: the funnel from rows to training rows, from disk.
+"""The funnel from the rows of a dataset to training rows, computed from disk.
 
 Tasks and endings are those of the totals; what an export left out, and why, is read from its
 manifest, which counted it.

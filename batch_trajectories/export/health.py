@@ -22,12 +22,12 @@ from batch_trajectories.runs.store.record_types import Record, StoredMessage
 
 
 class HealthCheck(NamedTuple):
-    """What a check looks for, and from when on it is a problem."""
+    """What a check looks for, and when that is a problem."""
 
     limit: float
-    """The largest share that is no problem."""
+    """The largest acceptable share."""
     least: int
-    """With fewer things to look at than this, nothing is a problem."""
+    """With fewer things to look at than this, there is no problem."""
     problem: str
     """What was found, after the count."""
 
@@ -73,7 +73,7 @@ _MAX_VALUES = 1000
 _MAX_CHARS = 100
 _ALL = "all rows"
 _USUAL_CHECK_S = 1.0
-"""Where checks take less than this, a fast one says nothing."""
+"""If checks take less than this, a fast one means nothing."""
 _VARIED = ""
 """Stands for prompts that do not always fail in the same way."""
 
@@ -229,7 +229,7 @@ class Health:
                 self._rewards[column].setdefault(value, _Rewards()).add(reward)
 
     def _conclude(self) -> None:
-        """Count what can only be known at the end."""
+        """Count what is known only at the end."""
         for name in ("failing_tools", "failing_prompts", "instant_passes", "constant_rewards"):
             for counts in (self._found, self._of, self._examples):
                 counts.pop(name, None)

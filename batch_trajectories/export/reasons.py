@@ -1,4 +1,4 @@
-"""Why something failed, many times over: reasons without their values, with counts."""
+"""Counted reasons of failures, without the values that differ."""
 
 from __future__ import annotations
 

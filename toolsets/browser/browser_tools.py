@@ -18,7 +18,7 @@ from toolsets.tool import ToolResult, tool
 _HELD = "browser"
 _MAX_CHARS = 80_000
 _SHOWN_CHARS = 8_000
-"""Of the snapshot that comes with every action."""
+"""Maximum characters of the snapshot after each action."""
 _MAX_IMAGES = 100
 _MAX_TEXT_CHARS = 10_000
 

@@ -69,7 +69,7 @@ def as_tool_result(
 
 
 def _note(result: ExecResult, context: ToolContext, session: SessionKind, tool: str) -> str:
-    """What the model must know about the state of the session; "" if nothing was lost."""
+    """A note for the model on lost state of the session; "" if nothing was lost."""
     noun = "shell" if session == "shell" else "interpreter"
     notes = []
     if result.lost is not None:

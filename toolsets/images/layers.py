@@ -51,7 +51,7 @@ class Unpacking:
         root.mkdir(mode=0o700)
         self._root = root
         self._modes: dict[str, int] = {"": 0o755}
-        """Of directories, given them at the end: a read-only one could not be filled."""
+        """Modes of directories, set at the end: a read-only one could not be filled."""
         self._parents: dict[str, str] = {}
         self._left_out: set[str] = set()
         """Devices, pipes and sockets, which may have other names, too."""
@@ -171,7 +171,7 @@ class Unpacking:
         made.add(path)
 
     def _leave_out(self, path: str, made: set[str]) -> None:
-        """Have nothing where the image has a device, a pipe or a socket."""
+        """Remove what is where the image has a device, a pipe or a socket."""
         self._remove(path)
         self._left_out.add(path)
         made.add(path)

@@ -101,7 +101,7 @@ class McpServer(BaseModel):
 
     @property
     def listed(self) -> tuple[ListedTool, ...] | None:
-        """The tools that the server listed; None if it was not asked yet."""
+        """The tools that the server listed; None if it has not been asked."""
         return self._listed
 
     def with_listed(self, tools: tuple[ListedTool, ...]) -> McpServer:

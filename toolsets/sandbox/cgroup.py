@@ -22,7 +22,7 @@ _JOIN = """\
 while [ "$1" != -- ]; do echo $$ 2>/dev/null >"$1/cgroup.procs"; shift; done; shift; exec "$@"
 """
 _PERIOD_US = 100_000
-"""In which a quota of CPU time counts, unless a group says otherwise."""
+"""The period of CPU quotas, unless a group sets another."""
 _LEAST_QUOTA_US = 1000
 _MEMORY_SPARE = 64 << 20
 """For the server and the shell: a process should reach its own limit first, and can report that."""
@@ -186,7 +186,7 @@ def refusals_here() -> int:
 
 
 class _Counter:
-    """A line of a file that counts. The file is kept open, because it is read around each call."""
+    """A line of a file of counters, which stays open because it is read around each call."""
 
     def __init__(self, fd: int, begins: bytes) -> None:
         self._fd, self._begins = fd, b"\n" + begins
@@ -224,7 +224,7 @@ def _counters(group: Path, known: frozenset[str] | None = None) -> list[_Counter
 
 
 def _value(file: Path, name: str) -> int:
-    """What a file of lines `name number` says; 0 where it says nothing."""
+    """The number of a name in a file of lines `name number`; 0 without such a line."""
     with contextlib.suppress(OSError, ValueError):
         for line in file.read_text().splitlines():
             if line.partition(" ")[0] == name:

@@ -71,7 +71,7 @@ def _author_of(text: str, added: list[tuple[str, Author]]) -> Author:
 
 
 def _added_texts(record: Record) -> list[tuple[str, Author]]:
-    """What was added on the user's side after the prompt, in order, and who wrote it."""
+    """The texts added on the user's side after the prompt, in order, with their authors."""
     simulated = {inner.key for inner in record.inner}
     added: list[tuple[str, Author]] = []
     further = 0
@@ -148,7 +148,7 @@ def in_order(part: _Part) -> _Part:
 
 
 def merged(messages: Sequence[StoredMessage]) -> list[StoredMessage]:
-    """User and system messages, but for those that may follow, added to the one before them."""
+    """User and system messages joined to the one before, unless they may follow it."""
     found: list[StoredMessage] = []
     for message in messages:
         role, before = message.role, found[-1].role if found else "system"

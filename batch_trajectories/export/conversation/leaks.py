@@ -25,10 +25,10 @@ Reason = Literal["other_commits", "project_download", "checker_files"]
 
 _MAX_EVIDENCE = 200
 _MAX_ARGUMENTS = 100_000
-"""Characters of a call's arguments that are looked at."""
+"""How many characters of a call's arguments are searched."""
 
 _BREAKS = re.compile(r"[\"'`,\[\](){}]+")
-"""What stands between the words of a command that is written as code or JSON."""
+"""Separators between the words of a command in code or JSON."""
 
 _GIT = re.compile(
     r"\bgit((?: +(?:-[Cc] +\S+|--?[\w-]+(?:=\S+)?))*) +([a-z][a-z-]*)([^;|&\n<>]*)", re.ASCII
@@ -93,7 +93,7 @@ def leaks_of(record: Record) -> list[Leak]:
 
 
 class _Search:
-    """Looks at the calls of one conversation after each other."""
+    """Looks at the calls of one conversation in order."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         self._project, self._owner = _project_of(row)
@@ -197,7 +197,7 @@ def _plain(name: str) -> str:
 
 
 def _files_of(row: dict[str, Any]) -> re.Pattern[str] | None:
-    """What the paths of the check's files match, but for those that the prompt names."""
+    """A pattern of the paths of the check's files, without those that the prompt names."""
     check = row.get("check")
     if not isinstance(check, dict):
         return None

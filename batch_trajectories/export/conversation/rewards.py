@@ -28,7 +28,7 @@ def judged(record: Record, name: str | None) -> Judgement:
 
 
 def not_passed(judgement: Judgement) -> Rejected | None:
-    """Why a conversation is left out where only those that passed are wanted."""
+    """Why a conversation is left out if only those that passed are wanted."""
     if judgement.error is not None:
         return Rejected(Reason.CHECK_FAILED, f"its check gave no result: {judgement.error}")
     if judgement.passed is False:

@@ -23,7 +23,7 @@ _TEMPLATE_TAILS = r"[|｜][^|｜<>\s]{1,40}[|｜]>|(?:start|end)_of_turn>"
 _CONTROL_TAILS = rf"{_TEMPLATE_TAILS}|/?s>|(?:bos|eos|pad|unk)>"
 
 _CONTROL_TOKEN = re.compile(rf"<(?:{_CONTROL_TAILS})|\[/?INST\]")
-"""What tokenizers of known models read as a control token anywhere in a text."""
+"""Control tokens of known models' tokenizers, wherever they are in a text."""
 
 _TEMPLATE_TOKEN = re.compile(rf"<(?:{_TEMPLATE_TAILS})")
 """Control tokens with no other meaning; the others are HTML or plain words too."""
@@ -45,7 +45,7 @@ _MARKER_IN_BRACKETS = re.compile(r"\[(?=/?INST\])")
 """The start of a tag of the format or of a control token; in JSON it is inside a string."""
 
 _FEW = 16
-"""Up to this many places, checking each is faster than searching the text for a pattern."""
+"""Up to this many places, checking each one is faster than a search by pattern."""
 
 _MAX_DEPTH = 100
 """Maximum depth of JSON: widely used readers refuse more than 128 levels."""

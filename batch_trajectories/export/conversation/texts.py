@@ -89,7 +89,7 @@ def _in_message(message: StoredMessage, place: str) -> Iterator[tuple[str, str]]
 
 
 def patch_of(record: Record) -> str:
-    """What the conversation changed in its repository, as `git apply` takes it.
+    """The conversation's changes to its repository, in the form of `git apply`.
 
     Raises `Rejected` where the record does not hold all of it.
     """

@@ -46,7 +46,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
 
 
 class Said(msgspec.Struct, frozen=True, gc=False):
-    """What the user's side said: words of the row or a simulated user, or a note of the runtime."""
+    """A message of the user's side: the row's, a simulated user's, or a note of the runtime."""
 
     text: str
     author: Author = "prompt"
@@ -72,7 +72,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_given(self) -> bool:
-        """Whether the turn was there before this run called a model."""
+        """Whether the turn is from before this run's first model call."""
         return self.author in ("prompt", "parent", "context")
 
     @property

@@ -354,7 +354,7 @@ class _Making:
         )
 
     def _chosen(self, candidates: list[Loaded]) -> dict[str, tuple[str, str]]:
-        """The candidates that make no rows of their own, by id, with the reason."""
+        """The candidates without rows of their own, by id, with the reason."""
         left_out: dict[str, tuple[str, str]] = {}
         if not self._chooses:
             return left_out
@@ -417,7 +417,7 @@ class _LeftOut(Exception):
 
 
 def _by_reward(name: str | None, candidate: Loaded) -> float:
-    """A sort key: best first, without a reward last."""
+    """A sort key: best first, those without a reward last."""
     reward = reward_of(candidate.record, name)
     return float("inf") if reward is None else -reward
 

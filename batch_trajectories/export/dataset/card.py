@@ -23,7 +23,7 @@ _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6
 _NOT_STATED = "not stated; say where they come from and their license"
 
 _FIRST = {"TRL SFTTrainer": 0, "Axolotl": 1, "LLaMA-Factory": 2}
-"""The places of the trainers that most readers look for."""
+"""Links of the trainers that most readers look for."""
 
 
 class _Plain(yaml.SafeDumper):
@@ -98,7 +98,7 @@ def _pattern(path: str) -> str:
 
 
 def _suffix(manifest: Mapping[str, Any]) -> str:
-    """The kind of file that the hub is to load: Parquet, else JSON lines, else Arrow."""
+    """The kind of file for the hub to load: Parquet, else JSON lines, else Arrow."""
     loaded = filter(_is_loaded, manifest["formats"])
     files = (file["path"] for part in loaded for file in part["files"])
     written = {PurePath(path).suffix for path in files}

@@ -44,7 +44,7 @@ from batch_trajectories.runs.store.files import (
 MANIFEST = "manifest.json"
 
 _NAMED = 5
-"""Number of removed files that are named."""
+"""How many removed files a message names."""
 
 
 class _File(BaseModel):

@@ -40,7 +40,7 @@ Chat = Callable[[Sequence[Mapping[str, Any]], Sequence[Any], bool], str]
 """Renders messages and tools; the flag adds the generation prompt. Marks are in the text."""
 
 EOS = "\ufdd2"
-"""Stands for the token that ends a text, whose name only its tokenizer knows."""
+"""A stand-in for the end-of-text token, whose name only the tokenizer knows."""
 
 
 def load_chat(path: Path) -> Chat:

@@ -19,10 +19,10 @@ _ESCAPE = re.compile(r"\\[bfnrt]")
 """An escape in arguments and results that are JSON; its letter is not part of the next word."""
 
 _FEWEST_WORDS = 5
-"""Words of shorter questions occur together by chance."""
+"""The words of shorter questions occur together by chance."""
 
 _MOST_RUNS = 20_000_000
-"""Runs of words that are held, of 12 bytes in a table that is at least a third full."""
+"""Maximum number of runs of words; each takes 12 bytes of a table at least a third full."""
 
 _REPOSITORIES = ("repo", "repo_name", "repository")
 """Columns with the name of a repository."""
@@ -178,7 +178,7 @@ class _Runs:
 
     def _make(self, slots: int) -> None:
         self._hashes = array("q", bytes(8 * slots))
-        """0 stands for a free slot."""
+        """0: a free slot."""
         self._questions = array("I", bytes(4 * slots))
         self._mask = slots - 1
 

@@ -211,7 +211,7 @@ def _by_status(record: Record) -> Rejection:
 
 
 def _counts(record: Record, filters: Filters) -> Iterator[Rejection]:
-    """By what this run's model did, without turns of the prompt or of a branch's parent."""
+    """Rejections by the model's own work, without turns of the prompt or a branch's parent."""
     own = Own(record)
     turns, replies = len(own.turns), own.messages
     if filters.min_reasoning is not None:
@@ -282,7 +282,7 @@ def _answer_check(check: AnswerCheck) -> Callable[[Record], str | None]:
 
 
 def _own_check(place: str) -> Callable[[Record], str | None]:
-    """The same with a user's function."""
+    """The same, decided by a user's function."""
     try:
         hook = import_function(place, "filters.answer.function")
     except OwnToolError as error:

@@ -33,7 +33,7 @@ _KINDS = {
 _IN_URL = r"://[^\s/:@]{1,64}:[^\s/:@]{3,64}@"
 
 _BEGINS = r"(?:(?<![\w-])|(?<=\\[bfnrt])|(?<=\\u[0-9a-fA-F]{4}))"
-"""Not inside a word. Arguments and many results are JSON, whose escapes end in letters."""
+"""Not within a word. Arguments and many results are JSON, whose escapes end in letters."""
 
 _PATTERNS = {
     **{kind: re.compile(f"{_BEGINS}(?:{pattern})") for kind, pattern in _KINDS.items()},

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from batch_trajectories.export.masking.masks import Masked, Masks
 
 MAIN_THREAD = "main"
-"""The `thread` of a conversation that is no subagent's."""
+"""The `thread` of a conversation that is not a subagent's."""
 
 
 _SPLIT_TEXTS = 5
@@ -151,7 +151,7 @@ def discarded_replies(thread: StoredConversation) -> list[DiscardedReply]:
 def _discarded_rows(
     record: Record, thread: StoredConversation, *, masked: Masked | None
 ) -> list[dict[str, Any]]:
-    """A row for each discarded reply: a sample of its own, whose reward nobody knows."""
+    """A row for each discarded reply: a sample of its own, with unknown reward."""
     rows = []
     for number, reply in enumerate(discarded_replies(thread), 1):
         before = [replace(turn, inherited=True) for turn in thread.turns[: reply.turn - 1]]

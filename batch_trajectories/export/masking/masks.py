@@ -31,7 +31,7 @@ Masked = Mapping[int, tuple[str, ...]]
 """The reasons of masked turns, by the turn's number in its record."""
 
 _NOT_ENDED = frozenset({"not_run", "interrupted"})
-"""Failures of calls that might have gone well."""
+"""Failures of calls that might have succeeded."""
 
 _MOST_CHARS = 80
 """Of the reason that a user's function gives."""
@@ -160,7 +160,7 @@ class Masks:
                     yield turn.turn, "turn_reward"
 
     def _called(self, record: Record, turns: int) -> list[Any]:
-        """What the user's function gives."""
+        """The reasons that the user's function gives."""
         assert self._function is not None
         place = f"mask.function: {self._mask.function}"
         try:
@@ -188,7 +188,7 @@ class Masks:
 
 
 def _by_results(part: StoredConversation, mask: Mask) -> Iterator[tuple[int, str]]:
-    """Reasons that calls and their results give."""
+    """Reasons from calls and their results."""
     before: set[tuple[str, str | bytes, str]] = set()
     added = [(note.turn, f"\n\n{note.text}") for note in reversed(part.notes) if note.text]
     for turn, reply, results in _steps(Own(part)):

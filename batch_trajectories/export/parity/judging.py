@@ -29,7 +29,7 @@ from batch_trajectories.export.parity.templates import ChatTemplate
 from batch_trajectories.export.rows.recipe import Recipe
 
 _RENDER_S = 10.0
-"""A row must be rendered in so many seconds; trainers render thousands a minute."""
+"""Time limit of rendering one row; trainers render thousands a minute."""
 _SILENCE_S = 60.0
 _MEMORY_BYTES = 2 << 30
 _SAMPLE = 12
@@ -40,7 +40,7 @@ _NAMED = 1000
 
 
 class _TooLong(BaseException):
-    """No reason to refuse a row: the next one may take as long."""
+    """Not a reason to refuse a row: the next one may take as long."""
 
     def __init__(self) -> None:
         super().__init__(f"the template took more than {_RENDER_S:g} s for one row")

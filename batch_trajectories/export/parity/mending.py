@@ -16,7 +16,7 @@ Change = Callable[[Shown], Iterator[Shown]]
 
 
 class Mend(NamedTuple):
-    """Options, and what they make of a row."""
+    """Options, and what they turn a row into."""
 
     options: tuple[str, ...]
     changes: tuple[Change, ...]

@@ -78,7 +78,7 @@ class _Lengths:
 
 
 class Export(NamedTuple):
-    """What the files of a format are made for."""
+    """The export that the files of a format belong to."""
 
     format: Format
     recipe: Recipe

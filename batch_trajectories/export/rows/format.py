@@ -40,13 +40,13 @@ class Format:
     (objects of any form). The column `tools` is text, or with messages a list if a recipe says so.
     """
     parquet: Callable[[], MakeWriter] | None = None
-    """Gives what begins Parquet files of the rows, where rows are not JSON lines."""
+    """Returns what begins Parquet files of the rows, if rows are not JSON lines."""
     holds: frozenset[Reason] = frozenset()
     """The flaws of conversations that rows can represent."""
     accepts: frozenset[Reason] = frozenset()
     """Those of them with which rows are kept without `accept_rows`."""
     marks_loss: bool = False
-    """Whether rows say which turns are not to be learnt."""
+    """Whether rows mark the turns that carry no loss."""
     shows_messages: bool = True
     """Whether rows show messages, so that only conversations without other flaws have a row."""
     takes_all: bool = False
@@ -131,7 +131,7 @@ def named(name: str) -> Format | Copies:
 
 
 def format_named(name: str) -> Format:
-    """The format of this name; raises KeyError if that are copies."""
+    """The format of this name; raises KeyError for copies."""
     loaded = named(name)
     if isinstance(loaded, Copies):
         raise KeyError(name)

@@ -12,7 +12,7 @@ hold; LLaMA-Factory alone wants roles of its own, which `llamafactory` has."""
 
 
 def names() -> list[str]:
-    """All names, those of copies too, in the order of the alphabet."""
+    """All names, including those of copies, in alphabetical order."""
     return sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem != "__init__")
 
 

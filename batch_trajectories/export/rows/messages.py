@@ -28,7 +28,7 @@ from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.runs.store.record_types import Tools
 
 NO_LOSS: Mapping[str, Any] = {"weight": 0, "loss": False}
-"""Marks an assistant message that is not to be learnt: `weight` for OpenAI and Axolotl, `loss` for
+"""Marks an assistant message without loss: `weight` for OpenAI and Axolotl, `loss` for
 ms-swift. Messages without these keys are learnt."""
 
 
