@@ -106,12 +106,12 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run batch_runner.py to its end; in this process, ten times faster, if it starts no worker."""
     given = command(*args, **options)
-    environment = {**os.environ, **(env or {})}
     is_main = threading.current_thread() is threading.main_thread()
     starts_nothing = "--dry_run" in args or (args and args[0] in _WITHOUT_WORKERS)
-    if starts_nothing and is_main and can_fork(environment):
-        return _run_here(cwd, given, environment)
-    return _run(cwd, given, environment, PATIENCE_S)
+    # Libraries may read variables when they are imported: those of a test need a new process.
+    if starts_nothing and is_main and not env and can_fork(os.environ):
+        return _run_here(cwd, given)
+    return _run(cwd, given, {**os.environ, **(env or {})}, PATIENCE_S)
 
 
 def run_long(cwd: Path, *args: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -139,16 +139,12 @@ _WITHOUT_WORKERS = (
 )
 
 
-def _run_here(
-    cwd: Path, given: list[str], env: Mapping[str, str]
-) -> subprocess.CompletedProcess[str]:
+def _run_here(cwd: Path, given: list[str]) -> subprocess.CompletedProcess[str]:
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.chdir(cwd)
         patch.setattr(sys, "argv", given[1:])
         patch.setattr(sys, "path", [str(ROOT), *sys.path])
-        for name, value in env.items():
-            patch.setenv(name, value)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             stack.callback(signal.signal, number, signal.getsignal(number))
         stack.enter_context(settings_restored())
