@@ -142,7 +142,8 @@ class _Trial:
                 os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
         if process.returncode == 2:
-            raise ConfigError(output.decode(errors="replace").strip())
+            reason = output.decode(errors="replace").strip()
+            raise ConfigError(reason.removeprefix("error: "))
 
     def findings(self) -> Iterator[Finding]:
         """What was seen, in the order in which it happens."""

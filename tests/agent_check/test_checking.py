@@ -9,6 +9,7 @@ import pytest
 
 from agent.gateway.command_agent import CommandAgent
 from batch_trajectories.agent_check.checking import check_agent
+from batch_trajectories.basics.errors import ConfigError
 from tests.running import ROOT
 from tests.toolsets.test_sandbox import needs_bwrap
 
@@ -109,3 +110,8 @@ def test_an_agent_that_ends_by_a_call_needs_final_call(tmp_path: Path) -> None:
     (problem,) = check(**mine)["problem"]
     assert "max_turns" in problem
     assert check(**mine, final_call="THE_END")["problem"] == []
+
+
+def test_a_program_that_is_not_there_is_an_error_and_no_finding() -> None:
+    with pytest.raises(ConfigError, match=r"^agent 'custom': the program 'no-such-agent' was not"):
+        check(command=["no-such-agent", "{prompt}"])
