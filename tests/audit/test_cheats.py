@@ -13,7 +13,7 @@ from batch_trajectories.runs.store.checks import judgement_of
 from batch_trajectories.runs.store.reader import stored_records
 from tests.audit.planting import Images, harbor_task, plain_row, swe_row
 from tests.images.test_task_runs import IN_IMAGES, script_of
-from tests.running import SCRIPTED, run, write_rows
+from tests.running import SCRIPTED, lines, run, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -62,10 +62,8 @@ def write_cheats(kind: str, directory: Path, images: Images) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "kind", ["plain", "swe-bench", "swe-rebench", "swe-smith", "r2e-gym", "harbor"]
 )
-def test_no_cheat_is_rewarded_unless_it_is_marked(
-    tmp_path: Path, task_images: Images, kind: str
-) -> None:
-    """A second repository stays, and shows that a cheat that works is seen and marked."""
+def test_no_rewarded_cheat_is_training_data(tmp_path: Path, task_images: Images, kind: str) -> None:
+    """A second repository stays: what is copied from it passes the check, and is left out."""
     options = write_cheats(kind, tmp_path, task_images)
     if kind == "plain":
         given = {**SCRIPTED, "enabled_toolsets": "terminal"}
@@ -87,3 +85,7 @@ def test_no_cheat_is_rewarded_unless_it_is_marked(
     assert len(records) == (1 if kind == "harbor" else len(CHEATS))
     assert rewarded == working.get(kind, set())
     assert rewarded <= marked
+    learnt = {row["id"] for row in lines(tmp_path / "trajectories" / "r.jsonl")}
+    assert learnt == {one.id for one in records if not judgement_of(one).reward}
+    rejects = lines(tmp_path / "trajectories/r/exports/rejects.jsonl")
+    assert [one["reason"] for one in rejects] == ["leak_suspected"] * len(rewarded)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batch_trajectories.export.conversation.leaks import leaks_of
+from batch_trajectories.export.conversation.reading import leaks_in
+from batch_trajectories.runs.store.record_types import Record
 from tests.running import SCRIPTED, lines, run, write_rows
 from tests.stored import stored
 
@@ -17,10 +20,17 @@ CHECK = {
     "files": {"/check/run.sh": "…", "hidden/test_it.py": "…"},
     "reward_file": "/logs/verifier/reward.txt",
 }
+PASSED = {"passed": True, "reward": 1.0}
 
 
-def found(*calls: Any, repo: str | None = "octo/calc-tools", check: Any = CHECK) -> list[str]:
-    """The reasons of a conversation with these calls, one per turn; a text is a command."""
+def conversation(
+    *calls: Any,
+    repo: str | None = "octo/calc-tools",
+    check: Any = CHECK,
+    results: Sequence[dict[str, Any]] = (),
+    verdict: Mapping[str, Any] = PASSED,
+) -> Record:
+    """A conversation with these calls, one per turn; a text is a command."""
     arguments = [{"command": call} if isinstance(call, str) else call for call in calls]
     messages = [
         {
@@ -33,11 +43,17 @@ def found(*calls: Any, repo: str | None = "octo/calc-tools", check: Any = CHECK)
         for n, given in enumerate(arguments)
     ]
     row = {"prompt": "Fix it.", "check": check, **({"repo": repo} if repo else {})}
+    said = [{"role": "tool", "content": "", "tool_call_id": "c0", **result} for result in results]
     record = {
-        **{"messages": [{"role": "user", "content": "Fix it."}, *messages], "row": row},
-        **{"turns": [{}] * len(messages), "check": {"passed": True}},
+        **{"messages": [{"role": "user", "content": "Fix it."}, *messages, *said], "row": row},
+        **{"turns": [{}] * len(messages), "check": verdict},
     }
-    return [f"{leak.turn} {leak.reason}" for leak in leaks_of(stored(record))]
+    return stored(record)
+
+
+def found(*calls: Any, **more: Any) -> list[str]:
+    """The reasons of a conversation with these calls."""
+    return [f"{leak.turn} {leak.reason}" for leak in leaks_of(conversation(*calls, **more))]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +148,26 @@ def test_conversations_without_a_check_are_not_looked_at() -> None:
     assert leaks_of(record) == []
 
 
+@pytest.mark.parametrize(
+    ("result", "verdict", "is_flaw"),
+    [
+        ({"details": {"exit_code": 0}}, PASSED, True),
+        ({}, PASSED, True),
+        ({}, {"passed": None, "reward": 0.4}, True),
+        ({}, {"passed": False, "reward": 0.0}, False),
+        ({}, {"passed": None, "reward": None, "error": "no result"}, False),
+        ({"details": {"exit_code": 128}}, PASSED, False),
+        ({"is_error": True}, PASSED, False),
+    ],
+)
+def test_a_rewarded_leak_that_did_not_fail_is_a_flaw(
+    result: dict[str, Any], verdict: dict[str, Any], is_flaw: bool
+) -> None:
+    record = conversation("git show v2.0:a.py", results=[result], verdict=verdict)
+    assert bool(leaks_in(record)) is is_flaw
+    assert len(leaks_of(record)) == 1
+
+
 def test_rows_filters_statistics_and_the_report_name_it(tmp_path: Path) -> None:
     def script(command: str) -> list[dict[str, Any]]:
         return [
@@ -143,6 +179,7 @@ def test_rows_filters_statistics_and_the_report_name_it(tmp_path: Path) -> None:
         tmp_path / "p.jsonl",
         {"id": "leaks", "prompt": "x", "check": "true", "script": script("git show v2.0:a.py")},
         {"id": "works", "prompt": "y", "check": "true", "script": script("git status")},
+        {"id": "found", "prompt": "z", "check": "true", "script": script("git reflog || true")},
     )
     options = SCRIPTED | {"enabled_toolsets": "terminal", "sandbox": "local"}
     done = run(tmp_path, "--row_setup", **options)
@@ -155,9 +192,15 @@ def test_rows_filters_statistics_and_the_report_name_it(tmp_path: Path) -> None:
         {"turn": 1, "reason": "other_commits", "evidence": "git show v2.0:a.py"}
     ]
     assert "leak_suspected" not in rows["works"]
+    assert rows.keys() == {"leaks", "works"}
+    (rejected,) = lines(tmp_path / "trajectories/r/exports/rejects.jsonl")
+    assert (rejected["id"], rejected["reason"]) == ("found", "leak_suspected")
+    more = ("--format=openai", "--accept_rows=leak_suspected", "--output=all")
+    assert run(tmp_path, "export", "r", *more).returncode == 0
+    assert len(lines(tmp_path / "all/openai/train.jsonl")) == 3
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("formats: [openai]\nfilters: {leak_suspected: reject}\n")
     assert run(tmp_path, "export", "r", "--recipe=recipe.yaml").returncode == 0
     shown = run(tmp_path, "stats", "r").stdout
-    assert "1  leak_suspected" in shown
-    assert "health: leak_suspected: 1 of 2 conversations with a check" in shown
+    assert "2  leak_suspected" in shown
+    assert "health: leak_suspected: 2 of 3 conversations with a check" in shown

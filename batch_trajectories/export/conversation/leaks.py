@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from batch_trajectories.basics.text import clip
+from batch_trajectories.runs.store.checks import judgement_of
 from batch_trajectories.runs.store.record_types import Record, StoredMessage
 
 Reason = Literal["other_commits", "project_download", "checker_files"]
@@ -76,20 +77,35 @@ class Leak(NamedTuple):
     """The part of the call's arguments."""
 
 
-def leaks_of(record: Record) -> list[Leak]:
-    """The suspicious calls of a conversation with a check, in their order."""
+def leaks_of(record: Record, *, ended_well: bool = False) -> list[Leak]:
+    """The suspicious calls of a conversation with a check, in their order.
+
+    With `ended_well` only those whose result is no error: of commands, exit code 0.
+    """
     if record.check is None:
         return []
+    failed = {m.tool_call_id for m in record.messages if m.role == "tool" and _has_failed(m)}
     inherited = sum(turn.inherited is not None for turn in record.turns)
     replies = [message for message in record.messages if message.role == "assistant"]
     brought = max(0, len(replies) - len(record.turns))
     search = _Search(record.row)
     leaks = []
     for turn, reply in enumerate(replies[brought:], 1):
-        for reason, evidence in search.of(reply):
-            if turn > inherited:
+        for id, reason, evidence in search.of(reply):
+            if turn > inherited and not (ended_well and id in failed):
                 leaks.append(Leak(turn, reason, clip(evidence.strip(), max_chars=_MAX_EVIDENCE)))
     return leaks
+
+
+def rewarded_leak(record: Record) -> Leak | None:
+    """The first suspicious call that ended well, if the conversation has a reward above 0."""
+    if record.check is None or not (judgement_of(record).reward or 0) > 0:
+        return None
+    return next(iter(leaks_of(record, ended_well=True)), None)
+
+
+def _has_failed(result: StoredMessage) -> bool:
+    return bool(result.is_error) or result.details.get("exit_code") not in (None, 0)
 
 
 class _Search:
@@ -100,23 +116,28 @@ class _Search:
         self._checker = _files_of(row)
         self._has_stashed = self._has_committed = False
 
-    def of(self, reply: StoredMessage) -> Iterator[tuple[Reason, str]]:
+    def of(self, reply: StoredMessage) -> Iterator[tuple[str, Reason, str]]:
+        """Ids of calls, with why they are suspicious."""
         for call in reply.tool_calls:
-            text = "\n".join(_texts(call.function.arguments))
-            plain = _BREAKS.sub(" ", text)
-            for git in _GIT.finditer(plain):
-                if self._reads_others(git[2], git[3].split()):
-                    yield "other_commits", git[0]
-            if (path := _GIT_FILES.search(text)) is not None:
-                yield "other_commits", path[0]
-            for got in _INSTALL.finditer(plain):
-                if any(self._is_project(word) for word in got[1].split()):
-                    yield "project_download", got[0]
-            for url in _URL.finditer(plain):
-                if self._is_of_project(url[0]):
-                    yield "project_download", url[0]
-            if self._checker is not None and (path := self._checker.search(text)) is not None:
-                yield "checker_files", path[0]
+            for reason, evidence in self._in(call.function.arguments):
+                yield call.id, reason, evidence
+
+    def _in(self, arguments: str) -> Iterator[tuple[Reason, str]]:
+        text = "\n".join(_texts(arguments))
+        plain = _BREAKS.sub(" ", text)
+        for git in _GIT.finditer(plain):
+            if self._reads_others(git[2], git[3].split()):
+                yield "other_commits", git[0]
+        if (path := _GIT_FILES.search(text)) is not None:
+            yield "other_commits", path[0]
+        for got in _INSTALL.finditer(plain):
+            if any(self._is_project(word) for word in got[1].split()):
+                yield "project_download", got[0]
+        for url in _URL.finditer(plain):
+            if self._is_of_project(url[0]):
+                yield "project_download", url[0]
+        if self._checker is not None and (path := self._checker.search(text)) is not None:
+            yield "checker_files", path[0]
 
     def _reads_others(self, command: str, words: Sequence[str]) -> bool:
         if command == "commit":

@@ -116,7 +116,7 @@ class _Read(NamedTuple):
 def _usual(record: Record, own: Own) -> _Read | None:
     """A completed conversation of the usual shape without flaws; None for any other."""
     messages, tools = record.messages, record.tools
-    if record.agent is not None or _may_be_flawed(messages) or interrupted_calls(record):
+    if record.agent is not None or _may_be_flawed(messages) or flaws_of_run(record):
         return None
     try:
         entries = usual_entries(record, own)
@@ -132,8 +132,7 @@ def _general(record: Record, own: Own) -> _Read:
         record.messages, record.tools, answered=answered
     )
     flaws = [Flaw(Reason.UNKNOWN_TOOL, detail) for detail in invented]
-    if interrupted := interrupted_calls(record):
-        flaws.append(Flaw(Reason.INTERRUPTED, f"calls {interrupted} were interrupted by a crash"))
+    flaws += flaws_of_run(record)
     entries = read_entries(messages, tools, flaws)
     if answered and not ends_with_a_call(record):
         check_finished(messages)
@@ -146,6 +145,25 @@ def _general(record: Record, own: Own) -> _Read:
         entries, record.messages, [turn.reasoning_tokens for turn in record.turns]
     )
     return _Read(messages, tools, entries, flaws, completion)
+
+
+def flaws_of_run(record: Record) -> list[Flaw]:
+    """Flaws by what happened, whatever the messages say: see `Reason`."""
+    flaws = []
+    if interrupted := interrupted_calls(record):
+        flaws.append(Flaw(Reason.INTERRUPTED, f"calls {interrupted} were interrupted by a crash"))
+    return [*flaws, *leaks_in(record)]
+
+
+def leaks_in(record: Record) -> list[Flaw]:
+    """The flaw of a conversation that was rewarded and looked where the solution may lie."""
+    if record.check is None:
+        return []
+    from batch_trajectories.export.conversation.leaks import rewarded_leak
+
+    if (leak := rewarded_leak(record)) is None:
+        return []
+    return [Flaw(Reason.LEAK_SUSPECTED, f"turn {leak.turn}: {leak.reason}: {leak.evidence}")]
 
 
 def read_entries(

@@ -21,7 +21,9 @@ NO_OBJECT = frozenset((Reason.ARGUMENTS_NOT_JSON, Reason.ARGUMENTS_NOT_OBJECT))
 """Arguments that rows can only hold as text."""
 PARTS = frozenset((Reason.HAS_IMAGES, Reason.HAS_FILES))
 """Formats hold a placeholder of such a part, which is not what the model saw."""
-ANYWHERE = frozenset((Reason.CONTROL_TOKEN, Reason.UNKNOWN_TOOL, Reason.INTERRUPTED)) | PARTS
+ANYWHERE = PARTS | frozenset(
+    (Reason.CONTROL_TOKEN, Reason.UNKNOWN_TOOL, Reason.INTERRUPTED, Reason.LEAK_SUSPECTED)
+)
 """What rows of every format can hold."""
 
 

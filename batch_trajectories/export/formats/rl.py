@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from agent.messages.message import COST_ONLY, STAGES, WORKSPACE_LOST
 from agent.messages.tokens import TokenTurn, token_turns
-from batch_trajectories.export.conversation.reading import flaws_of_parts
+from batch_trajectories.export.conversation.reading import flaws_of_parts, leaks_in
 from batch_trajectories.export.conversation.rewards import reward_facts, reward_of
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
@@ -288,6 +288,7 @@ class _TokenFiles(CandidateFiles):
 
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
         record, recipe = candidate.record, self.export.recipe
+        recipe.style.tolerance.refuse(leaks_in(record))
         rows = rows_of(
             record,
             recipe.reward_name,

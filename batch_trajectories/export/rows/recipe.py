@@ -261,9 +261,12 @@ class Recipe(BaseModel):
     @property
     def style(self) -> Style:
         """How conversations are rendered."""
-        # What limits interrupted calls, or masks their turns, lets such rows in.
-        limits = self.filters.max_interrupted_calls or (self.mask and self.mask.interrupted_result)
-        flaws = (*self.accept_rows, "interrupted") if limits else self.accept_rows
+        flaws: list[str] = [*self.accept_rows]
+        # What limits such calls, or masks their turns, lets their rows in.
+        if self.filters.max_interrupted_calls or (self.mask and self.mask.interrupted_result):
+            flaws.append("interrupted")
+        if self.mask and self.mask.leak_suspected:
+            flaws.append("leak_suspected")
         return Style(
             self.reasoning,
             self.parallel_calls,

@@ -26,6 +26,7 @@ RowFlaw = Literal[
     "control_token",
     "unknown_tool",
     "interrupted",
+    "leak_suspected",
     "arguments_not_json",
     "arguments_not_object",
     "marker_in_text",
