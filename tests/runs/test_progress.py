@@ -55,6 +55,14 @@ def test_a_silent_endpoint_is_seen(progress: Progress) -> None:
     assert "no reply yet" not in describe(state_of(progress, running=2))
 
 
+def test_work_without_a_model_says_how_fast_it_is() -> None:
+    audit = Progress(total=10, turns=None)
+    audit.task_ended(failure=None, passed=False)
+    line = describe(audit._state(2, "", audit._started_at + 30, 0.0), None)
+    assert line == "left 02:00, done 1, failed 0, running 2, 2 per minute"
+    audit.close()
+
+
 def test_rates_are_those_of_the_last_seconds(progress: Progress) -> None:
     progress.add(counters(turns=20, input_tokens=5_000, output_tokens=300))
     assert "2.0 turns/s, tokens/s 500 in 30 out" in describe(state_of(progress))

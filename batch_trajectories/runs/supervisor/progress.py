@@ -61,11 +61,11 @@ class Progress:
         run_dir: Path | None = None,
         tell: Callable[[str], object] | None = None,
         tasks: str = "tasks",
-        turns: str = "turns",
+        turns: str | None = "turns",
     ) -> None:
         """`run_dir` is for progress.json. With `tell`, a function that takes messages for the user,
         nothing is drawn: the terminal belongs to the caller. `tasks` and `turns` are the nouns for
-        what is counted."""
+        what is counted; None: no model is called."""
         self._total = total
         self._tasks, self._turns = tasks, turns
         self._done = 0
@@ -249,7 +249,8 @@ class Progress:
             "cost_unknown": work["cost_unknown"],
             "forecast_usd": self._forecast_usd(worked),
             "limit": limit,
-            "turns": work["turns"],
+            "turns": None if self._turns is None else work["turns"],
+            "tasks_per_min": self._ended_now / max(now - self._started_at, 1e-3) * 60,
             "turns_per_s": (latest.turns - past.turns) / seconds,
             "input_tokens_per_s": (latest.input_tokens - past.input_tokens) / seconds,
             "output_tokens_per_s": (latest.output_tokens - past.output_tokens) / seconds,
@@ -276,8 +277,9 @@ class Progress:
                 temporary.unlink(missing_ok=True)
 
 
-def describe(state: Mapping[str, Any], turns: str = "turns") -> str:
+def describe(state: Mapping[str, Any], turns: str | None = "turns") -> str:
     """The state, also from `progress.json`, as text for the progress line."""
+    calls_models = state["turns"] is not None
     parts = []
     if state["left_s"] is not None:
         parts.append(f"left {tqdm.format_interval(state['left_s'])}")
@@ -288,6 +290,8 @@ def describe(state: Mapping[str, Any], turns: str = "turns") -> str:
         f"failed {sum(failed.values())}" + (f" ({classes})" if classes else ""),
         f"running {state['running']}",
     ]
+    if not calls_models:
+        return ", ".join([*parts, f"{state['tasks_per_min']:.0f} per minute"])
     if checked := state.get("checked"):  # older versions do not write it
         parts.insert(-2, f"passed {state['passed']} of {checked}")
     if state["cost_usd"] or state["cost_unknown"]:

@@ -141,6 +141,8 @@ def _work(
         total=plan.scan.tasks if only is None else len(only),
         run_dir=run_dir.path,
         tell=tell,
+        tasks="steps" if config.audit else "tasks",
+        turns=None if config.audit or config.checked_run else "turns",
     )
     try:
         if records.unreadable:
