@@ -114,7 +114,7 @@ def _command_lines() -> Iterator[bytes]:
     [
         pytest.param("messages", ("--stream",), id="messages-stream"),
         pytest.param("chat", (), id="chat"),
-        pytest.param("responses", ("--stream",), id="responses-stream"),
+        pytest.param("responses", ("--stream",), id="responses-stream", marks=pytest.mark.slow),
         pytest.param("messages", (), id="messages", marks=pytest.mark.slow),
         pytest.param("chat", ("--stream",), id="chat-stream", marks=pytest.mark.slow),
         pytest.param("responses", (), id="responses", marks=pytest.mark.slow),

@@ -191,6 +191,7 @@ def test_a_list_of_models_is_asked_for_once(tmp_path: Path, endpoint: FakeEndpoi
     assert paths == ["/v1/models"]
 
 
+@pytest.mark.slow
 def test_silence_ends_a_session(tmp_path: Path, endpoint: FakeEndpoint) -> None:
     """The recording goes on; the same name begins another session."""
     with recording(tmp_path, endpoint, silence_s=0.2) as world:
@@ -224,6 +225,7 @@ def test_after_a_kill_a_session_continues_where_it_was(
     assert endpoint.journal()["replies"] == 3
 
 
+@pytest.mark.slow
 def test_after_a_kill_a_program_that_starts_again_is_answered_from_the_journal(
     tmp_path: Path, endpoint: FakeEndpoint
 ) -> None:

@@ -107,6 +107,7 @@ def test_streamed_replies_give_the_same_rows(tmp_path: Path, whole: list[dict[st
     assert rl_rows(tmp_path) == whole
 
 
+@pytest.mark.slow
 def test_sglang_gives_the_same_rows(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
     with FakeEndpoint(tokens="sglang", **PLAYS) as endpoint:
         run_for_tokens(tmp_path, endpoint, model="sglang:m")
@@ -114,6 +115,7 @@ def test_sglang_gives_the_same_rows(tmp_path: Path, whole: list[dict[str, Any]])
     assert rl_rows(tmp_path) == expected
 
 
+@pytest.mark.slow
 def test_streams_of_sglang_have_no_ids_and_that_is_said(tmp_path: Path) -> None:
     with FakeEndpoint(tokens="sglang", **PLAYS) as endpoint:
         write_rows(tmp_path / "c.yaml", {"stream_replies": True})
@@ -135,6 +137,7 @@ def test_an_endpoint_that_gives_none_is_named_once(tmp_path: Path) -> None:
     assert "not used           2  no_token_ids" in done.stdout
 
 
+@pytest.mark.slow
 def test_nothing_is_missing_of_a_simulated_user(tmp_path: Path) -> None:
     """What it saw is not kept, so there are no ids of its prompts."""
     write_prompts(tmp_path / "p.jsonl", 1)
@@ -179,7 +182,7 @@ def test_a_template_that_strips_reasoning_splits_each_conversation(tmp_path: Pat
         assert set(row["loss_mask"]) == {1}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_newlines_that_a_template_writes_split_nothing(tmp_path: Path, stream: bool) -> None:
     """The record keeps the wire's text, and says that the model later saw it without them."""
     write_rows(tmp_path / "c.yaml", {"stream_replies": stream})

@@ -8,7 +8,11 @@ from batch_trajectories.sandbox_conformance import *  # noqa: F403
 from toolsets.sandbox import SANDBOXES
 from toolsets.sandbox.factory import sandbox_kind, sandbox_problem
 
-OURS = sorted(name for name in SANDBOXES if not sandbox_kind(name).needs_image)
+OURS = [
+    pytest.param(name, marks=[] if sandbox_kind(name).is_isolated else pytest.mark.slow)
+    for name in sorted(SANDBOXES)
+    if not sandbox_kind(name).needs_image
+]
 
 
 @pytest.fixture(params=OURS)  # type: ignore[no-redef]

@@ -174,6 +174,7 @@ def test_arguments_are_checked_before_the_server_sees_them(tmp_path: Path) -> No
     assert MAX_RESULT_CHARS < len(long.content) < MAX_RESULT_CHARS + 100
 
 
+@pytest.mark.slow
 def test_a_hundred_deaths(tmp_path: Path) -> None:
     """A limited number of restarts, an error result for each call; other calls work."""
     wanted: list[tuple[str, str, dict[str, Any]]] = [("t", "raw__die", {})] * 100
