@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
@@ -34,6 +35,11 @@ from batch_trajectories.runs.store.scores import Scores
 from batch_trajectories.runs.store.tasks import Task
 
 if TYPE_CHECKING:
+    import datasets
+    import pandas as pd
+    import pyarrow as pa
+
+    from batch_trajectories.api.tables import TableName
     from batch_trajectories.runs.stopping.rule import StoppingRule
 
 _RUNS_SHOWN = 10
@@ -68,6 +74,16 @@ class StoredRun:
         """The content of run.json: `config`, `meaning` (the options that affect the data),
         `dataset`, `versions`, `created`, `history`."""
         refuse_lost_records(path)
+
+    def __repr__(self) -> str:
+        """The run in a line: its records by status, its model, and whether it is running."""
+        statuses = Counter(
+            entry.status for _, entry in load_index(self.path, lenient=True).records()
+        )
+        counts = ", ".join(f"{count:,} {status}" for status, count in statuses.most_common())
+        model = self.identity["config"].get("model")
+        state = "" if (holder := self.holder) is None else f", running (process {holder['pid']})"
+        return f"<StoredRun {str(self.path)!r}: {counts or 'no records'}; model {model}{state}>"
 
     @cached_property
     def config(self) -> RunConfig:
@@ -165,6 +181,38 @@ class StoredRun:
                 except UnreadableRecord:
                     entries.append(("", entry))
             return entries, len(index)
+
+    def batches(self, table: TableName = "tasks") -> Iterator[pa.RecordBatch]:
+        """A table in Arrow batches of some megabytes, in the order in which records were written.
+
+        Tables are `tasks` (a row per finished conversation), `turns`, `calls` and `scores`; see
+        docs/notebook.md for their columns. Raises `UnreadableRecord`.
+        """
+        from batch_trajectories.api.tables import batches_of
+
+        return batches_of(self.path, table)
+
+    def to_arrow(self, table: TableName = "tasks") -> pa.Table:
+        """The same as one table, which consists of these batches."""
+        import pyarrow
+
+        from batch_trajectories.api.tables import schema_of
+
+        made: pa.Table = pyarrow.Table.from_batches(self.batches(table), schema_of(table))
+        return made.unify_dictionaries()
+
+    def to_pandas(self, table: TableName = "tasks") -> pd.DataFrame:
+        """The same as a data frame of Arrow's types, without a copy where pandas needs none."""
+        import pandas
+
+        frame: pd.DataFrame = self.to_arrow(table).to_pandas(types_mapper=pandas.ArrowDtype)
+        return frame
+
+    def to_dataset(self, table: TableName = "tasks") -> datasets.Dataset:
+        """The same as a dataset of the library `datasets`, without a copy."""
+        import datasets
+
+        return datasets.Dataset(datasets.table.InMemoryTable(self.to_arrow(table)))
 
     def failures(self) -> Iterator[dict[str, Any]]:
         """The lines of failures.jsonl: failed attempts, worker deaths and bad rows, by `kind`."""

@@ -69,11 +69,13 @@ def collect_garbage_rarely() -> None:
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Imports leave no garbage, and looking for some takes an eighth of a start."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -90,12 +90,15 @@ def compare(first: str, second: str | None, output_dir: Path, as_json: bool) -> 
 @click.command()
 @run_dir_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--format", type=click.Choice(["text", "json"]), help="json: the same as --json.")
 @click.option(
     "--fail_on",
     metavar="NAMES",
     help="Exit 6 if a health check with one of these names (comma-separated; all) found a problem.",
 )
-def stats(run: str, output_dir: Path, as_json: bool, fail_on: str | None) -> None:
+def stats(
+    run: str, output_dir: Path, as_json: bool, format: str | None, fail_on: str | None
+) -> None:
     """Show statistics of RUN: from rows to training rows, problems, turns, tokens, tools."""
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.export.funnel import funnel_as_text
@@ -107,7 +110,7 @@ def stats(run: str, output_dir: Path, as_json: bool, fail_on: str | None) -> Non
         statistics = stored.statistics()
         distribution = stored.identity["meaning"].get("distribution") or {}
         funnel, trouble = stored.funnel_if_known()
-        if as_json:
+        if as_json or format == "json":
             show(_json({**statistics, "funnel": funnel}))
         else:
             lines = [f"from rows to training rows: {trouble}"] if trouble else []

@@ -1,0 +1,381 @@
+"""The records of a run as Arrow tables with typed columns, a batch at a time.
+
+Only the parts of a record that a table shows are decoded. Batches are made of about 8 MB of
+records each, so memory grows with the result alone.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, cast, get_args
+
+import msgspec
+
+from batch_trajectories.basics.startup import no_garbage_collection
+from batch_trajectories.basics.validation import did_you_mean
+from batch_trajectories.runs.store.checks import judgement_of, rewards_of
+from batch_trajectories.runs.store.checksum import DamagedLine, check_seal
+from batch_trajectories.runs.store.index import ROW_BYTES, Index
+from batch_trajectories.runs.store.reader import open_index
+from batch_trajectories.runs.store.record_parts import Number, StoredError, ToolRun, UsageSums
+from batch_trajectories.runs.store.record_types import (
+    CheckResult,
+    Note,
+    Record,
+    Score,
+    StoredCall,
+    StoredTurn,
+    decode_record,
+)
+from batch_trajectories.runs.store.records import unreadable_record
+from batch_trajectories.runs.store.scores import Scores
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+TableName = Literal["tasks", "turns", "calls", "scores"]
+
+_BATCH_BYTES = 8 << 20
+
+
+class _Time(msgspec.Struct, gc=False):
+    started_at: Number
+    duration_s: Number
+    inherited: bool | None = None
+
+
+class _Facts(msgspec.Struct, gc=False, kw_only=True):
+    """What all tables need of a record."""
+
+    id: str
+    status: str
+    input_digest: str
+    finished_at: Number
+    status_reason: str | None = None
+    check: CheckResult | None = None
+    scores: list[Score] | None = None
+    options: dict[str, Any] | None = None
+    notes: tuple[Note, ...] = ()
+
+
+class _TaskFacts(_Facts, kw_only=True):
+    prompt_id: str
+    sample: int
+    attempt: int
+    error: StoredError | None
+    model: str | None
+    model_returned: str | None
+    toolsets: list[str]
+    api_calls: int
+    usage: UsageSums | None
+    cost_usd: Number | None
+    turns: list[_Time]
+    tool_calls: list[ToolRun]
+
+
+class _Message(msgspec.Struct, gc=False):
+    role: str
+    content: str
+    reasoning: str | None = None
+    tool_calls: Sequence[StoredCall] = ()
+    tool_call_id: str | None = None
+
+
+class _TurnFacts(_Facts, kw_only=True):
+    turns: list[StoredTurn]
+    messages: list[_Message]
+    tool_calls: list[ToolRun]
+
+    def replies(self) -> Iterator[tuple[StoredTurn, int | None]]:
+        """Each turn with the place of its message; None if it has none."""
+        places = [n for n, message in enumerate(self.messages) if message.role == "assistant"]
+        brought = len(places) - len(self.turns)
+        for number, turn in enumerate(self.turns, start=brought):
+            yield turn, places[number] if number >= 0 else None
+
+
+class _Table(NamedTuple):
+    """What a table is made of."""
+
+    facts: type[_Facts]
+    columns: dict[str, str]
+    """Their types."""
+    rows: Callable[[Any], Iterator[tuple[Any, ...]]]
+    """The rows of a record."""
+
+
+def _of_task(facts: _TaskFacts) -> Iterator[tuple[Any, ...]]:
+    usage: UsageSums = facts.usage or {}
+    turns = [turn for turn in facts.turns if turn.inherited is None]
+    inherited = len(facts.turns) - len(turns)
+    tool_calls: Sequence[ToolRun] = facts.tool_calls
+    if inherited:
+        tool_calls = [call for call in tool_calls if call.turn > inherited]
+    is_judged = facts.check is not None or facts.scores
+    judgement = judgement_of(cast(Record, facts)) if is_judged else None
+    error = facts.error
+    yield (
+        facts.id,
+        facts.prompt_id,
+        facts.sample,
+        facts.status,
+        facts.status_reason,
+        None if error is None else error.error_class,
+        None if error is None else error.message,
+        facts.model_returned or facts.model,
+        facts.toolsets,
+        facts.attempt,
+        len(turns),
+        len(tool_calls),
+        sum([call.is_error for call in tool_calls]),
+        facts.api_calls,
+        usage.get("input_tokens"),
+        usage.get("output_tokens"),
+        usage.get("cache_read_tokens"),
+        usage.get("reasoning_tokens"),
+        facts.cost_usd,
+        None if judgement is None else judgement.passed,
+        None if judgement is None else judgement.reward,
+        turns[0].started_at if turns else None,
+        facts.finished_at,
+        sum([turn.duration_s for turn in turns]),
+    )
+
+
+def _of_turns(facts: _TurnFacts) -> Iterator[tuple[Any, ...]]:
+    for turn, place in facts.replies():
+        usage = turn.usage
+        message = None if place is None else facts.messages[place]
+        yield (
+            facts.id,
+            turn.turn,
+            turn.model,
+            turn.finish_reason,
+            None if usage is None else usage.input_tokens,
+            None if usage is None else usage.output_tokens,
+            None if usage is None else usage.cache_read_tokens,
+            None if usage is None else usage.reasoning_tokens,
+            turn.cost_usd,
+            turn.started_at,
+            turn.duration_s,
+            turn.waited_s,
+            turn.inherited is not None,
+            0 if message is None else len(message.tool_calls),
+            None if message is None else message.content,
+            None if message is None else message.reasoning,
+        )
+
+
+def _of_calls(facts: _TurnFacts) -> Iterator[tuple[Any, ...]]:
+    ran = {(one.turn, one.call): one for one in facts.tool_calls}
+    results = {one.tool_call_id: one.content for one in facts.messages if one.role == "tool"}
+    for turn, place in facts.replies():
+        calls = () if place is None else facts.messages[place].tool_calls
+        for number, call in enumerate(calls):
+            run = ran.get((turn.turn, number))
+            yield (
+                facts.id,
+                turn.turn,
+                number,
+                call.id,
+                call.function.name,
+                call.function.arguments,
+                results.get(call.id),
+                None if run is None else run.is_error,
+                None if run is None else run.started_at,
+                None if run is None else run.duration_s,
+            )
+
+
+def _of_scores(facts: _Facts) -> Iterator[tuple[Any, ...]]:
+    record = cast(Record, facts)
+    if (check := facts.check) is not None:
+        only_checked = rewards_of(cast(Record, msgspec.structs.replace(facts, scores=None)))
+        passed = check.passed if isinstance(check.passed, bool) else None
+        for name, reward in _or_none(only_checked.named):
+            yield (
+                facts.id,
+                "check",
+                None,
+                name,
+                reward,
+                passed,
+                check.error,
+                facts.finished_at,
+                None,
+            )
+    for score in record.scores or ():
+        if score.check is not None:
+            continue  # it is the check of the record now
+        for name, reward in _or_none(score.rewards or {}):
+            yield (
+                *(facts.id, score.source, score.version, name, reward, None, score.error),
+                *(score.at, score.cost_usd),
+            )
+
+
+def _or_none(rewards: Mapping[str, float]) -> Iterable[tuple[str | None, float | None]]:
+    """The rewards by name; what failed has one row without."""
+    return rewards.items() or ((None, None),)
+
+
+_COUNT, _TEXT, _TIME, _NUMBER = "count", "text", "time", "number"
+_FLAG, _CATEGORY, _LIST = "flag", "category", "list"
+
+TABLES: dict[TableName, _Table] = {
+    "tasks": _Table(
+        _TaskFacts,
+        {
+            **{"id": _TEXT, "prompt_id": _TEXT, "sample": _COUNT, "status": _CATEGORY},
+            **{"status_reason": _TEXT, "error_class": _CATEGORY, "error": _TEXT},
+            **{"model": _CATEGORY, "toolsets": _LIST, "attempt": _COUNT, "turns": _COUNT},
+            **{"tool_calls": _COUNT, "tool_errors": _COUNT, "api_calls": _COUNT},
+            **{"input_tokens": _COUNT, "output_tokens": _COUNT, "cache_read_tokens": _COUNT},
+            **{"reasoning_tokens": _COUNT, "cost_usd": _NUMBER, "passed": _FLAG},
+            **{"reward": _NUMBER, "started_at": _TIME, "finished_at": _TIME},
+            **{"model_seconds": _NUMBER},
+        },
+        _of_task,
+    ),
+    "turns": _Table(
+        _TurnFacts,
+        {
+            **{"id": _TEXT, "turn": _COUNT, "model": _CATEGORY, "finish_reason": _CATEGORY},
+            **{"input_tokens": _COUNT, "output_tokens": _COUNT, "cache_read_tokens": _COUNT},
+            **{"reasoning_tokens": _COUNT, "cost_usd": _NUMBER, "started_at": _TIME},
+            **{"duration_s": _NUMBER, "waited_s": _NUMBER, "inherited": _FLAG},
+            **{"tool_calls": _COUNT, "content": _TEXT, "reasoning": _TEXT},
+        },
+        _of_turns,
+    ),
+    "calls": _Table(
+        _TurnFacts,
+        {
+            **{"id": _TEXT, "turn": _COUNT, "call": _COUNT, "call_id": _TEXT, "name": _CATEGORY},
+            **{"arguments": _TEXT, "result": _TEXT, "is_error": _FLAG, "started_at": _TIME},
+            "duration_s": _NUMBER,
+        },
+        _of_calls,
+    ),
+    "scores": _Table(
+        _Facts,
+        {
+            **{"id": _TEXT, "source": _CATEGORY, "version": _TEXT, "name": _CATEGORY},
+            **{"reward": _NUMBER, "passed": _FLAG, "error": _TEXT, "at": _TIME},
+            "cost_usd": _NUMBER,
+        },
+        _of_scores,
+    ),
+}
+
+
+def table_named(name: str) -> _Table:
+    """The table of this name. Raises `ValueError`, which names all."""
+    if name not in TABLES:
+        names = get_args(TableName)
+        hint = did_you_mean(name, names) or f"there are {', '.join(names)}"
+        raise ValueError(f"no table is named {name!r}; {hint}")
+    return TABLES[name]
+
+
+def schema_of(name: str) -> pa.Schema:
+    """The columns of a table."""
+    import pyarrow as pa
+
+    types = {
+        _COUNT: pa.int64(),
+        _TEXT: pa.string(),
+        _TIME: pa.timestamp("us", tz="UTC"),
+        _NUMBER: pa.float64(),
+        _FLAG: pa.bool_(),
+        _CATEGORY: pa.dictionary(pa.int32(), pa.string()),
+        _LIST: pa.list_(pa.string()),
+    }
+    return pa.schema([(column, types[kind]) for column, kind in table_named(name).columns.items()])
+
+
+def batches_of(run_dir: Path, name: str) -> Iterator[pa.RecordBatch]:
+    """A table in batches, in the order in which records were written.
+
+    Raises `ValueError` for another name, `UnreadableRecord`, and what `open_index` raises.
+    """
+    import pyarrow as pa
+
+    table, schema = table_named(name), schema_of(name)
+    decode = msgspec.json.Decoder(table.facts).decode
+    scores = Scores(run_dir)
+    with open_index(run_dir) as (index, file):
+        for places in _places(index):
+            with no_garbage_collection():  # there are no cycles, and it would look at each value
+                read = _read(file, places, decode)
+                rows = [row for facts in read for row in table.rows(scores.added_to(facts))]
+                columns = [*zip(*rows, strict=True)] or [()] * len(schema)
+                kinds = zip(columns, schema.types, table.columns.values(), strict=True)
+                arrays = [_array(*column) for column in kinds]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _places(index: Index) -> Iterator[list[tuple[int, int]]]:
+    """Offsets and lengths of the records that count, in file order; some megabytes at a time."""
+    replaced = {row for row, _ in index.repeated()}
+    all_rows = range(1, len(index.rows) // ROW_BYTES)
+    rows = array("I", (row for row in all_rows if row not in replaced))
+    some: list[tuple[int, int]] = []
+    size = 0
+    for offset, length in zip(*index.places(rows), strict=True):
+        if not length:
+            continue
+        some.append((offset, length))
+        size += length
+        if size >= _BATCH_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _read(
+    file: BinaryIO, places: Sequence[tuple[int, int]], decode: Callable[[bytes], Any]
+) -> Iterator[Any]:
+    """The facts of the records in these places."""
+    first, last = places[0][0], sum(places[-1])
+    are_adjacent = last - first == sum(length for _, length in places)
+    block = os.pread(file.fileno(), last - first, first) if are_adjacent else b""
+    for offset, length in places:
+        if block:
+            line = block[offset - first : offset - first + length]
+        else:
+            line = os.pread(file.fileno(), length, offset)
+        try:
+            check_seal(line)
+            yield _with_judgement(decode(line), line)
+        except (DamagedLine, msgspec.MsgspecError) as error:
+            damage = DamagedLine(str(error))
+            raise unreadable_record(file, offset, line, damage) from error
+
+
+def _with_judgement(facts: _Facts, line: bytes) -> _Facts:
+    """The same; a comparison with an expected answer, which reads the whole row, as a check."""
+    if facts.options is not None and facts.options.get("check_expected"):
+        verdict, reward, error = judgement_of(decode_record(line))
+        facts.options = None
+        if reward is not None or error is not None:
+            facts.check = CheckResult(passed=verdict, reward=reward, error=error)
+    return facts
+
+
+def _array(values: Sequence[Any], type: Any, kind: str) -> Any:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if kind == _CATEGORY:
+        return pa.array(values, pa.string()).dictionary_encode()
+    if kind in (_TIME, _NUMBER):
+        numbers = pa.array([None if v is None else float(v) for v in values], pa.float64())
+        if kind == _NUMBER:
+            return numbers
+        return pc.round(pc.multiply(numbers, 1e6)).cast(pa.int64()).cast(type)
+    return pa.array(values, type)
