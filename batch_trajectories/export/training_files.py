@@ -102,17 +102,17 @@ class _Part:
             }
             for few in numbers:
                 records = [(record := read(number), Own(record)) for number in few]
-                # First the rows: what reads a conversation counts its replies on the way.
-                routed = [route(record, own, style=style) for record, own in records]
                 for record, own in records:
-                    self.statistics.add(record, own)
-                for place, row, reason, others in routed:
+                    place, row, reason, others = route(record, own, style=style)
                     files[place].write(dumps_row(row))
                     self.rows[place] += 1
                     if reason is not None:
                         self.reasons[reason] += 1
                     if others and place == "training":
                         self.others.update(others)
+                # After the rows: what reads a conversation counts its replies on the way.
+                for record, own in records:
+                    self.statistics.add(record, own)
                 advance(len(few))
 
     def add(self, other: _Part) -> None:
@@ -181,7 +181,7 @@ def route(record: Record, own: Own | None = None, *, style: Style = _PLAIN) -> R
     if wants_passed and (why := not_passed(judgement_of(record))) is not None:
         return _reject(record, why.reason.value, why.detail)
     place: Place = "training" if row["completed"] else "partial"
-    return Routed(place, row, None, conversation.others)
+    return Routed(place, row, None, conversation.others if conversation.has_others else {})
 
 
 def export_run(

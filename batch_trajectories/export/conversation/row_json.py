@@ -269,7 +269,7 @@ def _written(value: Any, depth: int = 1) -> str:
         parts = ["{"]  # joined once, as some are long
         for key, member in value.items():
             text = _text(member) if type(member) is str else _written(member, depth + 1)
-            parts += (_key(key), text, ", ")
+            parts += (name_json(key), ": ", text, ", ")
         parts[-1] = "}"
         return "".join(parts)
     if kind is list:
@@ -280,8 +280,9 @@ def _written(value: Any, depth: int = 1) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _key(key: str) -> str:
-    return f"{_text(key)}: "
+def name_json(name: str) -> str:
+    """The JSON of a name, which many texts repeat."""
+    return _text(name)
 
 
 def _text(text: str) -> str:

@@ -27,6 +27,7 @@ from batch_trajectories.export.conversation.row_json import (
     Repeated,
     content_json,
     escape_markers,
+    name_json,
     write_json,
 )
 from batch_trajectories.export.conversation.style import Style
@@ -47,7 +48,8 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     columns = common_columns(conversation)
     system = conversation.system if style.has_system(by_default=False) else ""
     style.tolerance.refuse(conversation.flaws)
-    refuse_control_tokens(system, style.tolerance, where="system message")
+    if system:
+        refuse_control_tokens(system, style.tolerance, where="system message")
     tools, preamble = once(conversation.tools, _tools_and_preamble)
     return {
         "id": record.id,
@@ -127,7 +129,7 @@ def _gpt_value(turn: Turn, no_reasoning: str) -> str:
     if turn.text:
         parts.append(f"{turn.text}\n")
     for call in turn.calls:
-        body = escape_markers(f'{{"name": {write_json(call.name)}, "arguments": {call.arguments}}}')
+        body = escape_markers(f'{{"name": {name_json(call.name)}, "arguments": {call.arguments}}}')
         parts.append(f"<tool_call>\n{body}\n</tool_call>\n")
     return "".join(parts).rstrip()
 
@@ -137,7 +139,7 @@ def _tool_value(turn: Turn, tolerance: Tolerance) -> str:
     for result in turn.results:
         # No marker spans the space before "content", so one search finds those of both parts.
         body = escape_markers(
-            f'{{"tool_call_id": {write_json(result.id)}, "name": {write_json(result.name)},'
+            f'{{"tool_call_id": {write_json(result.id)}, "name": {name_json(result.name)},'
             f' "content": {content_json(result.content[: result.own_chars])}}}'
         )
         if result.own_chars is not None:

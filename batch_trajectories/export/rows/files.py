@@ -240,7 +240,7 @@ class _RowFiles(CandidateFiles):
                 self.write(split, dumps_row(row), uses=n == 0)
                 if not self._per_turn:
                     self._others += shown.others
-                self._with_nulls += has_null_arguments(shown)
+                self._with_nulls += self._has_nulls(shown)
             return None
         if self._per_turn:
             return self._add_turns(split, conversation, seen)
@@ -248,7 +248,7 @@ class _RowFiles(CandidateFiles):
         self.write(split, dumps_row(row))
         if conversation.has_others:
             self._others += conversation.others
-        self._with_nulls += has_null_arguments(conversation)
+        self._with_nulls += self._has_nulls(conversation)
         return None
 
     def _add_turns(self, split: str, conversation: Conversation, seen: set[Hashable]) -> Why | None:
@@ -273,11 +273,14 @@ class _RowFiles(CandidateFiles):
         self._copies += copies
         for number, row in enumerate(rows):
             self.write(split, dumps_row(row), uses=number == 0)
-        self._with_nulls += sum(map(has_null_arguments, new))
+        self._with_nulls += sum(map(self._has_nulls, new))
         return None
 
+    def _has_nulls(self, conversation: Conversation) -> bool:
+        """Whether an argument is null, in a format that shows arguments as objects."""
+        return self._format.has_messages and has_null_arguments(conversation)
+
     def finish(self) -> dict[str, Any]:
-        has_nulls = self._with_nulls and self._format.has_messages
         return {
             **super().finish(),
             "marks_loss": self._format.marks_loss,
@@ -286,7 +289,7 @@ class _RowFiles(CandidateFiles):
             **({"duplicate_turns": self._copies} if self._per_turn and not self._segments else {}),
             **({} if self._masks is None else {"masked": self._masks.counts()}),
             **({NOT_PASSED: self._not_passed} if self.export.recipe.include else {}),
-            **({"rows_with_null_arguments": self._with_nulls} if has_nulls else {}),
+            **({"rows_with_null_arguments": self._with_nulls} if self._with_nulls else {}),
         }
 
 

@@ -101,7 +101,6 @@ class JournalWriter:
         key = self._key_of(task_id, input_digest)
         with self._lock:
             segment = self._ready_segment()
-            mark = {} if segment.size else {"boot": boot_id()}
             segment.append(
                 journal_line(
                     task_id,
@@ -109,11 +108,11 @@ class JournalWriter:
                     event,
                     assignment=assignment,
                     position=position,
-                    **mark,
+                    boot="" if segment.size else boot_id(),
                 )
             )
             self._open_tasks[segment].add(key)
-        self._dirty.set()
+        self._wake_syncer()
 
     def append_lines(self, keys: Iterable[bytes], lines: bytes) -> None:
         """Append lines made by `journal_line` for the tasks with these keys, like `append`."""
@@ -121,7 +120,12 @@ class JournalWriter:
             segment = self._ready_segment()
             segment.append(lines)
             self._open_tasks[segment].update(keys)
-        self._dirty.set()
+        self._wake_syncer()
+
+    def _wake_syncer(self) -> None:
+        # It clears this before it syncs, so where it is set, the next sync has these lines too.
+        if not self._dirty.is_set():
+            self._dirty.set()
 
     def _ready_segment(self) -> AppendFile:
         """The segment for the next lines; the caller holds the lock."""
@@ -225,12 +229,12 @@ def journal_line(
     *,
     assignment: int,
     position: int,
-    **more: str,
+    place: str = "",
+    boot: str = "",
 ) -> bytes:
     """One line of a segment; see `Journal.append`.
 
-    It has those of `more` that are not empty: `place` is where the task's workspace is, `boot` is
-    in a first line (see `JournalWriter`).
+    `place` is where the task's workspace is, `boot` is in a first line (see `JournalWriter`).
     """
     line = {
         "task": task_id,
@@ -239,7 +243,10 @@ def journal_line(
         "position": position,
         "event": event,
     }
-    line |= {name: value for name, value in more.items() if value}
+    if place:
+        line["place"] = place
+    if boot:
+        line["boot"] = boot
     return with_checksum(exact_json.dumps(line))
 
 
