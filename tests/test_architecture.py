@@ -43,6 +43,7 @@ agent/options  agent/loop  agent/views  agent  agent/flat
 agent/gateway
 
 runs/store
+runs/mirror
 runs/dataset
 runs/sources
 runs/config

@@ -18,6 +18,7 @@ from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.run_statistics import statistics_of
 from batch_trajectories.export.training_files import left_out, style_of_run
+from batch_trajectories.runs.config.option_types import is_url, mirror_url
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, tasks
 from batch_trajectories.runs.directory.run_dir import directory_of, read_run_json, runs_in
@@ -50,8 +51,11 @@ _LAST_BYTES = 8 << 20
 def open_run(run: Path | str, output_dir: Path | str = "trajectories") -> StoredRun:
     """Open a run, given by its directory or by its name in `output_dir`, for reading.
 
-    Raises `RunDirError` if there is none, with the names of existing runs.
+    Or by the URL of its mirror, of which a copy in the user's cache is brought up to date. Raises
+    `RunDirError` if there is none, with the names of existing runs.
     """
+    if is_url(run):
+        return StoredRun(_copy_of(str(run)), url=str(run))
     output_dir = Path(output_dir)
     path = directory_of(run, output_dir)
     if not path.exists():
@@ -66,8 +70,10 @@ def open_run(run: Path | str, output_dir: Path | str = "trajectories") -> Stored
 class StoredRun:
     """A run directory. Each method reads the files again, in their current state."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises `RunDirError` if `path` is not a run directory."""
+    def __init__(self, path: Path, *, url: str | None = None) -> None:
+        """`url` is the mirror that it is a copy of. Raises `RunDirError` if `path` is no run
+        directory."""
+        self.url = url
         refuse_strange_files(path)
         self.path = path
         self.identity = read_run_json(path)
@@ -103,8 +109,20 @@ class StoredRun:
 
     @property
     def holder(self) -> dict[str, Any] | None:
-        """The process that is working on the run: `pid`, `host`, `started`; None without one."""
-        return holder_of(self.path)
+        """The process that is working on the run: `pid`, `host`, `started`; None without one.
+
+        Of a mirror the one that has its lease: it may have died since.
+        """
+        if self.url is None:
+            return holder_of(self.path)
+        from batch_trajectories.runs.mirror.copies import read_note
+
+        last = (read_note(self.path) or {})["last"]
+        return None if last["is_end"] else last["holder"]
+
+    def brought_up_to_date(self) -> StoredRun:
+        """The run again; a copy of a mirror with what has come since."""
+        return self if self.url is None else StoredRun(_copy_of(self.url), url=self.url)
 
     def tasks(self) -> Iterator[Task]:
         """All tasks, in dataset order: `id`, `prompt_id`, `sample`, `columns`."""
@@ -277,6 +295,15 @@ class StoredRun:
             )
         shown = first_few(longer, _IDS_SHOWN)
         return f"{self.path}: several ids begin with {wanted!r}: {shown}; give a complete id"
+
+
+def _copy_of(url: str) -> Path:
+    from batch_trajectories.runs.mirror.copies import copy_of  # few runs are in buckets
+
+    try:
+        return copy_of(mirror_url(url))
+    except ValueError as error:
+        raise RunDirError(f"{url}: {error}") from None
 
 
 def conversations_in_flight(

@@ -14,7 +14,7 @@ RARE_OPTIONS = ("fresh", "accept_config_change", "live", "help_all")
 
 OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     "Data": (
-        *("dataset_file", "columns", "rows", "run_name", "output_dir", "num_samples"),
+        *("dataset_file", "columns", "rows", "run_name", "output_dir", "mirror", "num_samples"),
         *("until_passed", "also_failed", "max_samples"),
         *(
             "only_sound",

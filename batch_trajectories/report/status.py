@@ -48,6 +48,7 @@ def show_status(stored: StoredRun, *, as_json: bool, every_s: float | None) -> N
         if every_s is None or status.holder is None:
             return
         time.sleep(every_s)
+        stored = stored.brought_up_to_date()
 
 
 class Status(NamedTuple):

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from batch_runner import main
 from batch_trajectories.basics.errors import DatasetError, RunLocked
 from batch_trajectories.runs.dataset.row import RowRules
-from batch_trajectories.runs.directory.run_dir import stale_files_of
+from batch_trajectories.runs.directory.leftovers import stale_files_of
 from batch_trajectories.runs.sources import file_rows
 from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset, rows_of_source
 from batch_trajectories.runs.sources.source import source_of

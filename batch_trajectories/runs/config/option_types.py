@@ -53,6 +53,23 @@ def local_path(value: Any) -> Any:
 
 LocalPath = Annotated[Path, BeforeValidator(local_path)]
 
+_MIRROR = re.compile(r"(?:s3|gs|az)://[^/@?#\s]+(?:/[^@?#\s]*)?|file:///[^?#]+")
+
+
+def is_url(value: object) -> bool:
+    """Whether a text names something that is not on this machine by a URL."""
+    return isinstance(value, str) and _SCHEME.match(value) is not None
+
+
+def mirror_url(value: str) -> str:
+    """Return the URL of a bucket or directory. Raises `ValueError`; keys in it are refused."""
+    if _MIRROR.fullmatch(value) is None:
+        raise ValueError(
+            "must be s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or file:///PATH, "
+            "without keys: these come from the environment, as AWS_ACCESS_KEY_ID"
+        )
+    return value
+
 
 def named(value: Any) -> Any:
     """Before-validator: an empty path, as of an unset shell variable, is not the directory `.`."""

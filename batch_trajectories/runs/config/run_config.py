@@ -38,6 +38,7 @@ from batch_trajectories.runs.config.option_types import (
     OwnAgent,
     Resource,
     is_text,
+    mirror_url,
     named,
     parse_columns,
     parse_resources,
@@ -75,6 +76,9 @@ class RunConfig(SampleOptions):
         ..., "Name of the run; the same name resumes it.", max_length=120
     )
     output_dir: LocalPath = running(Path("trajectories"), "Directory for runs and training files.")
+    mirror: Annotated[str, AfterValidator(mirror_url)] | None = running(
+        None, "s3, gs, az or file URL that keeps a copy of the run (docs/scale.md)."
+    )
     model: str = meaning(
         "",
         "openai:NAME, anthropic:NAME, responses:NAME, openrouter:NAME, scripted, or a NAME at"
@@ -152,12 +156,10 @@ class RunConfig(SampleOptions):
         False, "Training file: leave out conversations without reasoning."
     )
     require_passed: bool = running(
-        False,
-        "Training file: leave out conversations that did not pass.",
+        False, "Training file: leave out conversations that did not pass."
     )
     accept_rows: AcceptedRows = running(
-        (),
-        "Training file: keep rows with these flaws; see docs/export.md.",
+        (), "Training file: keep rows with these flaws; see docs/export.md."
     )
     empty_think: Literal["keep", "omit"] = running(
         "keep",

@@ -2,6 +2,7 @@
 
 run_lock    the lock of a run: one process at a time
 run_dir     the run directory and run.json
+leftovers   what a crash has left, and runs that are moved aside
 narrowing   changes that would shorten a training file
 run_totals  tasks done, failed, discarded and pending; tokens, cost; all that was spent
 owed        tasks without a record, and samples that are no tasks

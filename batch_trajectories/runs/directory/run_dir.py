@@ -20,20 +20,23 @@ from __future__ import annotations
 import errno
 import os
 import platform
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import orjson
 
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, RunDirError
+from batch_trajectories.basics.errors import (
+    ConfigError,
+    EnvironmentStop,
+    RunDirError,
+    RunLocked,
+)
 from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.config.fingerprint import (
     digest_of,
@@ -46,6 +49,7 @@ from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sandboxes import replaced_images
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, save_scan
+from batch_trajectories.runs.directory.leftovers import move_aside, stale_files_of
 from batch_trajectories.runs.directory.narrowing import NARROWING, refuse_narrowing
 from batch_trajectories.runs.directory.run_lock import is_same_file, lock
 from batch_trajectories.runs.sources.kept_dataset import (
@@ -60,10 +64,12 @@ from batch_trajectories.runs.store.files import (
     refuse_strange_files,
     replace_file,
     storage_error,
-    training_file_of,
 )
 from batch_trajectories.runs.store.records import refuse_lost_records
 from batch_trajectories.runs.store.tasks import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.mirror.mirror import Mirror
 
 _RUN_KEYS = {
     "api": str,
@@ -105,6 +111,7 @@ class RunDir:
     """Open descriptors of the directories `inflight` and `workspaces`."""
     images: dict[str, str]
     """The digests of images that finished conversations worked in, by reference."""
+    mirror: Mirror | None
 
     @property
     def inflight(self) -> Path:
@@ -124,8 +131,11 @@ class RunDir:
     def check_is_there(self) -> None:
         """Raise `EnvironmentStop` if the directory was moved or removed since it was locked.
 
-        Writes to open files would succeed, but the data would be lost.
+        Writes to open files would succeed, but the data would be lost. Raises `RunLocked` if
+        another machine has taken over the run.
         """
+        if self.mirror is not None and isinstance(self.mirror.problem, RunLocked):
+            raise self.mirror.problem
         if not is_same_file(self.lock_fd, self.path / "lock"):
             raise EnvironmentStop(
                 f"{self.path}: the run directory has vanished: it was moved or removed during the "
@@ -134,8 +144,11 @@ class RunDir:
                 "same command starts over."
             )
 
-    def what_vanished(self) -> str | None:
-        """A message if the journals or workspaces were moved or removed, else None."""
+    def problem(self) -> str | None:
+        """Why the run must stop, else None: its journals or workspaces were moved or removed, or
+        its mirror lacks too much."""
+        if self.mirror is not None and self.mirror.problem is not None:
+            return str(self.mirror.problem)
         for path, fd in self.directory_fds.items():
             if is_same_file(fd, path):
                 continue
@@ -161,10 +174,14 @@ class RunDir:
             write_run_json(self.path, read_run_json(self.path) | {IMAGES: self.images})
 
     def close(self) -> None:
-        """Release the lock."""
-        os.close(self.lock_fd)
-        for fd in self.directory_fds.values():
-            os.close(fd)
+        """Release the lock, after the mirror has the rest. Raises what `Mirror.close` does."""
+        try:
+            if self.mirror is not None:
+                self.mirror.close()
+        finally:
+            os.close(self.lock_fd)
+            for fd in self.directory_fds.values():
+                os.close(fd)
 
 
 def open_run_dir(
@@ -185,7 +202,7 @@ def open_run_dir(
     changed since the run's first start.
     """
     path = config.run_dir
-    lock_fd = None
+    lock_fd = mirror = None
     try:
         make_directory(path, is_inside=False, parents=True)
         if not fresh:
@@ -197,12 +214,17 @@ def open_run_dir(
         own = {"lock", scan.path.name, scan.path.with_suffix(".json").name}
         if fresh and any(entry.name not in own for entry in path.iterdir()):
             # Locked while it moves, so no other process can start working in it.
-            aside = _move_aside(path)
+            aside = move_aside(path)
             path.mkdir(mode=0o700)
             moved_fd, lock_fd = lock_fd, lock(path)
             os.close(moved_fd)
             if scan.path.parent == path:
                 take_kept(aside / scan.path.name, path)
+        if config.mirror is not None:
+            from batch_trajectories.runs.mirror.mirror import Mirror  # most runs have none
+
+            mirror = Mirror(config.mirror, path)
+            mirror.take(fresh=fresh)
         for name in ("inflight", "workspaces", "exports"):
             make_directory(path / name)
         for file in stale_files_of(path):
@@ -212,7 +234,11 @@ def open_run_dir(
         write_run_json(path, run)
         save_scan(path / NAME, scan)
         remove_other_kept(path, scan.path)
+        if mirror is not None:
+            mirror.start(scan.path, requests_per_s=config.num_workers)
     except BaseException as error:
+        if mirror is not None:
+            mirror.close()
         if lock_fd is not None:
             os.close(lock_fd)
         if isinstance(error, OSError):
@@ -230,7 +256,8 @@ def open_run_dir(
         path / name: os.open(path / name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         for name in ("inflight", "workspaces")
     }
-    return RunDir(path, run["digest"], run["versions"], same_endpoints, lock_fd, fds, run[IMAGES])
+    of_run = path, run["digest"], run["versions"], same_endpoints
+    return RunDir(*of_run, lock_fd, fds, run[IMAGES], mirror)
 
 
 def check_reopening(config: RunConfig, scan: Scan, accept_changes: Sequence[str] = ()) -> bool:
@@ -256,15 +283,6 @@ def _identity(
     if before is not None:
         refuse_narrowing(path, scan, config, before, accept_changes)
     return before, run
-
-
-def stale_files_of(path: Path) -> list[Path]:
-    """Temporary files that a crash has left in a run directory or beside it."""
-    inside = (path, path / "exports", path / "inflight", path / "quarantine")
-    temporary = [file for directory in inside for file in sorted(directory.glob(".*.tmp"))]
-    stale = [file for file in temporary if not file.is_dir()]
-    beside = re.compile(rf"\.{re.escape(path.name)}(\.fork(\.\d+)?)?\.jsonl\.\d+(-\d+)?\.tmp")
-    return stale + [file for file in path.parent.glob(".*.tmp") if beside.fullmatch(file.name)]
 
 
 def write_run_json(path: Path, run: dict[str, Any]) -> None:
@@ -319,21 +337,6 @@ def directory_of(run: Path | str, output_dir: Path) -> Path:
 def runs_in(output_dir: Path) -> list[str]:
     """The names of the runs in a directory."""
     return sorted(path.parent.name for path in output_dir.glob("*/run.json"))
-
-
-def _move_aside(path: Path) -> Path:
-    """Rename the directory of a run, and move its training file into it; return the new path."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    aside = path.with_name(f"{path.name}.{stamp}")
-    number = 1
-    while aside.exists():
-        number += 1
-        aside = path.with_name(f"{path.name}.{stamp}.{number}")
-    path.rename(aside)
-    with suppress(FileNotFoundError):
-        training = training_file_of(path)
-        training.rename(aside / training.name)
-    return aside
 
 
 def _run_json(

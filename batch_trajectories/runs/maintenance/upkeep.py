@@ -19,8 +19,8 @@ from batch_trajectories.runs.config.sandboxes import remove_leftover_containers
 from batch_trajectories.runs.dataset.scan import Scan, scan, tasks
 from batch_trajectories.runs.dataset.scan_cache import NAME, last_scan
 from batch_trajectories.runs.dataset.shards import parse_shard
+from batch_trajectories.runs.directory.leftovers import stale_files_of
 from batch_trajectories.runs.directory.narrowing import refuse_narrowing
-from batch_trajectories.runs.directory.run_dir import stale_files_of
 from batch_trajectories.runs.directory.run_lock import locked, refuse_held
 from batch_trajectories.runs.maintenance.verify import Report
 from batch_trajectories.runs.maintenance.verify_batches import repair_batches
@@ -28,7 +28,7 @@ from batch_trajectories.runs.maintenance.verify_exports import Problem
 from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset
 from batch_trajectories.runs.store.checksum import is_whole
 from batch_trajectories.runs.store.failures import NO_LIMIT, Settled, is_settled
-from batch_trajectories.runs.store.files import keep_readable
+from batch_trajectories.runs.store.files import MIRRORED_DATASET, keep_readable
 from batch_trajectories.runs.store.journal import Inflight, read_journaled_replies
 from batch_trajectories.runs.store.records import RecordFile, UnreadableRecord, load_index, take_out
 from batch_trajectories.runs.supervisor.damaged import set_aside_damaged
@@ -157,6 +157,8 @@ def _scan_arguments(path: Path, identity: dict[str, Any], config: RunConfig) -> 
     file = Path(dataset["path"])
     if dataset.get("source") is not None and (path / file.name).exists():
         file = path / file.name  # the run may have been moved or copied
+    elif not file.exists() and (path / MIRRORED_DATASET).exists():
+        file = path / MIRRORED_DATASET
     return {
         "path": file,
         "max_samples": config.max_samples,

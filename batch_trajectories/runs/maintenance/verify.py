@@ -25,7 +25,7 @@ from batch_trajectories.runs.config.fingerprint import digest_of
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, load_scan
-from batch_trajectories.runs.directory.run_dir import stale_files_of
+from batch_trajectories.runs.directory.leftovers import stale_files_of
 from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
 from batch_trajectories.runs.maintenance.verify_batches import check_batches
 from batch_trajectories.runs.maintenance.verify_exports import Problem, check_exports

@@ -107,6 +107,10 @@ def make_plan(
     )
     if writes:
         refuse_held(config.run_dir)  # before a long read, and a copy that nothing would use
+        if config.mirror is not None and not fresh:
+            from batch_trajectories.runs.mirror.copies import bring  # most runs have none
+
+            bring(config.mirror, config.run_dir)
     dataset = keep_dataset(
         config.dataset_file,
         config.run_dir,

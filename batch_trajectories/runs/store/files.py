@@ -28,8 +28,13 @@ _PLAIN_FILES = (
     *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "batches.jsonl"),
     *("run.log", "lock", "summary.json", "statistics.json", "verdicts.jsonl", "budget.jsonl"),
     *("scores.jsonl", "judge_budget.jsonl"),
-    "exports/manifest.json",
+    *("exports/manifest.json", "mirror.json"),
 )
+
+MIRROR_NOTE = "mirror.json"
+"""How much of a run its mirror has, and which journals came from there."""
+MIRRORED_DATASET = "dataset.jsonl"
+"""In a mirror: the user's own JSONL file, which is not in the run directory."""
 
 _OF_WORKERS = ("inflight", "workspaces")
 KEPT_WORKSPACES = "kept_workspaces"

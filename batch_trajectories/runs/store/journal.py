@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+import orjson
+
 from agent.messages.message import (
     OUT_OF_PLACE,
     Event,
@@ -24,7 +26,7 @@ from agent.messages.message import (
     reply_in,
 )
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object
-from batch_trajectories.runs.store.files import StorageError, set_aside
+from batch_trajectories.runs.store.files import MIRROR_NOTE, StorageError, set_aside
 from batch_trajectories.runs.store.journal_writer import boot_id
 from batch_trajectories.runs.store.tasks import task_key
 
@@ -58,6 +60,7 @@ class Inflight:
         self._read_only = read_only
         self._places: dict[bytes, list[JournalPosition]] = {}
         self._open_tasks: dict[Path, set[bytes]] = {}
+        self._fetched = _fetched(inflight.parent)
         self._of_this_boot: set[Path] = set()
         """Segments that were written since the machine was started; see `JournalWriter`."""
         self._with_damage = {name.partition(":")[0] for name in damaged if name[-1].isdigit()}
@@ -97,7 +100,8 @@ class Inflight:
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
             entry = _parsed(line)
             key = None if entry is None else task_key(entry["task"], entry["input_digest"])
-            if number == 1 and entry is not None and boot and entry.get("boot") == boot:
+            is_first = number == 1 and f"inflight/{segment.name}" not in self._fetched
+            if is_first and entry is not None and boot and entry.get("boot") == boot:
                 self._of_this_boot.add(segment)
             if entry is not None and key is not None and wanted(key):
                 if _REPLY in line and (reply := reply_in(entry["event"])) is not None:
@@ -146,8 +150,8 @@ class Inflight:
     def knows_begun(self, key: bytes) -> bool:
         """Whether the events of a task show which of its calls began; else all may have.
 
-        They do not after a loss of power, which can take such events; where a line was damaged; and
-        in journals of earlier versions and of workers on other machines.
+        They do not after a loss of power, which can take such events; where a line was damaged; in
+        journals of earlier versions and of workers on other machines; and in those from a mirror.
         """
         segments = {place.segment for place in self._places.get(key, ())}
         names = {segment.name for segment in segments}
@@ -174,6 +178,14 @@ class Inflight:
             if not tasks:
                 segment.unlink(missing_ok=True)
                 del self._open_tasks[segment]
+
+
+def _fetched(run_dir: Path) -> frozenset[str]:
+    """The segments that came from a mirror, which may have lacked their last events."""
+    try:
+        return frozenset(orjson.loads((run_dir / MIRROR_NOTE).read_bytes())["fetched"])
+    except FileNotFoundError:
+        return frozenset()
 
 
 def _usable(events: list[Event], unusable: list[Event]) -> list[Event]:

@@ -153,7 +153,7 @@ class Supervisor:
     def _tend(self) -> None:
         """Do what is due: after each message but finished tasks, which wait for a common sync."""
         self._start.run_dir.check_is_there()
-        if (problem := self._start.run_dir.what_vanished()) is not None:
+        if (problem := self._start.run_dir.problem()) is not None:
             self._stop(problem)
         self._acknowledge_finished()
         self._watch_workers()
