@@ -7,7 +7,21 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.directory.run_lock import refuse_held
 from batch_trajectories.runs.store.files import training_file_of
+
+
+def look_at_place(config: RunConfig, *, fresh: bool) -> None:
+    """Before a start is planned: refuse a run in progress, and bring one that only a mirror has.
+
+    Raises `RunLocked`, and what `bring` raises.
+    """
+    refuse_held(config.run_dir)
+    if config.mirror is not None and not fresh:
+        from batch_trajectories.runs.mirror.copies import bring  # most runs have none
+
+        bring(config.mirror, config.run_dir)
 
 
 def stale_files_of(path: Path) -> list[Path]:

@@ -95,7 +95,7 @@ class Copy:
         note = {
             "url": self.bucket.url,
             "number": self.number,
-            "files": self.extents,
+            "files": {name: [*extent] for name, extent in self.extents.items()},
             "fetched": sorted(self.fetched & self.extents.keys()),
             **more,
         }

@@ -24,7 +24,7 @@ from batch_trajectories.runs.config.toolsets import catalog_of, with_listed_serv
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, cached_scan
 from batch_trajectories.runs.dataset.shards import parse_shard
-from batch_trajectories.runs.directory.run_lock import refuse_held
+from batch_trajectories.runs.directory.leftovers import look_at_place
 from batch_trajectories.runs.planning.executor_choice import check_executor
 from batch_trajectories.runs.sources.kept_dataset import ONLY, KeptDataset, RowFilter, keep_dataset
 from batch_trajectories.runs.store.checks import EXPECTED
@@ -106,11 +106,7 @@ def make_plan(
         first.settings.api, is_priced=unpriced(setups) is None, toolsets=first.names()
     )
     if writes:
-        refuse_held(config.run_dir)  # before a long read, and a copy that nothing would use
-        if config.mirror is not None and not fresh:
-            from batch_trajectories.runs.mirror.copies import bring  # most runs have none
-
-            bring(config.mirror, config.run_dir)
+        look_at_place(config, fresh=fresh)  # before a long read, and a copy that nothing would use
     dataset = keep_dataset(
         config.dataset_file,
         config.run_dir,

@@ -1,0 +1,41 @@
+"""Take the lease of a mirror again and again, and send a line at a time while it is held.
+
+`python -m tests.mirror.holding RUN_DIR URL STALE_S`: prints a line at each take.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+from batch_trajectories.basics.errors import RunLocked
+from batch_trajectories.runs.mirror import mirror as module
+from batch_trajectories.runs.mirror.mirror import Mirror
+
+
+def main(run_dir: Path, url: str, stale_s: float) -> None:
+    """Until it is killed."""
+    module.SEND_EVERY_S = 0.002
+    (run_dir / "lock").touch()
+    while True:
+        mirror = Mirror(url, run_dir, stale_s=stale_s)
+        mirror.take()
+        print("taken", flush=True)
+        (run_dir / "run.json").write_text("{}")
+        writing = threading.Event()
+        try:
+            mirror.start(run_dir / "prompts.jsonl", requests_per_s=1000)
+            while mirror.problem is None:
+                with (run_dir / "records.jsonl").open("a") as file:
+                    file.write(f"{run_dir}\n")
+                writing.wait(0.002)
+            assert isinstance(mirror.problem, RunLocked), mirror.problem
+        except RunLocked:
+            continue
+        finally:
+            mirror.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))

@@ -1,0 +1,219 @@
+"""The lease of a mirror, and what comes back from one."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("obstore", reason="needs the extra `mirror`")
+
+from batch_trajectories.basics.errors import ConfigError, RunDirError, RunLocked
+from batch_trajectories.runs.mirror.bucket import Bucket
+from batch_trajectories.runs.mirror.copies import Copy, copy_of
+from batch_trajectories.runs.mirror.mirror import Mirror
+from batch_trajectories.runs.mirror.parts import DIRECTORY, unpack_part
+from batch_trajectories.runs.store.journal import Inflight
+from batch_trajectories.runs.store.journal_writer import boot_id, journal_line
+from batch_trajectories.runs.store.tasks import task_key
+from tests.running import ROOT
+
+LINE = b'{"a":1}\n'
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return f"file://{tmp_path}/bucket"
+
+
+def a_run(place: Path) -> Path:
+    """A directory that looks like a run."""
+    path = place / "r"
+    (path / "inflight").mkdir(parents=True)
+    for name in ("lock", "records.idx"):
+        (path / name).touch()
+    for name in ("run.json", "records.jsonl", "inflight/worker-0-0.jsonl", "run.log"):
+        (path / name).write_bytes(LINE)
+    return path
+
+
+def mirrored(url: str, run_dir: Path) -> Mirror:
+    mirror = Mirror(url, run_dir, stale_s=0.0)
+    mirror.take()
+    mirror.start(run_dir.parent / "p.jsonl", requests_per_s=1000)
+    return mirror
+
+
+def an_empty_run(place: Path) -> Path:
+    path = place / "r"
+    path.mkdir(parents=True)
+    (path / "lock").touch()
+    return path
+
+
+def content_of(path: Path) -> dict[str, bytes]:
+    """The files of a run that a mirror has."""
+    files = (file for file in path.rglob("*") if file.is_file())
+    names = {str(file.relative_to(path)): file.read_bytes() for file in files}
+    return {name: names[name] for name in names.keys() - {"lock", "mirror.json", "records.idx"}}
+
+
+def test_a_directory_comes_back_from_its_mirror(tmp_path: Path, url: str) -> None:
+    run_dir = a_run(tmp_path)
+    (tmp_path / "p.jsonl").write_bytes(LINE)
+    mirror = mirrored(url, run_dir)
+    with (run_dir / "records.jsonl").open("ab") as file:
+        file.write(LINE + b'{"torn')
+    (run_dir / "inflight" / "worker-0-0.jsonl").unlink()
+    (run_dir / "inflight" / "worker-1-0.jsonl").write_bytes(LINE * 3)
+    new = run_dir / ".run.json"
+    new.write_bytes(b"{}\n")
+    new.replace(run_dir / "run.json")
+    mirror.close()
+
+    expected = content_of(run_dir) | {"records.jsonl": LINE * 2, "dataset.jsonl": LINE}
+    assert content_of(copy_of(f"{url}/r")) == expected
+
+    # What comes later is brought by parts of its own.
+    mirror = mirrored(url, run_dir)
+    (run_dir / "scores.jsonl").write_bytes(LINE)
+    mirror.close()
+    assert content_of(copy_of(f"{url}/r")) == expected | {"scores.jsonl": LINE}
+
+
+def test_a_first_start_that_comes_back_may_not_write(tmp_path: Path, url: str) -> None:
+    first = mirrored(url, a_run(tmp_path / "a"))
+    second = mirrored(url, an_empty_run(tmp_path / "b"))
+    with (tmp_path / "a/r/records.jsonl").open("ab") as file:
+        file.write(LINE)
+    with pytest.raises(RunLocked, match="has taken over this run"):
+        first.close()
+    with (tmp_path / "b/r/records.jsonl").open("ab") as file:
+        file.write(b'{"b":1}\n')
+    second.close()
+    assert (copy_of(f"{url}/r") / "records.jsonl").read_bytes() == LINE + b'{"b":1}\n'
+
+    # Started again, it goes on from the mirror, and keeps what it had not sent.
+    mirrored(url, tmp_path / "a/r").close()
+    assert (tmp_path / "a/r/records.jsonl").read_bytes() == LINE + b'{"b":1}\n'
+    (kept,) = (tmp_path / "a/r/quarantine").glob("before-mirror-*/records.jsonl")
+    assert kept.read_bytes() == LINE * 2
+
+
+def test_a_copy_of_a_directory_does_not_write_over_what_came_later(
+    tmp_path: Path, url: str
+) -> None:
+    run_dir = a_run(tmp_path / "a")
+    mirror = mirrored(url, run_dir)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with (run_dir / "records.jsonl").open("ab") as file:
+        file.write(LINE)
+    mirror.close()
+    mirrored(url, tmp_path / "b/r").close()
+    assert (tmp_path / "b/r/records.jsonl").read_bytes() == LINE * 2
+
+
+def test_a_run_that_is_not_that_of_the_mirror_is_refused(tmp_path: Path, url: str) -> None:
+    mirrored(url, a_run(tmp_path / "a")).close()
+    other = a_run(tmp_path / "b")
+    (other / "records.jsonl").write_bytes(b'{"other":1}\n')
+    with pytest.raises(RunDirError, match="were not made by one another"):
+        mirrored(url, other)
+
+
+def test_journals_from_a_mirror_do_not_show_which_calls_began(tmp_path: Path, url: str) -> None:
+    run_dir = a_run(tmp_path / "a")
+    event = {"kind": "began", "turn": 1, "call": 0, "at": 1.0}
+    line = journal_line("t", "d", event, assignment=1, position=0, boot=boot_id())  # type: ignore[arg-type]
+    (run_dir / "inflight/worker-0-0.jsonl").write_bytes(line)
+    mirrored(url, run_dir).close()
+    mirrored(url, an_empty_run(tmp_path / "b")).close()
+    key = task_key("t", "d")
+    for place, knows in (("a", True), ("b", False)):
+        inflight = Inflight(tmp_path / place / "r/inflight")
+        inflight.read(settled=frozenset())
+        assert inflight.knows_begun(key) == knows
+
+
+def test_a_damaged_part_is_named(tmp_path: Path, url: str) -> None:
+    mirrored(url, a_run(tmp_path)).close()
+    part = tmp_path / "bucket/r/parts/000000000002"
+    part.write_bytes(part.read_bytes().replace(LINE, b'{"a":2}\n'))
+    with pytest.raises(RunDirError, match=r"parts/000000000002: damaged"):
+        copy_of(f"{url}/r")
+
+
+@pytest.mark.parametrize("name", ["../x", "lock", "inflight/../../x", "/etc/x", "mirror.json"])
+def test_no_part_writes_outside_its_run(name: str, url: str) -> None:
+    from batch_trajectories.runs.mirror.parts import Part, Piece, pack_part
+
+    content = pack_part(Part(1, {}, 0.0, [Piece(name, 0, b"", 0)]))
+    with pytest.raises(RunDirError, match="is no file of a run"):
+        unpack_part(content, "here")
+
+
+def test_without_the_extra_a_url_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"pip install .*\[mirror\]"):
+        Bucket("s3://bucket/runs")
+
+
+@pytest.fixture
+def holders(tmp_path: Path, url: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes that want the same lease, each with a directory of its own."""
+    processes = []
+    for name in "ab":
+        run_dir = an_empty_run(tmp_path / name)
+        line = [sys.executable, "-m", "tests.mirror.holding", str(run_dir), url, "0.15"]
+        processes.append(subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("takes", [200])
+def test_of_two_starts_one_writes_through_stops_and_continues(
+    takes: int, tmp_path: Path, url: str, holders: list[subprocess.Popen[str]]
+) -> None:
+    """The holder is stopped, the other takes the lease, and the first continues."""
+    dice = random.Random(1)
+    for _ in range(takes):
+        last = _last_holder(tmp_path / "bucket/r/parts", holders)
+        os.kill(last.pid, signal.SIGSTOP)
+        (other,) = (process for process in holders if process is not last)
+        assert other.stdout is not None
+        assert other.stdout.readline() == "taken\n"
+        os.kill(last.pid, signal.SIGCONT)
+        if dice.random() < 0.5:  # or as it takes the lease
+            os.kill(other.pid, signal.SIGSTOP)
+            os.kill(other.pid, signal.SIGCONT)
+    assert all(process.poll() is None for process in holders)
+
+    writers: dict[int, set[str]] = {}
+    fences = []
+    for name, content in Bucket(f"{url}/r").after(DIRECTORY, ""):
+        part = unpack_part(content, name)
+        writers.setdefault(part.fence, set()).add(part.holder["token"])
+        fences.append(part.fence)
+    assert fences == sorted(fences)
+    assert max(fences) > takes
+    assert all(len(tokens) == 1 for tokens in writers.values())
+    copy = Copy(an_empty_run(tmp_path / "c"), Bucket(f"{url}/r"))
+    copy.catch_up()  # every part follows from the one before it
+
+
+def _last_holder(parts: Path, holders: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    while not (names := sorted(parts.glob("0*"))):
+        pass
+    pid = unpack_part(names[-1].read_bytes(), "").holder["pid"]
+    return next(process for process in holders if process.pid == pid)
