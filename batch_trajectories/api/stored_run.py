@@ -48,13 +48,21 @@ _IDS_SHOWN = 10
 _LAST_BYTES = 8 << 20
 
 
-def open_run(run: Path | str, output_dir: Path | str = "trajectories") -> StoredRun:
+def open_run(
+    run: Path | str, output_dir: Path | str = "trajectories", *, writes: bool = False
+) -> StoredRun:
     """Open a run, given by its directory or by its name in `output_dir`, for reading.
 
-    Or by the URL of its mirror, of which a copy in the user's cache is brought up to date. Raises
-    `RunDirError` if there is none, with the names of existing runs.
+    Or by the URL of its mirror, of which a copy in the user's cache is brought up to date; not if
+    the caller `writes` to the run. Raises `RunDirError` if there is none, with the names of
+    existing runs.
     """
     if is_url(run):
+        if writes:
+            raise RunDirError(
+                f"{run}: this would write to a copy of a mirror only; bring the run to a directory "
+                "by its own command with --mirror, and give that"
+            )
         return StoredRun(_copy_of(str(run)), url=str(run))
     output_dir = Path(output_dir)
     path = directory_of(run, output_dir)

@@ -96,7 +96,7 @@ def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: b
     from batch_trajectories.runs.maintenance.upkeep import check
 
     with errors_as_exit_codes():
-        stored = open_run(run, output_dir)
+        stored = open_run(run, output_dir, writes=repair)
         checked = check(
             stored.path,
             stored.identity,

@@ -175,7 +175,7 @@ def check(run: str, output_dir: Path, as_json: bool, **flags: Any) -> None:
 
     given = {name: value for name, value in flags.items() if value is not None}
     with errors_as_exit_codes():
-        stored = open_run(run, output_dir)
+        stored = open_run(run, output_dir, writes=True)
         config = load_config(None, {**stored.identity["config"], **given})
 
         from batch_trajectories.api.recheck import recheck

@@ -93,7 +93,7 @@ def score(
     from batch_trajectories.export.reasons import lines_of
 
     with errors_as_exit_codes():
-        stored = open_run(run, output_dir)
+        stored = open_run(run, output_dir, writes=True)
         wanted = None
         if recipe is not None:
             from batch_trajectories.export.dataset.build import worth_scoring

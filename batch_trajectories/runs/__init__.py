@@ -1,6 +1,7 @@
 """One run: dataset, config, stored records, parent and workers.
 
 store/        journals, records, failures and their index
+mirror/       a copy of a run in a bucket
 dataset/      rows, prompts and the scan
 sources/      datasets of other kinds, written as JSONL
 config/       options from YAML and flags to checked values

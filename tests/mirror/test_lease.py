@@ -153,9 +153,9 @@ def test_a_damaged_part_is_named(tmp_path: Path, url: str) -> None:
 
 @pytest.mark.parametrize("name", ["../x", "lock", "inflight/../../x", "/etc/x", "mirror.json"])
 def test_no_part_writes_outside_its_run(name: str, url: str) -> None:
-    from batch_trajectories.runs.mirror.parts import Part, Piece, pack_part
+    from batch_trajectories.runs.mirror.parts import LogPart, Piece, pack_part
 
-    content = pack_part(Part(1, {}, 0.0, [Piece(name, 0, b"", 0)]))
+    content = pack_part(LogPart(1, {}, 0.0, [Piece(name, 0, b"", 0)]))
     with pytest.raises(RunDirError, match="is no file of a run"):
         unpack_part(content, "here")
 
@@ -206,14 +206,14 @@ def test_of_two_starts_one_writes_through_stops_and_continues(
         writers.setdefault(part.fence, set()).add(part.holder["token"])
         fences.append(part.fence)
     assert fences == sorted(fences)
-    assert max(fences) > takes
+    assert max(fences) >= takes
     assert all(len(tokens) == 1 for tokens in writers.values())
     copy = Copy(an_empty_run(tmp_path / "c"), Bucket(f"{url}/r"))
     copy.catch_up()  # every part follows from the one before it
 
 
 def _last_holder(parts: Path, holders: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    while not (names := sorted(parts.glob("0*"))):
+    while not (names := sorted(parts.glob("?" * 12))):
         pass
     pid = unpack_part(names[-1].read_bytes(), "").holder["pid"]
     return next(process for process in holders if process.pid == pid)

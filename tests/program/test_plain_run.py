@@ -51,7 +51,8 @@ _OF_FEATURES = (
         f"batch_trajectories/{name}"
         for name in (
             *("export/dataset", "export/filters", "export/scoring", "report"),
-            *("runs/batch_api", "runs/executors/ray", "runs/maintenance", "runs/recording"),
+            *("runs/batch_api", "runs/executors/ray", "runs/maintenance", "runs/mirror"),
+            "runs/recording",
             *("runs/scoring", "runs/worker/agents"),
         )
     ),

@@ -17,7 +17,7 @@ from batch_trajectories.runs.mirror.bucket import Bucket
 from batch_trajectories.runs.mirror.parts import (
     DIRECTORY,
     Extent,
-    Part,
+    LogPart,
     extents_after,
     name_of,
     unpack_part,
@@ -49,17 +49,17 @@ class Copy:
         self.extents = {name: Extent(*extent) for name, extent in note["files"].items()}
         self.fetched: set[str] = set(note.get("fetched", ()))
         """Journals that this machine has not written."""
-        self.last: Part | None = None
+        self.last: LogPart | None = None
         """The last part without its pieces; None if it was not read."""
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[LogPart]:
         """The parts that the log has beyond this directory; `take` each before the next."""
         for name, content in self.bucket.after(DIRECTORY, name_of(self.number)):
             if name != name_of(self.number + 1):
                 raise RunDirError(f"{self._where(self.number + 1)}: it is missing")
             yield unpack_part(content, self._where(self.number + 1))
 
-    def take(self, part: Part, *, writes: bool) -> None:
+    def take(self, part: LogPart, *, writes: bool) -> None:
         """Count the next part; with `writes`, bring its files here. Raises `RunDirError`."""
         if part.is_new and writes:
             for name in self.extents:

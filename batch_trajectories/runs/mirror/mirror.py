@@ -27,7 +27,7 @@ from batch_trajectories.runs.mirror.copies import Copy, read_note, url_of_run
 from batch_trajectories.runs.mirror.parts import (
     DIRECTORIES,
     DIRECTORY,
-    Part,
+    LogPart,
     is_name,
     name_of,
     pack_part,
@@ -161,7 +161,8 @@ class Mirror:
                 f"{self._run_dir}: this run and its mirror {self._bucket.url} were not made by one "
                 "another; use another --run_name or --mirror, or move this directory away"
             )
-        aside = self._run_dir / "quarantine" / time.strftime("before-mirror-%Y%m%d-%H%M%S")
+        name = f"{time.strftime('before-mirror-%Y%m%d-%H%M%S')}-{self._token[:6]}"
+        aside = self._run_dir / "quarantine" / name
         make_directory(aside.parent)
         make_directory(aside)
         for path in listed(self._run_dir):
@@ -182,9 +183,9 @@ class Mirror:
         place = _place_of(self._run_dir)
         self._copy.save(token=self._token_before, place=place, **more)
 
-    def _part(self, unsent: Unsent | None = None, **more: bool) -> Part:
+    def _part(self, unsent: Unsent | None = None, **more: bool) -> LogPart:
         pieces, gone = ([], []) if unsent is None else (unsent.pieces, unsent.gone)
-        return Part(self._fence, self._holder, time.time(), pieces, gone, **more)
+        return LogPart(self._fence, self._holder, time.time(), pieces, gone, **more)
 
     def _next_name(self) -> str:
         return f"{DIRECTORY}/{name_of(self._copy.number + 1)}"

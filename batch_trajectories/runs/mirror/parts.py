@@ -54,7 +54,7 @@ class Piece(NamedTuple):
         return Extent(self.at + len(self.content), self.crc32)
 
 
-class Part(NamedTuple):
+class LogPart(NamedTuple):
     """An object of the log."""
 
     fence: int
@@ -72,7 +72,7 @@ def name_of(number: int) -> str:
     return f"{number:012}"
 
 
-def pack_part(part: Part) -> bytes:
+def pack_part(part: LogPart) -> bytes:
     """The content of the object of a part."""
     header = part._asdict() | {
         "format": FORMAT,
@@ -84,7 +84,7 @@ def pack_part(part: Part) -> bytes:
     return with_checksum(orjson.dumps(header)) + b"".join(piece.content for piece in part.pieces)
 
 
-def unpack_part(content: bytes, where: str) -> Part:
+def unpack_part(content: bytes, where: str) -> LogPart:
     """The part in an object. Raises `RunDirError` if it is damaged or of a later version."""
     head, _, rest = content.partition(b"\n")
     try:
@@ -99,7 +99,7 @@ def unpack_part(content: bytes, where: str) -> Part:
             size = piece.pop("size")
             pieces.append(Piece(content=rest[offset : offset + size], **piece))
             offset += size
-        part = Part(**{**header, "pieces": pieces})
+        part = LogPart(**{**header, "pieces": pieces})
     except (KeyError, TypeError):
         raise RunDirError(f"{where}: damaged: not the header of a part") from None
     if offset != len(rest):
@@ -115,7 +115,7 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and name not in ("lock", MIRROR_NOTE)
 
 
-def extents_after(extents: dict[str, Extent], part: Part, where: str) -> dict[str, Extent]:
+def extents_after(extents: dict[str, Extent], part: LogPart, where: str) -> dict[str, Extent]:
     """How much of each file the mirror has with a part, if it had `extents` before.
 
     Raises `RunDirError` where pieces do not follow, or were changed.
