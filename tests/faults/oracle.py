@@ -22,7 +22,7 @@ from tests.running import run, session_of, wait_until
 KNOWN = {
     *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "summary.json"),
     *("run.log", "lock", "statistics.json", "exports", "quarantine", "batches.jsonl", "batches"),
-    *("verdicts.jsonl", "inflight", "workspaces"),
+    *("mirror.json", "dataset.jsonl", "verdicts.jsonl", "inflight", "workspaces"),
 }
 """All that a finished run may hold; the last two must be empty."""
 

@@ -98,7 +98,7 @@ def test_a_machine_that_goes_takes_no_more_than_two_seconds_along(
             with started(place, **given) as process:
                 if number < kills:
                     had = endpoint.journal()["requests"]
-                    wait_until(lambda had=had: endpoint.journal()["requests"] > had)  # type: ignore[misc]
+                    wait_until(lambda had=had: endpoint.journal()["requests"] > had)
                     time.sleep(dice.uniform(1, 4))  # the moment of the kill, which is at random
                     os.killpg(process.pid, signal.SIGKILL)
                     killed_at.append(time.monotonic())
