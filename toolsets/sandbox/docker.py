@@ -175,7 +175,6 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
     the image needs none.
     """
 
-    lies_in_workspace = False
     has_own_python = True
     """Cells run in the image's Python, with the packages that the image has."""
     is_continued = False

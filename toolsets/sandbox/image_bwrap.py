@@ -122,6 +122,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
     capabilities that package managers need, over its own files only.
     """
 
+    lies_in_workspace = True
     has_own_python = True
     """Cells run in the image's Python, with the packages that the image has."""
     is_continued = False

@@ -30,6 +30,7 @@ _FORBIDDEN = "the sandbox said what it may not"
 class ImageSandbox(Sandbox):
     """A sandbox in an image: the files are inside, and what changes lasts until it is discarded."""
 
+    lies_in_workspace = False
     image_digest: str
     """Of the image's configuration, which names its layers: for all sandboxes the same."""
     user_home: str | None
