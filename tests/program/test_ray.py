@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from testing.agent_endpoint import AgentEndpoint
 from testing.fake_endpoint import FakeEndpoint
 from testing.ray_cluster import TwoNodes, actors, two_nodes
 from tests.faults.oracle import assert_gone, judge_run_dir, resume_and_judge
+from tests.program.test_agent_runs import options, prompt, scripted
 from tests.running import (
     PATIENCE_S,
     ROOT,
@@ -35,6 +37,7 @@ from tests.running import (
     write_prompts,
     write_rows,
 )
+from tests.toolsets.test_sandbox import needs_bwrap
 
 pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
@@ -105,6 +108,36 @@ def test_the_training_file_is_that_of_local_workers(tmp_path: Path, cluster: Two
     assert "worker-1 on" in (spread / "trajectories/r/run.log").read_text(), "logs travel too"
     wait_until(lambda: not actors())
     assert leftovers() == before
+
+
+@needs_bwrap
+def test_agents_that_are_commands_run_on_nodes(tmp_path: Path, cluster: TwoNodes) -> None:
+    """Also where an actor dies: the agent starts again, and nothing is paid for twice."""
+    local, spread = tmp_path / "local", tmp_path / "spread"
+    rows = [{"id": f"p{n}", "prompt": prompt(f"t{n}", 4)} for n in range(8)]
+    with AgentEndpoint(reasoning="Let me think.", latency_s=0.2) as endpoint:
+        for cwd in (local, spread):
+            cwd.mkdir()
+            write_rows(cwd / "p.jsonl", *rows)
+        given = {**options(endpoint, scripted()), "num_workers": 2, "batch_size": 2}
+        assert run(local, **given).returncode == 0
+        asked = len(endpoint.exchanges)
+        given |= {"executor": "ray", "ray_address": cluster.address, "heartbeat_timeout_s": 20}
+        with started(spread, **given) as process:
+            wait_until(lambda: len(endpoint.exchanges) >= asked + 6 or process.poll() is not None)
+            kill_actor(next(iter(actors())))
+            wait_until(lambda: process.poll() is not None)
+        assert process.returncode == 0, (spread / "output.txt").read_text()
+        assert asked <= len(endpoint.exchanges) - asked <= asked + 4
+    judge_run_dir(spread / "trajectories/r", tasks=8)
+    held = [
+        sorted(
+            (record["id"], record["status"], record["api_calls"], record["agent"]["version"])
+            for record in lines(cwd / "trajectories/r/records.jsonl")
+        )
+        for cwd in (local, spread)
+    ]
+    assert held[0] == held[1]
 
 
 @pytest.mark.parametrize("storage", ["driver", "shared"])

@@ -17,7 +17,11 @@ from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.models import set_up_models
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sandboxes import problem_of_sandbox
-from batch_trajectories.runs.worker.agents.agent_program import free_memory_mb, with_checked_agent
+from batch_trajectories.runs.worker.agents.agent_program import (
+    check_agent_of_node,
+    free_memory_mb,
+    with_checked_agent,
+)
 from batch_trajectories.runs.worker.agents.agent_runner import model_asked
 from tests.toolsets.test_sandbox import needs_bwrap
 
@@ -154,7 +158,6 @@ def test_an_option_that_means_nothing_is_refused(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"executor": "ray"}, "run on this machine only"),
         ({"agent": {**AGENT, "env": {"K": "sk-abcdefgh"}}}, "agent.env.K: seems to hold a secret"),
     ],
 )
@@ -240,6 +243,19 @@ def test_the_version_is_read_in_the_sandbox_and_fixed_for_the_run(tmp_path: Path
     program(path, "1.2.4")
     second = with_checked_agent(config(agent=agent))
     assert digest_of(meaning_of(first)) != digest_of(meaning_of(second))
+
+
+@needs_bwrap
+def test_another_version_on_a_node_is_refused(tmp_path: Path) -> None:
+    path = program(tmp_path / "agent", "1.2.3")
+    agent = {**AGENT, "command": [str(path), "{prompt}"]}
+    driver = with_checked_agent(config(agent=agent, executor="ray"))
+    assert driver.concurrency is None, "the memory of a node is not this one's"
+    check_agent_of_node(driver)
+    program(path, "1.2.4")
+    message = "is version 1.2.4 on this node, but 1.2.3 where the run was started"
+    with pytest.raises(ConfigError, match=message):
+        check_agent_of_node(driver)
 
 
 @needs_bwrap

@@ -57,8 +57,6 @@ def check_options(agent: CommandAgent, given: Collection[str]) -> None:
                 f"and has its own tools; leave {name} out, or set it in the agent's own "
                 "configuration (`command`, `env`, `files`)"
             )
-    if "executor" in given:
-        raise ValueError("executor: agents run on this machine only; leave --executor=ray out")
     for name, text in agent.env.items():
         if is_secret(text or ""):
             raise ValueError(

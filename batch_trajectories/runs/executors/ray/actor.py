@@ -119,9 +119,13 @@ def _work(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> None:
 
 
 def _check_sandbox(setup: WorkerSetup) -> None:
-    """Refuse to work on a node that lacks what commands need, before any call."""
+    """Refuse to work on a node that lacks what commands or agents need, before any call."""
     if setup.provenance.sandbox is not None and (problem := problem_of_sandbox(setup.config)):
         raise ValueError(problem)
+    if setup.config.agent is not None:
+        from batch_trajectories.runs.worker.agents.agent_program import check_agent_of_node
+
+        check_agent_of_node(setup.config)
 
 
 def _check_shares(run_dir: Path, lock: bytes) -> None:

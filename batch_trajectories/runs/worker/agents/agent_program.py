@@ -32,6 +32,8 @@ _SHOWN = 300
 def with_checked_agent(config: RunConfig) -> RunConfig:
     """Run the agent's program for its version, and set how many conversations fit into memory.
 
+    Nodes of a cluster have their own memory, which is not looked at.
+
     It runs in the sandbox, so an agent that cannot start there is found before anything is paid.
     Blocks. Raises `ConfigError`.
     """
@@ -53,11 +55,22 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
     except (NotInstalled, SandboxError) as error:
         raise ConfigError(f"agent {agent.name!r}: {error}") from error
     changes: dict[str, Any] = {"agent": agent.with_found(version)}
-    if config.concurrency is None and (free_mb := free_memory_mb()) is not None:
+    is_here = config.executor == "local"
+    if is_here and config.concurrency is None and (free_mb := free_memory_mb()) is not None:
         limit = max(1, int(_SHARE * free_mb / agent.memory_mb))
         changes["num_workers"] = min(config.num_workers, limit)
         changes["concurrency"] = min(config.batch_size, limit // changes["num_workers"])
     return config.model_copy(update=changes)
+
+
+def check_agent_of_node(config: RunConfig) -> None:
+    """Raise `ConfigError` where this node lacks the agent, or has another version of it."""
+    here = with_checked_agent(config).agent
+    if here is not None and config.agent is not None and here.found != config.agent.found:
+        raise ConfigError(
+            f"agent {here.name!r} is version {here.found} on this node, but {config.agent.found} "
+            "where the run was started; install the same version on all nodes"
+        )
 
 
 def version_of(agent: CommandAgent, config: RunConfig) -> str:
