@@ -123,11 +123,11 @@ def test_agents_that_are_commands_run_on_nodes(tmp_path: Path, cluster: TwoNodes
         given = {**options(endpoint, scripted()), "num_workers": 2, "batch_size": 2}
         assert run(local, **given).returncode == 0
         asked = len(endpoint.exchanges)
-        given |= {"executor": "ray", "ray_address": cluster.address, "heartbeat_timeout_s": 20}
+        given |= {"executor": "ray", "ray_address": cluster.address}
         with started(spread, **given) as process:
             wait_until(lambda: len(endpoint.exchanges) >= asked + 4 or process.poll() is not None)
             kill_actor(next(iter(actors())))
-            wait_until(lambda: process.poll() is not None)
+            wait_until(lambda: process.poll() is not None, timeout_s=LONG_S)
         assert process.returncode == 0, (spread / "output.txt").read_text()
         assert asked <= len(endpoint.exchanges) - asked <= asked + 4
     judge_run_dir(spread / "trajectories/r", tasks=4)
