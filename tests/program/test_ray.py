@@ -125,7 +125,10 @@ def test_agents_that_are_commands_run_on_nodes(tmp_path: Path, cluster: TwoNodes
         asked = len(endpoint.exchanges)
         given |= {"executor": "ray", "ray_address": cluster.address}
         with started(spread, **given) as process:
-            wait_until(lambda: len(endpoint.exchanges) >= asked + 4 or process.poll() is not None)
+            wait_until(
+                lambda: len(endpoint.exchanges) >= asked + 4 or process.poll() is not None,
+                timeout_s=LONG_S,
+            )
             kill_actor(next(iter(actors())))
             wait_until(lambda: process.poll() is not None, timeout_s=LONG_S)
         assert process.returncode == 0, (spread / "output.txt").read_text()
