@@ -42,6 +42,23 @@ def test_a_pass_with_a_test_is_not(output: str) -> None:
     assert why_hollow({"stdout": output, "stderr": ""}) is None
 
 
+@pytest.mark.parametrize(
+    ("command", "is_hollow"),
+    [
+        ("python3 -m pytest -q t.py 2>&1 || python3 t.py", False),
+        ("pytest t.py || true", True),
+        ("(pytest t.py || :)", True),
+        ("pytest t.py; true", True),
+        ("make || pytest t.py", True),
+    ],
+)
+def test_a_program_that_runs_in_place_of_pytest_decides(command: str, is_hollow: bool) -> None:
+    none = {"stdout": "==== no tests ran in 0.01s ====", "stderr": ""}
+    assert (why_hollow(none, command) is not None) == is_hollow
+    skipped = {"stdout": "2 skipped in 0.01s", "stderr": ""}
+    assert why_hollow(skipped, command)
+
+
 def test_statuses_of_named_tests_count_before_the_output() -> None:
     tests = {"statuses": {"SKIPPED": 2}}
     assert why_hollow({"tests": tests, "stdout": "2 passed in 0.01s"})

@@ -16,6 +16,11 @@ _PYTEST = re.compile(
     r"xfailed))[^\n]*?) in [\d.:]+s?\b",
     re.MULTILINE,
 )
+_FALLBACK = re.compile(
+    r"\b(?:pytest|py\.test)\b(?:[^|;&\n]|>&)*\|\|(?!\s*(?:true|:|exit 0)\s*(?:[;)\n]|$))"
+)
+"""A command that runs another program where pytest fails, as it does where it finds no test."""
+
 _UNITTEST = re.compile(r"^Ran (\d+) tests? in [^\n]*\s+OK(?: \(([^)\n]*)\))?", re.MULTILINE)
 _GO = re.compile(r"^(?:ok|\?)\s+\S+\s+(?:\(cached\)|[\d.]+s)?\s*(\[no test[^\]]*\])?", re.MULTILINE)
 _GO_TESTS = re.compile(r"^\s*--- (PASS|FAIL|SKIP):", re.MULTILINE)
@@ -23,10 +28,11 @@ _CARGO = re.compile(r"^test result: ok\. (\d+) passed;", re.MULTILINE)
 _JEST = re.compile(r"^Tests: +([^\n]*\btotal)", re.MULTILINE)
 
 
-def why_hollow(check: dict[str, Any]) -> str | None:
+def why_hollow(check: dict[str, Any], command: str = "") -> str | None:
     """Why a check that passed has tested nothing, None if it has or nothing shows it.
 
-    `check` is the result of `run_check`.
+    `check` is the result of `run_check`, `command` what it ran: where pytest found no test and
+    another program took its place, that program decided.
     """
     statuses = (check.get("tests") or {}).get("statuses")
     if statuses:
@@ -36,7 +42,10 @@ def why_hollow(check: dict[str, Any]) -> str | None:
     summaries = [*_summaries(output)]
     if not summaries or not all(is_hollow for _, is_hollow in summaries):
         return None
-    return f"no test ran: {summaries[-1][0]}"
+    last = summaries[-1][0]
+    if "skipped" not in last and _FALLBACK.search(command):
+        return None
+    return f"no test ran: {last}"
 
 
 def _summaries(output: str) -> list[tuple[str, bool]]:

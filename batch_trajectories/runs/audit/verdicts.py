@@ -130,7 +130,9 @@ def _part_of(record: Record) -> dict[str, Any]:
         part["error"] = {"class": record.error.error_class, "message": message}
     if record.check is not None:
         part["check"] = record.as_dict()["check"]
-        part["hollow"] = why_hollow(part["check"]) if part["check"].get("passed") else None
+        command = part.get("command") or ""
+        is_pass = part["check"].get("passed")
+        part["hollow"] = why_hollow(part["check"], command) if is_pass else None
     return part
 
 
