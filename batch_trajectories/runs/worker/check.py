@@ -53,16 +53,18 @@ TURNS_VARIABLE = "CONVERSATION_TURNS"
 
 _CLEAR = """\
 mode=$1; shift
+rm -rf -- "$@" || exit
+last=
 for file; do
-    rm -rf -- "$file" || exit
     case $file in */*) directory=${file%/*};; *) directory=;; esac
-    [ -n "$directory" ] || continue
+    [ -n "$directory" ] && [ "$directory" != "$last" ] || continue
+    last=$directory
     above=$directory
     until [ -d "$above" ]; do
         rm -f -- "$above"
         case $above in ?*/*) above=${above%/*};; *) break;; esac
     done
-    mkdir -p -- "$directory" || exit
+    [ -d "$directory" ] || mkdir -p -- "$directory" || exit
     # The user of an image may own none of it.
     chmod "$mode" -- "$directory" 2>/dev/null || :
 done

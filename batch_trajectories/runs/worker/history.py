@@ -38,7 +38,7 @@ export GIT_CONFIG_KEY_5=core.logAllRefUpdates GIT_CONFIG_VALUE_5=false
 
 fail() { echo "$1" >&2; exit 1; }
 
-if ! said=$(git rev-parse --git-dir 2>&1); then
+if ! said=$(git rev-parse --is-inside-work-tree 2>&1); then
     # Perhaps one that another program can read, or that a command can repair.
     at=$PWD
     while :; do
@@ -47,7 +47,7 @@ if ! said=$(git rev-parse --git-dir 2>&1); then
         at=${at%/*}
     done
 fi
-[ "$(git rev-parse --is-inside-work-tree)" = true ] || fail "it has no files of its own (bare)"
+[ "$said" = true ] || fail "it has no files of its own (bare)"
 
 # Sets what the other functions use, for the repository of the working directory.
 look() {
@@ -192,14 +192,15 @@ remove() (
         mv "$new/pack" "$own/objects/pack"
         while IFS= read -r path; do rm -rf "$path"; done <"$new/alternates"
     fi
+    set -- "$own/info/refs" "$own/info/grafts"
     for path in "$own"/* "$own"/.[!.]*; do
         case ${path##*/} in
             HEAD | config | config.worktree | description | hooks | index | sharedindex.* | info) ;;
             annex | making | modules | objects) ;;
-            *) rm -rf "$path" ;;
+            *) set -- "$@" "$path" ;;
         esac
     done
-    rm -f "$own/info/refs" "$own/info/grafts"
+    rm -rf "$@"
     if [ -d "$own/modules" ]; then remove_others "$own/modules"; fi
     if [ -s "$new/shallow" ]; then mv "$new/shallow" "$own/shallow"; fi
     mkdir "$own/refs"
@@ -208,16 +209,19 @@ remove() (
     else
         git update-ref --no-deref HEAD "$start"
     fi
-    git update-ref --stdin <"$new/tags"
+    if [ -s "$new/tags" ]; then git update-ref --stdin <"$new/tags"; fi
     if [ -f "$new/index" ]; then
         mv "$new/index" "$own/index"
     elif ! git diff-index --cached --quiet "$start"; then
         git read-tree "$start"  # what was staged is in the files
     fi
-    git config --local --name-only --get-regexp '^(remote|branch)\.' | while IFS= read -r key; do
-        git config --local --remove-section "${key%.*}" 2>/dev/null || :
-    done
-    git config --local --unset extensions.partialclone || :
+    git config --local --name-only --get-regexp '^(remote|branch)\.|^extensions\.partialclone$' |
+        while IFS= read -r key; do
+            case $key in
+                extensions.*) git config --local --unset "$key" || : ;;
+                *) git config --local --remove-section "${key%.*}" 2>/dev/null || : ;;
+            esac
+        done
     rm -rf "$new"
 )
 remove . "$1" "$2"
