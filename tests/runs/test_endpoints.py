@@ -15,9 +15,14 @@ from agent.models.resolve import read_key
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.runs.config.fingerprint import in_todays_words, meaning_of
 from batch_trajectories.runs.config.loading import load_config
-from batch_trajectories.runs.config.models import beside, called_models, limits_of, set_up_models
+from batch_trajectories.runs.config.models import (
+    beside,
+    called_models,
+    limits_of,
+    set_up_models,
+    setup_of_task,
+)
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.config.sampling import setup_of_task
 from batch_trajectories.runs.store.tasks import Task
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import WRITE_A_NOTE, lines, run, write_rows

@@ -22,9 +22,8 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.cli.fork import chosen_records
 from batch_trajectories.report.facts import row_of
-from batch_trajectories.runs.config.models import set_up_models
+from batch_trajectories.runs.config.models import set_up_models, setup_of_task
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.config.sampling import setup_of_task
 from batch_trajectories.runs.config.toolsets import catalog_of
 from batch_trajectories.runs.dataset.row_fork import read_fork
 from batch_trajectories.runs.directory.run_dir import read_run_json

@@ -31,8 +31,7 @@ from batch_trajectories.runs.store.journal import (
 from batch_trajectories.runs.store.journal_writer import JournalWriter, journal_line
 from batch_trajectories.runs.store.records import RecordFile, load_index, refuse_lost_records
 from batch_trajectories.runs.store.tasks import BadRow, task_key
-from batch_trajectories.runs.supervisor.budget import BudgetLog
-from batch_trajectories.runs.supervisor.damaged import set_aside_damaged
+from batch_trajectories.runs.supervisor.budget import BudgetLog, set_aside_damaged
 from tests.exporting import bare
 from tests.stored import stored
 

@@ -1,7 +1,8 @@
-"""The models that a run calls, and the limits and budget of these calls."""
+"""The models that a run calls, which of them a task draws, and the limits and budget of calls."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
 from batch_trajectories.runs.config.endpoints import to_prices
 from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.dataset.column_names import MODEL_COLUMN
+from batch_trajectories.runs.store.tasks import Task
 from toolsets.catalog.registry import TOOLSETS, Toolset
 
 if TYPE_CHECKING:
@@ -240,3 +243,37 @@ def check_token_ids(config: RunConfig, setups: Setups) -> None:
 def _tightest(own: Iterable[float | None], of_run: float | None) -> float | None:
     """The lowest limit that an endpoint's entries set; that of the run if they set none."""
     return min((value for value in own if value is not None), default=of_run)
+
+
+def setup_of_task(setups: Setups, config: RunConfig, task: Task) -> Setup:
+    """The model and toolsets of a task; what is drawn depends on the seed and the task's id."""
+    setup = setups[_model_of(config, task)]
+    distribution = config.toolset_percentages()
+    if distribution is None:
+        return setup
+    from toolsets.catalog.distributions import draw_toolsets
+
+    # Disabled toolsets are not in `setup` and cannot be drawn.
+    left = {name: distribution[name] for name in setup.names()}
+    drawn_as = f"{config.seed}/{_drawn_as(config, task)}"
+    return setup.only(draw_toolsets(left, drawn_as) if left else ())
+
+
+def _model_of(config: RunConfig, task: Task) -> str:
+    """That of the cascade, else the row's own, else one drawn by weight."""
+    if config.escalate_after is not None:
+        return task.model or next(iter(config.model_weights()))
+    weights = config.model_weights()
+    if len(weights) == 1:
+        return next(iter(weights))
+    own = task.columns.get(MODEL_COLUMN)
+    if isinstance(own, str):
+        return own
+    draw = random.Random(f"{config.seed}/{_drawn_as(config, task)}/model")
+    names = sorted(weights)
+    return draw.choices(names, [weights[name] for name in names])[0]
+
+
+def _drawn_as(config: RunConfig, task: Task) -> str:
+    """The id that a task draws with; a branch uses its parent's, to draw the same."""
+    return str(task.columns["fork"]["drawn_as"]) if config.forks else task.id

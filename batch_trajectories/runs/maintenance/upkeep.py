@@ -31,7 +31,7 @@ from batch_trajectories.runs.store.failures import NO_LIMIT, Settled, is_settled
 from batch_trajectories.runs.store.files import MIRRORED_DATASET, keep_readable
 from batch_trajectories.runs.store.journal import Inflight, read_journaled_replies
 from batch_trajectories.runs.store.records import RecordFile, UnreadableRecord, load_index, take_out
-from batch_trajectories.runs.supervisor.damaged import set_aside_damaged
+from batch_trajectories.runs.supervisor.budget import set_aside_damaged
 from toolsets.workspace.removal import remove_tree
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from agent.models.model import Completion, Request
 from agent.runner import ConversationRunner
 from agent.setup import Home
 from batch_trajectories.basics.text import clip, plural
-from batch_trajectories.runs.config.sampling import setup_of_task
+from batch_trajectories.runs.config.models import setup_of_task
 from batch_trajectories.runs.config.sandboxes import image_sandboxes
 from batch_trajectories.runs.dataset.row import unused_turns
 from batch_trajectories.runs.dataset.scan import tasks

@@ -33,8 +33,7 @@ from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.journal import Inflight, next_worker_number
 from batch_trajectories.runs.store.journal_writer import JournalWriter
 from batch_trajectories.runs.store.records import RecordFile
-from batch_trajectories.runs.supervisor.budget import BudgetLog, spent_before
-from batch_trajectories.runs.supervisor.damaged import set_aside_damaged
+from batch_trajectories.runs.supervisor.budget import BudgetLog, set_aside_damaged, spent_before
 from batch_trajectories.runs.supervisor.run import Outcome
 
 log = logging.getLogger(__name__)

@@ -4,12 +4,11 @@ run          one start of a run
 supervisor   assigns tasks and writes finished records
 worker_pool  starts, watches and shuts down workers
 task_queue   the order of tasks, and suspects
-budget       grants shares of the run's budget to workers
+budget       grants shares of the run's budget to workers; sets damaged lines aside
 limits       finds how many calls in flight an endpoint supports; divides limits
 progress     the progress line and progress.json
-damaged      sets damaged lines aside
 key_service  runs key commands and sends their keys to workers
 refusals     endpoints that do not answer, and those that refuse everything
 
-Other rooms import budget, damaged, limits, progress, run.
+Other rooms import budget, limits, progress, run.
 """

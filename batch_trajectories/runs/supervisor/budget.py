@@ -15,9 +15,10 @@ from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.executors.base import WorkerHandle
 from batch_trajectories.runs.protocol.messages import pack
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object, with_checksum
-from batch_trajectories.runs.store.files import AppendFile, repair_tail
+from batch_trajectories.runs.store.failures import is_failure
+from batch_trajectories.runs.store.files import AppendFile, keep_readable, repair_tail
 from batch_trajectories.runs.store.index import IndexEntry
-from batch_trajectories.runs.store.journal import Inflight
+from batch_trajectories.runs.store.journal import Inflight, is_event, segments
 
 log = logging.getLogger(__name__)
 
@@ -235,3 +236,16 @@ def _limited(spent: Cost, budget: Cost | None) -> Cost:
     if budget is None:
         return Cost()
     return Cost(spent.usd if budget.usd else 0.0, spent.tokens if budget.tokens else 0)
+
+
+def set_aside_damaged(run_dir: Path) -> list[str]:
+    """Move the unreadable lines of journals and logs to the quarantine; return their names.
+
+    Call it before these files are read. Raises `StorageError`.
+    """
+    quarantine = run_dir / "quarantine"
+    names = keep_readable(run_dir / "failures.jsonl", quarantine, is_failure)
+    names += keep_readable(run_dir / "budget.jsonl", quarantine, is_budget_line)
+    for segment in sorted(segments(run_dir / "inflight")):
+        names += keep_readable(segment, quarantine, is_event)
+    return names

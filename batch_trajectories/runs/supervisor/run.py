@@ -38,8 +38,7 @@ from batch_trajectories.runs.store.failures import FailureFile, Settled, is_sett
 from batch_trajectories.runs.store.files import has_batches, listed
 from batch_trajectories.runs.store.journal import Inflight, segments
 from batch_trajectories.runs.store.records import RecordFile, load_index
-from batch_trajectories.runs.supervisor.budget import BudgetLog, spent_before
-from batch_trajectories.runs.supervisor.damaged import set_aside_damaged
+from batch_trajectories.runs.supervisor.budget import BudgetLog, set_aside_damaged, spent_before
 from batch_trajectories.runs.supervisor.progress import Progress
 from batch_trajectories.runs.supervisor.refusals import Refusals
 from batch_trajectories.runs.supervisor.supervisor import Start, Supervisor

@@ -20,9 +20,8 @@ from agent.models.model import url_of
 from batch_trajectories.basics.errors import DatasetChanged, EnvironmentStop
 from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.runs.config.amounts import Cost
-from batch_trajectories.runs.config.models import Setups, limits_of
+from batch_trajectories.runs.config.models import Setups, limits_of, setup_of_task
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.config.sampling import setup_of_task
 from batch_trajectories.runs.directory.run_dir import RunDir
 from batch_trajectories.runs.executors.base import Executor, WorkerHandle
 from batch_trajectories.runs.protocol.messages import Assignment, WorkerSetup, pack, unpack

@@ -30,9 +30,8 @@ from agent.setup import Home, replies_played
 from agent.state.trajectory import Kept, Trajectory
 from batch_trajectories.basics.errors import AgentFailed, HostError, Stopped, machine_failure
 from batch_trajectories.basics.text import plural
-from batch_trajectories.runs.config.models import Setups
+from batch_trajectories.runs.config.models import Setups, setup_of_task
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.config.sampling import setup_of_task
 from batch_trajectories.runs.dataset.row import RowTask
 from batch_trajectories.runs.protocol.messages import Assignment, WorkerSetup, no_counters, pack
 from batch_trajectories.runs.protocol.record import (
