@@ -278,6 +278,13 @@ class StoredRun:
             left_out=left_out(self.path),
         )
 
+    def by_model(self) -> list[dict[str, Any]]:
+        """What each model cost and how often it passed, of a run with several; else empty."""
+        if len(self.config.model_weights()) < 2:
+            return []
+        models: list[dict[str, Any]] = self.statistics()["rewards"].get("models", [])
+        return models
+
     def funnel(self) -> dict[str, Any]:
         """What becomes of the dataset's rows: tasks, endings, checks, exports; why what is lost.
 

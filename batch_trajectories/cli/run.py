@@ -57,7 +57,7 @@ def run(
     type=click.IntRange(min=2),
     metavar="N",
     default=30,
-    help="Tasks to run, chosen at random.  [default: 30]",
+    help="Tasks to run, chosen at random; with --until_passed, prompts.  [default: 30]",
 )
 def estimate(
     starting: Starting,
@@ -69,14 +69,17 @@ def estimate(
     The sample is part of the run: the same command without `estimate` runs the rest.
     """
 
+    from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.export import by_model
     from batch_trajectories.runs.config.models import limits_of
     from batch_trajectories.runs.directory.forecast import as_table, forecast, sample_tasks
 
     with errors_as_exit_codes():
         plan = make_plan_of(starting, flags)
         config = plan.config
-        sample = sample_tasks(plan.scan, count=pilot, seed=config.seed)
-        ended = start(plan, starting, only=sample)
+        by_prompt = config.until_passed is not None
+        sample = sample_tasks(plan.scan, count=pilot, seed=config.seed, by_prompt=by_prompt)
+        ended = start(plan, starting, only={key for keys in sample for key in keys})
         if ended.stopped_by is not None or ended.signal is not None:
             # The tasks that have ended are the quick ones: not a random sample.
             end(ended)
@@ -90,10 +93,12 @@ def estimate(
             seed=config.seed,
         )
         if estimated is not None:
-            replace_json(config.run_dir / "estimate.json", estimated.to_json())
+            models = open_run(config.run_dir).by_model()
+            made = estimated.to_json() | ({"models": models} if models else {})
+            replace_json(config.run_dir / "estimate.json", made)
     if estimated is None:
         fail("no task of the sample finished, so there is nothing to forecast", 1)
-    show(as_table(estimated))
+    show("\n".join([as_table(estimated), *by_model.as_text(models)]))
     end(ended)
 
 

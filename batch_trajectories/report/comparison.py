@@ -44,7 +44,7 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
                 "run_dir": str(stored.path),
                 **_sums(list(entry.values())),
                 **_spent(stored),
-                **_models(stored),
+                "models": stored.by_model(),
             }
             for stored, entry in zip((first, second), entries, strict=True)
         ],
@@ -106,13 +106,6 @@ def _spent(stored: StoredRun) -> dict[str, Any]:
     }
 
 
-def _models(stored: StoredRun) -> dict[str, Any]:
-    """`models`, the figures by model, of a run that has several; see `ByModel`."""
-    if len(stored.config.model_weights()) < 2:
-        return {}
-    return {"models": stored.statistics()["rewards"].get("models", [])}
-
-
 def _paired(pairs: list[tuple[IndexEntry, IndexEntry]]) -> dict[str, float | None]:
     """Means of second minus first over the tasks with known numbers in both runs."""
     means: dict[str, float | None] = {}
@@ -158,7 +151,7 @@ def as_text(comparison: dict[str, Any]) -> str:
     if not comparison["same_dataset"]:
         lines.append("the datasets differ")
     for run in comparison["runs"]:
-        if run.get("models"):
+        if run["models"]:
             lines += [f"models of {run['run_dir']}:", *by_model.as_text(run["models"])]
     lines += [
         f"option {name}: {one_line(str(a), _VALUE_CHARS)} -> {one_line(str(b), _VALUE_CHARS)}"

@@ -33,13 +33,20 @@ class TestSample:
     def test_it_comes_from_all_over_the_file(self, tmp_path: Path) -> None:
         scanned = scan(write_prompts(tmp_path / "p.jsonl", 400), max_samples=None)
         drawn = sample_tasks(scanned, count=80, seed=0)
-        places = [n for n, task in enumerate(tasks(scanned)) if task.key in drawn]
+        places = [n for n, task in enumerate(tasks(scanned)) if [task.key] in drawn]
         quarters = [sum(n // 100 == quarter for n in places) for quarter in range(4)]
         assert min(quarters) > 8
 
     def test_a_small_file_is_drawn_whole(self, tmp_path: Path) -> None:
         scanned = scan(write_prompts(tmp_path / "p.jsonl", 5), max_samples=None)
         assert len(sample_tasks(scanned, count=30, seed=0)) == 5
+
+    def test_of_prompts_it_has_all_samples(self, tmp_path: Path) -> None:
+        scanned = scan(write_prompts(tmp_path / "p.jsonl", 50), max_samples=None, num_samples=3)
+        drawn = sample_tasks(scanned, count=5, seed=0, by_prompt=True)
+        firsts = [scanned.keys.index(keys[0]) // 16 for keys in drawn]
+        assert all(first % 3 == 0 for first in firsts)
+        assert drawn == [[*map(scanned.key, range(n, n + 3))] for n in firsts]
 
 
 class TestIntervals:

@@ -6,11 +6,11 @@ import hashlib
 import heapq
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist, fmean
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.amounts import EndpointLimits
@@ -43,6 +43,7 @@ class Forecast:
     """A forecast for all tasks of a run, including those that have ended."""
 
     tasks: int
+    """With `--until_passed` those that are known so far; see `tasks_in_all`."""
     pilot: int
     """Tasks of the sample that have ended."""
     pilot_failed: int
@@ -55,26 +56,39 @@ class Forecast:
     hours: Estimate
     """Of the remaining work."""
     failure_percent: Estimate
+    prompts: int | None = None
+    """With `--until_passed`: all prompts; the sample is one of prompts."""
+    tasks_in_all: Estimate | None = None
+    passed: Estimate | None = None
+    """Conversations that pass, in all."""
 
     def to_json(self) -> dict[str, Any]:
         """For estimate.json."""
-        return asdict(self)
+        later = ("prompts", "tasks_in_all", "passed")
+        return {k: v for k, v in asdict(self).items() if v is not None or k not in later}
 
 
-def sample_tasks(scan: Scan, *, count: int, seed: int) -> frozenset[bytes]:
-    """The keys of `count` random tasks: the same for the same file and seed."""
+def sample_tasks(
+    scan: Scan, *, count: int, seed: int, by_prompt: bool = False
+) -> list[list[bytes]]:
+    """The keys of `count` random tasks, each in a list: the same for the same file and seed.
 
-    def draw(key: bytes) -> bytes:
-        return hashlib.blake2b(f"{seed}/pilot/".encode() + key, digest_size=8).digest()
+    `by_prompt`: of `count` random prompts, each a list with the keys of all its samples.
+    """
+    samples = scan.num_samples if by_prompt else 1
 
-    keys = map(scan.key, range(scan.tasks))
-    return frozenset(heapq.nsmallest(count, keys, key=draw))
+    def draw(number: int) -> bytes:
+        seeded = f"{seed}/pilot/".encode() + scan.key(number)
+        return hashlib.blake2b(seeded, digest_size=8).digest()
+
+    firsts = heapq.nsmallest(count, range(0, scan.tasks, samples), key=draw)
+    return [[scan.key(first + sample) for sample in range(samples)] for first in firsts]
 
 
 def forecast(
     run_dir: Path,
     totals: RunTotals,
-    sample: Collection[bytes],
+    sample: Iterable[Sequence[bytes]],
     *,
     conversations: int,
     limits: Mapping[str, EndpointLimits],
@@ -82,25 +96,35 @@ def forecast(
 ) -> Forecast | None:
     """Forecast the whole run from the tasks of `sample` that have ended; None if none has.
 
-    Hours assume that the endpoints answer `conversations` at a time as fast as they answered the
-    sample.
+    Each item of `sample` has the keys of a random task, or, with `--until_passed`, of all samples
+    of a random prompt. Hours assume that the endpoints answer `conversations` at a time as fast as
+    they answered the sample.
     """
     entries = load_index(run_dir)
-    finished = {key: entry for key in sorted(sample) if (entry := entries.get(key)) is not None}
-    ended = list(finished.values())
+    units = [
+        finished
+        for keys in sorted(map(list, sample))
+        if (finished := {key: entry for key in keys if (entry := entries.get(key)) is not None})
+    ]
     failed_before = load_failed_attempts(run_dir).keys()
-    unfinished = sum(key in failed_before and key not in entries for key in sample)
-    failed = unfinished + sum(entry.status == "failed" for entry in ended)
-    if not ended:
+    unfinished = sum(key in failed_before and key not in entries for keys in sample for key in keys)
+    if not units:
         return None
+    ended = [entry for unit in units for entry in unit.values()]
+    failed = unfinished + sum(entry.status == "failed" for entry in ended)
     left = totals.pending + totals.to_retry
-    durations = _durations(run_dir, finished)
+    if totals.open_prompts is not None:
+        left = totals.open_prompts
+    durations = _durations(run_dir, units)
     draw = random.Random(seed)
 
-    def of_all(numbers: Sequence[float | None], spent: float) -> Estimate | None:
-        known = [number for number in numbers if number is not None]
-        if len(known) < len(numbers):
-            return None
+    def of_all(number: Callable[[IndexEntry], float | None], spent: float) -> Estimate | None:
+        known = []
+        for unit in units:
+            numbers = [_known(entry, number(entry)) for entry in unit.values()]
+            if None in numbers:
+                return None
+            known.append(math.fsum(filter(None, numbers)))
         return _total(known, left, draw, so_far=spent)
 
     in_flight = min(conversations, max(left, 1))
@@ -111,24 +135,42 @@ def forecast(
     if rpm := _rate(limit.rpm for limit in limits.values()):
         by_bottleneck.append([60 * duration.calls / rpm for duration in durations])
     if tpm := _rate(limit.tpm for limit in limits.values()):
-        tokens = ((entry.input_tokens or 0) + (entry.output_tokens or 0) for entry in ended)
+        tokens = (
+            sum((entry.input_tokens or 0) + (entry.output_tokens or 0) for entry in unit.values())
+            for unit in units
+        )
         by_bottleneck.append([60 * count / tpm for count in tokens])
     slowest = max(by_bottleneck, key=fmean)
     hours = _total([seconds / 3600 for seconds in slowest], left, draw, so_far=0.0)
     if left:
         hours = hours.at_least(fmean(duration.seconds for duration in durations) / 3600)
     ended_count = len(ended) + unfinished
+    known_tasks = totals.total - totals.discarded
     return Forecast(
-        tasks=totals.total - totals.discarded,
+        tasks=known_tasks,
         pilot=ended_count,
         pilot_failed=failed,
         conversations=in_flight,
-        dollars=of_all([_known(e, e.cost_usd) for e in ended], totals.cost_usd),
-        input_tokens=of_all([_known(e, e.input_tokens) for e in ended], totals.input_tokens),
-        output_tokens=of_all([_known(e, e.output_tokens) for e in ended], totals.output_tokens),
+        dollars=of_all(lambda entry: entry.cost_usd, totals.cost_usd),
+        input_tokens=of_all(lambda entry: entry.input_tokens, totals.input_tokens),
+        output_tokens=of_all(lambda entry: entry.output_tokens, totals.output_tokens),
         hours=hours,
         failure_percent=_share(failed, ended_count),
+        **(_of_samples(totals, units, left, draw) if totals.open_prompts is not None else {}),
     )
+
+
+def _of_samples(
+    totals: RunTotals, units: Sequence[Mapping[bytes, IndexEntry]], left: int, draw: random.Random
+) -> dict[str, Any]:
+    """What `--until_passed` leaves open: how many tasks there will be, and how many pass."""
+    tasks = [float(len(unit)) for unit in units]
+    passed = [float(sum(entry.passed is True for entry in unit.values())) for unit in units]
+    return {
+        "prompts": totals.prompts - totals.discarded // totals.samples,
+        "tasks_in_all": _total(tasks, left, draw, so_far=sum(totals.statuses.values())),
+        "passed": _total(passed, left, draw, so_far=totals.checks.passed),
+    }
 
 
 def as_table(made: Forecast) -> str:
@@ -140,10 +182,18 @@ def as_table(made: Forecast) -> str:
         ("time left", *_time_left(made.hours)),
         ("failures %", made.failure_percent, "{:.1f}"),
     ]
+    what, drawn = plural(made.tasks, "task"), f"{made.pilot:,}"
+    if made.prompts is not None:
+        what, drawn = plural(made.prompts, "prompt"), plural(made.pilot, "task")
     lines = [
-        f"forecast for {plural(made.tasks, 'task')} from a random sample of {made.pilot:,} "
-        f"({made.pilot_failed:,} failed), with 95 % intervals"
+        f"forecast for {what} from a random sample of {drawn} ({made.pilot_failed:,} failed), "
+        "with 95 % intervals"
     ]
+    if made.tasks_in_all is not None and made.passed is not None:
+        rows[:0] = [
+            ("tasks", made.tasks_in_all, "{:,.0f}"),
+            ("passed", made.passed, "{:,.0f}"),
+        ]
     for name, figure, form in rows:
         if figure is None:
             lines.append(f"  {name:<11} unknown: some tasks have no price or no token counts")
@@ -178,17 +228,20 @@ class _Duration(NamedTuple):
     calls: int
 
 
-def _durations(run_dir: Path, entries: Mapping[bytes, IndexEntry]) -> list[_Duration]:
-    durations = []
+def _durations(run_dir: Path, units: Iterable[Mapping[bytes, IndexEntry]]) -> list[_Duration]:
+    """Of each unit the sum of its conversations."""
     with open_records(run_dir) as records:
-        for key, entry in entries.items():
-            record = read_record(records, entry.offset, entry.length, key)
-            slowest: dict[int, float] = {}
-            for call in record.own_tool_calls:
-                slowest[call.turn] = max(slowest.get(call.turn, 0.0), call.duration_s or 0.0)
-            in_replies = sum(turn.duration_s for turn in record.own_turns)
-            durations.append(_Duration(in_replies + sum(slowest.values()), record.api_calls))
-    return durations
+        parts = [[_duration(records, *item) for item in unit.items()] for unit in units]
+    return [_Duration(*map(sum, zip(*of_unit, strict=True))) for of_unit in parts]
+
+
+def _duration(records: BinaryIO, key: bytes, entry: IndexEntry) -> _Duration:
+    record = read_record(records, entry.offset, entry.length, key)
+    slowest: dict[int, float] = {}
+    for call in record.own_tool_calls:
+        slowest[call.turn] = max(slowest.get(call.turn, 0.0), call.duration_s or 0.0)
+    in_replies = sum(turn.duration_s for turn in record.own_turns)
+    return _Duration(in_replies + sum(slowest.values()), record.api_calls)
 
 
 def _rate(rates: Iterable[float | None]) -> float | None:

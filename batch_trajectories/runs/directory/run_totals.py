@@ -120,6 +120,13 @@ class RunTotals:
         """All tasks: prompts x samples, without those that are not needed."""
         return self.prompts * self.samples - (self.not_needed or 0)
 
+    @property
+    def open_prompts(self) -> int | None:
+        """Prompts that still need samples; None without `--until_passed`."""
+        if self.enough is None or self.used_up is None:
+            return None
+        return self.prompts - self.discarded // self.samples - self.enough - self.used_up
+
     def to_json(self) -> dict[str, Any]:
         """For summary.json: without what judges are paid, which changes after the run."""
         totals = {"tasks": self.total, **asdict(self)}
@@ -279,12 +286,11 @@ def _token_ids(totals: RunTotals) -> list[str]:
 
 
 def _stopped(totals: RunTotals) -> list[str]:
-    if totals.enough is None or totals.used_up is None:
+    if totals.open_prompts is None:
         return []
-    open_ = totals.prompts - totals.enough - totals.used_up
     return [
         f"prompts with enough passed {totals.enough:,}, with all samples used up "
-        f"{totals.used_up:,}, others {open_:,}"
+        f"{totals.used_up:,}, open {totals.open_prompts:,}"
     ]
 
 
