@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +11,7 @@ from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.store.failures import load_failed_attempts
 from batch_trajectories.runs.store.index import Index
-from batch_trajectories.runs.store.journal import Journaled, read_journaled_replies
+from batch_trajectories.runs.store.journal import read_journaled_replies
 from batch_trajectories.runs.store.records import load_index
 
 if TYPE_CHECKING:
@@ -34,20 +34,27 @@ def owed(run_dir: Path, scan: Scan, config: RunConfig | None, without: Iterable[
     numbers = array("I", without)
     samples = None
     if config is not None and config.until_passed is not None:
-        journaled = read_journaled_replies(run_dir / "inflight")
+        begun = read_journaled_replies(run_dir / "inflight").tasks
         index = load_index(run_dir)
-        samples = needed_samples(config, scan, index, index.match(scan.keys)[0], journaled)
+        rows, _ = index.match(scan.keys)
+        samples = needed_samples(run_dir, config, scan, index, rows, begun=begun)
     tasks = [n for n in numbers if samples is None or samples.is_task(n)]
     failed = sum(scan.key(number) in failed_attempts for number in tasks)
     return Owed(failed, len(tasks) - failed, len(numbers) - len(tasks))
 
 
 def needed_samples(
-    config: RunConfig, scan: Scan, index: Index, rows: array[int], journaled: Journaled
+    run_dir: Path,
+    config: RunConfig,
+    scan: Scan,
+    index: Index,
+    rows: array[int],
+    *,
+    begun: Container[bytes],
 ) -> Samples | None:
-    """Which samples are needed; None without `--until_passed`: all of them."""
+    """Which samples are needed; None without `--until_passed`: all of them. See `samples_of`."""
     if config.until_passed is None:
         return None
     from batch_trajectories.runs.stopping.outcomes import samples_of
 
-    return samples_of(config, scan, index, rows, begun=journaled.tasks)
+    return samples_of(run_dir, config, scan, index, rows, begun=begun)

@@ -183,7 +183,9 @@ def compute_totals(
         shard=None if scan.shard is None else str(scan.shard),
         is_recording=(run_dir / "sessions").is_dir(),
     )
-    if (samples := needed_samples(config, scan, index, rows, journaled)) is not None:
+    if (
+        samples := needed_samples(run_dir, config, scan, index, rows, begun=journaled.tasks)
+    ) is not None:
         totals.not_needed = samples.not_needed
         totals.enough, totals.used_up = samples.met, samples.used_up
     failed: set[bytes] = set()

@@ -21,6 +21,7 @@ from batch_trajectories.runs.dataset.scan_cache import NAME, last_scan
 from batch_trajectories.runs.dataset.shards import parse_shard
 from batch_trajectories.runs.directory.leftovers import stale_files_of
 from batch_trajectories.runs.directory.narrowing import refuse_narrowing
+from batch_trajectories.runs.directory.owed import needed_samples
 from batch_trajectories.runs.directory.run_lock import locked, refuse_held
 from batch_trajectories.runs.maintenance.verify import Report
 from batch_trajectories.runs.maintenance.verify_batches import repair_batches
@@ -263,13 +264,16 @@ def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
         if ending is None
         or (ending.status == "failed" and not is_settled(entries.entry(row), config.max_attempts))
     ]
+    unfinished = read_journaled_replies(path / "inflight", settled=entries).tasks
+    samples = needed_samples(path, config, scan, entries, rows, begun=unfinished)
+    if samples is not None:
+        remaining = [number for number in remaining if samples.must_run(number)]
     if not remaining:
         return ""
     named = ", ".join(task.id for task in tasks(scan, remaining[:_SHOWN]))
     named += " …" if len(remaining) > _SHOWN else ""
     line = f"run the same command again to run {plural(len(remaining), 'task')}: {named}"
-    unfinished = read_journaled_replies(path / "inflight", settled=entries).tasks.values()
     if unfinished:
-        turns = sum(replies.turns for replies in unfinished)
+        turns = sum(replies.turns for replies in unfinished.values())
         line += f"; {len(unfinished)} of them resume after {plural(turns, 'saved turn')}"
     return line

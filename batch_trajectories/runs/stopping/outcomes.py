@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container
+from pathlib import Path
 from typing import NamedTuple
 
 from batch_trajectories.runs.config.run_config import RunConfig
@@ -50,6 +51,7 @@ class Samples(NamedTuple):
 
 
 def samples_of(
+    run_dir: Path,
     config: RunConfig,
     scan: Scan,
     index: Index,
@@ -63,7 +65,7 @@ def samples_of(
     `check` gave later.
     """
     rule = rule_of(config)
-    index = with_later_checks(config.run_dir, index)
+    index = with_later_checks(run_dir, index)
     outcomes, states = bytearray(len(rows)), bytearray(len(rows))
     endings = zip(index.endings(rows), index.passed(rows), strict=True)
     for number, (ending, passed) in enumerate(endings):

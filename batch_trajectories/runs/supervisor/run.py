@@ -306,7 +306,9 @@ def _state_of(
         from batch_trajectories.runs.stopping.outcomes import samples_of
         from batch_trajectories.runs.stopping.rule import rule_of
 
-        samples = samples_of(plan.config, scan, index, rows, begun={*inflight.tasks()})
+        samples = samples_of(
+            run_dir.path, plan.config, scan, index, rows, begun={*inflight.tasks()}
+        )
         opening = Opening(rule_of(plan.config), scan, samples.outcomes, only=only)
     remaining = array("I")
     counts = Counter[bool]()
