@@ -77,7 +77,7 @@ _DEEDS: Sequence[Sequence[tuple[str, JSON]]] = (
         ("subagent", {"prompt": "Please work on [{name}a steps=2 run=log]"}),
         ("subagent", {"prompt": "Please work on [{name}b steps=2 run=log]"}),
     ],
-    [("shell", {"command": "cd /workspace && cat {name}.txt {name}*.log && seq 30000"})],
+    [("shell", {"command": "cd /workspace && cat {name}.txt {name}*.log 2>/dev/null; seq 30000"})],
 )
 """What the steps of run=all do: the calls of each, by what their tool is for."""
 STEPS = len(_DEEDS)

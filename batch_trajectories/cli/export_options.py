@@ -29,7 +29,12 @@ _OPTIONS = (
     ("reasoning_key", "NAME", "openai: reasoning_content (default), reasoning or thinking."),
     ("parallel_calls", "keep|split", "Parallel calls in one turn, or one per turn."),
     ("system", "saved|omit", "The system prompt that the model saw."),
-    ("empty_think", "keep|omit", "The empty <think> block of turns without reasoning."),
+    (
+        "empty_think",
+        "keep|omit|text",
+        "The empty <think> block of turns without reasoning; text: in messages, too.",
+    ),
+    ("call_text", "keep|reasoning", "openai: text beside calls stays, or joins the reasoning."),
     ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
     ("tools", "text|list", "Tools as JSON text or as a list, in rows with messages."),
     (

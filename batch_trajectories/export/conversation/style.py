@@ -24,7 +24,8 @@ REASONING_KEY: Final = "reasoning_content"
 ReasoningKey = Literal["reasoning_content", "reasoning", "thinking"]
 CallStyle = Literal["keep", "split"]
 SystemStyle = Literal["saved", "omit"]
-EmptyThink = Literal["keep", "omit"]
+EmptyThink = Literal["keep", "omit", "text"]
+CallText = Literal["keep", "reasoning"]
 ToolsForm = Literal["text", "list"]
 
 
@@ -42,7 +43,8 @@ class Style:
     system: SystemStyle | None = None
     """Whether the system prompt that the model saw is included."""
     empty_think: EmptyThink = "keep"
-    """Whether turns without reasoning begin with an empty think block in `hermes`."""
+    """Whether turns without reasoning begin with an empty think block in `hermes`; `text`: also in
+    formats with messages."""
     max_tool_chars: int | None = None
     """Maximum characters of a tool result; the middle of longer results is cut out."""
     tools: ToolsForm | None = None
@@ -58,6 +60,8 @@ class Style:
 
     reasoning_key: ReasoningKey = REASONING_KEY
     """The key of reasoning in messages."""
+    call_text: CallText = "keep"
+    """Whether text beside calls joins the reasoning in messages."""
 
     def with_reasoning(self, reasoning: ReasoningStyle | None) -> Style:
         """The same style with another choice for reasoning."""

@@ -85,7 +85,7 @@ def to_conversations(
 def _conversations(
     entries: Sequence[Entry], preamble: str, style: Style, *, system: str
 ) -> list[dict[str, str]]:
-    no_reasoning = _NO_REASONING if style.empty_think == "keep" else ""
+    no_reasoning = "" if style.empty_think == "omit" else _NO_REASONING
     value = f"{preamble}\n\n{system}" if system else preamble
     conversations = [{"from": "system", "value": value}]
     for entry in entries:

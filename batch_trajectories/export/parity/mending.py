@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 from batch_trajectories.export.dataset.rendering import Chat
 from batch_trajectories.export.parity.contexts import LearntTurn, Message, ParityCounts, Shown
+from batch_trajectories.export.rows.messages import EMPTY_THINK
 
 Change = Callable[[Shown], Iterator[Shown]]
 
@@ -29,39 +31,65 @@ class Mend(NamedTuple):
         return rows
 
 
+_TRIED = 3
+"""Rows that try all choices, and choices that are tried on all rows of the sample."""
 NOTHING = Mend((), ())
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def mend_for(chat: Chat, sample: Sequence[Shown], *, is_cut: bool) -> Mend:
-    """The first options that have nothing differ in a sample of rows, or the best ones found.
+    """The fewest options that have nothing differ in a sample of rows, or the best ones found.
 
     `is_cut`: rows already show single views or turns.
     """
-    mend = NOTHING
-    cuts: Mapping[str, Change] = {} if is_cut else _CUTS
-    for step in (_FORMS, cuts, _KEYS, cuts):
-        choices = [mend]
-        for options, change in step.items():
-            if step is not cuts or not any(one in mend.options for one in cuts):
-                choices.append(Mend((*mend.options, options), (*mend.changes, change)))
-        found: list[tuple[float, ...]] = []
-        for choice in choices:
-            tally = ParityCounts()
-            for row in sample:
-                tally.add(chat, choice.rows(row), lambda _: None)
-            if tally.is_clean:
-                return choice
-            found.append(_badness(tally))
-        mend = choices[found.index(min(found))]
-    return mend
+    choices = [
+        Mend(options, changes)
+        for options, changes in _choices(is_cut=is_cut)
+        if not changes or any(_changes(changes, row) for row in sample[:_TRIED])
+    ]
+    bad = [_badness(_tally(chat, choice, sample[:_TRIED])) for choice in choices]
+    order = sorted(range(len(choices)), key=lambda n: (bad[n], len(choices[n].options)))
+    tallies = [(choices[n], _tally(chat, choices[n], sample)) for n in order[:_TRIED]]
+    return min(tallies, key=lambda it: _badness(it[1]))[0]
+
+
+def _choices(*, is_cut: bool) -> Iterator[tuple[tuple[str, ...], tuple[Change, ...]]]:
+    """All options that go together, in the order in which an export applies them."""
+    forms = [_subset(_FORMS, n) for n in range(1 << len(_FORMS))]
+    for form, key in product(forms, ({}, *({name: _KEYS[name]} for name in _KEYS))):
+        cuts = {} if is_cut else _INLINE_CUTS if _INLINE in key else _CUTS
+        for cut, empty in product(({}, *({name: cuts[name]} for name in cuts)), ({}, _EMPTY)):
+            chosen = {**form, **cut, **key, **empty}
+            yield (*chosen,), (*chosen.values(),)
+
+
+def _subset(choices: Mapping[str, Change], bits: int) -> Mapping[str, Change]:
+    return {name: choices[name] for n, name in enumerate(choices) if bits >> n & 1}
+
+
+def _changes(changes: Sequence[Change], row: Shown) -> bool:
+    """Whether each of them changes something in a row."""
+    for change in changes:
+        rows = [*change(row)]
+        if [one.messages for one in rows] == [row.messages]:
+            return False
+    return True
+
+
+def _tally(chat: Chat, choice: Mend, rows: Sequence[Shown]) -> ParityCounts:
+    tally = ParityCounts()
+    for row in rows:
+        tally.add(chat, choice.rows(row), lambda _: None)
+    return tally
 
 
 def _badness(tally: ParityCounts) -> tuple[float, ...]:
     """What is worse: refused rows, then lost reasoning, then other contexts."""
     turns, thoughts = max(1, tally.turns), max(1, tally.with_reasoning)
+    lost = tally.reasoning_lost / thoughts
     return (
         tally.refused.total() / max(1, tally.rows),
-        tally.reasoning_lost / thoughts,
+        lost,
         (tally.turns - tally.same) / turns,
     )
 
@@ -144,6 +172,37 @@ def _inline(row: Shown) -> Iterator[Shown]:
     return _each(row, change)
 
 
+def _call_text(row: Shown) -> Iterator[Shown]:
+    def change(message: Message) -> Message:
+        text = message.get("content")
+        if not message.get("tool_calls") or not text:
+            return message
+        key = next((name for name in _REASONING if name in message), _REASONING[0])
+        thought = "\n\n".join(filter(None, (message.get(key), text)))
+        return {**message, "content": "", key: thought}
+
+    for changed in _each(row, change):
+        turns = [
+            turn._replace(reasoning=_reasoning_of(changed.messages[turn.at]))
+            for turn in changed.turns
+        ]
+        yield changed._replace(turns=turns)
+
+
+def _reasoning_of(message: Message) -> str:
+    return next((message[key] for key in _REASONING if message.get(key)), "")
+
+
+def _empty_think(row: Shown) -> Iterator[Shown]:
+    def change(message: Message) -> Message:
+        if message["role"] != "assistant" or _reasoning_of(message):
+            return message
+        text = message["content"]
+        return message if "<think>" in text else {**message, "content": EMPTY_THINK + text}
+
+    return _each(row, change)
+
+
 def _since_user(row: Shown) -> Iterator[Shown]:
     """A row for each user message, as `--segments --reasoning since_user` makes them."""
     asked = [n for n, message in enumerate(row.messages) if message["role"] == "user"]
@@ -156,8 +215,11 @@ def _since_user(row: Shown) -> Iterator[Shown]:
 
 
 def _without_reasoning(message: Message) -> Message:
-    names = ("reasoning_content", "reasoning", "thinking")
-    return {name: value for name, value in message.items() if name not in names}
+    return {name: value for name, value in message.items() if name not in _REASONING}
+
+
+def _per_turn_since_user(row: Shown) -> Iterator[Shown]:
+    return (one for part in _since_user(row) for one in _per_turn(part))
 
 
 def _per_turn(row: Shown) -> Iterator[Shown]:
@@ -169,13 +231,17 @@ def _per_turn(row: Shown) -> Iterator[Shown]:
 _FORMS: Mapping[str, Change] = {
     "--format openai,parquet (arguments as text)": _arguments_as_text,
     "--parallel_calls split": _split_calls,
+    "--call_text reasoning": _call_text,
 }
+_INLINE = "--reasoning inline"
 _KEYS: Mapping[str, Change] = {
     "--reasoning_key thinking": _with_key("thinking"),
     "--reasoning_key reasoning": _with_key("reasoning"),
-    "--reasoning inline": _inline,
+    _INLINE: _inline,
 }
 _CUTS: Mapping[str, Change] = {
     "--segments --reasoning since_user": _since_user,
     "--per_turn --reasoning field": _per_turn,
 }
+_INLINE_CUTS: Mapping[str, Change] = {"--per_turn": _per_turn_since_user}
+_EMPTY: Mapping[str, Change] = {"--empty_think text": _empty_think}

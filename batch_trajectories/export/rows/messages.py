@@ -27,6 +27,8 @@ from batch_trajectories.export.conversation.turns import Conversation, Entry, Sa
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.runs.store.record_types import Tools
 
+EMPTY_THINK = "<think>\n</think>"
+"""A think block without words, as it follows a generation prompt that opens one."""
 NO_LOSS: Mapping[str, Any] = {"weight": 0, "loss": False}
 """Marks an assistant message without loss: `weight` for OpenAI and Axolotl, `loss` for
 ms-swift. Messages without these keys are learnt."""
@@ -120,11 +122,16 @@ def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str,
 def _messages(entry: Entry, style: Style, *, inline: bool) -> Sequence[dict[str, Any]]:
     if isinstance(entry, Said):
         return [{"role": "user", "content": entry.text}]
-    said: dict[str, Any] = {"role": "assistant", "content": entry.text.rstrip()}
-    if entry.reasoning and inline:
-        said["content"] = f"<think>\n{entry.reasoning}\n</think>\n\n{said['content']}".rstrip()
-    elif entry.reasoning:
-        said[style.reasoning_key] = entry.reasoning
+    text, reasoning = entry.text.rstrip(), entry.reasoning
+    if entry.calls and style.call_text == "reasoning":
+        text, reasoning = "", "\n\n".join(filter(None, (reasoning, text)))
+    said: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning and inline:
+        said["content"] = f"<think>\n{reasoning}\n</think>\n\n{text}".rstrip()
+    elif reasoning:
+        said[style.reasoning_key] = reasoning
+    elif style.empty_think == "text":
+        said["content"] = EMPTY_THINK + text
     tolerance = style.tolerance
     refuse_structure_in_arguments(entry, tolerance)
     refuse_structure_in_results(entry, tolerance)

@@ -27,6 +27,7 @@ from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, did_you_m
 from batch_trajectories.export.conversation.style import (
     REASONING_KEY,
     CallStyle,
+    CallText,
     EmptyThink,
     ReasoningKey,
     ReasoningStyle,
@@ -138,6 +139,8 @@ class Recipe(BaseModel):
     parallel_calls: CallStyle = "keep"
     system: SystemStyle | None = None
     empty_think: EmptyThink = "keep"
+    call_text: CallText = "keep"
+    """Whether text beside calls joins the reasoning in messages."""
     max_tool_chars: PositiveInt | None = None
     tools: ToolsForm | None = None
     per_turn: bool = False
@@ -277,6 +280,7 @@ class Recipe(BaseModel):
             self.reward_name,
             Tolerance(accepted(flaws), self.filters.control_tokens),
             reasoning_key=self.reasoning_key,
+            call_text=self.call_text,
         )
 
     @property
