@@ -28,9 +28,9 @@ from typing import Any
 import click
 
 from batch_trajectories.export.dataset.directory import export_dataset
-from batch_trajectories.export.dataset.rendering import load_template
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import FormatName, Recipe
+from batch_trajectories.export.templates.rendering import load_template
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import scan
 from batch_trajectories.runs.directory.run_dir import read_run_json
@@ -86,7 +86,10 @@ _CONSUMERS = {
         "axolotl_chat", ("axolotl",), needs_torch=True, more=(f"axolotl_chat {_MASKED}",)
     ),
     "verl": _Consumer(
-        "verl_sft", ("verl[verl-core]",), needs_torch=True, more=("rl_rows verl", "verl_prompts")
+        "verl_sft",
+        ("verl[verl-core]",),
+        needs_torch=True,
+        more=(f"verl_sft {_MASKED}", "rl_rows verl", "verl_prompts"),
     ),
     "skyrl": _Consumer("rl_rows skyrl", ("skyrl",), needs_torch=True),
     "prime-rl": _Consumer("rl_rows prime_rl", ("msgspec",), is_asked_for=True),

@@ -63,6 +63,7 @@ runs/maintenance
 export/conversation
 export/masking
 export/segments
+export/templates
 export/rows
 export/formats
 export

@@ -133,8 +133,8 @@ def make_dataset(sources: Sequence[Source], *, flags: Mapping[str, Any]) -> int:
     """Do what the options say; return the exit code. Raises `RunError`."""
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.export.dataset.directory import export_dataset
-    from batch_trajectories.export.dataset.rendering import load_template
     from batch_trajectories.export.rows.recipe import Recipe, load_recipe
+    from batch_trajectories.export.templates.rendering import load_template
 
     source, directory = _one(sources, flags["output"])
     named = {k: flags.get(k) for k in Recipe.model_fields} | {"formats": flags["format"]}
@@ -212,7 +212,7 @@ def _prover(flags: Mapping[str, Any], recipe: Any) -> Callable[[dict[str, Any], 
             raise ConfigError("--max_length needs --parity with the directory of a tokenizer")
         return lambda manifest, _: manifest
     from batch_trajectories.export.parity.judging import check, judge, summary
-    from batch_trajectories.export.parity.templates import find
+    from batch_trajectories.export.templates.names import find
 
     templates = find(flags["parity"])
     check(recipe, templates, flags["max_length"])
@@ -308,7 +308,7 @@ def _show_rows(
 ) -> None:
     from collections import Counter
 
-    from batch_trajectories.export.dataset.rendering import rows_of
+    from batch_trajectories.export.templates.rendering import rows_of
 
     kinds: Counter[str] = Counter()
     total = 0

@@ -3,6 +3,7 @@
 conversation/   a record read into a conversation that every format can render
 masking/        turns that lose their loss
 segments/       rows as the model saw them
+templates/      chat templates of models, and rows as they render them
 rows/           what a format of rows is; recipes
 formats/        a module for each format of rows
 filters/        which conversations become rows

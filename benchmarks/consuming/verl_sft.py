@@ -6,6 +6,7 @@ import json
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
@@ -16,11 +17,18 @@ from testing.trainers.rows import rows as rows_of
 
 
 class Rows(MultiTurnSFTDataset):
-    """The class of docs/training.md: tools are lists."""
+    """The class of docs/training.md: tools are lists, and marked turns carry no loss."""
 
     def _read_files_and_process(self) -> None:
         super()._read_files_and_process()
         self.tools = [json.loads(tools) for tools in self.dataframe["tools"]]
+
+    def _process_single_message(
+        self, index: int, message: dict[str, Any], *args: Any, **more: Any
+    ) -> Any:
+        made = super()._process_single_message(index, message, *args, **more)
+        ids, loss, attention, inputs = made
+        return ids, loss * (message.get("weight") != 0), attention, inputs
 
 
 def main(directory: Path) -> None:

@@ -10,6 +10,7 @@ test_formats              a module is a format: names, help, columns, cards
 test_export_loss          who wrote each message, and which turns carry loss
 test_export_masks         turns without loss by a recipe; failures as rows
 test_export_per_turn      one row per turn
+test_fit                  rows fitted to a chat template and a length
 test_parity               chat templates, judged by what they train
 test_segments             rows of segments, compared with requests
 test_export_agents        conversations of agents that run as commands

@@ -15,11 +15,11 @@ from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.turns import Turn
 from batch_trajectories.export.dataset.checking import findings
-from batch_trajectories.export.dataset.rendering import load_template
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.formats.openai import row_of
 from batch_trajectories.export.rows.per_turn import cut_by_turn
 from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.export.templates.rendering import load_template
 from tests.export.test_export_loss import mixed
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run, rejects, rows, worked

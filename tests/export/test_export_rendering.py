@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.basics.errors import ConfigError
-from batch_trajectories.export.dataset.rendering import Rendered, load_template
+from batch_trajectories.export.templates.rendering import Rendered, load_template
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run, worked
 from tests.running import lines, run

@@ -12,8 +12,8 @@ from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.directory import add_parity
 from batch_trajectories.export.parity import judging
 from batch_trajectories.export.parity.judging import check, judge, summary
-from batch_trajectories.export.parity.templates import find
 from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.export.templates.names import find
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run
 from tests.running import run
@@ -145,7 +145,8 @@ def test_a_generation_prompt_that_rows_do_not_have_is_named(tmp_path: Path) -> N
 def test_a_hostile_template_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
 ) -> None:
-    monkeypatch.setattr(judging, "_RENDER_S", 0.05)
+    if why == "took":
+        monkeypatch.setattr(judging, "_RENDER_S", 0.05)
     found = judged(tmp_path, text)
     assert why in found["failed"]
     assert not found["is_proved"]
@@ -210,3 +211,48 @@ def test_what_cannot_be_judged_is_refused(
 def test_an_unknown_name_says_where_names_come_from() -> None:
     with pytest.raises(ConfigError, match="--parity"):
         find("no-such-template")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "recipe"),
+    [
+        (
+            template(
+                "{% if m.tool_calls and m.content %}{{ raise_exception('text') }}{% endif %}" + KEPT
+            ),
+            "--call_text reasoning",
+            {"call_text": "reasoning"},
+        ),
+        (
+            template(
+                "{{ m.reasoning_content and '<think>\n' ~ m.reasoning_content or '' }}"
+            ).replace("%}<assistant>{% endif", "%}<assistant><think>\n{% endif"),
+            "--empty_think text",
+            {"empty_think": "text"},
+        ),
+    ],
+)
+def test_options_that_mend_leave_no_difference_where_an_export_applies_them(
+    tmp_path: Path, text: str, options: str, recipe: dict[str, Any]
+) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text(text)
+    said = (*ASKED_TWICE[:4], user("Q2"), assistant("A2"))
+    source = make_run(tmp_path, record_of(*said))
+    directory, manifest = exported(source, formats="openai")
+    (found,) = judge(directory, manifest, find(str(file)), max_length=None)
+    assert (found["mend"], found["is_proved"]) == (options, False)
+    directory, manifest = exported(source, formats="openai", **recipe)
+    (found,) = judge(directory, manifest, find(str(file)), max_length=None)
+    assert found["is_proved"], found
+
+
+def test_what_no_option_mends_is_said_with_its_reason(tmp_path: Path) -> None:
+    found = judged(tmp_path, template("{% if not m.tool_calls %}" + KEPT + "{% endif %}{{ '' }}"))
+    assert found["mend"] == "--reasoning inline"
+    dropped = judged(tmp_path, template("").replace("{{ m.content }}", "{{ m.content[-2:] }}"))
+    assert dropped["left"] == [
+        "it shows no reasoning in 2 answers",
+        "it shows no reasoning in 1 turns with calls",
+    ]
+    assert "what is left" in "\n".join(summary([dropped]))

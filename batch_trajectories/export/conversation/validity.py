@@ -81,6 +81,8 @@ class Reason(StrEnum):
     """It did not pass, and the run is exported without those."""
     ALL_MASKED = "all_masked"
     """Every turn of a segment is masked."""
+    TOO_LONG = "too_long"
+    """The row has more tokens than the recipe allows."""
     CHECK_FAILED = "check_failed"
     """Its check gave no result, and the run is exported without those that did not pass."""
 

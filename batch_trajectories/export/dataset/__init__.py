@@ -9,7 +9,6 @@ splits     which split a conversation is in
 lengths    lengths in the tokens of the model that is trained
 card       the dataset card
 checking   compares a dataset with its records
-rendering  renders rows through a chat template
 
-Other rooms import build, checking, directory, lengths, rendering, runs.
+Other rooms import build, checking, directory, lengths, runs.
 """

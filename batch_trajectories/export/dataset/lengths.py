@@ -8,34 +8,12 @@ from pathlib import Path
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.style import Style, styled
 from batch_trajectories.export.conversation.turns import Conversation
-from batch_trajectories.export.dataset.rendering import EOS, load_chat, without_marks
 from batch_trajectories.export.rows.format import RowFormat, format_named
+from batch_trajectories.export.templates.lengths import TEMPLATES, TOKENIZER, Tokens
+from batch_trajectories.export.templates.rendering import EOS, load_chat, without_marks
 from batch_trajectories.runs.store.record_types import Record
 
-TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
-TOKENIZER = "tokenizer.json"
 OPTION = "filters.tokenizer"
-
-
-class Tokens:
-    """Counts the tokens of texts."""
-
-    def __init__(self, tokenizer: Path) -> None:
-        """`tokenizer` is a tokenizer.json. Raises `ConfigError`."""
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise ConfigError(
-                f"{tokenizer}: lengths need the package tokenizers: pip install tokenizers"
-            ) from error
-        try:
-            self._tokenizer = Tokenizer.from_file(str(tokenizer))
-        except Exception as error:  # the library raises no narrower class
-            raise ConfigError(f"{tokenizer}: cannot read this tokenizer: {error}") from error
-
-    def of(self, text: str) -> int:
-        """The number of tokens of a text."""
-        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 class TokenLengths:

@@ -21,12 +21,12 @@ from typing import Any
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import plural
-from batch_trajectories.export.dataset.lengths import Tokens
-from batch_trajectories.export.dataset.rendering import load_chat, rows_of
-from batch_trajectories.export.parity.contexts import ParityCounts, Shown, as_shown
 from batch_trajectories.export.parity.mending import NOTHING, Mend, mend_for
-from batch_trajectories.export.parity.templates import ChatTemplate
 from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.export.templates.contexts import ParityCounts, Shown, as_shown
+from batch_trajectories.export.templates.lengths import Tokens
+from batch_trajectories.export.templates.names import ChatTemplate
+from batch_trajectories.export.templates.rendering import load_chat, rows_of
 
 _RENDER_S = 10.0
 """Time limit of rendering one row; trainers render thousands a minute."""
@@ -77,7 +77,8 @@ def judge(
 
     Beside the counts of `ParityCounts`: `mend`, the options after which nothing differs (null: none
     needed, or none found), `tried`, the best options where none mends all, `mended`, the counts
-    with either, `is_proved`, `lengths`, of a mix `runs` (rows, and those in which nothing differs),
+    with either, `left`, why the rest differs, `masked_by_fit`, the turns that a recipe's `fit`
+    masks then, `is_proved`, `lengths`, of a mix `runs` (rows, and those in which nothing differs),
     and `failed`, if the template could not be judged.
     """
     total = sum(
@@ -194,6 +195,8 @@ def _judge_one(
         "mend": " ".join(mend.options) if is_better else None,
         "mended": mended.to_json() if mend.options else None,
         "tried": " ".join(mend.options) if mend.options and not is_better else None,
+        "left": [*mended.left()],
+        "masked_by_fit": mended.turns - mended.same,
         "is_proved": tally.is_clean,
         "lengths": None if lengths is None else lengths.to_json(),
         **({"runs": dict(sorted(by_run.items()))} if by_run else {}),
@@ -286,6 +289,13 @@ def summary(judged: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 f"  best with {one['tried']}: {left['turns'] - left['same']:,} of "
                 f"{left['turns']:,} contexts differ, {left['reasoning_lost']:,} lose reasoning, "
                 f"{plural(sum(left['refused'].values()), 'row')} refused"
+            )
+        if one["left"]:
+            yield f"  what is left: {'; '.join(one['left'])}"
+        if one["masked_by_fit"] and one["masked_by_fit"] < (one["mended"] or one)["turns"]:
+            yield (
+                f"  `fit: {{template: {name}, other_context: mask}}` in a recipe takes the loss "
+                f"from these {plural(one['masked_by_fit'], 'turn')}: no context differs then"
             )
         if lengths := one["lengths"]:
             above = (

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from batch_trajectories.export.dataset.rendering import Chat
-from batch_trajectories.export.parity.contexts import LearntTurn, Message, ParityCounts, Shown
 from batch_trajectories.export.rows.messages import EMPTY_THINK
+from batch_trajectories.export.templates.contexts import LearntTurn, Message, ParityCounts, Shown
+from batch_trajectories.export.templates.rendering import Chat
 
 Change = Callable[[Shown], Iterator[Shown]]
 

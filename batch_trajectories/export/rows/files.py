@@ -23,6 +23,9 @@ from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, MakeWriter, SplitFiles
 from batch_trajectories.runs.store.record_types import Record
 
+_OF_ROWS = frozenset((Reason.TOO_LONG, Reason.ALL_MASKED))
+"""Why a row of a turn is left out, and not its conversation."""
+
 Why = tuple[str, str]
 """Reason and detail."""
 
@@ -197,6 +200,7 @@ class _RowFiles(CandidateFiles):
         style = format.limit(recipe.style)
         self._style = style if format.splits_calls else style.with_calls("keep")
         self._masks = recipe.open_masks()
+        self._fit = recipe.open_fit(format.name)
         self._not_passed = 0
         self._segments = None
         if recipe.segments:
@@ -230,7 +234,11 @@ class _RowFiles(CandidateFiles):
 
     def _rendered(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
         shown = styled(conversation, self._style)
-        return shown, self._format.row_of(shown, self._style)
+        return shown, self._row_of(shown)
+
+    def _row_of(self, shown: Conversation) -> dict[str, Any]:
+        row = self._format.row_of(shown, self._style)
+        return row if self._fit is None else self._fit.fitted(row)
 
     def _add(
         self, split: str, record: Record, conversation: Conversation, seen: set[Hashable]
@@ -262,12 +270,19 @@ class _RowFiles(CandidateFiles):
             else:
                 seen.add(content)
                 new.append(cut)
-        try:
-            # All turns or none: a flaw anywhere rejects the conversation.
-            rows = [self._format.row_of(cut, self._style) for cut in new]
-        except Rejected:
-            seen.difference_update(map(content_of, new))
-            raise
+        rows: list[dict[str, Any]] = []
+        why: Rejected | None = None
+        for cut in new:
+            try:
+                rows.append(self._row_of(cut))
+            except Rejected as rejected:
+                why = rejected
+                if self._fit is None or rejected.reason not in _OF_ROWS:
+                    # All turns or none: a flaw anywhere rejects the conversation.
+                    seen.difference_update(map(content_of, new))
+                    raise
+        if why is not None and not rows:
+            raise why
         if not rows:
             return "exact_duplicates", "other samples of the prompt have all its turns"
         self._copies += copies
@@ -288,6 +303,7 @@ class _RowFiles(CandidateFiles):
             **({} if self._segments is None else {"segments": self._segments.to_json()}),
             **({"duplicate_turns": self._copies} if self._per_turn and not self._segments else {}),
             **({} if self._masks is None else {"masked": self._masks.counts()}),
+            **({} if self._fit is None else {"fit": self._fit.to_json()}),
             **({NOT_PASSED: self._not_passed} if self.export.recipe.include else {}),
             **({"rows_with_null_arguments": self._with_nulls} if self._with_nulls else {}),
         }

@@ -45,6 +45,7 @@ from batch_trajectories.export.rows.filter_options import (
 )
 from batch_trajectories.export.rows.format import Copies, Format, RowFormat, format_named, named
 from batch_trajectories.export.rows.format_names import OTHER_NAMES, names
+from batch_trajectories.export.templates.fitting import Fit, Fitting
 from batch_trajectories.runs.config.loading import read_mapping
 from batch_trajectories.runs.config.option_types import AcceptedRows
 from batch_trajectories.runs.store.checks import THRESHOLD
@@ -151,6 +152,8 @@ class Recipe(BaseModel):
     """rl: rows for the conversations of subagents, too."""
     discarded: bool = False
     """rl: a row for each reply after which the model was asked again, too."""
+    fit: Fit | None = None
+    """openai: what a chat template shows of rows, and how long they are."""
     mask: Mask | None = None
     """Turns without loss; formats that cannot say so are refused."""
     include: Annotated[tuple[Literal["not_passed"], ...], BeforeValidator(split_commas)] = ()
@@ -235,6 +238,10 @@ class Recipe(BaseModel):
             raise ValueError("filters: first_n and best_n both choose samples; give one")
         if self.mask is not None:
             self._check_mask()
+        if self.fit is not None:
+            for one in self.row_formats:
+                if one.shows_messages and one.name != "openai":
+                    raise ValueError(f"fit: only rows of openai are fitted, not {one.name}")
         return self
 
     def _check_mask(self) -> None:
@@ -260,6 +267,14 @@ class Recipe(BaseModel):
         from batch_trajectories.export.masking.masks import Masks
 
         return Masks(self.mask, threshold=self.preference.threshold, reward_name=self.reward_name)
+
+    def open_fit(self, format: str) -> Fitting | None:
+        """What fits rows of a format, None if nothing does. Raises `ConfigError`."""
+        if self.fit is None or format != "openai":
+            return None
+        from batch_trajectories.export.templates.fitting import Fitting
+
+        return Fitting(self.fit, self.reasoning_key)
 
     @property
     def style(self) -> Style:

@@ -7,11 +7,11 @@ the turn is learnt in the same context if the row's text begins with that one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from batch_trajectories.export.dataset.rendering import EOS, Chat, without_marks
+from batch_trajectories.export.templates.rendering import EOS, Chat, without_marks
 
 Message = Mapping[str, Any]
 
@@ -57,6 +57,8 @@ class ParityCounts:
     """Of the others: whether the `context` differs, or the `generation_prompt` alone."""
     with_reasoning: int = 0
     reasoning_lost: int = 0
+    lost_in: Counter[str] = field(default_factory=Counter)
+    """Turns whose reasoning is lost: `turns with calls` and `answers`."""
     refused: Counter[str] = field(default_factory=Counter)
     """Rows that the template refuses, by its words."""
     stops: Counter[bool] = field(default_factory=Counter)
@@ -95,7 +97,7 @@ class ParityCounts:
         is_same = True
         begin = 0
         for turn in row.turns:
-            cause = _difference(chat, turn, row.tools, text)
+            cause = difference(chat, turn, row.tools, text)
             if cause is None:
                 self.same += 1
             else:
@@ -104,7 +106,10 @@ class ParityCounts:
             if thought := turn.reasoning.strip():
                 place = text.find(thought, begin)
                 begin = begin if place < 0 else place + len(thought)
-                self.reasoning_lost += place < 0
+                if place < 0:
+                    self.reasoning_lost += 1
+                    has_calls = row.messages[turn.at].get("tool_calls")
+                    self.lost_in["turns with calls" if has_calls else "answers"] += 1
                 is_same &= place >= 0
         return is_same
 
@@ -117,6 +122,17 @@ class ParityCounts:
         _, found, after = text[begin:end].rpartition(words)
         if found:
             self.stops[bool(after.strip())] += 1
+
+    def left(self) -> Iterator[str]:
+        """Why what still differs does, in words."""
+        for why, rows in self.refused.most_common(1):
+            yield f"the template refuses {rows:,} of {self.rows:,} rows: {why}"
+        if turns := self.causes["context"]:
+            yield f"it shows what precedes {turns:,} turns otherwise in training than at inference"
+        if turns := self.causes["generation_prompt"]:
+            yield f"it begins {turns:,} turns otherwise than its generation prompt does"
+        for kind, turns in self.lost_in.most_common():
+            yield f"it shows no reasoning in {turns:,} {kind}"
 
     def to_json(self) -> dict[str, Any]:
         """The counts, for the manifest."""
@@ -133,7 +149,11 @@ class ParityCounts:
         }
 
 
-def _difference(chat: Chat, turn: LearntTurn, tools: Sequence[Any], text: str) -> str | None:
+def difference(chat: Chat, turn: LearntTurn, tools: Sequence[Any], text: str) -> str | None:
+    """What differs from a turn's context of inference in the text of its row; None: nothing.
+
+    Raises nothing; see `ParityCounts.causes`.
+    """
     try:
         context, _ = without_marks(chat(turn.before, tools, True))
         if text.startswith(context):

@@ -1,0 +1,148 @@
+"""The key `fit` of a recipe: rows of `openai` as the student's chat template shows them.
+
+Turns whose context in training is not that of inference lose their loss; rows above a length are
+left out, or cut after a turn. The template is the user's own: it is rendered in a sandbox, but
+without limits of time and memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from agent.options import PositiveInt
+from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.export.conversation.validity import Reason, Rejected
+
+_NAMED = 1000
+"""Ids of rows that were cut, in the manifest."""
+
+
+class Fit(BaseModel):
+    """What rows are fitted to."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    template: Annotated[str, Field(min_length=1)]
+    """A name, a file or the directory of a tokenizer, as in `--parity`."""
+    other_context: Literal["keep", "mask"] = "keep"
+    """`mask`: a turn that is learnt in another context than inference had loses its loss."""
+    max_length: PositiveInt | None = None
+    """The most tokens of a row."""
+    too_long: Literal["leave_out", "cut"] = "leave_out"
+    """What becomes of longer rows; `cut` ends them with the last turn that fits."""
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Fit:
+        if self.other_context == "keep" and self.max_length is None:
+            raise ValueError("does nothing; set other_context: mask, max_length, or both")
+        return self
+
+
+class Fitting:
+    """Fits rows and counts what it did."""
+
+    def __init__(self, fit: Fit, reasoning_key: str) -> None:
+        """Raises `ConfigError`."""
+        from batch_trajectories.export.templates.names import find
+        from batch_trajectories.export.templates.rendering import load_chat
+
+        found = find(fit.template)
+        if len(found) != 1:
+            raise ConfigError(
+                f"fit.template: {fit.template} means {len(found)} templates; name one"
+            )
+        (self._template,) = found
+        self._fit, self._key = fit, reasoning_key
+        self._chat = load_chat(self._template.path)
+        self._tokens = None
+        if fit.max_length is not None:
+            if self._template.tokenizer is None:
+                raise ConfigError(
+                    f"fit.max_length counts tokens: {self._template.path} has no tokenizer.json "
+                    "beside it; give the directory of a tokenizer"
+                )
+            from batch_trajectories.export.templates.lengths import Tokens
+
+            self._tokens = Tokens(self._template.tokenizer)
+        self._turns = self._masked = self._left_out = 0
+        self._cut: list[str] = []
+        self._refused: Counter[str] = Counter()
+
+    def fitted(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row, with marks or cut; one that the template refuses stays as it is.
+
+        Raises Rejected for a row that is too long, or of which nothing is left to learn.
+        """
+        from batch_trajectories.export.templates.contexts import as_shown, difference
+        from batch_trajectories.export.templates.rendering import without_marks
+
+        tools = _tools(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
+        try:
+            text, _ = without_marks(self._chat(row["messages"], tools, False))
+        except Exception as error:  # a template can raise anything
+            self._refused[(str(error) or type(error).__name__)[:200]] += 1
+            return row
+        shown = as_shown(row, tools, self._key)
+        if self._is_long(text):
+            row, text = self._shorter(row, tools, [turn.at for turn in shown.turns])
+            shown = as_shown(row, tools, self._key)
+        self._turns += len(shown.turns)
+        if self._fit.other_context == "keep":
+            return row
+        messages = [*row["messages"]]
+        for turn in shown.turns:
+            if difference(self._chat, turn, tools, text) is not None:
+                messages[turn.at] = {**messages[turn.at], "weight": 0, "loss": False}
+        masked = sum(now is not was for now, was in zip(messages, row["messages"], strict=True))
+        self._masked += masked
+        if masked == len(shown.turns):
+            raise Rejected(
+                Reason.ALL_MASKED, f"{self._template.name} shows none of its turns as inference did"
+            )
+        return {**row, "messages": messages} if masked else row
+
+    def _is_long(self, text: str) -> bool:
+        from batch_trajectories.export.templates.rendering import EOS
+
+        if self._tokens is None or self._fit.max_length is None:
+            return False
+        return self._tokens.of(text.replace(EOS, "")) > self._fit.max_length
+
+    def _shorter(
+        self, row: dict[str, Any], tools: Sequence[Any], turns: Sequence[int]
+    ) -> tuple[dict[str, Any], str]:
+        from batch_trajectories.export.templates.rendering import without_marks
+
+        if self._fit.too_long == "cut":
+            for at in reversed(turns):
+                messages = row["messages"][: at + 1]
+                text, _ = without_marks(self._chat(messages, tools, False))
+                if not self._is_long(text):
+                    self._cut.append(row["id"])
+                    return {**row, "messages": messages}, text
+        self._left_out += 1
+        raise Rejected(Reason.TOO_LONG, f"{row['id']}: more than {self._fit.max_length} tokens")
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts, for the manifest."""
+        return {
+            "template": self._template.name,
+            "turns": self._turns,
+            "masked_turns": self._masked,
+            "left_out": self._left_out,
+            "cut": len(self._cut),
+            "rows_cut": self._cut[:_NAMED],
+            "refused": dict(sorted(self._refused.items())),
+        }
+
+
+@lru_cache(maxsize=8)
+def _tools(text: str) -> Sequence[Mapping[str, Any]]:
+    found: Sequence[Mapping[str, Any]] = json.loads(text)
+    return found
