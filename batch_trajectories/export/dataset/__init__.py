@@ -10,5 +10,5 @@ lengths    lengths in the tokens of the model that is trained
 card       the dataset card
 checking   compares a dataset with its records
 
-Other rooms import build, checking, directory, lengths, runs.
+Other rooms import build, checking, directory, runs.
 """
