@@ -9,8 +9,8 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.style import Style, styled
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.rows.format import RowFormat, format_named
-from batch_trajectories.export.templates.lengths import TEMPLATES, TOKENIZER, Tokens
 from batch_trajectories.export.templates.rendering import EOS, load_chat, without_marks
+from batch_trajectories.export.templates.token_counts import TEMPLATES, TOKENIZER, Tokens
 from batch_trajectories.runs.store.record_types import Record
 
 OPTION = "filters.tokenizer"

@@ -24,9 +24,9 @@ from batch_trajectories.basics.text import plural
 from batch_trajectories.export.parity.mending import NOTHING, Mend, mend_for
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.templates.contexts import ParityCounts, Shown, as_shown
-from batch_trajectories.export.templates.lengths import Tokens
 from batch_trajectories.export.templates.names import ChatTemplate
 from batch_trajectories.export.templates.rendering import load_chat, rows_of
+from batch_trajectories.export.templates.token_counts import Tokens
 
 _RENDER_S = 10.0
 """Time limit of rendering one row; trainers render thousands a minute."""

@@ -67,7 +67,7 @@ class Fitting:
                     f"fit.max_length counts tokens: {self._template.path} has no tokenizer.json "
                     "beside it; give the directory of a tokenizer"
                 )
-            from batch_trajectories.export.templates.lengths import Tokens
+            from batch_trajectories.export.templates.token_counts import Tokens
 
             self._tokens = Tokens(self._template.tokenizer)
         self._turns = self._masked = self._left_out = 0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.validation import did_you_mean
-from batch_trajectories.export.templates.lengths import TEMPLATES, TOKENIZER
+from batch_trajectories.export.templates.token_counts import TEMPLATES, TOKENIZER
 
 ALL = "all"
 
