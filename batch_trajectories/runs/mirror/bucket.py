@@ -42,7 +42,8 @@ class Bucket:
         else:
             # Retries are ours: they count against the lag that a run allows.
             more["retry_config"] = {"max_retries": 0}
-            more["client_options"] = {"timeout": f"{_REQUEST_S}s"}
+            # Only an endpoint that the user names, as a server in their network, can be http.
+            more["client_options"] = {"timeout": f"{_REQUEST_S}s", "allow_http": True}
         try:
             self._store = from_url(url, **more)
         except (obstore.exceptions.BaseError, OSError, ValueError) as error:
@@ -72,13 +73,14 @@ class Bucket:
 
         Reads some ahead. Raises `BucketFailed`.
         """
+        begin = f"{directory}/{name}"
         try:
-            listed = self._obstore.list(
-                self._store, prefix=directory, offset=f"{directory}/{name}"
-            ).collect()
+            found = self._obstore.list(self._store, prefix=directory, offset=begin)
+            listed = found.collect()
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
             raise self._failed(error) from None
-        paths = sorted(str(entry["path"]) for entry in listed)
+        # Azure also lists the name from which it begins.
+        paths = sorted(path for path in (str(entry["path"]) for entry in listed) if path > begin)
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
             for first in range(0, len(paths), _AT_A_TIME):
                 few = paths[first : first + _AT_A_TIME]
