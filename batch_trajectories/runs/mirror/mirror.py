@@ -278,8 +278,8 @@ class Mirror:
     def close(self) -> None:
         """Send the rest and give the lease back.
 
-        Raises `BucketFailed` or `RunLocked` where that fails; while another error is being raised,
-        says so only.
+        Raises `BucketFailed` or `RunLocked` where that fails; where the run stops for another error
+        or for this, says so only.
         """
         is_raising = sys.exc_info()[1] is not None
         self._stopping.set()
@@ -288,14 +288,14 @@ class Mirror:
         try:
             self._send_rest()
         except (BucketFailed, RunLocked) as error:
-            if not is_raising:
+            if not is_raising and self.problem is None:
                 raise
             say(str(error))
 
     def _send_rest(self) -> None:
         if isinstance(self.problem, RunLocked):
             return
-        deadline = time.monotonic() + _CLOSE_S
+        deadline = time.monotonic() + (_CLOSE_S if self.problem is None else 0.0)
         if self._tail is None:
             self._tail = Tail(self._run_dir, self._copy.extents, {})
         while self._holds:
