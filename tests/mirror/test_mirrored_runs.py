@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
+from batch_trajectories.runs.mirror.copies import copy_of
 from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, finished_lines, judge_run_dir
 from tests.faults.test_process import asking
@@ -163,7 +164,9 @@ def finished_lines_of(place: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_bucket_that_refuses_stops_the_run_in_order(tmp_path: Path) -> None:
+def test_a_bucket_that_refuses_stops_the_run_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within its lag; what is not in the mirror is on the disk, and the next start sends it."""
     url = f"file://{tmp_path}/bucket"
     parts = tmp_path / "bucket/r/parts"
@@ -183,4 +186,6 @@ def test_a_bucket_that_refuses_stops_the_run_in_order(tmp_path: Path) -> None:
         write_prompts(tmp_path / "p.jsonl", done)
         ended = run(tmp_path, **given, accept_config_change="dataset_file")
         assert ended.returncode == 0, ended.stderr
-    judge_run_dir(tmp_path / "trajectories/r", tasks=done)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    there = (copy_of(f"{url}/r") / "records.jsonl").read_bytes()
+    assert there == finished_lines_of(tmp_path)
