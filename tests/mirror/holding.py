@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from batch_trajectories.basics.errors import RunLocked
@@ -34,7 +35,8 @@ def main(run_dir: Path, url: str, stale_s: float) -> None:
         except RunLocked:
             continue
         finally:
-            mirror.close()
+            with suppress(RunLocked):  # lost before the first part was sent
+                mirror.close()
 
 
 if __name__ == "__main__":
