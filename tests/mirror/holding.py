@@ -17,7 +17,7 @@ from batch_trajectories.runs.mirror.mirror import Mirror
 
 def main(run_dir: Path, url: str, stale_s: float) -> None:
     """Until it is killed."""
-    module.SEND_EVERY_S = 0.002
+    module.SEND_EVERY_S = 0.02
     (run_dir / "lock").touch()
     while True:
         mirror = Mirror(url, run_dir, stale_s=stale_s)
@@ -30,7 +30,7 @@ def main(run_dir: Path, url: str, stale_s: float) -> None:
             while mirror.problem is None:
                 with (run_dir / "records.jsonl").open("a") as file:
                     file.write(f"{run_dir}\n")
-                writing.wait(0.002)
+                writing.wait(0.01)
             assert isinstance(mirror.problem, RunLocked), mirror.problem
         except RunLocked:
             continue
