@@ -47,8 +47,9 @@ def test_the_recipe_is_one_and_names_every_key(tmp_path: Path) -> None:
     recipe = load_recipe(tmp_path / "recipe.yaml", {})
     assert recipe.filters.answer is not None
     for model in (Recipe, Filters, Preference, Card, AnswerCheck):
-        for key in model.model_fields.keys() - {"first_n", "function"}:
+        for key in model.model_fields.keys() - {"first_n", "function", "runs"}:
             assert re.search(rf"^ *{key}:", RECIPE, re.MULTILINE), key
+    assert "\nruns:\n" in DOCS, "only a mix has it"
 
 
 @pytest.mark.parametrize("key", ["first_n", "function"])

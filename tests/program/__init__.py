@@ -18,5 +18,6 @@ test_outages        endpoints that cannot be reached
 test_refused_requests endpoints that refuse every request
 test_processes      no process is left behind
 test_exact_json     integers of any size, from the model to the training row
+test_stopping_runs  runs with --until_passed and cascades, killed
 test_seeds_batch    behaviours of the seed documents, in whole runs
 """

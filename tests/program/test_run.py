@@ -769,7 +769,7 @@ def test_a_dataset_where_the_training_file_goes_is_refused(tmp_path: Path) -> No
     ("name", "reason"),
     [
         ("mine", "mine.jsonl: the training file of this run has this name, but it is a directory"),
-        ("é" * 120, "File name too long; choose a shorter --run_name or --output_dir"),
+        ("é" * 115, "File name too long; choose a shorter --run_name or --output_dir"),
     ],
 )
 def test_a_training_file_that_could_not_be_written_is_refused_before_any_call(

@@ -28,7 +28,7 @@ from batch_trajectories.runs.directory.leftovers import look_at_place
 from batch_trajectories.runs.planning.executor_choice import check_executor
 from batch_trajectories.runs.sources.kept_dataset import ONLY, KeptDataset, RowFilter, keep_dataset
 from batch_trajectories.runs.store.checks import EXPECTED
-from batch_trajectories.runs.store.files import temporary_for, training_file_of
+from batch_trajectories.runs.store.files import longest_temporary_for, training_file_of
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
 from toolsets.sandbox.factory import sandbox_kind
@@ -183,7 +183,7 @@ def _check_training_file(config: RunConfig) -> None:
     training = training_file_of(config.run_dir)
     try:
         taken = training.exists()
-        temporary_for(training).exists()
+        longest_temporary_for(training).exists()
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise

@@ -288,6 +288,11 @@ def temporary_for(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
+def longest_temporary_for(path: Path) -> Path:
+    """The longest name of a temporary file for `path`, or for a part of it, in any process."""
+    return path.with_name(f".{path.name}.{'9' * 7}-{'9' * 9}.tmp")
+
+
 def open_temporary(temporary: Path, path: Path) -> BinaryIO:
     """Open the replacement of `path`, with the same mode; if it is new, for its owner alone."""
     try:

@@ -1,0 +1,78 @@
+"""Runs that give prompts samples until enough have passed, killed: their samples are the same."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch_trajectories.runs.stopping.rule import StoppingRule
+from testing.fake_endpoint import FakeEndpoint
+from tests.running import kill_repeatedly, lines, run, write_rows
+
+pytestmark = pytest.mark.slow
+
+PROMPTS, SAMPLES = 24, 6
+RATES = {f"p{n:02}": n * 100 // PROMPTS for n in range(PROMPTS)}
+GRADE = """\
+import zlib
+
+def grade(conversation, workspace, row):
+    said = f"{conversation['id']} {conversation['model']}"
+    return float(zlib.crc32(said.encode()) % 100 < row["rate"])
+"""
+
+
+def needed(rule: StoppingRule) -> dict[str, str]:
+    """The records of a run that makes one sample after the other: ids, and models."""
+    made = {}
+    for prompt, rate in RATES.items():
+        passed = failed = 0
+        for sample in range(SAMPLES):
+            if passed >= rule.passed and failed >= rule.failed:
+                break
+            model = "openai:m"
+            if rule.models:
+                at = min(failed // rule.escalate_after, len(rule.models) - 1)
+                model = f"openai:{rule.models[at]}"
+            id = f"{prompt}#s{sample}" if sample else prompt
+            good = zlib.crc32(f"{id} {model}".encode()) % 100 < rate
+            passed, failed = passed + good, failed + (not good)
+            made[id] = model
+    return made
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        (StoppingRule(2), {"until_passed": 2}),
+        (StoppingRule(1, 1), {"until_passed": 1, "also_failed": 1}),
+        (StoppingRule(1, 0, ("small", "large"), 2), {"escalate_after": 2}),
+    ],
+)
+def test_kills_change_no_sample(
+    tmp_path: Path, rule: StoppingRule, options: dict[str, Any]
+) -> None:
+    (tmp_path / "grade.py").write_text(GRADE)
+    rows = [{"id": id, "prompt": f"Go, {id}.", "rate": rate} for id, rate in RATES.items()]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    with FakeEndpoint(turns=1, latency_s=0.02, answers=0) as endpoint:
+        given = {
+            **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
+            **{"key_env": "none", "num_workers": 2, "batch_size": 6, "num_samples": SAMPLES},
+            **{"reward": "grade.py:grade", "enabled_toolsets": "none"},
+            **options,
+        }
+        models = [f"openai:{name}" for name in rule.models]
+        given |= {"models": json.dumps(models)} if models else {"model": "openai:m"}
+        kill_repeatedly(tmp_path, given, endpoint, [7, 11, 13, 17])
+        done = run(tmp_path, **given)
+        assert done.returncode == 0, done.stderr
+    records = lines(tmp_path / "trajectories/r/records.jsonl")
+    made = {record["id"]: record["model"] for record in records}
+    assert made == needed(rule)
+    assert len(records) == len(made) < PROMPTS * SAMPLES
+    assert run(tmp_path, "verify", "r").returncode == 0
