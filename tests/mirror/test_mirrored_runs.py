@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
+from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.runs.mirror.copies import copy_of
 from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, finished_lines, judge_run_dir
@@ -23,12 +24,14 @@ from tests.running import (
     SCRIPTED,
     WRITE_A_NOTE,
     ids,
+    lines,
     run,
     started,
     wait_until,
     write_prompts,
     write_rows,
 )
+from tests.toolsets.test_sandbox import needs_bwrap
 
 SENT_S = 2.0
 """What may be lost with a machine."""
@@ -72,6 +75,47 @@ def test_a_mirrored_run_is_read_and_continued_without_its_directory(
     assert (tmp_path / "trajectories/r.jsonl").read_bytes() == training
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert not [file for file in files if b"a-secret-of-the-bucket" in file.read_bytes()]
+
+
+@pytest.mark.slow
+@needs_bwrap
+def test_a_call_that_a_lost_machine_cut_off_runs_again_in_a_rebuilt_workspace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"file://{tmp_path}/bucket"
+    waits = "echo two >> f; for n in $(seq 100); do test -e {} && break; sleep 0.1; done; cat f"
+    script = [
+        {"tool_calls": [{"name": "terminal", "arguments": {"command": command}}]}
+        for command in ("echo one > f; cat f", waits.format("nothing"))
+    ]
+    row = {"id": "p", "prompt": "Go.", "script": [*script, {"content": "Done."}]}
+    given = {**SCRIPTED, "enabled_toolsets": "terminal", "sandbox": "bwrap", "mirror": url}
+
+    def journaled() -> bytes:
+        try:
+            files = copy_of(f"{url}/r").glob("inflight/*")
+        except RunDirError:  # nothing has been sent yet
+            return b""
+        return b"".join(file.read_bytes() for file in files if file.is_file())
+
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        write_rows(tmp_path / name / "p.jsonl", row)
+    with started(tmp_path / "first", **given) as process:
+        wait_until(lambda: journaled().count(b'"began"') == 2)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert_gone(process.pid)
+    shutil.rmtree(tmp_path / "first/trajectories")
+    done = run(tmp_path / "second", **given)
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(tmp_path / "second/trajectories/r/records.jsonl")
+    (resumed,) = record["resumes"]
+    assert (len(resumed["rebuilt"]), resumed["rebuild"]["calls"]) == (1, 1)
+    outputs = [
+        orjson.loads(m["content"])["stdout"] for m in record["messages"] if m["role"] == "tool"
+    ]
+    assert outputs == ["one\n", "one\ntwo\n"]
 
 
 @pytest.mark.slow
