@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,14 @@ def check(**fields: Any) -> dict[str, list[str]]:
 def own(tmp_path: Path, *, prefix: str = "") -> dict[str, Any]:
     program = tmp_path / "own_agent.py"
     program.write_text(_OWN.replace("PREFIX", repr(prefix)))
-    return {"command": ["python3", str(program), "{prompt}"], "programs": [program]}
+    return {"command": [sys.executable, str(program), "{prompt}"], "programs": [program]}
 
 
 @pytest.mark.parametrize("dialect", _SPEAKS)
 @pytest.mark.parametrize("how", ["whole", "stream"])
 def test_an_agent_that_conforms_has_no_problem(dialect: str, how: str) -> None:
     flags = ["--stream"] if how == "stream" else []
-    command = ["python3", str(_AGENT), dialect, *flags, "{prompt}"]
+    command = [sys.executable, str(_AGENT), dialect, *flags, "{prompt}"]
     found = check(command=command, programs=[_AGENT], speaks=_SPEAKS[dialect])
     assert found["problem"] == found["note"] == []
     assert found["ok"] == [

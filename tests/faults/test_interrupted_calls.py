@@ -262,8 +262,11 @@ def lose_power(run_dir: Path) -> None:
     for journal in run_dir.glob("inflight/*.jsonl"):
         first, *later = journal.read_bytes().splitlines(keepends=True)
         entry = orjson.loads(without_checksum(first))
+        if entry["boot"] == "another":
+            continue  # of an earlier start: it was synced long ago
         entry["boot"] = "another"
-        kept = [line for line in later[:-1] if b'"kind":"began"' not in line]
-        journal.write_bytes(b"".join([with_checksum(orjson.dumps(entry)), *kept]))
+        while later and b'"kind":"began"' in later.pop():
+            pass  # files lose their ends: what begins is not synced
+        journal.write_bytes(b"".join([with_checksum(orjson.dumps(entry)), *later]))
     for file in run_dir.glob("workspaces/*/log"):
         file.write_bytes(b"")
