@@ -96,6 +96,7 @@ class _Trial:
 
     async def run(self, timeout_s: float) -> None:
         """Start the agent, kill its run once all results are there, and start it again."""
+        (self._directory / "p.jsonl").write_text(json.dumps({"id": "check", "prompt": _PROMPT}))
         try:
             async with self._endpoint.serve() as url, asyncio.timeout(timeout_s):
                 first = asyncio.create_task(self._start(url))
@@ -114,7 +115,6 @@ class _Trial:
 
     async def _start(self, url: str) -> None:
         """Run the batch runner to its end; kills it with all of its processes if cancelled."""
-        (self._directory / "p.jsonl").write_text(json.dumps({"id": "check", "prompt": _PROMPT}))
         api = self._agent.speaks[0]
         described = self._agent.model_dump(mode="json", exclude_unset=True)
         described["aliases"] = dict.fromkeys(self._agent.aliases, _MODEL)

@@ -21,6 +21,7 @@ from batch_trajectories.export.training_files import left_out, style_of_run
 from batch_trajectories.runs.config.option_types import is_url, mirror_url
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, tasks
+from batch_trajectories.runs.directory.owed import stopping_rule
 from batch_trajectories.runs.directory.run_dir import directory_of, read_run_json, runs_in
 from batch_trajectories.runs.directory.run_lock import holder_of
 from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
@@ -261,11 +262,7 @@ class StoredRun:
     @property
     def rule(self) -> StoppingRule | None:
         """How many samples of a prompt must pass; None if their number is fixed."""
-        if self.config.until_passed is None:
-            return None
-        from batch_trajectories.runs.stopping.rule import rule_of
-
-        return rule_of(self.config)
+        return stopping_rule(self.config)
 
     def statistics(self) -> dict[str, Any]:
         """Turns, tokens, costs, tools and reasoning over all records; see `stats --json`."""

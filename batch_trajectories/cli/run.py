@@ -20,7 +20,6 @@ from batch_trajectories.cli.shared import (
     start,
     starting_options,
 )
-from batch_trajectories.runs.store.files import replace_json
 
 
 @click.command(cls=RunCommand, epilog=EXAMPLES)
@@ -68,11 +67,11 @@ def estimate(
 
     The sample is part of the run: the same command without `estimate` runs the rest.
     """
-
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.export import by_model
     from batch_trajectories.runs.config.models import limits_of
     from batch_trajectories.runs.directory.forecast import as_table, forecast, sample_tasks
+    from batch_trajectories.runs.store.files import replace_json
 
     with errors_as_exit_codes():
         plan = make_plan_of(starting, flags)

@@ -148,10 +148,11 @@ def check_usual(record: Record) -> bool:
     """Whether a record has the usual shape; then both ways of reading give the same."""
     stored = decode_record(line_of(record))
     own, same = Own(stored), Own(stored)
-    usual = reading._usual(stored, own)
+    happened = reading.flaws_of_run(stored)
+    usual = reading._usual(stored, own, happened)
     if usual is None or stored.status != "completed":
         return False
-    general = reading._general(stored, same)
+    general = reading._general(stored, same, happened)
     assert list(usual.entries) == list(general.entries)
     assert (usual.messages, usual.tools) == (general.messages, general.tools)
     assert (list(usual.flaws), usual.completion) == (list(general.flaws), general.completion)

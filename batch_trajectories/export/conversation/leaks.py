@@ -84,7 +84,8 @@ def leaks_of(record: Record, *, ended_well: bool = False) -> list[Leak]:
     """
     if record.check is None:
         return []
-    failed = {m.tool_call_id for m in record.messages if m.role == "tool" and _has_failed(m)}
+    results = record.messages if ended_well else ()
+    failed = {m.tool_call_id for m in results if m.role == "tool" and _has_failed(m)}
     inherited = sum(turn.inherited is not None for turn in record.turns)
     replies = [message for message in record.messages if message.role == "assistant"]
     brought = max(0, len(replies) - len(record.turns))
@@ -92,14 +93,14 @@ def leaks_of(record: Record, *, ended_well: bool = False) -> list[Leak]:
     leaks = []
     for turn, reply in enumerate(replies[brought:], 1):
         for id, reason, evidence in search.of(reply):
-            if turn > inherited and not (ended_well and id in failed):
+            if turn > inherited and id not in failed:
                 leaks.append(Leak(turn, reason, clip(evidence.strip(), max_chars=_MAX_EVIDENCE)))
     return leaks
 
 
 def rewarded_leak(record: Record) -> Leak | None:
     """The first suspicious call that ended well, if the conversation has a reward above 0."""
-    if record.check is None or not (judgement_of(record).reward or 0) > 0:
+    if not (judgement_of(record).reward or 0) > 0:
         return None
     return next(iter(leaks_of(record, ended_well=True)), None)
 

@@ -75,8 +75,9 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
         raise Rejected(Reason.NO_REPLY, f"status {record.status}: the model never replied")
     is_usual = record.status == "completed"
     completed = is_usual or is_right_now(record)
-    usual = _usual(record, own) if is_usual else None
-    messages, tools, entries, flaws, completion = usual or _general(record, own)
+    happened = flaws_of_run(record)
+    usual = _usual(record, own, happened) if is_usual else None
+    messages, tools, entries, flaws, completion = usual or _general(record, own, happened)
     is_rewritten = completion == "final_answer"
     stats = tool_stats(messages[own.start :]) if is_rewritten else own.counts.tools
     # Notes on a parent's turns are in the parent's row.
@@ -113,10 +114,10 @@ class _Read(NamedTuple):
     completion: str | None
 
 
-def _usual(record: Record, own: Own) -> _Read | None:
+def _usual(record: Record, own: Own, happened: Sequence[Flaw]) -> _Read | None:
     """A completed conversation of the usual shape without flaws; None for any other."""
     messages, tools = record.messages, record.tools
-    if record.agent is not None or _may_be_flawed(messages) or flaws_of_run(record):
+    if record.agent is not None or happened or _may_be_flawed(messages):
         return None
     try:
         entries = usual_entries(record, own)
@@ -125,14 +126,14 @@ def _usual(record: Record, own: Own) -> _Read | None:
     return None if entries is None else _Read(messages, tools, entries, (), "text")
 
 
-def _general(record: Record, own: Own) -> _Read:
-    """Any conversation; raises Rejected."""
+def _general(record: Record, own: Own, happened: Sequence[Flaw]) -> _Read:
+    """Any conversation; `happened` are its `flaws_of_run`. Raises Rejected."""
     answered = is_answered(record)
     messages, tools, completion, invented = plain_ending(
         record.messages, record.tools, answered=answered
     )
     flaws = [Flaw(Reason.UNKNOWN_TOOL, detail) for detail in invented]
-    flaws += flaws_of_run(record)
+    flaws += happened
     entries = read_entries(messages, tools, flaws)
     if answered and not ends_with_a_call(record):
         check_finished(messages)

@@ -7,7 +7,6 @@ draw of a conversation depends on seed, run and id alone.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from itertools import groupby
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.dataset.lengths import TokenLengths, characters_in
-from batch_trajectories.export.dataset.splits import JoinedSplits
+from batch_trajectories.export.dataset.splits import JoinedSplits, draw_of
 from batch_trajectories.export.dataset.values import value_in
 from batch_trajectories.export.rows.files import Loaded, Why
 from batch_trajectories.export.rows.recipe import Recipe, RunShare
@@ -122,8 +121,7 @@ class Choice:
     def _rank(self, candidate: Loaded) -> int:
         record = candidate.record
         drawn = record.prompt_id if self._recipe.keeps_prompts else record.id
-        text = f"{self._recipe.seed}\n{candidate.run}\n{drawn}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+        return draw_of(f"{self._recipe.seed}\n{candidate.run}\n{drawn}".encode())
 
     def _place(self, candidate: Loaded, rate: float | None) -> float:
         """Where a candidate comes in the order; what has no place comes last."""

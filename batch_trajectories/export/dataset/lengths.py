@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.conversation.style import Style, styled
 from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.rows.format import RowFormat, format_named
-from batch_trajectories.export.templates.rendering import EOS, load_chat, without_marks
+from batch_trajectories.export.templates.rendering import EOS, load_chat, tools_in, without_marks
 from batch_trajectories.export.templates.token_counts import TEMPLATES, TOKENIZER, Tokens
 from batch_trajectories.runs.store.record_types import Record
 
@@ -41,11 +40,8 @@ class TokenLengths:
         Raises `ConfigError` if the template refuses the row.
         """
         row = self._format.row_of(styled(conversation, self._style), self._style)
-        tools = row["tools"]
-        if isinstance(tools, str):
-            tools = json.loads(tools)
         try:
-            text, _ = without_marks(self._chat(row["messages"], tools, False))
+            text, _ = without_marks(self._chat(row["messages"], tools_in(row), False))
         except Exception as error:  # a template can raise anything
             raise ConfigError(
                 f"{OPTION}: its chat template refuses {row['id']}: {error}; see what --parity says"

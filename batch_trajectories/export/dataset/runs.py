@@ -13,7 +13,7 @@ from batch_trajectories.export.record_order import RecordOrder
 from batch_trajectories.export.reward_statistics import chance_of_pass
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
-from batch_trajectories.runs.directory.owed import owed
+from batch_trajectories.runs.directory.owed import owed, stopping_rule
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.scores import Scores
 
@@ -53,6 +53,7 @@ class SourceRecords:
             RecordOrder(one.run_dir, one.scan, num_samples=one.num_samples) for one in self.sources
         ]
         self._firsts = [0, *accumulate(map(len, self.orders))]
+        self._rules = [stopping_rule(one.config) for one in self.sources]
 
     def __len__(self) -> int:
         """Number of tasks."""
@@ -75,12 +76,7 @@ class SourceRecords:
 
     def pass_rate(self, number: int, judged: int, passed: int) -> float | None:
         """The pass rate of the prompt of a task, without the bias of samples that stopped."""
-        config = self.sources[bisect_right(self._firsts, number) - 1].config
-        rule = None
-        if config is not None and config.until_passed is not None:
-            from batch_trajectories.runs.stopping.rule import rule_of
-
-            rule = rule_of(config)
+        rule = self._rules[bisect_right(self._firsts, number) - 1]
         return chance_of_pass(judged, passed, 1, rule) if judged else None
 
     @contextmanager

@@ -44,9 +44,7 @@ class Splits:
         return self._draw(_prompt(loaded.record)) / 2**64
 
     def _draw(self, content: bytes) -> int:
-        """64 bits by a text and the seed."""
-        digest = hashlib.blake2b(self._seed + content, digest_size=8).digest()
-        return int.from_bytes(digest, "big")
+        return draw_of(self._seed + content)
 
 
 class JoinedSplits(Splits):
@@ -93,6 +91,11 @@ class JoinedSplits(Splits):
         while (above := parents[key]) != root:
             parents[key], key = root, above
         return root
+
+
+def draw_of(content: bytes) -> int:
+    """64 bits that a text decides."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 def _prompt(record: Record) -> bytes:

@@ -25,7 +25,7 @@ from batch_trajectories.export.parity.mending import NOTHING, Mend, mend_for
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.templates.contexts import ParityCounts, Shown, as_shown
 from batch_trajectories.export.templates.names import ChatTemplate
-from batch_trajectories.export.templates.rendering import load_chat, rows_of
+from batch_trajectories.export.templates.rendering import load_chat, rows_of, tools_in
 from batch_trajectories.export.templates.token_counts import Tokens
 
 _RENDER_S = 10.0
@@ -216,17 +216,10 @@ def _rows(
     directory: Path, manifest: Mapping[str, Any], key: str, pipe: Connection, *, counts: bool = True
 ) -> Iterator[tuple[Mapping[str, Any], Shown]]:
     """The rows, also as shown; says now and then how many there were."""
-    read: dict[str, list[Any]] = {}
     rows = rows_of(directory, manifest)
     while block := list(islice(rows, _BLOCK)):
         for row in block:
-            tools = row["tools"]
-            if isinstance(tools, str):
-                if tools not in read:
-                    read.clear()
-                    read[tools] = json.loads(tools)
-                tools = read[tools]
-            yield row, as_shown(row, tools, key)
+            yield row, as_shown(row, tools_in(row), key)
         pipe.send(len(block) if counts else 0)
 
 

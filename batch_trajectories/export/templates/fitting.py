@@ -7,10 +7,8 @@ without limits of time and memory.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -80,9 +78,9 @@ class Fitting:
         Raises Rejected for a row that is too long, or of which nothing is left to learn.
         """
         from batch_trajectories.export.templates.contexts import as_shown, difference
-        from batch_trajectories.export.templates.rendering import without_marks
+        from batch_trajectories.export.templates.rendering import tools_in, without_marks
 
-        tools = _tools(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
+        tools = tools_in(row)
         try:
             text, _ = without_marks(self._chat(row["messages"], tools, False))
         except Exception as error:  # a template can raise anything
@@ -140,9 +138,3 @@ class Fitting:
             "rows_cut": self._cut[:_NAMED],
             "refused": dict(sorted(self._refused.items())),
         }
-
-
-@lru_cache(maxsize=8)
-def _tools(text: str) -> Sequence[Mapping[str, Any]]:
-    found: Sequence[Mapping[str, Any]] = json.loads(text)
-    return found

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,14 +93,22 @@ def load_chat(path: Path) -> Chat:
     return chat
 
 
+def tools_in(row: Mapping[str, Any]) -> Any:
+    """The tools of a row of `openai`, which holds them as text unless a recipe says otherwise."""
+    return _parsed(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
+
+
+@lru_cache(maxsize=8)
+def _parsed(tools: str) -> Any:
+    return json.loads(tools)
+
+
 def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
     """A function that renders rows of `openai.jsonl` as trainers do; see `load_chat`."""
     chat = load_chat(path)
 
     def render(row: Mapping[str, Any]) -> Rendered:
-        tools = row["tools"]
-        if isinstance(tools, str):
-            tools = json.loads(tools)
+        tools = tools_in(row)
         try:
             text = chat(row["messages"], tools, False).replace(EOS, "")
             marks = _Marks()

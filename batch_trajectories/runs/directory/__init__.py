@@ -5,7 +5,7 @@ run_dir     the run directory and run.json
 leftovers   what a crash has left, and runs that are moved aside
 narrowing   changes that would shorten a training file
 run_totals  tasks done, failed, discarded and pending; tokens, cost; all that was spent
-owed        tasks without a record, and samples that are no tasks
+owed        tasks without a record, and samples that are no tasks; the rule that says which
 forecast    time and cost of the whole run, from a sample
 
 Other rooms import all modules.

@@ -16,6 +16,7 @@ from batch_trajectories.runs.store.records import load_index
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.stopping.outcomes import Samples
+    from batch_trajectories.runs.stopping.rule import StoppingRule
 
 
 class Owed(NamedTuple):
@@ -58,3 +59,12 @@ def needed_samples(
     from batch_trajectories.runs.stopping.outcomes import samples_of
 
     return samples_of(run_dir, config, scan, index, rows, begun=begun)
+
+
+def stopping_rule(config: RunConfig | None) -> StoppingRule | None:
+    """The rule of `--until_passed`; None without that, or without a config."""
+    if config is None or config.until_passed is None:
+        return None
+    from batch_trajectories.runs.stopping.rule import rule_of  # most runs have none
+
+    return rule_of(config)

@@ -40,6 +40,7 @@ from batch_trajectories.runs.store.files import (
     listed,
     make_directory,
 )
+from batch_trajectories.runs.store.journal_writer import boot_id
 
 log = logging.getLogger(__name__)
 
@@ -331,10 +332,10 @@ def _birth(pid: int) -> dict[str, Any]:
     """What tells a process from earlier and other ones with its number; {} if that is unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        if stat[0] == "Z":
-            return {}  # it has ended, and its parent has not asked how
+        if stat[0] == "Z" or not boot_id():
+            return {}  # a "Z" has ended, and its parent has not asked how
         return {
-            "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            "boot": boot_id(),
             "pids": Path("/proc/self/ns/pid").stat().st_ino,
             "born": int(stat[19]),
         }

@@ -25,6 +25,7 @@ from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, cached_scan
 from batch_trajectories.runs.dataset.shards import parse_shard
 from batch_trajectories.runs.directory.leftovers import look_at_place
+from batch_trajectories.runs.directory.owed import stopping_rule
 from batch_trajectories.runs.planning.executor_choice import check_executor
 from batch_trajectories.runs.sources.kept_dataset import ONLY, KeptDataset, RowFilter, keep_dataset
 from batch_trajectories.runs.store.checks import EXPECTED
@@ -258,11 +259,8 @@ def describe(plan: Plan) -> str:
 
 
 def _stops(config: RunConfig) -> str:
-    if config.until_passed is None:
-        return ""
-    from batch_trajectories.runs.stopping.rule import rule_of  # most runs have none
-
-    return rule_of(config).describe()
+    rule = stopping_rule(config)
+    return "" if rule is None else rule.describe()
 
 
 def _limits(config: RunConfig) -> str:

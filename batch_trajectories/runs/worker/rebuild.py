@@ -22,7 +22,7 @@ from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.dataset.row import RowTask
 from batch_trajectories.runs.protocol.messages import Assignment, WorkerSetup
 from batch_trajectories.runs.store.tasks import DEATHS_OF_A_SUSPECT
-from batch_trajectories.runs.worker.replay import NEVER_RAN, OF_COMMANDS, SHOWN, said
+from batch_trajectories.runs.worker.replay import NEVER_RAN, OF_COMMANDS, SHOWN, differs
 from batch_trajectories.runs.worker.workspace_setup import (
     SetupFailed,
     forget_aside,
@@ -166,8 +166,7 @@ class Rebuilder:
                     raise _Impossible("it takes longer than --max_rebuild_s", result)
                 now = await self._call(toolbox, repeatable)
                 calls += 1
-                message = result["message"]
-                if now.content != said(message) or now.is_error != message["is_error"]:
+                if differs(now, result["message"]):
                     raise _Impossible("its result differs", result, now.content)
                 if now.details.get("running"):
                     raise _Impossible("processes or threads ran on after it", result)

@@ -14,6 +14,7 @@ from agent.messages.message import OWN_CHARS, Event, Message, ResultEvent, ToolC
 from agent.setup import Setup
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics.text import clip
+from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
 
 OF_COMMANDS = ("python", "terminal")
@@ -81,7 +82,7 @@ async def replay(
                 continue
         now = await toolbox.call(name, arguments, conversation=trajectory.messages)
         replayed += 1
-        if now.content != said(message) or now.is_error != message["is_error"]:
+        if differs(now, message):
             content = clip(now.content, max_chars=SHOWN)
             different.append({**place, "result": content, "is_error": now.is_error})
     return {"replayed": replayed, "different": different, "skipped": skipped}
@@ -97,7 +98,12 @@ def _calls(events: Iterable[Event]) -> Iterator[tuple[ToolCall, ResultEvent]]:
             yield calls[event["call"]], event
 
 
-def said(message: Message) -> str:
+def differs(now: ToolResult, message: Message) -> bool:
+    """Whether a call that was repeated has another result than the recorded one."""
+    return now.content != _said(message) or now.is_error != message["is_error"]
+
+
+def _said(message: Message) -> str:
     """The tool's own result, before the runtime shortened or extended it."""
     details = message.get("details", {})
     if "whole_content" in details:
