@@ -59,6 +59,7 @@ runs/planning
 runs/supervisor
 runs/recording
 runs/maintenance
+runs/importing
 
 export/conversation
 export/masking

@@ -16,5 +16,6 @@ threads        which conversation a call continues
 
 These modules only compute; they do no I/O.
 
-Other rooms import canonical, lines, reading, shown, threads, wire, wire_base, wires.
+Other rooms import canonical, lines, reading, shown, threads, wire, wire_base, wire_responses,
+wires.
 """

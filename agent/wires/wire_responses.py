@@ -160,7 +160,7 @@ def _grouped(items: Sequence[dict[str, Any]]) -> list[Any]:
     """The items, with those of one reply together in a list."""
     pieces: list[Any] = []
     for item in items:
-        if not _is_assistants(item):
+        if not is_assistants(item):
             pieces.append(item)
         elif pieces and isinstance(pieces[-1], list):
             pieces[-1].append(item)
@@ -169,7 +169,8 @@ def _grouped(items: Sequence[dict[str, Any]]) -> list[Any]:
     return pieces
 
 
-def _is_assistants(item: Mapping[str, Any]) -> bool:
+def is_assistants(item: Mapping[str, Any]) -> bool:
+    """Whether an item is of a model's reply."""
     kind = item.get("type")
     if kind is None or kind == "message":
         return item.get("role") == "assistant"

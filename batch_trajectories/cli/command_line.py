@@ -26,6 +26,7 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
         "check_tasks": "run.check_tasks",
         "estimate": "run.estimate",
         "fork": "fork.fork",
+        "import": "run.import_",
         "import_hermes": "run.import_hermes",
         "merge": "inspect_runs.merge",
     },

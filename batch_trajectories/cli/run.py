@@ -1,4 +1,4 @@
-"""Commands that take the options of a run: run, estimate, check_tasks, check, import_hermes."""
+"""run, estimate, check_tasks, check, import_hermes, which take the options of a run; import."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from batch_trajectories.cli.shared import (
     Starting,
     live_option,
     make_plan_of,
+    output_dir_option,
     run_dir_argument,
     show_run,
     start,
     starting_options,
 )
+
+_FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex")
+"""See `runs/importing/readers/`, whose modules other commands do not need."""
 
 
 @click.command(cls=RunCommand, epilog=EXAMPLES)
@@ -125,6 +129,35 @@ def import_hermes(
             totals = write_results(run_dir.path, plan.scan, plan.config)
     show(imported.describe())
     show_run(run_dir.path, totals)
+
+
+@click.command(name="import")
+@click.argument(
+    "sources", nargs=-1, required=True, metavar="SOURCE...", type=LocalPath(path_type=Path)
+)
+@click.option("--run_name", required=True, metavar="NAME", help="The run that gets their records.")
+@output_dir_option
+@click.option(
+    "--format",
+    type=click.Choice(_FORMATS),
+    help="Their format.  [default: each file is looked at]",
+)
+def import_(sources: tuple[Path, ...], run_name: str, output_dir: Path, format: str | None) -> None:
+    """Import conversations of other programs, from files, directories and the hub (hf:).
+
+    They become records of the run NAME, for export, stats, report, score and compare. The same
+    command goes on where it was stopped, and takes what has been added since. Exit code 1 if
+    something could not be read: each is named.
+    """
+    from batch_trajectories.api.results import write_results
+    from batch_trajectories.runs.importing.importing import import_conversations
+
+    with errors_as_exit_codes():
+        imported, config, scan = import_conversations(sources, run_name, output_dir, format=format)
+        totals = write_results(config.run_dir, scan, config)
+    show(imported.describe())
+    show_run(config.run_dir, totals)
+    sys.exit(1 if imported.unreadable or imported.changed else 0)
 
 
 @click.command(cls=RunCommand, name="check_tasks")

@@ -16,5 +16,6 @@ batch_api/    calls by the providers' Batch APIs, in the parent
 planning/     checks before a start, and its preview
 supervisor/   code of the parent process
 recording/    record the calls of other programs
-maintenance/  verify, repair, merge, fork, import
+maintenance/  verify, repair, merge, fork, import of hermes-agent's runs
+importing/    conversations of other programs
 """

@@ -30,7 +30,7 @@ _SAMPLING_VERSION = "2023-06-01"
 
 _SAMPLING = frozenset({"temperature", "top_p", "top_k"})
 
-_FINISH_REASONS: Mapping[str, FinishReason] = {
+FINISH_REASONS: Mapping[str, FinishReason] = {
     "end_turn": "stop",
     "stop_sequence": "stop",
     "tool_use": "tool_calls",
@@ -39,6 +39,7 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {
     "pause_turn": "pause",
     "model_context_window_exceeded": "context_exceeded",
 }
+"""By the API's own words for why a reply ended."""
 
 
 _REPLY_FIELDS = frozenset(
@@ -216,7 +217,7 @@ def read_reply(body: bytes) -> Completion:
     blocks = reply.get("content")
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise ModelError("malformed", "the reply's content is not a list of blocks")
-    finish_reason = _FINISH_REASONS.get(text_or_none(reply.get("stop_reason")) or "")
+    finish_reason = FINISH_REASONS.get(text_or_none(reply.get("stop_reason")) or "")
     if finish_reason is None:
         raise ModelError("malformed", f"the reply's stop_reason is {reply.get('stop_reason')!r}")
     return Completion(

@@ -138,6 +138,9 @@ def metadata_for(
     if record.diff is not None:
         with suppress(Rejected):
             metadata["patch"] = patch_of(record)
+    if record.imported is not None:
+        known = ("format", "file", "line", "tools_called")
+        metadata["imported"] = {key: record.imported.get(key) for key in known}
     metadata["columns"] = _small_columns(record)
     metadata["sandbox"] = record.sandbox
     metadata["seed"] = record.seed

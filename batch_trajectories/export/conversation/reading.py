@@ -84,7 +84,7 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
     noted: Sequence[StoredMessage] = record.messages
     if len(own.turns) < len(record.turns):
         noted = own.messages
-    return Conversation(
+    read = Conversation(
         system="" if usual and messages[0].role != "system" else system_of(messages),
         entries=entries,
         tools=tools,
@@ -102,6 +102,21 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
         flaws=flaws,
         has_others=not usual and any(type(e) is Turn and e.author != "model" for e in entries),
     )
+    quiet = None if record.imported is None else record.imported.get("no_loss")
+    return _without_loss(read, quiet) if quiet else read
+
+
+def _without_loss(conversation: Conversation, turns: Sequence[int]) -> Conversation:
+    """The conversation, with the turns masked that were imported as such."""
+    replies = conversation.replies_by_turn
+    entries = [
+        msgspec.structs.replace(entry, masked=("marked in its source",))
+        if isinstance(entry, Turn)
+        and any(reply.turn in turns for reply in replies.get(entry.number, ()))
+        else entry
+        for entry in conversation.entries
+    ]
+    return msgspec.structs.replace(conversation, entries=entries)
 
 
 class _Read(NamedTuple):

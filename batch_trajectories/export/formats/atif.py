@@ -22,12 +22,13 @@ from batch_trajectories.export.conversation.authors import in_order
 from batch_trajectories.export.conversation.metadata import metadata_of
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_entries, system_of
+from batch_trajectories.export.conversation.rewards import reward_facts
 from batch_trajectories.export.conversation.style import Style, styled
 from batch_trajectories.export.conversation.tolerance import ANYWHERE, PARTS, TAGS, Flaw, Tolerance
 from batch_trajectories.export.conversation.turns import Conversation, Said, Turn
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.rows.format import RowFormat
-from batch_trajectories.runs.store.record_parts import StoredUsage
+from batch_trajectories.runs.store.record_parts import KEPT_OF_STEPS, StoredUsage
 from batch_trajectories.runs.store.record_types import (
     InnerRecord,
     Record,
@@ -36,6 +37,9 @@ from batch_trajectories.runs.store.record_types import (
 )
 
 SCHEMA_VERSION = "ATIF-v1.8"
+
+_MADE = frozenset(("schema_version", "steps", "subagent_trajectories"))
+"""What an imported document has of the export."""
 
 _TOTALS = "The totals of tokens and cost include those of all inner conversations."
 
@@ -108,6 +112,8 @@ def _document(
         else:
             steps.append(_agent_step(entry, replies.get(entry.number, []), references))
     usage = part.usage or {}
+    documents = (conversation.record.imported or {}).get("documents", {})
+    kept = documents.get(name.removeprefix(session), {})
     metrics = {
         "total_prompt_tokens": usage.get("input_tokens"),
         "total_completion_tokens": usage.get("output_tokens"),
@@ -115,7 +121,7 @@ def _document(
         "total_cost_usd": part.cost_usd,
         "total_steps": len(steps),
     }
-    return {
+    made: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "session_id": session,
         "trajectory_id": name,
@@ -126,6 +132,19 @@ def _document(
         "extra": {**extra, **({"subagents_left_out": left_out} if left_out else {})},
         **({"subagent_trajectories": list(inside.values())} if inside else {}),
     }
+    return _as_imported(made, kept, conversation.record) if kept else made
+
+
+def _as_imported(made: dict[str, Any], kept: Mapping[str, Any], record: Record) -> dict[str, Any]:
+    """A document that was imported, as it was, but for what has been decided since."""
+    decided = {"masked", *(reward_facts(record) if record.scores else ())}
+    since = {key: value for key, value in made["extra"].items() if key in decided}
+    document = {**made, **kept, "schema_version": SCHEMA_VERSION}
+    if since:
+        document["extra"] = {**(kept.get("extra") or {}), **since}
+    if "total_steps" in (kept.get("final_metrics") or {}):
+        document["final_metrics"] = {**kept["final_metrics"], "total_steps": len(made["steps"])}
+    return {key: value for key, value in document.items() if key in kept or key in _MADE}
 
 
 def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Conversation:
@@ -195,8 +214,12 @@ def _agent_step(
         step["llm_call_count"] = len(replies)
         if metrics := _metrics(replies):
             step["metrics"] = metrics
-    if turn.masked:
-        step["extra"] = {"loss": False, "masked": list(turn.masked)}
+    kept = replies[0].extra.get("atif") if replies and replies[0].extra else None
+    if kept is not None:
+        step = {key: value for key, value in step.items() if key not in KEPT_OF_STEPS} | kept
+    said = step.get("extra") or {}
+    if turn.masked and said.get("loss") is not False:
+        step["extra"] = {**said, "loss": False, "masked": list(turn.masked)}
     return step
 
 

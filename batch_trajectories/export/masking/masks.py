@@ -90,7 +90,7 @@ class Masks:
                 if made := replies.get(entry.number):
                     of_replies = (masked.get(reply.turn, ()) for reply in made)
                     reasons = tuple(dict.fromkeys(name for names in of_replies for name in names))
-                entry = msgspec.structs.replace(entry, masked=reasons)
+                entry = msgspec.structs.replace(entry, masked=(*entry.masked, *reasons))
             entries.append(entry)
         metadata = {**conversation.metadata, "masked": in_metadata(masked)}
         return msgspec.structs.replace(conversation, entries=entries, metadata=metadata)

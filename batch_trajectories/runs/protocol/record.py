@@ -13,7 +13,9 @@ kept_workspaces/, or the `error` why it is not kept), `audit` (only of `check_ta
 not defaults), `view_compacted` (the model saw parts shortened or as a summary), `view_trimmed`
 (only with `--token_ids`: it saw earlier replies without the newlines around their text), and the
 provenance: `model` (as requested),
-`api`, `endpoint`, `toolsets`, `sandbox`, `image` (with `--workspace=image`: its `reference` in the
+`api`, `endpoint`, `toolsets`, `sandbox`, `imported` (only of `import`: `format`, `file` and `line`,
+`tools_called` if what was on offer is unknown, the numbers of turns with `no_loss`, and `documents`
+with what ATIF says beside steps), `image` (with `--workspace=image`: its `reference` in the
 row and its `digest`, that of the configuration), `seed`, `config_digest`, `versions`, `finished_at`
 (epoch seconds), `schema_version`. On disk a checksum follows (see `runs.store.checksum`).
 """

@@ -9,6 +9,11 @@ import msgspec
 
 Number = int | float
 
+KEPT_OF_STEPS = (
+    *("timestamp", "model_name", "reasoning_effort", "llm_call_count", "metrics", "extra"),
+)
+"""Fields of an imported ATIF step that its turn keeps as they came, in `atif` of its `extra`."""
+
 
 class StoredPart(msgspec.Struct, gc=False, omit_defaults=True):
     """A part of a record. It refers to nothing in a cycle, so the garbage collector skips it."""

@@ -316,6 +316,8 @@ class Record(StoredConversation, kw_only=True):
     diverged_at: int | None = None
     agent: AgentFacts | None = None
     versions: dict[str, Any] | None = None
+    imported: dict[str, Any] | None = None
+    """Where it comes from; see `runs.importing`."""
     schema_version: Any = None
     line: bytes = msgspec.field(default=b"", name="(line)")
     """The line that it was decoded from; no key of it."""

@@ -1,0 +1,154 @@
+"""Files, rows and readers of sources."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from itertools import chain, islice
+from pathlib import Path
+from typing import NamedTuple
+
+from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import ConfigError, DatasetError
+from batch_trajectories.runs.importing.conversation import Foreign, Reader, SourceRow, Unreadable
+from batch_trajectories.runs.sources.kept_dataset import rows_of_source
+from batch_trajectories.runs.sources.source import DataSource, SourceFile, source_of
+
+FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex")
+"""The modules of readers; in this order they are asked whether a file is theirs."""
+
+_LOOKED_AT = 50
+"""Rows of a file by which its format is recognized."""
+
+
+class Place(NamedTuple):
+    """Where a conversation, or what stands in its place, was read."""
+
+    format: str
+    source: str
+    line: int | None
+    at: float
+    """When the source was written, epoch seconds."""
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+Read = Foreign | Unreadable
+
+
+def conversations_in(name: Path, format: str | None) -> Iterator[tuple[Place, Read]]:
+    """All that a file, a directory or a hub's dataset (`hf:`) holds, in order.
+
+    `format` is one of `FORMATS`, or None to recognize that of each file. Raises `DatasetError` for
+    a source that is not there, `ConfigError` for one without any conversation.
+    """
+    source = source_of(name)
+    if not source.files:
+        yield from _read_rows(_rows_of(source), str(name), name, format)
+        return
+    is_directory = name.is_dir()
+    is_known = False
+    for file in source.files:
+        if is_directory and _is_subagents(file.path):
+            continue
+        for place, read in _read_rows(_rows_of_file(file), str(file.path), file.path, format):
+            if place.format or not is_directory:  # directories hold other files, too
+                is_known = True
+                yield place, read
+    if not is_known:
+        known = ", ".join(FORMATS)
+        raise ConfigError(f"{name}: no file here is of a known format ({known}); see --format")
+
+
+def _is_subagents(path: Path) -> bool:
+    """Whether a file belongs to another session of Claude Code, and is read with that."""
+    return path.parent.name == "subagents" or path.stem.startswith("agent-")
+
+
+def _read_rows(
+    rows: Iterator[SourceRow | Unreadable], source: str, path: Path, format: str | None
+) -> Iterator[tuple[Place, Read]]:
+    at = path.stat().st_mtime if path.exists() else time.time()
+    head = list(islice(rows, _LOOKED_AT))
+    name, reader = _reader_of(head, format)
+    if reader is None:
+        known = ", ".join(FORMATS)
+        wrong = next((one for one in head if isinstance(one, Unreadable)), None)
+        yield (
+            Place("", source, None if wrong is None else wrong.line, at),
+            wrong or Unreadable(f"its format is none of {known}; see --format"),
+        )
+        return
+    whole: list[SourceRow] = []
+    for row in chain(head, rows):
+        if isinstance(row, Unreadable):
+            yield Place(name, source, row.line, at), row
+        elif reader.row is None:
+            whole.append(row)
+        else:
+            try:
+                read: Read = reader.row(row.content)
+            except Unreadable as error:
+                read = error
+            yield Place(name, source, row.number, at), read
+    if reader.session is not None and whole:
+        try:
+            found = reader.session(path, whole)
+        except Unreadable as error:
+            yield Place(name, source, error.line, at), error
+            return
+        yield Place(name, source, None, at), found
+        for problem in found.problems:
+            yield Place(name, source, problem.line, at), problem
+
+
+def _reader_of(head: list[SourceRow | Unreadable], format: str | None) -> tuple[str, Reader | None]:
+    for name in FORMATS if format is None else (format,):
+        reader: Reader = import_module(f"batch_trajectories.runs.importing.readers.{name}").READER
+        if format is not None or any(
+            reader.recognizes(row.content) for row in head if isinstance(row, SourceRow)
+        ):
+            return name, reader
+    return "", None
+
+
+def _rows_of_file(file: SourceFile) -> Iterator[SourceRow | Unreadable]:
+    if file.kind == "lines" and file.compression is None and file.path.suffix == ".json":
+        # A document of many lines, or JSONL.
+        try:
+            content = exact_json.loads(file.path.read_bytes())
+        except OSError as error:
+            raise DatasetError(f"{file.path}: {error.strerror}") from error
+        except exact_json.JSONDecodeError:
+            content = None
+        if isinstance(content, dict):
+            yield SourceRow(1, content)
+            return
+    yield from _rows_of(DataSource(str(file.path), files=(file,)))
+
+
+def _rows_of(source: DataSource) -> Iterator[SourceRow | Unreadable]:
+    """The rows with their numbers; what is no object is named. A part that cannot be read ends
+    them."""
+    number = 0
+    try:
+        for number, row in enumerate(rows_of_source(source, set()), start=1):
+            content = row
+            if isinstance(row, bytes):
+                if not row.strip():
+                    continue
+                try:
+                    content = exact_json.loads(row)
+                except exact_json.JSONDecodeError as error:
+                    yield Unreadable(f"not JSON: {error}", number)
+                    continue
+            if isinstance(content, Mapping):
+                yield SourceRow(number, content)
+            else:
+                yield Unreadable("not an object", number)
+    except DatasetError as error:
+        if not number:
+            raise
+        yield Unreadable(str(error), number + 1)

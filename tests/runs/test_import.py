@@ -1,0 +1,320 @@
+"""`import`: conversations of other programs become records, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.export.dataset.directory import export_dataset
+from batch_trajectories.export.dataset.runs import Source
+from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.runs.importing.importing import ImportEnd, import_conversations
+from batch_trajectories.runs.store.reader import stored_records
+from tests.running import lines, run, write_rows
+from tests.stored import row_in
+from tests.stored_runs.test_stored_runs import COMMITS, HERE
+
+AT = "2026-11-24T04:40:26.659Z"
+
+
+def take(cwd: Path, *sources: Path, name: str = "r") -> tuple[ImportEnd, Path]:
+    end, config, _ = import_conversations(sources, name, cwd / "runs")
+    return end, config.run_dir
+
+
+def exported(run_dir: Path, name: str, out: Path, **recipe: Any) -> Path:
+    stored = StoredRun(run_dir)
+    source = Source(stored.path, stored.scan, stored.config.num_samples)
+    given = {"formats": name, "filters": {"status": "any"}, **recipe}
+    export_dataset(source, Recipe.model_validate(given), out)
+    (file,) = (out / name).glob("train.*")
+    return file
+
+
+def only_record(run_dir: Path) -> Any:
+    (record,) = stored_records(run_dir)
+    return record
+
+
+@pytest.fixture(params=[COMMITS[0], pytest.param(COMMITS[1], marks=pytest.mark.slow)])
+def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A finished run of an earlier commit."""
+    copied = tmp_path / "stored"
+    shutil.copytree(HERE / str(request.param) / "finished", copied)
+    identity = json.loads((copied / "run.json").read_text())
+    identity["dataset"]["path"] = str(HERE / "finished.jsonl")
+    identity.pop("crc32", None)
+    (copied / "run.json").write_text(json.dumps(identity))
+    return copied
+
+
+@pytest.mark.parametrize(
+    "name", ["atif", *(pytest.param(n, marks=pytest.mark.slow) for n in ("openai", "hermes"))]
+)
+def test_rows_are_equal_after_an_import_and_another_export(
+    stored: Path, tmp_path: Path, name: str
+) -> None:
+    before = exported(stored, name, tmp_path / "before")
+    end, run_dir = take(tmp_path, before)
+    assert not end.unreadable
+    after = {
+        row["id"] if name != "atif" else row["session_id"]: row
+        for row in lines(exported(run_dir, name, tmp_path / "after"))
+    }
+    rows = lines(before)
+    assert len(rows) == 7 == len(after)
+    for row in rows:
+        if name == "atif":
+            assert row == after[row["session_id"]]
+        else:
+            turns = "messages" if name == "openai" else "conversations"
+            same = (turns, "tools", "completed")
+            assert [row[key] for key in same] == [after[row["id"]][key] for key in same]
+
+
+def document(*steps: dict[str, Any], **more: Any) -> dict[str, Any]:
+    agent = {"name": "terminus-2", "version": "2", "model_name": "m"}
+    numbered = [{"step_id": n, **step} for n, step in enumerate(steps, start=1)]
+    return {
+        "schema_version": "ATIF-v1.4",
+        "session_id": "s",
+        "agent": agent,
+        "steps": numbered,
+    } | more
+
+
+def step(message: Any, source: str = "agent", **more: Any) -> dict[str, Any]:
+    return {"source": source, "message": message, **more}
+
+
+def test_a_document_of_another_program_is_a_record_with_all_that_it_says(tmp_path: Path) -> None:
+    call = {"tool_call_id": "c", "function_name": "look", "arguments": {"at": "x", "n": 2**70}}
+    picture = {"type": "image", "source": {"media_type": "image/png", "path": "a.png"}}
+    seen = [{"type": "text", "text": "seen"}, picture]
+    metrics = {"prompt_tokens": 9, "completion_tokens": 3, "cost_usd": 0.5, "logprobs": [-0.5]}
+    inner = document(step("Go", "user"), step("Gone."), trajectory_id="sub")
+    refers = [{"trajectory_id": "sub"}]
+    given = document(
+        step("Be good.", "system"),
+        step("Do it", "user", timestamp=AT),
+        step("Copied.", is_copied_context=True, observation={"results": [{"content": "$ ls"}]}),
+        step(
+            "",
+            reasoning_content="Hm.",
+            timestamp=AT,
+            reasoning_effort="high",
+            metrics=metrics,
+            tool_calls=[call],
+            observation={
+                "results": [
+                    {"source_call_id": "c", "content": seen, "subagent_trajectory_ref": refers}
+                ]
+            },
+        ),
+        step("Unlearnt.", extra={"loss": False, "mine": 1}),
+        subagent_trajectories=[inner],
+        notes="kept",
+    )
+    (tmp_path / "t.json").write_text(json.dumps(given, indent=1))
+    end, run_dir = take(tmp_path, tmp_path / "t.json")
+    assert (end.completed, end.unreadable) == (1, [])
+    record = only_record(run_dir)
+    assert [m.role for m in record.messages] == [
+        *("system", "user", "assistant", "user", "assistant", "tool", "assistant")
+    ]
+    assert json.loads(record.messages[4].tool_calls[0].function.arguments) == call["arguments"]
+    assert record.messages[5].provider_blocks.blocks == [picture]
+    turn = record.turns[0]
+    assert (len(record.turns), turn.usage.input_tokens, turn.cost_usd) == (2, 9, 0.5)
+    assert (record.inner[0].key, record.inner[0].messages[1].content) == ("c", "Gone.")
+    assert record.imported["no_loss"] == [2]
+    assert (record.cost_usd, record.agent.name) == (None, "terminus-2")
+    write_rows(tmp_path / "plain.jsonl", document(*given["steps"][:2], *given["steps"][4:]))
+    _, plain = take(tmp_path, tmp_path / "plain.jsonl", name="plain")
+    again = row_in("atif", only_record(plain))
+    assert again["steps"] == [
+        {**one, "step_id": n}
+        for n, one in enumerate(
+            [
+                {k: v for k, v in one.items() if one["source"] == "agent" or k != "timestamp"}
+                for one in (*given["steps"][:2], *given["steps"][4:])
+            ],
+            start=1,
+        )
+    ]
+    marks = [m.get("weight") for m in row_in("openai", only_record(plain))["messages"]]
+    assert marks == [None, None, 0]
+
+
+def session(*rows: dict[str, Any], id: str = "s1") -> Iterable[dict[str, Any]]:
+    """Lines of Claude Code, each after the one before, unless it says otherwise."""
+    parent = None
+    for n, row in enumerate(rows):
+        uuid = row.get("uuid", f"u{n}")
+        yield {"sessionId": id, "timestamp": AT, "uuid": uuid, "parentUuid": parent, **row}
+        parent = uuid
+
+
+def said(content: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "user", "message": {"role": "user", "content": content}, **more}
+
+
+def wrote(id: str, block: dict[str, Any], stop: str = "tool_use", **more: Any) -> dict[str, Any]:
+    usage = {"input_tokens": 5, "cache_read_input_tokens": 2, "output_tokens": 3}
+    message = {"id": id, "role": "assistant", "model": "claude-x", "content": [block]}
+    message |= {"stop_reason": stop, "usage": usage}
+    return {"type": "assistant", "message": message, **more}
+
+
+def use(id: str, name: str = "Bash") -> dict[str, Any]:
+    return {"type": "tool_use", "id": id, "name": name, "input": {"command": id}}
+
+
+def gave(id: str, content: Any = "ok") -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": id, "content": content}
+
+
+def test_a_session_of_claude_code_is_one_record(tmp_path: Path) -> None:
+    text = {"type": "text", "text": "Done."}
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
+    rows = session(
+        said("First"),
+        wrote("m0", {"type": "text", "text": "Hello"}, "end_turn"),
+        {"type": "system", "subtype": "compact_boundary", "parentUuid": None},
+        said("Summary", isCompactSummary=True, isVisibleInTranscriptOnly=True, uuid="top"),
+        said("Rewound"),
+        wrote("gone", text),
+        said("Go on", parentUuid="top", uuid="on"),
+        wrote("m1", thought),
+        wrote("m1", use("a"), uuid="a"),
+        said([gave("a")], uuid="ra"),  # it came while the reply was still being written
+        wrote("m1", use("b", "Task"), parentUuid="a", uuid="b"),
+        said([gave("b", [{"type": "text", "text": "found"}])], parentUuid="b"),
+        wrote("x", text, isApiErrorMessage=True),
+        wrote("m2", text, "end_turn"),
+    )
+    side = session(said("Search", isSidechain=True), wrote("s0", text, isSidechain=True))
+    subagents = tmp_path / "projects" / "p" / "s1" / "subagents"
+    subagents.mkdir(parents=True)
+    write_rows(tmp_path / "projects" / "p" / "s1.jsonl", *rows)
+    write_rows(subagents / "agent-1.jsonl", *side)
+    end, run_dir = take(tmp_path, tmp_path / "projects")
+    assert (end.completed, end.unreadable) == (1, [])
+    record = only_record(run_dir)
+    assert [m.content for m in record.messages] == ["Summary", "Go on", "", "ok", "found", "Done."]
+    assert record.messages[2].reasoning == "Hm."
+    assert [call.id for call in record.messages[2].tool_calls] == ["a", "b"]
+    assert [(turn.response_id, turn.finish_reason) for turn in record.turns] == [
+        ("m1", "tool_calls"),
+        ("m2", "stop"),
+    ]
+    assert record.turns[0].usage.input_tokens == 7
+    assert [(one.name, one.messages[0].content) for one in record.inner] == [
+        ("before compaction", "First"),
+        ("subagent", "Search"),
+    ]
+    row = row_in("openai", record)
+    assert [tool["function"]["name"] for tool in json.loads(row["tools"])] == ["Bash", "Task"]
+    assert json.loads(row["metadata"])["imported"]["tools_called"] is True
+
+
+def test_a_session_of_codex_is_one_record(tmp_path: Path) -> None:
+    def item(**payload: Any) -> dict[str, Any]:
+        return {"timestamp": AT, "type": "response_item", "payload": payload}
+
+    def text(role: str, words: str) -> dict[str, Any]:
+        kind = "output_text" if role == "assistant" else "input_text"
+        return item(type="message", role=role, content=[{"type": kind, "text": words}])
+
+    summary = text("user", "Summary")["payload"]
+    counts = {"last_token_usage": {"input_tokens": 7, "output_tokens": 2}}
+    meta = {"id": "c1", "cwd": "/w", "base_instructions": {"text": "Code."}, "cli_version": "1"}
+    write_rows(
+        tmp_path / "rollout-1.jsonl",
+        {"timestamp": AT, "type": "session_meta", "payload": meta},
+        {"timestamp": AT, "type": "turn_context", "payload": {"model": "gpt-x"}},
+        text("user", "First"),
+        text("assistant", "Hello"),
+        {"timestamp": AT, "type": "compacted", "payload": {"replacement_history": [summary]}},
+        item(type="reasoning", summary=[{"type": "summary_text", "text": "Hm."}], note="Codex's"),
+        item(type="function_call", name="sh", arguments='{"n":1}', call_id="a"),
+        item(type="function_call", name="sh", arguments='{"n":2}', call_id="b"),
+        item(type="function_call_output", call_id="b", output="two"),
+        item(type="function_call_output", call_id="a", output="one"),
+        {"timestamp": AT, "type": "event_msg", "payload": {"type": "token_count", "info": counts}},
+        text("assistant", "Done."),
+    )
+    end, run_dir = take(tmp_path, tmp_path / "rollout-1.jsonl")
+    assert (end.completed, end.unreadable) == (1, [])
+    record = only_record(run_dir)
+    assert [m.content for m in record.messages] == ["Code.", "Summary", "", "two", "one", "Done."]
+    assert [call.id for call in record.messages[2].tool_calls] == ["a", "b"]
+    assert [(turn.model, turn.usage and turn.usage.input_tokens) for turn in record.turns] == [
+        ("gpt-x", 7),
+        ("gpt-x", None),
+    ]
+    assert [one.name for one in record.inner] == ["before compaction"]
+    assert row_in("hermes", record)["id"] == "c1"
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_is_taken_once(tmp_path: Path) -> None:
+    good = {"messages": [said("Hi")["message"], {"role": "assistant", "content": "Yes."}]}
+    wrong = document(step("Hi", "user"), step(1))
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(
+            [
+                json.dumps(good),
+                '{"messages": [{"role"',
+                "",
+                json.dumps({"messages": [{"role": "human", "content": "Hi"}]}),
+                "[1]",
+                json.dumps(good | {"tools": 7}),
+                json.dumps(good | {"id": 5}),
+            ]
+        )
+    )
+    write_rows(tmp_path / "atif.jsonl", wrong, document(step("No user.")))
+    write_rows(tmp_path / "other.jsonl", {"some": "thing"})
+    sources = [tmp_path / f"{name}.jsonl" for name in ("rows", "atif", "other")]
+    end, run_dir = take(tmp_path, *sources)
+    assert (end.completed, end.there) == (2, 0)
+    named = [what.removeprefix(f"{tmp_path}/") for what in end.unreadable]
+    assert [what.split(" ")[:2] for what in named] == [
+        ["rows.jsonl:2:", "not"],
+        ["rows.jsonl:4:", "messages[0]:"],
+        ["rows.jsonl:5:", "not"],
+        ["rows.jsonl:6:", "tools:"],
+        ["atif.jsonl:1:", "steps[1].message:"],
+        ["atif.jsonl:2:", "no"],
+        ["other.jsonl:", "its"],
+    ]
+    # Killed after a row, before its record.
+    records = run_dir / "records.jsonl"
+    records.write_bytes(records.read_bytes().splitlines(keepends=True)[0])
+    again, _ = take(tmp_path, *sources)
+    assert (again.completed, again.there, len(again.unreadable)) == (1, 1, 7)
+    write_rows(
+        tmp_path / "rows.jsonl", {**good, "messages": [*good["messages"], said("?")["message"]]}
+    )
+    changed, _ = take(tmp_path, tmp_path / "rows.jsonl")
+    assert changed.changed == [f"{tmp_path}/rows.jsonl:1"]
+    assert len(list(stored_records(run_dir))) == 2
+
+
+@pytest.mark.slow
+def test_an_imported_run_is_a_run_for_other_commands(tmp_path: Path) -> None:
+    good = {"messages": [said("Hi")["message"], {"role": "assistant", "content": "Yes."}]}
+    write_rows(tmp_path / "rows.jsonl", good, {"messages": []})
+    imported = run(tmp_path, "import", "rows.jsonl", "--run_name=r", output_dir="trajectories")
+    assert imported.returncode == 1, imported.stderr
+    assert "rows.jsonl:2: messages: it must be a list of objects" in imported.stdout
+    for command in ("verify", "stats", "report", "status", "export"):
+        done = run(tmp_path, command, "r", output_dir="trajectories")
+        assert done.returncode == 0, (command, done.stdout + done.stderr)
+    assert len(lines(tmp_path / "trajectories" / "r.jsonl")) == 1
