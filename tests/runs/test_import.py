@@ -167,8 +167,8 @@ def said(content: Any, **more: Any) -> dict[str, Any]:
 
 def wrote(id: str, block: dict[str, Any], stop: str = "tool_use", **more: Any) -> dict[str, Any]:
     usage = {"input_tokens": 5, "cache_read_input_tokens": 2, "output_tokens": 3}
-    message = {"id": id, "role": "assistant", "model": "claude-x", "content": [block]}
-    message |= {"stop_reason": stop, "usage": usage}
+    message: dict[str, Any] = {"id": id, "role": "assistant", "model": "claude-x"}
+    message |= {"content": [block], "stop_reason": stop, "usage": usage}
     return {"type": "assistant", "message": message, **more}
 
 
