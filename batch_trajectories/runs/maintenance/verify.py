@@ -8,14 +8,13 @@ unfinished tasks.
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -33,17 +32,20 @@ from batch_trajectories.runs.store.checksum import DamagedLine, is_whole
 from batch_trajectories.runs.store.failures import NO_LIMIT, Settled, is_failure
 from batch_trajectories.runs.store.files import listed, tail_of
 from batch_trajectories.runs.store.index import (
+    LENGTHS,
     MARK,
+    OFFSETS,
     ROW_BYTES,
     Index,
     IndexEntry,
     RowMaker,
+    column_of,
     index_fields,
 )
 from batch_trajectories.runs.store.index_file import checked_bytes, is_earlier_index, is_index
 from batch_trajectories.runs.store.journal import key_and_order, segments
 from batch_trajectories.runs.store.record_types import decode_record
-from batch_trajectories.runs.store.records import id_in, lines_from
+from batch_trajectories.runs.store.records import id_in, lines_from, watched_lines
 from batch_trajectories.runs.store.tasks import SCHEMA_VERSION
 from batch_trajectories.runs.supervisor.budget import is_budget_line
 
@@ -52,6 +54,8 @@ _OF_CHECKS = ("checks", "completed_passed", "completed_not_passed", "prompts_pas
 
 _ENOUGH = 10_000
 """A process with fewer records takes as long to start as it saves."""
+
+_READ_AHEAD = 1 << 20
 
 
 @dataclass(slots=True)
@@ -104,41 +108,93 @@ def _check_identity(path: Path, identity: dict[str, Any]) -> Iterator[Problem]:
 def _check_records(path: Path, report: Report) -> Index:
     """The records that count, by task; adds problems of records to `report`."""
     records = path / "records.jsonl"
-    index = _Index(path / "records.idx")
+    try:
+        rows = (path / "records.idx").read_bytes()
+    except FileNotFoundError:
+        rows = b""
+    if not _are_rows_of(rows, records):
+        return _named_problems(path, rows, report)
+    index = Index(rows)
+    report.records = index.written()
+    lines = array("I", accumulate(map(bool, column_of(memoryview(rows), LENGTHS))))
+    _check_repeated(records, index, [number - 1 for number in lines], report)
+    return index
+
+
+def _are_rows_of(rows: bytes, records: Path) -> bool:
+    """Whether each line of the records is whole, and these are the rows of an index of them.
+
+    Large files are read by several processes.
+    """
+    view = memoryview(rows)
+    if not is_index(rows) or checked_bytes(rows) != len(rows) or len(rows) % ROW_BYTES:
+        return False
+    offsets, lengths = column_of(view, OFFSETS), column_of(view, LENGTHS)
+    count = len(lengths)
+    if count == 1 or offsets[count - 1] + lengths[count - 1] != records.stat().st_size:
+        return False
+
+    def first(row: int) -> int:
+        """The row of the ending that precedes a row, if there is one."""
+        return row - (row > 1 and not lengths[row - 1])
+
+    def are_right(part: Sequence[int], advance: Advance) -> bool:
+        begin, end = (ROW_BYTES * first(row) for row in (part[0], part[-1] + 1))
+        maker = RowMaker(rows[:begin])
+        offset = offsets[begin // ROW_BYTES]
+        with records.open("rb", buffering=_READ_AHEAD) as file:
+            file.seek(offset)
+            while begin < end:
+                line = file.readline()
+                if (facts := _facts_of(line)) is None or facts.problems:
+                    return False
+                made = maker.rows(facts.fields, offset, len(line))
+                if not rows.startswith(made, begin):
+                    return False
+                begin += len(made)
+                offset += len(line)
+                advance(1)
+        return True
+
+    work = f"reading {records.name}"
+    return all(in_parts(range(1, count), are_right, doing=work, enough=_ENOUGH))
+
+
+def _named_problems(path: Path, stored: bytes, report: Report) -> Index:
+    """The same as `_check_records` where something is wrong."""
+    records = path / "records.jsonl"
+    index = _Index(path / "records.idx", stored)
     maker = RowMaker()
     rows = bytearray(MARK)
     lines = array("I", [0])
     number = 0
-    for number, (offset, length, facts) in enumerate(_facts_in(records), start=1):
-        fields, schema, has_all_turns = facts or ([], None, False)
-        own_rows = None
+    for number, (offset, line) in enumerate(watched_lines(records), start=1):
+        facts, own_rows = _facts_of(line), None
         if facts is not None:
             with suppress(ValueError):  # a number that no index can hold
-                own_rows = maker.rows(fields, offset, length)
+                own_rows = maker.rows(facts.fields, offset, len(line))
         index.compare(number, own_rows)
-        if own_rows is None:
-            line = _line_at(records, offset, length)
+        if facts is None or own_rows is None:
             report.problems.append(Problem("unreadable", records, number, _what_is_lost(line)))
             continue
         rows += own_rows
         lines.extend([number] * (len(own_rows) // ROW_BYTES))
         report.records += 1
-        if schema != SCHEMA_VERSION:
-            message = (
-                f"{fields[0]}: it has schema {schema}, not "
-                f"{SCHEMA_VERSION}; use the version that wrote it"
-            )
-            report.problems.append(Problem("contradiction", records, number, message))
-        if not has_all_turns:
-            message = f"{fields[0]}: its turns are not numbered 1, 2, 3 …; turns are missing"
+        for message in facts.problems:
             report.problems.append(Problem("contradiction", records, number, message))
     report.problems += _check_tail(records, number)
     index.end(number)
     report.problems += index.problems
     rebuilt = Index(bytes(rows))
-    for first, second in rebuilt.repeated():
-        before = rebuilt.entry(first)
-        if before.status == "failed" and before.attempt < rebuilt.entry(second).attempt:
+    _check_repeated(records, rebuilt, lines, report)
+    return rebuilt
+
+
+def _check_repeated(records: Path, index: Index, lines: Sequence[int], report: Report) -> None:
+    """Add records that a later one of the same task contradicts; `lines` are those of the rows."""
+    for first, second in index.repeated():
+        before = index.entry(first)
+        if before.status == "failed" and before.attempt < index.entry(second).attempt:
             continue  # it was tried again
         message = (
             f"a second record of {_id_of(records, before)}, the first is in line {lines[first]}; "
@@ -146,46 +202,31 @@ def _check_records(path: Path, report: Report) -> Index:
         )
         report.problems.append(Problem("contradiction", records, lines[second], message))
         report.duplicates.append(before.offset)
-    return rebuilt
 
 
-_Facts = tuple[list[Any], Any, bool]
-"""What is checked of a record: its `index_fields`, its schema, and whether its turns are numbered
-1, 2, 3 …; plain, because processes send it."""
+class _Facts(NamedTuple):
+    """What is checked of a whole record."""
 
-
-def _facts_in(records: Path) -> Iterator[tuple[int, int, _Facts | None]]:
-    """Offset, length and facts of each line; large files are read by several processes."""
-    ends = array("Q", [0])
-    ends.extend(offset + len(line) for offset, line in lines_from(records, 0))
-
-    def read(numbers: Sequence[int], advance: Advance) -> list[_Facts | None]:
-        facts = []
-        with records.open("rb") as file:
-            for number in numbers:
-                start, end = ends[number], ends[number + 1]
-                facts.append(_facts_of(os.pread(file.fileno(), end - start, start)))
-                advance(1)
-        return facts
-
-    lines = range(len(ends) - 1)
-    parts = in_parts(lines, read, doing=f"reading {records.name}", enough=_ENOUGH) if lines else []
-    for number, facts in enumerate(chain.from_iterable(parts)):
-        yield ends[number], ends[number + 1] - ends[number], facts
+    fields: list[Any]
+    """Its `index_fields`."""
+    problems: Sequence[str]
 
 
 def _facts_of(line: bytes) -> _Facts | None:
+    """None for a line that is not a record."""
     try:
         record = decode_record(line)
     except DamagedLine:
         return None
-    has_all = [turn.turn for turn in record.turns] == [*range(1, len(record.turns) + 1)]
-    return index_fields(record), record.schema_version, has_all
-
-
-def _line_at(records: Path, offset: int, length: int) -> bytes:
-    with records.open("rb") as file:
-        return os.pread(file.fileno(), length, offset)
+    problems = []
+    if (schema := record.schema_version) != SCHEMA_VERSION:
+        problems.append(
+            f"{record.id}: it has schema {schema}, not "
+            f"{SCHEMA_VERSION}; use the version that wrote it"
+        )
+    if [turn.turn for turn in record.turns] != [*range(1, len(record.turns) + 1)]:
+        problems.append(f"{record.id}: its turns are not numbered 1, 2, 3 …; turns are missing")
+    return _Facts(index_fields(record), problems)
 
 
 def _what_is_lost(line: bytes) -> str:
@@ -227,9 +268,10 @@ def _check_lines(
 class _Index:
     """Compares the index with the records."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rows: bytes) -> None:
+        """`rows` are its content."""
         self._path = path
-        self._rows = path.read_bytes() if path.exists() else b""
+        self._rows = rows
         self._compared = len(MARK)
         self.problems: list[Problem] = []
         """At most one: after a wrong row, all following rows are wrong."""

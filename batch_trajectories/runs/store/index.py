@@ -162,6 +162,8 @@ class RowMaker:
         """`rows` are the rows so far."""
         endings = endings_in(memoryview(rows))
         self._numbers = {ending: number for number, ending in enumerate(endings)}
+        self._known: dict[tuple[Any, ...], int] = {}
+        """The same numbers by status, error class and verdict, which need not be encoded again."""
 
     def rows(self, fields: list[Any], offset: int, length: int) -> bytes:
         """The row of a record, preceded by a row for its ending if that is new.
@@ -171,9 +173,10 @@ class RowMaker:
         task_id, digest, status, attempt, turns, calls, read, written, cost, *more = fields
         failure, verdict, reward = more
         try:
-            text = "\0".join((status, _WORDS[verdict], failure or ""))
-            ending = text.encode()[:34].ljust(34, b"\0")
-            number = self._numbers.get(ending, len(self._numbers))
+            if (number := self._known.get((status, failure, verdict), -1)) < 0:
+                text = "\0".join((status, _WORDS[verdict], failure or ""))
+                ending = text.encode()[:34].ljust(34, b"\0")
+                number = self._numbers.get(ending, len(self._numbers))
             row = _RECORD.pack(
                 task_key(task_id, digest),
                 offset,
@@ -192,6 +195,7 @@ class RowMaker:
         except (error, TypeError, KeyError, AttributeError, OverflowError) as wrong:
             raise ValueError(fields) from wrong
         if number < len(self._numbers):
+            self._known[status, failure, verdict] = number
             return row
         self._numbers[ending] = number
         return _ENDING.pack(offset, 0, ending) + row

@@ -255,8 +255,11 @@ class StoredConversation(StoredPart):
 
     @property
     def own_turns(self) -> list[StoredTurn]:
-        """The turns, without those that a branch shares with its parent."""
-        return [turn for turn in self.turns if turn.inherited is None]
+        """The turns, without those that a branch shares with its parent, which come first."""
+        turns = self.turns
+        if not turns or turns[0].inherited is None:
+            return turns
+        return [turn for turn in turns if turn.inherited is None]
 
     @property
     def own_tool_calls(self) -> list[ToolRun]:
