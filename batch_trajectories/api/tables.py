@@ -7,7 +7,6 @@ records each, so memory grows with the result alone.
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, cast, get_args
@@ -18,7 +17,7 @@ from batch_trajectories.basics.startup import no_garbage_collection
 from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.runs.store.checks import judgement_of, rewards_of
 from batch_trajectories.runs.store.checksum import DamagedLine, check_seal
-from batch_trajectories.runs.store.index import ROW_BYTES, Index
+from batch_trajectories.runs.store.index import Index
 from batch_trajectories.runs.store.reader import open_index
 from batch_trajectories.runs.store.record_parts import Number, StoredError, ToolRun, UsageSums
 from batch_trajectories.runs.store.record_types import (
@@ -320,14 +319,9 @@ def batches_of(run_dir: Path, name: str) -> Iterator[pa.RecordBatch]:
 
 def _places(index: Index) -> Iterator[list[tuple[int, int]]]:
     """Offsets and lengths of the records that count, in file order; some megabytes at a time."""
-    replaced = {row for row, _ in index.repeated()}
-    all_rows = range(1, len(index.rows) // ROW_BYTES)
-    rows = array("I", (row for row in all_rows if row not in replaced))
     some: list[tuple[int, int]] = []
     size = 0
-    for offset, length in zip(*index.places(rows), strict=True):
-        if not length:
-            continue
+    for offset, length in zip(*index.places(index.counting_rows()), strict=True):
         some.append((offset, length))
         size += length
         if size >= _BATCH_BYTES:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from agent.models.scripted import API as SCRIPTED
 from batch_trajectories.export.conversation.leaks import leaks_of
-from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
+from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.tools import names_of
 from batch_trajectories.runs.store.checks import judgement_of
 from batch_trajectories.runs.store.record_types import Record, StoredMessage
@@ -60,6 +60,9 @@ HEALTH_CHECKS: Mapping[str, HealthCheck] = {
     ),
 }
 """By name. Their order is that of the output."""
+
+_FAILURES = {"invalid_calls": "invalid_arguments", "interrupted_calls": "interrupted"}
+"""Checks of results, and the kind of failure that each looks for."""
 
 _SHOWN = 3
 _REPEATS = 5
@@ -120,26 +123,33 @@ class Health:
 
     def add(self, record: Record, own: Own) -> None:
         """Look at one record."""
+        id, turns, counts = record.id, own.turns, own.counts
         is_completed = record.status == "completed"
-        self._count("unfinished", not is_completed, record.id)
+        self._count("unfinished", id, not is_completed)
         if self._has_samples:
             ending = _VARIED if is_completed else f"{record.status}: {record.status_reason}"
             self._add_ending(record.prompt_id, ending, 1)
-        if own.turns and record.api != SCRIPTED:
+        if turns and record.api != SCRIPTED:
             tokens = (record.usage or {}).get("output_tokens")
-            self._count("no_tokens", not tokens, record.id)
-        self._add_messages(record, own)
+            self._count("no_tokens", id, not tokens)
+        cut = sum([turn.finish_reason == "length" for turn in turns])
+        self._count("cut_turns", id, cut, of=len(turns))
+        self._count("hollow_turns", id, counts.hollow, of=counts.replies)
+        for name, kind in _FAILURES.items():
+            found = counts.failures.count(kind) if counts.failures else 0
+            self._count(name, id, found, of=counts.results)
+        self._add_calls(record, own)
         judgement = judgement_of(record)
         if judgement.reward is not None:
             self._add_reward(record, judgement.reward)
         if (check := record.check) is not None:
-            self._count("leak_suspected", bool(leaks_of(record)), record.id)
-            self._count("failed_checks", judgement.error is not None, record.id)
+            self._count("leak_suspected", id, bool(leaks_of(record)))
+            self._count("failed_checks", id, judgement.error is not None)
             if check.duration_s is not None and check.error is None:
                 self._check_s.append(check.duration_s)
                 if judgement.verdict:
                     self._pass_s.append(check.duration_s)
-                    self._passed_ids.append(record.id)
+                    self._passed_ids.append(id)
 
     def add_failures(self, failures: Iterable[Mapping[str, Any]]) -> None:
         """Look at failed attempts, lines of failures.jsonl."""
@@ -186,34 +196,24 @@ class Health:
             "examples": self._examples[name][:_SHOWN],
         }
 
-    def _count(self, name: str, is_found: bool, example: str) -> None:
-        self._of[name] += 1
-        if is_found:
-            self._found[name] += 1
-            if len(self._examples[name]) < _SHOWN:
-                self._examples[name].append(example)
+    def _count(self, name: str, example: str, found: int, *, of: int = 1) -> None:
+        self._of[name] += of
+        if found:
+            self._found[name] += found
+            examples = self._examples[name]
+            examples += [example] * min(found, _SHOWN - len(examples))
 
-    def _add_messages(self, record: Record, own: Own) -> None:
-        for turn in own.turns:
-            self._count("cut_turns", turn.finish_reason == "length", record.id)
-        calls = []
-        for message in own.messages:
-            if message.role == "assistant":
-                self._count("hollow_turns", _is_hollow(message), record.id)
-                calls += [
-                    (call.function.name, call.function.arguments) for call in message.tool_calls
-                ]
-            elif message.role == "tool":
-                kind = kind_of_failure(message.details) if message.is_error else None
-                self._count("invalid_calls", kind == "invalid_arguments", record.id)
-                self._count("interrupted_calls", kind == "interrupted", record.id)
-        if calls:
-            self._count("repeated_calls", _longest_run(calls) >= _REPEATS, record.id)
+    def _add_calls(self, record: Record, own: Own) -> None:
         offered = names_of(record.tools)
-        for counts in own.counts.tools:
-            if counts["tool"] in offered:  # there can be any number of invented names
-                self._tool_calls[counts["tool"]] += counts["success"] + counts["failure"]
-                self._tool_failures[counts["tool"]] += counts["failure"]
+        made = 0
+        for tool in own.counts.tools:
+            made += tool["count"]
+            if (name := tool["tool"]) in offered:  # there can be any number of invented names
+                self._tool_calls[name] += tool["success"] + tool["failure"]
+                self._tool_failures[name] += tool["failure"]
+        if made:
+            is_found = made >= _REPEATS and _longest_run(own.messages) >= _REPEATS
+            self._count("repeated_calls", record.id, is_found)
 
     def _add_ending(self, prompt: str, ending: str, count: int) -> None:
         before, times = self._endings.get(prompt, (ending, 0))
@@ -235,14 +235,14 @@ class Health:
                 counts.pop(name, None)
         for tool, calls in self._tool_calls.items():
             if calls >= _TOOL_CALLS:
-                self._count("failing_tools", self._tool_failures[tool] == calls, tool)
+                self._count("failing_tools", tool, self._tool_failures[tool] == calls)
         for prompt, (ending, times) in self._endings.items():
             if times >= _PROMPT_FAILURES:
-                self._count("failing_prompts", ending != _VARIED, prompt)
+                self._count("failing_prompts", prompt, ending != _VARIED)
         usual = _median(self._check_s)
         if usual >= _USUAL_CHECK_S:
             for seconds, id in sorted(zip(self._pass_s, self._passed_ids, strict=True)):
-                self._count("instant_passes", seconds <= usual / 10, id)
+                self._count("instant_passes", id, seconds <= usual / 10)
         whole = self._rewards[_ALL].get(None, _Rewards())
         for column, values in self._rewards.items():
             if len(values) <= _MAX_VALUES:
@@ -250,7 +250,7 @@ class Health:
                     if rewards.count >= _RECORDS_OF_A_VALUE:
                         name = column if value is None else f"{column}={value}"
                         shown = f"{name}: {rewards.first:g} in {rewards.count:,}"
-                        self._count("constant_rewards", _is_suspect(rewards, whole), shown)
+                        self._count("constant_rewards", shown, _is_suspect(rewards, whole))
 
 
 def problems_in(results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -272,12 +272,14 @@ def health_as_text(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
-def _is_hollow(message: StoredMessage) -> bool:
-    texts = (message.content, message.reasoning or "")
-    return not message.tool_calls and not any(text.strip() for text in texts)
-
-
-def _longest_run(calls: Sequence[tuple[str, str]]) -> int:
+def _longest_run(messages: Iterable[StoredMessage]) -> int:
+    """How often the same call was made in a row."""
+    calls = [
+        (call.function.name, call.function.arguments)
+        for message in messages
+        if message.role == "assistant"
+        for call in message.tool_calls
+    ]
     longest = run = 1
     for before, call in pairwise(calls):
         run = run + 1 if call == before else 1

@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 _SHARES = (0.5, 0.9, 0.99)
 
 
-def _doubles() -> array[float]:
-    return array("d")
+_AMOUNTS = (
+    *("turns", "tool_calls", "input_tokens", "output_tokens", "cost_usd", "model_seconds"),
+)
+"""Numbers of each record whose spread is shown."""
 
 
 def _floats() -> array[float]:
@@ -65,7 +67,7 @@ class RunStatistics:
         self.health = Health(samples)
         self._style = style
         self._statistics = Statistics()
-        self._spreads: dict[str, array[float]] = defaultdict(_doubles)
+        self._spreads = {name: array("d") for name in _AMOUNTS}
         self._tool_seconds: dict[str, array[float]] = defaultdict(_floats)
         self._records = 0
         self._kept = 0
@@ -77,23 +79,25 @@ class RunStatistics:
     def add(self, record: Record) -> None:
         """Count one record."""
         own = Own(record)
+        # First this: what reads a conversation counts its replies on the way.
+        is_kept = self._is_kept(record, own)
         self._statistics.add(record, own)
         self._rewards.add(record)
         self.health.add(record, own)
         self._records += 1
         usage = record.usage or {}
         turns, calls = own.turns, record.own_tool_calls
-        amounts = {
-            "turns": len(turns),
-            "tool_calls": len(calls),
-            "input_tokens": usage.get("input_tokens"),
-            "output_tokens": usage.get("output_tokens"),
-            "cost_usd": record.cost_usd,
-            "model_seconds": sum(turn.duration_s for turn in turns) if turns else None,
-        }
-        for name, number in amounts.items():
+        amounts = (
+            len(turns),
+            len(calls),
+            usage.get("input_tokens"),
+            usage.get("output_tokens"),
+            record.cost_usd,
+            sum([turn.duration_s for turn in turns]) if turns else None,
+        )
+        for spread, number in zip(self._spreads.values(), amounts, strict=True):
             if number is not None:
-                self._spreads[name].append(number)
+                spread.append(number)
         offered = names_of(record.tools)
         for call in calls:
             # There can be any number of invented names.
@@ -102,7 +106,7 @@ class RunStatistics:
         cost = record.cost_usd
         self._unknown_costs += cost is None
         self._cost += cost or 0.0
-        if self._is_kept(record, own):
+        if is_kept:
             self._kept += 1
             if cost is not None:
                 self._kept_with_cost += 1
@@ -162,7 +166,7 @@ class RunStatistics:
                 if self._kept_with_cost
                 else None,
             },
-            "per_record": {name: _spread(numbers) for name, numbers in self._spreads.items()},
+            "per_record": {name: _spread(n) for name, n in self._spreads.items() if n},
         }
 
 

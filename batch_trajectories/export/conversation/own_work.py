@@ -32,6 +32,10 @@ class Counts(msgspec.Struct, frozen=True, gc=False):
     """Number of those with hidden reasoning."""
     failures: Sequence[str]
     """The kinds of its calls' failures."""
+    hollow: int
+    """Number of its messages with neither text nor reasoning nor a call."""
+    results: int
+    """Number of results."""
     with_token_ids: int
     """Number of its turns with token ids."""
     started_at: float | None
@@ -73,18 +77,24 @@ class Own:
 
 
 def _counts_of(own: Own) -> Counts:
-    turns = own.turns
-    replies = with_reasoning = hidden = with_ids = 0
+    turns, messages = own.turns, own.messages
+    replies = with_reasoning = hidden = hollow = results = with_ids = 0
     failures = []
-    for message in own.messages:
-        if message.role == "assistant":
+    for message in messages:
+        role = message.role
+        if role == "assistant":
             if has_reasoning(message):
                 with_reasoning += 1
-            elif replies < len(turns):
-                hidden += is_reasoning_hidden(message, turns[replies].reasoning_tokens)
+            else:
+                text = message.content
+                hollow += not message.tool_calls and (not text or text.isspace())
+                if replies < len(turns):
+                    hidden += is_reasoning_hidden(message, turns[replies].reasoning_tokens)
             replies += 1
-        elif message.is_error and message.role == "tool":
-            failures.append(kind_of_failure(message.details))
+        elif role == "tool":
+            results += 1
+            if message.is_error:
+                failures.append(kind_of_failure(message.details))
     started_at = ended_at = None
     for turn in turns:
         ended = turn.started_at + turn.duration_s
@@ -93,8 +103,18 @@ def _counts_of(own: Own) -> Counts:
         if ended_at is None or ended > ended_at:
             ended_at = ended
         with_ids += turn.tokens is not None and turn.has_ids
-    stats = tool_stats(own.messages)
-    return Counts(stats, replies, with_reasoning, hidden, failures, with_ids, started_at, ended_at)
+    return Counts(
+        tool_stats(messages),
+        replies,
+        with_reasoning,
+        hidden,
+        failures,
+        hollow,
+        results,
+        with_ids,
+        started_at,
+        ended_at,
+    )
 
 
 def interrupted_calls(record: Record) -> list[str]:

@@ -117,6 +117,8 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         with_reasoning,
         hidden,
         failures,
+        0,
+        len(messages) - own.start - last,
         with_token_ids,
         started_at,
         ended_at,

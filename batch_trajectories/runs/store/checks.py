@@ -228,6 +228,8 @@ def rewards_of(record: Record) -> Rewards:
     """
     named: dict[str, float] = {}
     by_turn: dict[str, Sequence[float | None]] = {}
+    if record.check is None and not record.scores and not record.options:
+        return Rewards(named, by_turn)
     if (reward := _checked(record).reward) is not None:
         named[MAIN] = reward
     given: list[CheckResult | Score] = [] if record.check is None else [record.check]

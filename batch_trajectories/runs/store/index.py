@@ -265,8 +265,14 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def counting(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """The record of each task that counts, in file order."""
-        replaced = {self.entry(row).offset for row, _ in self.repeated()}
-        return ((key, entry) for key, entry in self.records() if entry.offset not in replaced)
+        return ((self.key(row), self.entry(row)) for row in self.counting_rows())
+
+    def counting_rows(self) -> array[int]:
+        """The rows of these records."""
+        replaced = {row for row, _ in self.repeated()}
+        lengths = column_of(self._view, LENGTHS)
+        rows = (row for row, length in enumerate(lengths) if row and length)
+        return array("I", (row for row in rows if row not in replaced) if replaced else rows)
 
     def latest(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """The record of each task, the latest first."""
@@ -360,7 +366,9 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def repeated(self) -> Iterator[tuple[int, int]]:
         """Pairs of rows: each record that replaces another, after the one that it replaces."""
-        for rows in self._by_bucket.values():
+        for rows in self._in_buckets(_COARSE).values():
+            if len(set(map(self.key, rows))) == len(rows):
+                continue
             last: dict[bytes, int] = {}
             for row in rows:
                 key = self.key(row)

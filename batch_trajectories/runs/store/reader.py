@@ -116,7 +116,8 @@ def over_records(run_dir: Path, do: Callable[[SomeRecords], R], *, doing: str) -
 
     scores = Scores(run_dir)
     with open_index(run_dir) as (index, records):
-        places = [(entry.offset, entry.length, key) for key, entry in index.counting()]
+        rows = index.counting_rows()
+        places = [*zip(*index.places(rows[:]), map(index.key, rows), strict=True)]
         numbers = range(len(places))
 
         def do_part(part: Sequence[int], advance: Advance) -> R:
