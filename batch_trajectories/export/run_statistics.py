@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _SHARES = (0.5, 0.9, 0.99)
 
 
-_AMOUNTS = "turns tool_calls input_tokens output_tokens cost_usd model_seconds".split()
+_AMOUNTS = ["turns", "tool_calls", "input_tokens", "output_tokens", "cost_usd", "model_seconds"]
 """Numbers of each record whose spread is shown."""
 
 
