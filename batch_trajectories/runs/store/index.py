@@ -270,9 +270,8 @@ class Index(Mapping[bytes, IndexEntry]):
     def counting_rows(self) -> array[int]:
         """The rows of these records."""
         replaced = {row for row, _ in self.repeated()}
-        lengths = column_of(self._view, LENGTHS)
-        rows = (row for row, length in enumerate(lengths) if row and length)
-        return array("I", (row for row in rows if row not in replaced) if replaced else rows)
+        rows = enumerate(column_of(self._view, LENGTHS))
+        return array("I", (row for row, size in rows if row and size and row not in replaced))
 
     def latest(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """The record of each task, the latest first."""
