@@ -4,6 +4,7 @@ toolsets/ agent/ runs/ export/ report/ agent_check/ cli/   tests of the room of 
 stored_runs/        runs of earlier commits go on
 images/             working in container images
 mirror/             runs with a copy in a bucket
+sharing/            runs that share a budget and rates
 rechecks/           `check` and what uses its verdicts
 audit/              `check_tasks` and what uses its verdicts
 program/            the whole program: real processes, endpoints on loopback, signals

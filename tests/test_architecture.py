@@ -49,6 +49,7 @@ runs/sources
 runs/config
 runs/scoring
 runs/stopping
+runs/sharing
 runs/directory
 runs/audit
 runs/protocol

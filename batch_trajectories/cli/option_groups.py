@@ -47,7 +47,7 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Workers, limits and budget": (
         *("num_workers", "batch_size", "concurrency", "max_run_cost_usd", "max_run_tokens"),
-        *("max_in_flight", "start_in_flight", "rpm", "tpm"),
+        *("max_in_flight", "start_in_flight", "rpm", "tpm", "shared_limits"),
     ),
     "Batch API of the provider": (*("batch_api", "batch_wait_s", "batch_max_requests"),),
     "Workers on a Ray cluster": (*("executor", "ray_address", "worker_resources", "ray_storage"),),

@@ -8,6 +8,7 @@ config/       options from YAML and flags to checked values
 scoring/      rewards from functions
 stopping/     which samples are needed: until enough have passed, with which model
 audit/        is each task sound? the steps and verdicts of `check_tasks`
+sharing/      limits that several runs share
 directory/    the run directory: lock, run.json, totals
 protocol/     what goes between parent and workers
 worker/       code of worker processes

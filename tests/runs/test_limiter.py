@@ -260,6 +260,20 @@ class TestGate:
 
         asyncio.run(use())
 
+    def test_after_its_part_of_shared_rates_has_ended_no_call_goes_until_it_has_a_new_one(
+        self,
+    ) -> None:
+        async def use() -> None:
+            gate = open_gate()
+            gate.allow(1, cool_down_s=0.0, rates_s=0.0)
+            waiter = asyncio.create_task(gate.enter(no_claim))
+            await asyncio.sleep(0)
+            assert not waiter.done()
+            gate.allow(1, cool_down_s=0.0, rates_s=60.0)
+            await asyncio.wait_for(waiter, 5)
+
+        asyncio.run(use())
+
     def test_stopping_turns_all_away(self) -> None:
         async def use() -> None:
             gate = open_gate(permits=0)

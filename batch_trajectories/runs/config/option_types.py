@@ -71,6 +71,11 @@ def mirror_url(value: str) -> str:
     return value
 
 
+def shared_place(value: str) -> str:
+    """Return a URL as of `mirror_url`, or the absolute path of a directory. Raises `ValueError`."""
+    return mirror_url(value) if is_url(value) else str(Path(value).absolute())
+
+
 def named(value: Any) -> Any:
     """Before-validator: an empty path, as of an unset shell variable, is not the directory `.`."""
     if value == "":

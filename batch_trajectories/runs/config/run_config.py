@@ -44,6 +44,7 @@ from batch_trajectories.runs.config.option_types import (
     parse_resources,
     plain_name,
     running,
+    shared_place,
 )
 from batch_trajectories.runs.config.sample_options import SampleOptions
 from batch_trajectories.runs.dataset.row import ColumnUse, RowRules
@@ -205,9 +206,11 @@ class RunConfig(SampleOptions):
     max_in_flight: PositiveInt | None = running(None, "Maximum model calls in flight per endpoint.")
     rpm: PositiveFloat | None = running(None, "Maximum requests per minute per endpoint.")
     tpm: PositiveFloat | None = running(None, "Maximum tokens per minute per endpoint.")
+    shared_limits: Annotated[str, AfterValidator(shared_place)] | None = running(
+        None, "Directory or URL by which runs share rpm, tpm and budgets (docs/scale.md)."
+    )
     start_in_flight: PositiveInt = running(
-        64,
-        "Initial limit on calls in flight; it then adapts to the endpoint.",
+        64, "Initial limit on calls in flight; it then adapts to the endpoint."
     )
     batch_api: bool = running(
         False,
@@ -227,10 +230,7 @@ class RunConfig(SampleOptions):
         False, "Stream replies, for proxies that cut silent connections."
     )
     call_attempts: PositiveInt = running(8, "Attempts per model call; rate limits do not count.")
-    call_timeout_s: PositiveFloat = running(
-        3600.0,
-        "Time after which a model call is not retried.",
-    )
+    call_timeout_s: PositiveFloat = running(3600.0, "Time after which a model call is not retried.")
     grace_s: Float = running(
         30.0,
         "Time for running turns to finish after Ctrl-C or SIGTERM.",

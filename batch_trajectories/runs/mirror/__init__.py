@@ -9,5 +9,5 @@ tail    what a run directory has and its mirror has not
 copies  a directory that follows a mirror; copies for commands that read
 mirror  the lease, and the thread that sends
 
-Other rooms import copies, mirror.
+Other rooms import bucket, copies, mirror.
 """

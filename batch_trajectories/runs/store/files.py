@@ -28,11 +28,13 @@ _PLAIN_FILES = (
     *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "batches.jsonl"),
     *("run.log", "lock", "summary.json", "statistics.json", "verdicts.jsonl", "budget.jsonl"),
     *("scores.jsonl", "judge_budget.jsonl"),
-    *("exports/manifest.json", "mirror.json"),
+    *("exports/manifest.json", "mirror.json", "shared.json"),
 )
 
 MIRROR_NOTE = "mirror.json"
 """How much of a run its mirror has, and which journals came from there."""
+SHARED_NOTE = "shared.json"
+"""Names the run for others that share limits with it."""
 MIRRORED_DATASET = "dataset.jsonl"
 """In a mirror: the user's own JSONL file, which is not in the run directory."""
 

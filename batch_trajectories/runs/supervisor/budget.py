@@ -6,11 +6,13 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from agent.messages.message import Event, reply_in
+from batch_trajectories.basics.console import say
+from batch_trajectories.basics.errors import RunLocked
 from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.executors.base import WorkerHandle
 from batch_trajectories.runs.protocol.messages import pack
@@ -19,6 +21,9 @@ from batch_trajectories.runs.store.failures import is_failure
 from batch_trajectories.runs.store.files import AppendFile, keep_readable, repair_tail
 from batch_trajectories.runs.store.index import IndexEntry
 from batch_trajectories.runs.store.journal import Inflight, is_event, segments
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.sharing.sharing import SharedLimits
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +56,30 @@ class _WorkerShare:
 class RunBudget:
     """Grants what is left of the run's budget to workers that request it."""
 
-    def __init__(self, budget: Cost | None, *, spent: Cost, budget_log: BudgetLog) -> None:
-        """`spent` is what earlier starts have spent; see `spent_before`."""
+    def __init__(
+        self,
+        budget: Cost | None,
+        *,
+        spent: Cost,
+        budget_log: BudgetLog,
+        shared: SharedLimits | None = None,
+    ) -> None:
+        """`spent` is what earlier starts have spent; see `spent_before`.
+
+        With `shared`, the budget is that of several runs. Raises what `SharedLimits.join` raises.
+        """
         self.budget = budget
         self._log = budget_log
-        self._left = (budget or Cost()) - _limited(spent, budget)
+        self._shared = shared
+        spent = _limited(spent, budget)
+        self._left = (budget or Cost()) - spent
+        if shared is not None:
+            joined, known = shared.join(spent), budget_log.balance
+            if joined != spent:  # counts as spent from now on
+                lost = max(0.0, joined.usd - known.usd), max(0, joined.tokens - known.tokens)
+                budget_log.append("lent", Cost(*lost))
+            shared.begin()
+            self._left = Cost()
         self._shares: dict[WorkerHandle, _WorkerShare] = {}
         self._is_short = False
 
@@ -77,6 +101,9 @@ class RunBudget:
             return
         for gone in self._shares.keys() - set(workers):
             del self._shares[gone]
+        if self._shared is not None:
+            self._left += self._shared.take()
+        unpaid: list[Cost] = []
         for worker in workers:
             share = self._shares.setdefault(worker, _WorkerShare())
             if not share.needs or share.grants != share.grants_seen:
@@ -85,7 +112,11 @@ class RunBudget:
             if payable:
                 self._grant_to(worker, share, payable[0], len(workers))
             else:
-                self._is_short = True
+                unpaid += share.needs
+        if self._shared is not None:
+            self._ask(self._shared, unpaid, workers)
+        elif unpaid:
+            self._is_short = True
         if self._is_short:
             for worker, share in self._shares.items():
                 if worker.ready and not share.is_reclaimed:
@@ -94,15 +125,13 @@ class RunBudget:
 
     def used_up(self, workers: Sequence[WorkerHandle]) -> str | None:
         """A message that the budget is used up; None while some call can still be paid for."""
-        ready = [self._shares[worker] for worker in workers if worker in self._shares]
-        needs = [need for share in ready for need in share.needs]
-        if not needs or not all(share.is_quiet for share in ready):
+        if not (needs := self._needs_of_all(workers)):
             return None
-        if any(self._left.covers(need) for need in needs):
+        if self._shared is not None and not self._shared.is_used_up:
             return None
         assert self.budget is not None
-        least = min(needs, key=lambda need: (need.usd, need.tokens))
-        spent = self.budget - self._left
+        least = min(needs, key=_by_dollars)
+        spent = self.budget - (self._left if self._shared is None else self._shared.left)
         parts = []
         if self.budget.usd:
             parts.append(
@@ -116,9 +145,42 @@ class RunBudget:
             )
         return "the budget of the run is used up: " + "; ".join(parts)
 
+    def problem(self) -> str | None:
+        """Why the run must stop: the shared limits fail. Raises `RunLocked`."""
+        problem = None if self._shared is None else self._shared.problem
+        if isinstance(problem, RunLocked):
+            raise problem
+        return None if problem is None else str(problem)
+
+    def close(self) -> None:
+        """Return to other runs what this one has not spent, or say why that failed."""
+        if self._shared is not None:
+            returned, self._left = self._left, Cost()
+            if (problem := self._shared.close(returned)) is not None:
+                say(problem)
+
     def describe(self) -> str:
         """For the progress line; "" while the budget does not limit calls."""
         return "limited by the budget" if self._is_short else ""
+
+    def _ask(
+        self, shared: SharedLimits, unpaid: list[Cost], workers: Sequence[WorkerHandle]
+    ) -> None:
+        """Ask for what is needed; what pays for no call is returned, so that others can use it."""
+        returned = Cost()
+        if unpaid and shared.is_refused:
+            self._is_short = True
+            returned, self._left = self._left, Cost()
+        need = min(unpaid, key=_by_dollars, default=None)
+        shared.ask(need, returned=returned, waits=bool(self._needs_of_all(workers)))
+
+    def _needs_of_all(self, workers: Sequence[WorkerHandle]) -> list[Cost]:
+        """What workers need, where none of them has a call in flight or can be granted one."""
+        ready = [self._shares[worker] for worker in workers if worker in self._shares]
+        needs = [need for share in ready for need in share.needs]
+        if not all(share.is_quiet for share in ready):
+            return []
+        return [] if any(self._left.covers(need) for need in needs) else needs
 
     def _grant_to(
         self, worker: WorkerHandle, share: _WorkerShare, need: Cost, workers: int
@@ -221,6 +283,10 @@ def spent_before(
             spent += _spent_by(event)
     lent = budget_log.balance
     return Cost(max(spent.usd, lent.usd), max(spent.tokens, lent.tokens))
+
+
+def _by_dollars(need: Cost) -> tuple[float, int]:
+    return need.usd, need.tokens
 
 
 def _spent_by(event: Event) -> Cost:

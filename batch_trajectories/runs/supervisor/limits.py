@@ -7,12 +7,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent.models.model import url_of
 from batch_trajectories.runs.config.amounts import EndpointLimits
 from batch_trajectories.runs.executors.base import WorkerHandle
 from batch_trajectories.runs.protocol.messages import pack
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.sharing.sharing import SharedLimits
 
 _TURN_S = 1.0
 """How long a worker keeps an uneven remainder."""
@@ -27,10 +30,13 @@ _LATELY = 0.2
 class RunLimits:
     """Collects the results of the workers' calls, and limits their calls in flight."""
 
-    def __init__(self, limits: Mapping[str, EndpointLimits]) -> None:
-        """`limits` by endpoint (see `ModelSettings.endpoint`)."""
+    def __init__(
+        self, limits: Mapping[str, EndpointLimits], shared: SharedLimits | None = None
+    ) -> None:
+        """`limits` by endpoint (see `ModelSettings.endpoint`); with `shared`, several runs share
+        the rates."""
         self._endpoints = {
-            endpoint: _SharedLimit(endpoint, user_limits)
+            endpoint: _SharedLimit(endpoint, user_limits, shared)
             for endpoint, user_limits in limits.items()
         }
         self._busy = 0.0
@@ -101,6 +107,8 @@ class _Share:
     messages: int = 0
     """How often permits were sent."""
     cool_down_until: float = float("-inf")
+    rates: tuple[float, float | None] = (1.0, None)
+    """The part of the rates that this run may use, and until when."""
 
     @property
     def possible(self) -> int:
@@ -111,8 +119,9 @@ class _Share:
 class _SharedLimit:
     """The limit of one endpoint, and the workers' shares of it."""
 
-    def __init__(self, endpoint: str, limits: EndpointLimits) -> None:
+    def __init__(self, endpoint: str, limits: EndpointLimits, shared: SharedLimits | None) -> None:
         self._endpoint = endpoint
+        self._shared = shared if limits.rpm or limits.tpm else None
         self.url = url_of(endpoint)
         self.limiter = Limiter(start=limits.start, ceiling=limits.ceiling)
         self._limits = limits
@@ -145,7 +154,8 @@ class _SharedLimit:
         demands = [share.in_flight + share.waiting for share in shares]
         limit = self.limiter.limit
         parts = share_out(limit, demands, turn=int(time.monotonic() / _TURN_S))
-        sent = [(share.permits, share.cool_down_until) for share in shares]
+        sent = [(share.permits, share.cool_down_until, share.rates) for share in shares]
+        rates = (1.0, None) if self._shared is None else self._shared.share
         for share, wanted in zip(shares, parts, strict=True):
             share.permits = min(share.permits, wanted)
         # A permit that one worker gives up is free only when no call can be using it any more.
@@ -156,12 +166,16 @@ class _SharedLimit:
             share.max_permits = max(share.max_permits, share.permits)
             free -= share.possible - possible
             share.cool_down_until = self.limiter.cool_down_until
+            share.rates = rates
         for worker, share, before in zip(ready, shares, sent, strict=True):
-            if (share.permits, share.cool_down_until) != before or not share.messages:
+            now = share.permits, share.cool_down_until, share.rates
+            if now != before or not share.messages:
                 share.messages += 1
                 self._send(worker, share, share.permits / limit)
 
     def _send(self, worker: WorkerHandle, share: _Share, part: float) -> None:
+        of_runs, until = share.rates
+        part *= of_runs
         worker.send(
             pack(
                 "limits",
@@ -172,6 +186,7 @@ class _SharedLimit:
                     "cool_down_s": max(0.0, share.cool_down_until - time.monotonic()),
                     "rpm": self._limits.rpm and self._limits.rpm * part,
                     "tpm": self._limits.tpm and self._limits.tpm * part,
+                    "rates_s": until and max(0.0, until - time.monotonic()) if of_runs else 0.0,
                 },
             )
         )

@@ -26,9 +26,11 @@ from batch_trajectories.basics.startup import (
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.config.models import budget_of, limits_of, uses_key_command
+from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sandboxes import remove_leftover_containers
 from batch_trajectories.runs.dataset.scan import tasks
 from batch_trajectories.runs.dataset.scan_cache import NAME
+from batch_trajectories.runs.dataset.shards import parse_shard
 from batch_trajectories.runs.directory.run_dir import RunDir
 from batch_trajectories.runs.planning.executor_choice import open_executor
 from batch_trajectories.runs.planning.plan import Plan, describe
@@ -38,7 +40,13 @@ from batch_trajectories.runs.store.failures import FailureFile, Settled, is_sett
 from batch_trajectories.runs.store.files import has_batches, listed
 from batch_trajectories.runs.store.journal import Inflight, segments
 from batch_trajectories.runs.store.records import RecordFile, load_index
-from batch_trajectories.runs.supervisor.budget import BudgetLog, set_aside_damaged, spent_before
+from batch_trajectories.runs.supervisor.budget import (
+    BudgetLog,
+    RunBudget,
+    set_aside_damaged,
+    spent_before,
+)
+from batch_trajectories.runs.supervisor.limits import RunLimits
 from batch_trajectories.runs.supervisor.progress import Progress
 from batch_trajectories.runs.supervisor.refusals import Refusals
 from batch_trajectories.runs.supervisor.supervisor import Start, Supervisor
@@ -48,6 +56,7 @@ from toolsets.workspace.workspace import TEMPORARY
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.batch_api.service import BatchService
+    from batch_trajectories.runs.sharing.sharing import SharedLimits
     from batch_trajectories.runs.stopping.opening import Opening
     from batch_trajectories.runs.supervisor.key_service import KeyService
 
@@ -192,15 +201,21 @@ def _work(
                     config, plan.setups, run_dir, state.settled, is_new=makes_batches
                 )
                 stack.callback(batches.close)
+            shared = _shared_limits(config, run_dir)
+            limits = limits_of(config, plan.setups)
+            budget = RunBudget(
+                budget_of(config), spent=state.spent, budget_log=budget_log, shared=shared
+            )
+            stack.callback(budget.close)
             start = Start(
                 run_dir=run_dir,
                 config=config,
                 executor=executor,
                 setups=plan.setups,
                 setup=_worker_setup(plan, run_dir, has_answers=state.has_answers),
-                spent=state.spent,
+                limits=RunLimits(limits, shared),
+                budget=budget,
                 held=state.held,
-                budget_log=budget_log,
                 queue=_queue(plan, state, failures),
                 records=records,
                 failures=failures,
@@ -209,7 +224,7 @@ def _work(
                 batches=batches,
                 keys=keys,
                 refusals=Refusals(
-                    limits_of(plan.config, plan.setups),
+                    limits,
                     has_answered=state.has_answers and run_dir.same_endpoints,
                 ),
             )
@@ -236,6 +251,16 @@ def _work(
         limits=supervisor.limits.report(),
         is_out_of_budget=supervisor.is_out_of_budget,
     )
+
+
+def _shared_limits(config: RunConfig, run_dir: RunDir) -> SharedLimits | None:
+    if config.shared_limits is None:
+        return None
+    from batch_trajectories.runs.sharing.sharing import SharedLimits  # most runs have none
+
+    parts = 1 if config.shard is None else parse_shard(config.shard).count
+    limit = budget_of(config) or Cost()
+    return SharedLimits(config.shared_limits, run_dir.path, limit, parts=parts)
 
 
 def _queue(plan: Plan, state: RunState, failures: FailureFile) -> TaskQueue:

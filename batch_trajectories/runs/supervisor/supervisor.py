@@ -19,8 +19,7 @@ from agent.loop.steps import Finish
 from agent.models.model import url_of
 from batch_trajectories.basics.errors import DatasetChanged, EnvironmentStop
 from batch_trajectories.basics.text import first_few, plural
-from batch_trajectories.runs.config.amounts import Cost
-from batch_trajectories.runs.config.models import Setups, limits_of, setup_of_task
+from batch_trajectories.runs.config.models import Setups, setup_of_task
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.directory.run_dir import RunDir
 from batch_trajectories.runs.executors.base import Executor, WorkerHandle
@@ -32,7 +31,7 @@ from batch_trajectories.runs.store.index import passed_in
 from batch_trajectories.runs.store.journal import Inflight, next_worker_number
 from batch_trajectories.runs.store.records import RecordFile
 from batch_trajectories.runs.store.tasks import Task
-from batch_trajectories.runs.supervisor.budget import BudgetLog, RunBudget
+from batch_trajectories.runs.supervisor.budget import RunBudget
 from batch_trajectories.runs.supervisor.limits import RunLimits
 from batch_trajectories.runs.supervisor.progress import Progress
 from batch_trajectories.runs.supervisor.refusals import Outages, Refusals
@@ -66,11 +65,10 @@ class Start:
     failures: FailureFile
     inflight: Inflight
     progress: Progress
-    spent: Cost
-    """The part of the budget that earlier starts have spent."""
+    limits: RunLimits
+    budget: RunBudget
     held: dict[bytes, dict[str, list[Any]]]
-    """Amounts of that reserved for calls in batches, by task and call."""
-    budget_log: BudgetLog
+    """Amounts that earlier starts reserved for calls in batches, by task and call."""
     batches: BatchService | None
     keys: KeyService | None
     refusals: Refusals
@@ -89,8 +87,7 @@ class Supervisor:
         self._failed_now: set[bytes] = set()
         """Tasks that failed in this start; their journals stay for the next start."""
         self._said: set[str] = set()
-        self.limits = RunLimits(limits_of(start.config, start.setups))
-        self.budget = RunBudget(start.setup.budget, spent=start.spent, budget_log=start.budget_log)
+        self.limits, self.budget = start.limits, start.budget
         first_number = next_worker_number(start.run_dir.inflight)
         self._pool = WorkerPool(start.executor, start.config, first_number=first_number)
         self._failed_starts = 0
@@ -276,6 +273,8 @@ class Supervisor:
             self._on_message(*refused)
 
     def _grant_budget(self) -> None:
+        if (problem := self.budget.problem()) is not None:
+            self._stop(problem)
         self.budget.grant_shares(self._pool.workers)
         if self._stop_reason is None and (reason := self.budget.used_up(self._pool.workers)):
             self.is_out_of_budget = True

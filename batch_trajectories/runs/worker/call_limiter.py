@@ -110,7 +110,7 @@ class CallLimiter:
         self.has_answered = has_answered
         self._waiting: deque[tuple[asyncio.Future[None], float]] = deque()
         self._in_flight = 0
-        self._not_before = 0.0
+        self._not_before, self._not_after = 0.0, float("inf")
         self._timer: asyncio.TimerHandle | None = None
         self._replies = 0
         self._failures = self._overloads = 0
@@ -162,13 +162,15 @@ class CallLimiter:
         number: int = 0,
         rpm: float | None = None,
         tpm: float | None = None,
+        rates_s: float | None = None,
     ) -> None:
         """Set a new share of the run's limits, from message `number`; send nothing for
-        `cool_down_s`."""
+        `cool_down_s`, and nothing after `rates_s` if that is given."""
         now = time.monotonic()
         self._told = number
         self._permits = permits
         self._not_before = now + cool_down_s
+        self._not_after = float("inf") if rates_s is None else now + rates_s
         self._calls_pace.change(rpm, now=now)
         self._tokens_pace.change(tpm, now=now)
         self._let_in()
@@ -234,6 +236,8 @@ class CallLimiter:
         if self._in_flight >= self._permits:
             return float("inf")
         now = time.monotonic()
+        if now >= self._not_after:
+            return float("inf")
         paces = (self._calls_pace.wait_s(now=now), self._tokens_pace.wait_s(now=now))
         return max(self._not_before - now, *paces, 0.0)
 

@@ -1,0 +1,5 @@
+"""Limits that several runs share, through a directory.
+
+test_ledger   who may spend how much, and at what rate
+test_shards   shards of a dataset, killed at random
+"""
