@@ -31,15 +31,19 @@ class ByModel:
             self._counts[model].update(counts)
             self._dollars[model] += other._dollars[model]
 
-    def to_json(self) -> list[dict[str, Any]]:
-        """A dictionary per model, in the order of their names; empty with fewer than two models.
+    def to_json(self, order: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """A dictionary per model: those of a cascade in its `order`, then the others by name.
+
+        Empty with fewer than two models.
 
         Keys: `model`, `records`, `judged`, `passed`, `cost_usd` (without the records of
         `cost_unknown`) and `passed_per_dollar`, None where nothing was paid or a cost is unknown.
         """
         if len(self._counts) < 2:
             return []
-        return [self._of(model) for model in sorted(self._counts)]
+        places = {model: n for n, model in enumerate(order)}
+        in_order = sorted(self._counts, key=lambda model: (places.get(model, len(places)), model))
+        return [self._of(model) for model in in_order]
 
     def _of(self, model: str) -> dict[str, Any]:
         counts, dollars = self._counts[model], self._dollars[model]
@@ -55,12 +59,13 @@ class ByModel:
 
 def as_text(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The figures as a table."""
+    width = max([30, *(len(one["model"]) for one in models)]) + 2
     if models:
-        yield f"{'model':<32}{'records':>10}{'passed':>10}{'dollars':>12}{'passed per $':>14}"
+        yield f"{'model':<{width}}{'records':>10}{'passed':>10}{'dollars':>12}{'passed per $':>14}"
     for one in models:
         per_dollar = one["passed_per_dollar"]
         dollars = f"{one['cost_usd']:,.4f}" if one["cost_usd"] or not one["cost_unknown"] else "?"
         yield (
-            f"{one['model']:<32}{one['records']:>10,}{one['passed']:>10,}{dollars:>12}"
+            f"{one['model']:<{width}}{one['records']:>10,}{one['passed']:>10,}{dollars:>12}"
             f"{'-' if per_dollar is None else f'{per_dollar:,.4g}':>14}"
         )

@@ -140,7 +140,8 @@ class RewardStatistics:
         turns) and `pass_at` (percent by k). With `--until_passed` also `stopped_at`, with several
         models also `models`, see `ByModel`.
         """
-        rule, models = self._rule, self._by_model.to_json()
+        rule = self._rule
+        models = self._by_model.to_json(() if rule is None else rule.models)
         return {
             "by_name": {name: self._of_name(name) for name in self._all},
             "turns": {name: _one(numbers, "turns") for name, numbers in self._by_turn.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.dataset.directory import export_dataset
+from batch_trajectories.export.funnel import funnel_of
+from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.run_statistics import statistics_of
 from batch_trajectories.export.training_files import left_out
 from tests.export.test_hermes import assistant, record_of, user
 from tests.exporting import make_run, worked
-from tests.running import SCRIPTED, run, write_rows
+from tests.running import ROOT, SCRIPTED, run, write_rows
 
 
 def record(turns: int, **changes: Any) -> dict[str, Any]:
@@ -43,6 +47,71 @@ def test_counts_what_records_hold(tmp_path: Path) -> None:
     assert tool["count"] == 4
     assert (tool["seconds"]["max"], tool["seconds"]["mean"]) == (9.0, 4.5)
     assert output["per_record"]["model_seconds"]["max"] == 1.0
+
+
+_TYPES: Mapping[str, tuple[Any, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "text": (str,),
+    "boolean": (bool,),
+    "object": (dict,),
+}
+
+
+def documented() -> dict[str, tuple[Any, ...]]:
+    """The types of the keys in the table of the page; `...` at the end of optional ones."""
+    page = (ROOT / "docs" / "report.md").read_text().partition("## `stats --json`")[2]
+    known: dict[str, tuple[Any, ...]] = {}
+    for line in page.splitlines():
+        if line.startswith("`") and line.count(" | ") == 2:
+            keys, kind, _ = line.split(" | ")
+            types = _TYPES[kind.split(" ")[0].rstrip(",")]
+            types += (type(None),) if "null" in kind else ()
+            types += (Ellipsis,) if "optional" in kind else ()
+            known |= dict.fromkeys(keys.replace("`", "").split(", "), types)
+    return known
+
+
+def leaves(value: Any, place: str, known: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Each value that is no list or object, with its key as the page writes it."""
+    if isinstance(value, list):
+        for item in value:
+            yield from leaves(item, f"{place}[]", known)
+    elif isinstance(value, dict):
+        any_name = any(key == f"{place}.*" or key.startswith(f"{place}.*.") for key in known)
+        for name, item in value.items():
+            below = f"{place}.*" if any_name else f"{place}.{name}".removeprefix(".")
+            yield from leaves(item, below, known)
+    else:
+        yield place, value
+
+
+def test_json_has_the_keys_and_types_of_the_page(tmp_path: Path) -> None:
+    known = documented()
+    judged = {"passed": True, "reward": 1.0, "rewards": {"style": 0.5}}
+    turns = {"turn_rewards": {"by_turn": [0.5, 1.0]}}
+    records = [record(2, model=f"m{n % 2}", check=judged | turns, cost_usd=0.5) for n in range(4)]
+    source = make_run(tmp_path, *records, record(9, status="max_turns", cost_usd=None), samples=2)
+    stored = StoredRun(source.run_dir)
+    recipe = Recipe.model_validate(
+        {"formats": "openai", "mask": {"turn_reward": {"by_turn": 0.75}}}
+    )
+    export_dataset(source, recipe, source.run_dir / "exports" / "dataset")
+    found = dict(
+        leaves(
+            {
+                **stored.statistics(),
+                "funnel": funnel_of(source.run_dir, source.scan, stored.totals(), {}),
+            },
+            "",
+            known,
+        )
+    )
+    for key, value in found.items():
+        assert key in known, key
+        assert type(value) in known[key], (key, value)
+    always = {key for key, types in known.items() if types[-1] is not Ellipsis}
+    assert always - {"funnel", "tool_errors.*"} <= found.keys()
 
 
 def test_shows_a_table(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ function chart(title, words, body) {
 function bars(title, words, items) {
   const shown = items.slice(0, 10);
   const most = Math.max(1, ...shown.map((item) => item.parts.reduce((t, [, n]) => t + n, 0)));
-  const room = WIDTH - NAMES - 8 - PER_CHARACTER * Math.max(0, ...shown.map((item) => item.words.length));
+  const room = WIDTH - NAMES - 14 - PER_CHARACTER * Math.max(0, ...shown.map((item) => item.words.length));
   const drawn = shown.map((item, n) => {
     let x = NAMES;
     const parts = item.parts.map(([kind, amount]) => {
@@ -213,8 +213,9 @@ function rewardTiles(tile) {
   const ks = Object.entries(passAt);
   const last = ks.pop();
   const corrected = stoppedAt ? `; corrected: samples stopped at ${stoppedAt[0]} passed` : "";
-  const byModel = models.map((of) => tile(of.model, of.passed_per_dollar == null ? "-" : `${digits(of.passed_per_dollar)} per $`,
-    `passed ${count(of.passed)} of ${count(of.judged)} judged, ${of.cost_usd || !of.cost_unknown ? dollars(of.cost_usd) : "cost unknown"}`));
+  const perDollar = (of) => (of.passed_per_dollar == null ? "" : `, ${digits(of.passed_per_dollar)} per $`) + (of.cost_usd && of.cost_unknown ? `, unknown for ${count(of.cost_unknown)}` : "");
+  const byModel = models.map((of) => tile(of.model, of.judged ? percent(of.passed, of.judged) : "-",
+    `passed ${count(of.passed)} of ${count(of.judged)} judged, ${of.cost_usd || !of.cost_unknown ? dollars(of.cost_usd) : "cost unknown"}${perDollar(of)}`));
   return [...named, last && tile(`pass@${last[0]}`, `${last[1]}%`, ks.map(([k, value]) => `pass@${k} ${value}%`).join(", ") + corrected), ...byModel];
 }
 
