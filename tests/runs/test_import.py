@@ -16,6 +16,7 @@ from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.runs.importing.importing import ImportEnd, import_conversations
 from batch_trajectories.runs.store.reader import stored_records
+from testing.fake_hub import REPOSITORY, fake_hub
 from tests.running import lines, run, write_rows
 from tests.stored import row_in
 from tests.stored_runs.test_stored_runs import COMMITS, HERE
@@ -314,7 +315,25 @@ def test_an_imported_run_is_a_run_for_other_commands(tmp_path: Path) -> None:
     imported = run(tmp_path, "import", "rows.jsonl", "--run_name=r", output_dir="trajectories")
     assert imported.returncode == 1, imported.stderr
     assert "rows.jsonl:2: messages: it must be a list of objects" in imported.stdout
-    for command in ("verify", "stats", "report", "status", "export"):
-        done = run(tmp_path, command, "r", output_dir="trajectories")
-        assert done.returncode == 0, (command, done.stdout + done.stderr)
     assert len(lines(tmp_path / "trajectories" / "r.jsonl")) == 1
+    (tmp_path / "reward.py").write_text("def brief(conversation, workspace, row):\n    return 0.25\n")
+    (tmp_path / "trajectories").rename(tmp_path / "moved")
+    for command in ("verify", "stats", "report", "status", "score", "export"):
+        more = ["--reward=reward.py:brief"] if command == "score" else []
+        done = run(tmp_path, command, "r", *more, output_dir="moved")
+        assert done.returncode == 0, (command, done.stdout + done.stderr)
+
+
+@pytest.mark.slow
+def test_rows_of_the_hub_are_imported(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+    parquet.write_table(pa.table({"messages": [messages]}), tmp_path / "p.parquet")
+    files = {"data/train-0.parquet": (tmp_path / "p.parquet").read_bytes()}
+    with fake_hub(files) as (environment, _):
+        env = {"HF_HOME": str(tmp_path / "home"), **environment}
+        source = f"hf:{REPOSITORY}:train"
+        done = run(tmp_path, "import", source, "--run_name=r", output_dir="runs", env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert only_record(tmp_path / "runs" / "r").messages[1].content == "Yes."

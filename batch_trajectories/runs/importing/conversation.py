@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,6 +202,10 @@ class SourceRow(NamedTuple):
     number: int
     content: Mapping[str, Any]
 
+    def time(self) -> float:
+        """Its `timestamp`, epoch seconds. Raises `Unreadable`."""
+        return time_of(self.content.get("timestamp"), "timestamp", self.number)
+
 
 class Reader(NamedTuple):
     """A format. A row of it is a conversation, or else a whole file is: `session`."""
@@ -238,6 +243,14 @@ def read_tools(api: str, tools: Any) -> list[dict[str, Any]]:
         raise Unreadable("tools: it must be a list of objects")
     read = [WIRES[api].layout.read_tool(tool) for tool in tools]
     return [schema for one in read if not isinstance(one, str) for schema in one]
+
+
+def time_of(text: Any, place: str, line: int | None = None) -> float:
+    """Epoch seconds of a time in ISO 8601. Raises `Unreadable`."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError) as error:
+        raise Unreadable(f"{place}: {error}", line) from error
 
 
 def tools_called(conversation: Dialogue) -> list[dict[str, Any]]:

@@ -160,6 +160,8 @@ def _scan_arguments(path: Path, identity: dict[str, Any], config: RunConfig) -> 
         file = path / file.name  # the run may have been moved or copied
     elif not file.exists() and (path / MIRRORED_DATASET).exists():
         file = path / MIRRORED_DATASET
+    elif not file.exists() and (inside := path / file.parent.name / file.name).exists():
+        file = inside  # of an import or a recording
     return {
         "path": file,
         "max_samples": config.max_samples,

@@ -7,7 +7,6 @@ field for is kept as it came, and is in the document again that the format `atif
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
@@ -23,6 +22,7 @@ from batch_trajectories.runs.importing.conversation import (
     Reader,
     Unreadable,
     of_metadata,
+    time_of,
     usage,
 )
 from batch_trajectories.runs.store.record_parts import KEPT_OF_STEPS
@@ -224,10 +224,7 @@ def _reply(step: _Step, place: str, model: str | None, kept: _Object) -> dict[st
         reply["usage"] = _usage(metrics)
         reply["cost_usd"] = metrics.cost_usd
     if step.timestamp is not None:
-        try:
-            reply["started_at"] = datetime.fromisoformat(step.timestamp).timestamp()
-        except ValueError as error:
-            raise Unreadable(f"{place}.timestamp: {error}") from error
+        reply["started_at"] = time_of(step.timestamp, f"{place}.timestamp")
     return reply
 
 

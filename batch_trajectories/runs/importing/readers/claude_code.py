@@ -9,7 +9,6 @@ files have neither the system prompt nor tools nor the reminders that Claude Cod
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +134,7 @@ def _conversation(rows: Sequence[SourceRow]) -> Dialogue:
                 raise Unreadable("message.content: it must be a list of objects", row.number)
             if id not in blocks:
                 blocks[id] = []
-                replies[id] = {"response_id": message.get("id"), "started_at": _time(row)}
+                replies[id] = {"response_id": message.get("id"), "started_at": row.time()}
                 item = {"role": "assistant", "content": blocks[id]}
                 items.append((row.number, "message", item))
             blocks[id] += content
@@ -155,13 +154,6 @@ def _facts(message: Mapping[str, Any]) -> dict[str, Any]:
     if reason := FINISH_REASONS.get(str(message.get("stop_reason"))):
         facts["finish_reason"] = reason
     return facts
-
-
-def _time(row: SourceRow) -> float:
-    try:
-        return datetime.fromisoformat(row.content["timestamp"]).timestamp()
-    except (KeyError, TypeError, ValueError) as error:
-        raise Unreadable(f"timestamp: {error}", row.number) from error
 
 
 def _not_rewound(rows: Sequence[SourceRow]) -> Iterator[SourceRow]:

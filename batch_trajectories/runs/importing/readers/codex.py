@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ class _Part:
         if not is_assistants(plain):
             self.has_ended = True
         elif self.has_ended:
-            self.replies.append({"model": model, "started_at": _time(row)})
+            self.replies.append({"model": model, "started_at": row.time()})
             self.has_ended = False
 
     def conversation(self, instructions: str | None) -> Dialogue:
@@ -141,13 +140,6 @@ def _add_usage(reply: dict[str, Any], payload: Mapping[str, Any]) -> None:
             written=counts.get("cache_write_input_tokens"),
             reasoned=counts.get("reasoning_output_tokens"),
         )
-
-
-def _time(row: SourceRow) -> float:
-    try:
-        return datetime.fromisoformat(row.content["timestamp"]).timestamp()
-    except (KeyError, TypeError, ValueError) as error:
-        raise Unreadable(f"timestamp: {error}", row.number) from error
 
 
 def _is_session(row: Mapping[str, Any]) -> bool:
