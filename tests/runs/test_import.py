@@ -316,7 +316,8 @@ def test_an_imported_run_is_a_run_for_other_commands(tmp_path: Path) -> None:
     assert imported.returncode == 1, imported.stderr
     assert "rows.jsonl:2: messages: it must be a list of objects" in imported.stdout
     assert len(lines(tmp_path / "trajectories" / "r.jsonl")) == 1
-    (tmp_path / "reward.py").write_text("def brief(conversation, workspace, row):\n    return 0.25\n")
+    reward = "def brief(conversation, workspace, row):\n    return 0.25\n"
+    (tmp_path / "reward.py").write_text(reward)
     (tmp_path / "trajectories").rename(tmp_path / "moved")
     for command in ("verify", "stats", "report", "status", "score", "export"):
         more = ["--reward=reward.py:brief"] if command == "score" else []
