@@ -31,6 +31,8 @@ from toolsets.sandbox.base import Engine
 def build_images(tasks: Path, container_engine: Engine, save: Path | None) -> None:
     """Build the images of Harbor tasks from environment/Dockerfile.
 
+    Those of separate verifiers are built from tests/Dockerfile.
+
     TASKS holds task directories. The names of images change with their sources, so those that
     are there already are not built again.
     """
@@ -44,27 +46,27 @@ def build_images(tasks: Path, container_engine: Engine, save: Path | None) -> No
         source_tasks = tasks_in(tasks)
         if not source_tasks:
             raise DatasetError(f"{tasks}: no task directory: none holds a task.toml")
-        rows = [(task, task.row()) for task in source_tasks]
+        rows = [task.row() for task in source_tasks]
         wanted = [
-            (task, row["image"])
-            for task, row in rows
-            if task.dockerfile.is_file() and row.get("image") == task.built_image
+            (task, image, dockerfile)
+            for task in source_tasks
+            for image, dockerfile in task.dockerfiles.items()
         ]
-        refused = sum(ERROR_COLUMN in row for _, row in rows)
+        built = {task.id for task, _, _ in wanted}
+        refused = sum(ERROR_COLUMN in row for row in rows)
         if wanted and (problem := docker_problem(None, container_engine)):
             raise EnvironmentStop(problem)
         if save is not None:
             save.mkdir(parents=True, exist_ok=True)
         failed = 0
-        for number, (task, image) in enumerate(wanted, start=1):
+        for number, (task, image, dockerfile) in enumerate(wanted, start=1):
             say(f"{number} of {len(wanted)}: {image}")
-            environment = task.dockerfile.parent
             try:
                 build_image(
                     container_engine,
                     image,
-                    environment,
-                    task.dockerfile,
+                    dockerfile.parent,
+                    dockerfile,
                     timeout_s=task.build_timeout_s,
                 )
                 if save is not None:
@@ -72,10 +74,10 @@ def build_images(tasks: Path, container_engine: Engine, save: Path | None) -> No
             except ImageError as error:
                 failed += 1
                 say(f"{task.id}: {error}")
-        built = plural(len(wanted) - failed, "image")
-        named = plural(len(source_tasks) - len(wanted) - refused, "task")
+        done = plural(len(wanted) - failed, "image")
+        named = plural(len(source_tasks) - len(built) - refused, "task")
         show(
-            f"{tasks}: {built} built or there already, {failed} failed; "
+            f"{tasks}: {done} built or there already, {failed} failed; "
             f"{named} naming an image, {plural(refused, 'task')} that cannot run (see `look`)"
         )
     if failed:

@@ -101,7 +101,7 @@ class TestPlayed:
         assert log.read_text().split().count("saved") == 1
         store = ImageStore(tmp_path / "images")
         for name in ("one", "two"):
-            image = HarborTask(tmp_path / "tasks" / name).built_image
+            image = HarborTask(tmp_path / "tasks" / name).row()["image"]
             assert (store.unpack(image).rootfs / "own").read_bytes() == b"1"
         layout = tmp_path / "images" / "built"
         sizes = sorted(path.stat().st_size for path in (layout / "blobs/sha256").iterdir())
@@ -114,7 +114,7 @@ class TestPlayed:
         write_tasks(tmp_path / "tasks")
         (tmp_path / "images").mkdir()
         for name in ("one", "two"):
-            image = HarborTask(tmp_path / "tasks" / name).built_image
+            image = HarborTask(tmp_path / "tasks" / name).row()["image"]
             path = tmp_path / "images" / f"{name}.tar"
             write_saved(path, [layer_of([Entry("own", b"1")])], name=image)
         done = run(tmp_path, "build-images", "tasks", save="images")
@@ -142,7 +142,7 @@ def test_podman_builds_and_saves_images(tmp_path: Path) -> None:
     write_tasks(tmp_path / "tasks", dockerfile=dockerfile)
     for name in ("one", "two"):
         (tmp_path / "tasks" / name / "environment" / "data").write_text(f"{tmp_path}")
-    images = [HarborTask(tmp_path / "tasks" / name).built_image for name in ("one", "two")]
+    images = [HarborTask(tmp_path / "tasks" / name).row()["image"] for name in ("one", "two")]
     try:
         built = run(tmp_path, "build-images", "tasks", container_engine="podman", save="images")
         assert built.returncode == 0, built.stderr

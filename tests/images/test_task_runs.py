@@ -255,6 +255,60 @@ def test_harbor_tasks(tmp_path: Path, task_images: Path) -> None:
     assert "cannot access '/tests'" in results_of(records["0-sh"])[0]["stderr"]
 
 
+VERIFIED = """\
+#!/bin/sh
+cd /testbed && {test} && grep -q alive /logs/artifacts/state && test ! -e /testbed/pkg/a.tmp \\
+    && test ! -e /left && test -d /testbed/.git && r=1 || r=0
+echo $r > /logs/verifier/reward.txt
+"""
+SEPARATE = """\
+artifacts = [{{source = "pkg", exclude = ["*.tmp"]}}, ".git", "/missing"]
+[environment]
+docker_image = "python:1"
+[environment.healthcheck]
+command = "test -e {ready}"
+interval_sec = 0.01
+[verifier]
+environment_mode = "separate"
+[[verifier.collect]]
+command = "kill -0 $(cat /tmp/pid) && echo alive > /logs/artifacts/state"
+[[verifier.collect]]
+command = "exit 7"
+"""
+
+
+def test_harbor_tasks_with_verifiers_of_their_own(tmp_path: Path, task_images: Path) -> None:
+    """A verifier gets the artifacts alone, in an image that the model could not change."""
+    test = PLACES["python:1"][1]
+    tasks = tmp_path / "tasks"
+    files = {"tests/test.sh": VERIFIED.format(test=test)}
+    write_task(tasks / "copy", SEPARATE.format(ready="/testbed"), **files)
+    write_task(tasks / "dead", SEPARATE.format(ready="/never"), **files)
+    service = "sleep 1000 & echo $! > /tmp/pid"
+    cheat = "touch /left pkg/a.tmp; printf '#!/bin/sh\\nexit 0\\n' > /usr/bin/python3"
+    for name, script in {
+        "fixed": script_of(FIX, "touch /left pkg/a.tmp", service),
+        "cheated": script_of(cheat, service),
+        "stopped": script_of(FIX),
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(script))
+    options = {**IN_IMAGES, "dataset_file": "tasks"}
+    rewards = {}
+    for name in ("fixed", "cheated", "stopped"):
+        done = run(
+            tmp_path, **{**options, "run_name": name}, rows="harbor", images=task_images,
+            script_file=f"{name}.yaml", max_attempts=1,
+        )  # fmt: skip
+        assert done.returncode == 1, done.stderr
+        directory = tmp_path / "trajectories" / name
+        assert "`check.collect`: 'exit 7': exit code 7" in (directory / "run.log").read_text()
+        records = {r["id"]: r for r in lines(directory / "records.jsonl")}
+        assert "the health check failed 3 times" in records["dead"]["error"]["message"]
+        assert records["copy"]["check"]["in"] == "image"
+        rewards[name] = records["copy"]["check"]["reward"]
+    assert rewards == {"fixed": 1.0, "cheated": 0.0, "stopped": 0.0}
+
+
 def forty_tasks(kills: int) -> list[dict[str, Any]]:
     """Tasks in three images and three ways to judge them; every fourth model fixes nothing.
 

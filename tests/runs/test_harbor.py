@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.basics.presets import presets
 from batch_trajectories.runs.dataset.row import RowRules, RowTask
-from batch_trajectories.runs.dataset.row_check import Check
+from batch_trajectories.runs.dataset.row_check import Artifact, Check, Collect
 from batch_trajectories.runs.dataset.row_files import Executable
 from batch_trajectories.runs.dataset.row_image import RowLimits, add_asked
 from batch_trajectories.runs.sources.harbor import HarborTask, tasks_in
@@ -162,14 +163,31 @@ REFUSED: dict[str, tuple[str, dict[str, str | None], str]] = {
         "task.toml:3: environment.tpu: TPUs are not supported",
     ),
     "separate": (
-        SIMPLE + '[verifier]\nenvironment_mode = "separate"',
+        SIMPLE + '[verifier]\nenvironment_mode = "other"',
         {},
-        "task.toml:4: verifier.environment_mode: separate verifiers are not supported",
+        "task.toml:4: verifier.environment_mode: other verifiers are not supported",
     ),
-    "verifier-image": (
-        SIMPLE + '[verifier.environment]\ndocker_image = "v"',
+    "verifier-health": (
+        SIMPLE + '[verifier.environment.healthcheck]\ncommand = "true"',
         {},
-        "task.toml:3: verifier.environment: separate verifiers are not supported",
+        "task.toml:3: verifier.environment.healthcheck: health checks of verifiers are not",
+    ),
+    "verifier-compose": (
+        SIMPLE + '[verifier]\nenvironment_mode = "separate"',
+        {"tests/compose.yaml": "services: {}"},
+        "tests/compose.yaml: compose is not supported",
+    ),
+    "service": (
+        SIMPLE + '[[verifier.collect]]\ncommand = "true"\nservice = "db"',
+        {},
+        "task.toml:3: verifier.collect: services of compose are not supported",
+    ),
+    "artifact": (
+        'artifacts = [{source = "/data", service = "db"}]\n'
+        + SIMPLE
+        + '[verifier]\nenvironment_mode = "separate"',
+        {},
+        "task.toml:1: artifacts: services of compose are not supported",
     ),
     "allowlist": (
         SIMPLE + 'network_mode = "allowlist"',
@@ -182,9 +200,9 @@ REFUSED: dict[str, tuple[str, dict[str, str | None], str]] = {
         "task.toml:3: environment.mcp_servers: MCP servers of a task are not supported",
     ),
     "health": (
-        SIMPLE + '[environment.healthcheck]\ncommand = "true"',
+        SIMPLE + '[environment.healthcheck]\ncommand = "true"\nretries = "3"',
         {},
-        "task.toml:3: environment.healthcheck: services with a health check are not supported",
+        "task.toml:5: environment.healthcheck.retries: '3' is not a number of seconds or retries",
     ),
     "steps": (
         SIMPLE + '[[steps]]\nname = "one"',
@@ -247,13 +265,81 @@ def test_tests_keep_what_may_be_run(tmp_path: Path) -> None:
     assert files["/tests/data"] == b"y"
 
 
-def test_what_a_task_collects_is_counted(tmp_path: Path) -> None:
-    hook = '[[verifier.collect]]\ncommand = "true"\n'
-    for n, task in enumerate(['artifacts = ["/app"]\n' + SIMPLE, SIMPLE + hook, SIMPLE]):
+def test_files_that_a_task_would_keep_are_counted(tmp_path: Path) -> None:
+    for n, task in enumerate(['artifacts = ["/app"]\n' + SIMPLE, SIMPLE]):
         row = load_rows_file("harbor").row(HarborTask(write_task(tmp_path / f"{n}", task)).row())
         largest: dict[str, int] = {}
         add_asked(largest, row)
-        assert largest == {"network": 1, "check.network": 1, **({"artifacts": 1} if n < 2 else {})}
+        assert largest == {"network": 1, "check.network": 1, **({"artifacts": 1} if n < 1 else {})}
+
+
+SEPARATE = """\
+artifacts = ["out.txt", {source = "/data", exclude = ["*.tmp"]}]
+[environment]
+docker_image = "org/task:1"
+workdir = "/app"
+env = {A = "1"}
+[agent]
+user = "agent"
+[verifier]
+environment_mode = "separate"
+env = {B = "2"}
+[[verifier.collect]]
+command = "dump > /data/state"
+timeout_sec = 5
+"""
+
+
+class TestSeparateVerifier:
+    """A check in a container of its own."""
+
+    def test_it_is_a_fresh_copy_of_the_tasks(self, tmp_path: Path) -> None:
+        check = check_of(read(write_task(tmp_path / "t", SEPARATE)))
+        assert check.image is not None
+        assert (check.image.reference, check.image.workdir) == ("org/task:1", "/app")
+        assert check.env == {"A": "1", "B": "2"}
+        assert check.files.keys() == {"/tests/test.sh"}
+        assert (check.user, check.where) == (None, None)
+        assert check.artifacts == (
+            Artifact("/logs/artifacts"),
+            Artifact("out.txt"),
+            Artifact("/data", ("*.tmp",)),
+        )
+        assert check.collect == (Collect("dump > /data/state", 5),)
+
+    def test_an_image_of_its_own_brings_the_tests(self, tmp_path: Path) -> None:
+        own = (
+            SEPARATE + '[verifier.environment]\ndocker_image = "v:1"\nnetwork_mode = "no-network"\n'
+        )
+        check = check_of(read(write_task(tmp_path / "t", own, **{"tests/test.sh": None})))
+        assert check.image is not None
+        assert (check.image.reference, check.image.workdir) == ("v:1", None)
+        assert (check.files, check.env, check.network) == ({}, {"B": "2"}, False)
+
+    def test_a_dockerfile_of_the_tests_is_built(self, tmp_path: Path) -> None:
+        files = {"tests/Dockerfile": "FROM scratch\n", "environment/Dockerfile": "FROM scratch\n"}
+        task = SEPARATE.replace('docker_image = "org/task:1"\n', "")
+        found = HarborTask(write_task(tmp_path / "t", task, **files))
+        row = found.row()
+        assert row["verifier"]["image"].startswith("localhost/harbor/t-verifier:")
+        assert {*found.dockerfiles} == {row["image"], row["verifier"]["image"]}
+        assert "tests" not in row
+
+
+def test_a_health_check_is_waited_for(tmp_path: Path) -> None:
+    """As Docker's: failures count from the end of the start period on."""
+    health = (
+        '[environment.healthcheck]\ncommand = "{}"\ninterval_sec = 0.01\nretries = 2\n'
+        "start_period_sec = 0\n"
+    )
+    for command, code in (("test -e b || ! touch b", 0), ("echo . >> c; false", 1)):
+        task = read(write_task(tmp_path / f"{code}", SIMPLE + health.format(command)))
+        assert task.setup is not None
+        wait = task.setup.commands[-1]
+        done = subprocess.run(["sh", "-c", wait], cwd=tmp_path, capture_output=True, check=False)
+        assert done.returncode == code
+    assert done.stderr.decode() == "the health check failed 2 times: echo . >> c; false\n"
+    assert (tmp_path / "c").read_text() == ".\n.\n"
 
 
 def refusal(directory: Path) -> str:

@@ -151,9 +151,9 @@ class ImageFiles:
         """See `Files`."""
         return self._entries("walk", path)
 
-    def tree(self, path: str) -> dict[str, FileState]:
-        """All beneath a directory by its path in it; directories `.git` are not entered."""
-        entries = self._marked("tree", path)
+    def tree(self, path: str, *, with_git: bool = False) -> dict[str, FileState]:
+        """All beneath a directory by its path in it; directories `.git` only on demand."""
+        entries = self._marked("tree", path, with_git=with_git)
         return {
             entry.path: FileState(entry.kind, entry.size_bytes, mark) for entry, mark in entries
         }
@@ -231,10 +231,10 @@ class ImageFiles:
     def _entries(self, op: str, path: str) -> Iterator[FileEntry]:
         return (entry for entry, _ in self._marked(op, path))
 
-    def _marked(self, op: str, path: str) -> Iterator[tuple[FileEntry, str]]:
+    def _marked(self, op: str, path: str, **more: Any) -> Iterator[tuple[FileEntry, str]]:
         after: str | None = None
         while True:
-            reply = self._ask(path, op=op, after=after)
+            reply = self._ask(path, op=op, after=after, **more)
             for (name, kind, size), mark in zip_longest(reply.entries, reply.marks):
                 yield FileEntry(name, kind, max(size, 0)), mark
             if not reply.more or not reply.entries:

@@ -31,7 +31,7 @@ from batch_trajectories.runs.store.checks import EXPECTED, expected_column, expe
 
 if TYPE_CHECKING:
     from agent.gateway.command_agent import CommandAgent
-    from batch_trajectories.runs.dataset.row_check import CheckPlace
+    from batch_trajectories.runs.dataset.row_check import Check, CheckPlace
     from batch_trajectories.runs.dataset.row_fork import Fork
     from batch_trajectories.runs.dataset.row_image import RowLimits
     from batch_trajectories.runs.dataset.row_setup import RowSetup
@@ -66,10 +66,14 @@ class RowTask(NamedTuple):
     """The command that holds the conversation; None for the loop of this program."""
 
     @property
+    def check(self) -> Check | None:
+        """How its workspace is judged; None if nothing judges it."""
+        return None if self.setup is None else self.setup.check
+
+    @property
     def is_judged_afresh(self) -> bool:
         """Its check runs in a fresh copy of the workspace."""
-        check = None if self.setup is None else self.setup.check
-        return check is not None and check.where == "fresh"
+        return self.check is not None and self.check.where == "fresh"
 
     def trajectory(self, events: Sequence[Event]) -> Trajectory:
         """The conversation after `events`, which follow those of the fork."""

@@ -9,6 +9,11 @@
     timeout_s    default: --command_timeout_s
     env          variables, as in the column `env`
     in           `same`: the workspace as the model left it; `fresh`: the image with only the diff
+    image        the check runs in this image, which has of the workspace only the `artifacts`
+    workdir      of that image
+    artifacts    paths, or {path, exclude: [PATTERN, ...]}; those that do not exist are left out
+    collect      commands, or {command, timeout_s}, that run first, where the model worked; what
+                 they end with does not count
     from_image   patterns of files that a fresh check takes from the image, whatever the diff says:
                  a name, or a path in the repository with `/`; `*` stands for any characters.
                  `python` stands for `PYTHON_FILES`
@@ -24,9 +29,11 @@ from typing import Any, Literal, NamedTuple
 
 from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.dataset.row_files import read_files, read_path
-from batch_trajectories.runs.dataset.row_image import read_env, read_flag, read_user
+from batch_trajectories.runs.dataset.row_image import read_env, read_flag, read_image, read_user
+from toolsets.sandbox.base import ImageSpec
 
 CheckPlace = Literal["same", "fresh"]
+"""`image` is a third one, where the check names its own."""
 
 PYTHON_FILES = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml"),
@@ -35,11 +42,14 @@ PYTHON_FILES = (
 )
 """What pytest or each Python runs or reads by itself, and can make tests report success."""
 
-_KEYS = frozenset(
-    ("command", "reward_file", "tests", "files", "timeout_s", "env", "in", "user", "network")
-) | {"from_image"}
-_INSIDE_KEYS = ("in", "user", "network", "from_image")
+_INSIDE_KEYS = (
+    *("in", "user", "network", "from_image"),
+    *("image", "workdir", "artifacts", "collect"),
+)
 """Keys that need an image: elsewhere the check runs as the conversation did."""
+_KEYS = frozenset(
+    (*("command", "reward_file", "tests", "files", "timeout_s", "env"), *_INSIDE_KEYS)
+)
 
 _TESTS_KEYS = frozenset(("log", "patterns", "pass", "passed", "expected"))
 _PASSED = ("PASSED", "XFAIL")
@@ -62,6 +72,21 @@ class Outcomes(NamedTuple):
     """The status of each test that ran; no other tests may have run."""
 
 
+class Artifact(NamedTuple):
+    """A file or directory of the workspace that a check in another image gets."""
+
+    path: str
+    exclude: tuple[str, ...] = ()
+    """Patterns of what is left out beneath it, as those of `tar --exclude`."""
+
+
+class Collect(NamedTuple):
+    """A command that runs before a check, where the model worked."""
+
+    command: str
+    timeout_s: float | None = None
+
+
 class Check(NamedTuple):
     """How a workspace is judged; see above."""
 
@@ -77,6 +102,10 @@ class Check(NamedTuple):
     network: bool = False
     from_image: tuple[str, ...] = ()
     """Patterns of files that are not as the diff says."""
+    image: ImageSpec | None = None
+    """The image that it runs in; None: that of the conversation."""
+    artifacts: tuple[Artifact, ...] = ()
+    collect: tuple[Collect, ...] = ()
 
 
 def read_check(
@@ -109,19 +138,66 @@ def read_check(
     if where not in (None, "same", "fresh"):
         msg = f"`check.in` must be same or fresh (got {clip(repr(where), max_chars=50)})"
         raise ValueError(msg)
+    image = _image(raw)
+    collect = _collect(raw.get("collect"))
+    if image is not None and where is not None:
+        raise ValueError(f"`check.image` does not go with `in: {where}`: leave one of them out")
     wants_network = read_flag(raw.get("network"), "check.network")
     return Check(
         command,
         read_files(raw.get("files"), "check.files", inside=inside),
         _reward_files(raw.get("reward_file"), inside=inside),
         _tests(raw.get("tests"), inside=inside),
-        _timeout(raw.get("timeout_s")),
+        _timeout(raw.get("timeout_s"), "timeout_s"),
         read_env(raw.get("env"), "check.env", variables),
         where,
         read_user(raw.get("user"), "check.user"),
         network and wants_network is True,
         _from_image(raw.get("from_image")),
+        image,
+        _artifacts(raw.get("artifacts"), image),
+        collect,
     )
+
+
+def _image(raw: Mapping[str, Any]) -> ImageSpec | None:
+    if (reference := raw.get("image")) is None:
+        for name in ("workdir", "artifacts"):
+            if raw.get(name) is not None:
+                raise ValueError(f"`check.{name}` needs `check.image`: the image that it is for")
+        return None
+    columns = {"docker_image": reference, "workdir": raw.get("workdir")}
+    try:
+        return read_image(columns, inside=True, network=False, variables=())
+    except ValueError as error:
+        raise ValueError(f"`check.image`: {error}") from error
+
+
+def _artifacts(raw: Any, image: ImageSpec | None) -> tuple[Artifact, ...]:
+    artifacts = []
+    for item in raw if isinstance(raw, list) else [] if raw is None else [raw]:
+        entry = {"path": item} if isinstance(item, str) else item
+        if not isinstance(entry, dict) or not entry.keys() <= {"path", "exclude"}:
+            raise ValueError("`check.artifacts` must be a list of paths, or of {path, exclude}")
+        path = read_path(entry.get("path"), "check.artifacts", inside=True)
+        exclude = tuple(_texts(entry.get("exclude"), "check.artifacts.exclude"))
+        artifacts.append(Artifact(path, exclude))
+    if image is not None and not artifacts:
+        raise ValueError("`check.artifacts` is missing: what the image gets of the workspace")
+    return tuple(artifacts)
+
+
+def _collect(raw: Any) -> tuple[Collect, ...]:
+    commands = []
+    for item in raw if isinstance(raw, list) else [] if raw is None else [raw]:
+        entry = {"command": item} if isinstance(item, str) else item
+        if not isinstance(entry, dict) or not entry.keys() <= {"command", "timeout_s"}:
+            raise ValueError("`check.collect` must be commands, or {command, timeout_s}")
+        if not isinstance(command := entry.get("command"), str) or not command.strip():
+            raise ValueError("`check.collect`: a command is missing")
+        timeout_s = _timeout(entry.get("timeout_s"), "collect.timeout_s")
+        commands.append(Collect(command, timeout_s))
+    return tuple(commands)
 
 
 def _from_image(raw: Any) -> tuple[str, ...]:
@@ -137,13 +213,13 @@ def _reward_files(raw: Any, *, inside: bool) -> tuple[str, ...]:
     return tuple(read_path(path, "check.reward_file", inside=inside) for path in paths)
 
 
-def _timeout(raw: Any) -> float | None:
+def _timeout(raw: Any, name: str) -> float | None:
     if raw is None:
         return None
     is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
     if not is_number or not math.isfinite(raw) or raw <= 0:
         shown = clip(repr(raw), max_chars=50)
-        raise ValueError(f"`check.timeout_s`: {shown} is not a number of seconds above 0")
+        raise ValueError(f"`check.{name}`: {shown} is not a number of seconds above 0")
     return float(raw)
 
 

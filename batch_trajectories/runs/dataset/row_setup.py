@@ -60,7 +60,8 @@ def read_row_setup(
     )
     hidden = _hidden(columns.get("hide")) if inside else ()
     if inside and check is not None:
-        check = check._replace(where=check.where or check_in)
+        if check.image is None:
+            check = check._replace(where=check.where or check_in)
         if hidden and check.where == "same":
             raise ValueError(
                 "`hide`: what is hidden is there again only in a fresh check: --check_in=fresh"

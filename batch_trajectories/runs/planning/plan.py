@@ -375,8 +375,8 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
         )
     if rows := largest.get("artifacts", 0):
         yield (
-            f"{plural(rows, 'task')} would collect files (`artifacts`, `verifier.collect`), which "
-            "are not kept; rewards do not depend on them"
+            f"{plural(rows, 'task')} would keep files (`artifacts`), which are not kept; rewards "
+            "do not depend on them"
         )
     for name, option, limit in (
         ("memory_mb", "command_memory_mb", config.command_memory_mb),

@@ -3,8 +3,10 @@
 A dataset is a directory of task directories, at most three levels deep, or a single one. A row has
 `id` (the path of the directory), `instruction`, `task` (what task.toml holds), `image`, `network`,
 `check_network`, `check_user`, `limits`, `tests` (files by their path in the container),
-`interpreter` (of tests/test.sh) and `artifacts` (true if the task collects files); for audits also
-`solution` (see `runs.audit.reference`). A task that needs what is not supported becomes a row with
+`interpreter` (of tests/test.sh), `health` (the command that waits until services answer),
+`collect` (what runs before the check) and `artifacts` (true if the task keeps files); where the
+verifier has a container of its own also `verifier` (see `_verifier`); for audits also `solution`
+(see `runs.audit.reference`). A task that needs what is not supported becomes a row with
 `row_error`: it is refused before anything runs.
 """
 
@@ -22,9 +24,24 @@ from typing import Any, NamedTuple
 
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.runs.dataset.column_names import ERROR_COLUMN
+from batch_trajectories.runs.sources.harbor_settings import (
+    TaskRefused,
+    artifacts_of,
+    by_old_name,
+    health_command,
+    hooks_of,
+    is_separate,
+    jsonable,
+    limits_of,
+    network_of,
+    network_of_verifier,
+)
 
 TASK_FILE = "task.toml"
 
+_ENVIRONMENT = "environment"
+_TESTS = "tests"
+_DOCKERFILE = "Dockerfile"
 _TEST = "test.sh"
 _SOLVE = "solve.sh"
 _SHELL = "/bin/sh"
@@ -35,9 +52,6 @@ _BUILD_TIMEOUT_S = 600.0
 
 _COMPOSE = re.compile(r"(docker-)?compose([.-][\w.-]+)?\.ya?ml")
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
-_MAX_SIZE = 1e15
-_MEGABYTES = {"k": 1 / 1024, "m": 1, "g": 1024, "t": 1024 * 1024, "": 1 / (1 << 20)}
 
 _UNSUPPORTED: dict[tuple[str, ...], str] = {
     ("environment", "gpus"): "GPUs",
@@ -45,24 +59,17 @@ _UNSUPPORTED: dict[tuple[str, ...], str] = {
     ("environment", "tpu"): "TPUs",
     ("environment", "mcp_servers"): "MCP servers of a task",
     ("environment", "skills_dir"): "skills of a task",
-    ("environment", "healthcheck"): "services with a health check",
     ("environment", "allowed_hosts"): "lists of allowed hosts",
     ("agent", "allowed_hosts"): "lists of allowed hosts",
     ("verifier", "allowed_hosts"): "lists of allowed hosts",
-    ("verifier", "environment"): "separate verifiers",
+    ("verifier", "environment", "gpus"): "GPUs",
+    ("verifier", "environment", "gpu_types"): "GPUs",
+    ("verifier", "environment", "tpu"): "TPUs",
+    ("verifier", "environment", "healthcheck"): "health checks of verifiers",
+    ("verifier", "environment", "allowed_hosts"): "lists of allowed hosts",
     ("steps",): "tasks of several steps",
 }
 """What a task may name in task.toml, if it is empty, and what it means."""
-
-_NETWORK_MODES = {"public": True, "no-network": False}
-
-
-class _Refused(Exception):
-    """A task cannot run: where, and why."""
-
-    def __init__(self, why: str, keys: tuple[str, ...] = ()) -> None:
-        super().__init__(why)
-        self.keys = keys
 
 
 class HarborTask(NamedTuple):
@@ -78,20 +85,30 @@ class HarborTask(NamedTuple):
         return self.folder + self.path.name
 
     @property
-    def dockerfile(self) -> Path:
-        """What its image is built from, if it names none."""
-        return self.path / "environment" / "Dockerfile"
+    def dockerfiles(self) -> dict[str, Path]:
+        """What `build_images` builds, by the names of the images: they change with their sources.
 
-    @property
-    def built_image(self) -> str:
-        """The name of the image that `build-images` builds; it changes with its sources."""
+        Raises `OSError`.
+        """
+        row = self.row()
+        wanted = {row.get("image"): _ENVIRONMENT, row.get("verifier", {}).get("image"): _TESTS}
+        found = {}
+        for image, folder in wanted.items():
+            dockerfile = self.path / folder / _DOCKERFILE
+            if image and dockerfile.is_file() and image == self._built_image(folder):
+                found[image] = dockerfile
+        return found
+
+    def _built_image(self, folder: str) -> str:
         name = re.sub(r"[^a-z0-9]+", "-", self.path.name.lower()).strip("-") or "task"
+        if folder == _TESTS:
+            name += "-verifier"
         digest = blake2b(digest_size=6)
-        for file in sorted(_files_in(self.path / "environment")):
+        for file in sorted(_files_in(self.path / folder)):
             relative = file.relative_to(self.path).as_posix()
             status = file.lstat().st_mode
             if not stat.S_ISREG(status) and not stat.S_ISLNK(status):
-                raise _Refused(f"{relative} is neither a file nor a directory")
+                raise TaskRefused(f"{relative} is neither a file nor a directory")
             content = os.fsencode(file.readlink()) if file.is_symlink() else file.read_bytes()
             mode = stat.S_IMODE(status) & 0o111
             digest.update(os.fsencode(f"{relative}\0{mode:o}\0{len(content)}\0"))
@@ -111,7 +128,7 @@ class HarborTask(NamedTuple):
             if with_solution and (solution := self._solution()) is not None:
                 row["solution"] = solution
             return row
-        except _Refused as refused:
+        except TaskRefused as refused:
             reason = str(refused)
             keys = refused.keys
         except UnicodeDecodeError as error:
@@ -128,26 +145,38 @@ class HarborTask(NamedTuple):
         task = self._settings()
         for table in ("environment", "agent", "verifier"):
             if not isinstance(task.get(table, {}), dict):
-                raise _Refused("must be a table", (table,))
+                raise TaskRefused("must be a table", (table,))
         self._refuse_unsupported(task)
         environment, agent, verifier = (
             task.get(name, {}) for name in ("environment", "agent", "verifier")
         )
-        by_default = _network(environment, "environment", default=_old_network(environment))
-        tests = self._tests()
+        by_default = network_of(environment, "environment", default=by_old_name(environment))
+        image = self._image(environment, _ENVIRONMENT)
         row: dict[str, Any] = {
             "id": self.id,
-            "task": _jsonable(task),
-            "image": self._image(environment),
-            "network": _network(agent, "agent", default=by_default),
-            "check_network": _network(verifier, "verifier", default=by_default),
-            "limits": _limits(environment),
-            "tests": tests,
-            "interpreter": self._interpreter(),
+            "task": jsonable(task),
+            "image": image,
+            "network": network_of(agent, "agent", default=by_default),
+            "check_network": network_of(verifier, "verifier", default=by_default),
+            "limits": limits_of(environment),
         }
-        if task.get("artifacts") or verifier.get("collect"):
-            row["artifacts"] = True
-        if (user := verifier.get("user", "root" if agent.get("user") else None)) is not None:
+        if collect := hooks_of(verifier, agent):
+            row["collect"] = collect
+        if (health := environment.get("healthcheck")) is not None:
+            row["health"] = health_command(health)
+        if is_separate(verifier):
+            row["verifier"] = self._verifier(task, image)
+            by_default = network_of_verifier(verifier, default=by_default)
+            row["check_network"] = network_of(verifier, "verifier", default=by_default)
+            if not self._brings_tests(verifier.get("environment", {})):
+                row["tests"] = self._tests()
+            user = verifier.get("user")
+        else:
+            row |= {"tests": self._tests(), "interpreter": self._interpreter()}
+            if task.get("artifacts"):
+                row["artifacts"] = True
+            user = verifier.get("user", "root" if agent.get("user") else None)
+        if user is not None:
             row["check_user"] = user
         row["instruction"], canary = self._instruction()
         return {**row, "canary": canary} if canary else row
@@ -157,9 +186,9 @@ class HarborTask(NamedTuple):
         try:
             return tomllib.loads(text)
         except ValueError as error:  # also of integers that are too long for Python
-            raise _Refused(f"not TOML: {error}") from error
+            raise TaskRefused(f"not TOML: {error}") from error
         except RecursionError as error:
-            raise _Refused("not TOML: nested too deeply") from error
+            raise TaskRefused("not TOML: nested too deeply") from error
 
     def _refuse_unsupported(self, task: Mapping[str, Any]) -> None:
         for keys, what in _UNSUPPORTED.items():
@@ -167,36 +196,65 @@ class HarborTask(NamedTuple):
             for key in keys:
                 value = value.get(key) if isinstance(value, dict) else None
             if value:
-                raise _Refused(f"{what} are not supported", keys)
+                raise TaskRefused(f"{what} are not supported", keys)
         environment = task.get("environment", {})
         if str(system := environment.get("os", "linux")).lower() != "linux":
-            raise _Refused(f"{system} is not supported", ("environment", "os"))
+            raise TaskRefused(f"{system} is not supported", ("environment", "os"))
         mode = task.get("verifier", {}).get("environment_mode", "shared")
-        if mode != "shared":
+        if mode not in ("shared", "separate"):
             keys = ("verifier", "environment_mode")
-            raise _Refused(f"{mode} verifiers are not supported", keys)
+            raise TaskRefused(f"{mode} verifiers are not supported", keys)
         version = str(task.get("schema_version", task.get("version", "1")))
         if version.partition(".")[0] != "1":
-            raise _Refused(f"version {version} of the format is not known", ("schema_version",))
-        for path in sorted((self.path / "environment").glob("*")):
-            if _COMPOSE.fullmatch(path.name):
-                raise _Refused(f"environment/{path.name}: compose is not supported")
+            raise TaskRefused(f"version {version} of the format is not known", ("schema_version",))
+        self._refuse_compose(_ENVIRONMENT)
         if (self.path / "steps").exists():
-            raise _Refused("steps/: tasks of several steps are not supported")
+            raise TaskRefused("steps/: tasks of several steps are not supported")
         if (self.path / "trajectory.json").exists():
-            raise _Refused("trajectory.json: tasks that continue a conversation are not supported")
+            raise TaskRefused(
+                "trajectory.json: tasks that continue a conversation are not supported"
+            )
 
-    def _image(self, environment: Mapping[str, Any]) -> str:
+    def _refuse_compose(self, folder: str) -> None:
+        for path in sorted((self.path / folder).glob("*")):
+            if _COMPOSE.fullmatch(path.name):
+                raise TaskRefused(f"{folder}/{path.name}: compose is not supported")
+
+    def _image(self, environment: Mapping[str, Any], folder: str) -> str:
+        """What an environment names, or what is built from the Dockerfile of its folder."""
         if image := environment.get("docker_image"):
             return str(image)
-        if not self.dockerfile.is_file():
-            raise _Refused("no image: neither environment.docker_image nor environment/Dockerfile")
-        return self.built_image
+        if not (self.path / folder / _DOCKERFILE).is_file():
+            raise TaskRefused(f"no image: neither environment.docker_image nor {folder}/Dockerfile")
+        return self._built_image(folder)
+
+    def _verifier(self, task: Mapping[str, Any], image: str) -> dict[str, Any]:
+        """The verifier's own container.
+
+        `image`, `workdir`, `env`, and `artifacts`: what it gets of the conversation's container.
+        Without an environment of its own it is a fresh copy of the task's.
+        """
+        own = task["verifier"].get("environment", {})
+        if not isinstance(own, dict):
+            raise TaskRefused("must be a table", ("verifier", "environment"))
+        self._refuse_compose(_TESTS)
+        environment = own if "environment" in task["verifier"] else task.get("environment", {})
+        brings_tests = self._brings_tests(own)
+        return {
+            "image": self._image(own, _TESTS) if brings_tests else image,
+            "workdir": environment.get("workdir"),
+            "env": {**environment.get("env", {}), **task["verifier"].get("env", {})},
+            "artifacts": artifacts_of(task),
+        }
+
+    def _brings_tests(self, own: Mapping[str, Any]) -> bool:
+        """Whether a verifier's container has an image of its own, with the tests in it."""
+        return bool(own.get("docker_image")) or (self.path / _TESTS / _DOCKERFILE).is_file()
 
     def _instruction(self) -> tuple[str, str]:
         """The instruction, and the canary lines before it, which are not for the model."""
         if not (self.path / "instruction.md").exists():
-            raise _Refused("instruction.md is missing")
+            raise TaskRefused("instruction.md is missing")
         lines = self._content("instruction.md").decode().splitlines(keepends=True)
         first = 0
         while first < len(lines) and (not lines[first].strip() or _is_canary(lines[first])):
@@ -204,16 +262,16 @@ class HarborTask(NamedTuple):
         canary = "".join(filter(_is_canary, lines[:first])).strip()
         text = "".join(lines[first:] if canary else lines).strip()
         if not text:
-            raise _Refused("instruction.md is empty")
+            raise TaskRefused("instruction.md is empty")
         return text, canary
 
     def _content(self, name: str) -> bytes:
         """What a file of the task holds; a link could lead to any file of this machine."""
         path = self.path / name
         if path.is_symlink():
-            raise _Refused(f"{name} is a link; copy the tasks without links (cp -rL)")
+            raise TaskRefused(f"{name} is a link; copy the tasks without links (cp -rL)")
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise _Refused(f"{name} is neither a file nor a directory")
+            raise TaskRefused(f"{name} is neither a file nor a directory")
         return path.read_bytes()
 
     def _tests(self) -> dict[str, Any]:
@@ -221,7 +279,7 @@ class HarborTask(NamedTuple):
         directory = self.path / "tests"
         if not (directory / _TEST).is_file():
             windows = (directory / "test.bat").exists() or (directory / "test.ps1").exists()
-            raise _Refused(
+            raise TaskRefused(
                 "tests/test.sh is missing" + ("; windows is not supported" if windows else "")
             )
         return self._files("tests", program=_TEST)
@@ -242,11 +300,11 @@ class HarborTask(NamedTuple):
         for path in _files_in(directory):
             relative = path.relative_to(directory).as_posix()
             if (shown := valid_utf8(relative)) != relative:
-                raise _Refused(f"{folder}/{shown}: its name is not UTF-8")
+                raise TaskRefused(f"{folder}/{shown}: its name is not UTF-8")
             content = self._content(f"{folder}/{relative}")
             size += len(content)
             if size > _MAX_FILES_BYTES:
-                raise _Refused(f"{folder}/ has more than {_MAX_FILES_BYTES >> 20} MiB")
+                raise TaskRefused(f"{folder}/ has more than {_MAX_FILES_BYTES >> 20} MiB")
             is_executable = relative == program or path.stat().st_mode & 0o111 != 0
             files[f"/{folder}/{relative}"] = _as_content(content, is_executable=is_executable)
         return files
@@ -257,7 +315,7 @@ class HarborTask(NamedTuple):
         if not first.startswith(b"#!"):
             return _SHELL
         if first.endswith(b"\r"):
-            raise _Refused(f"tests/{_TEST}: line 1 ends with a carriage return; remove it")
+            raise TaskRefused(f"tests/{_TEST}: line 1 ends with a carriage return; remove it")
         words = first[2:].decode(errors="replace").split()
         return words[0] if words else _SHELL
 
@@ -316,41 +374,6 @@ def _line_of(path: Path, keys: tuple[str, ...]) -> int | None:
     return None
 
 
-def _network(table: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    mode = table.get("network_mode")
-    if mode is None:
-        return default
-    if not isinstance(mode, str) or mode not in _NETWORK_MODES:
-        raise _Refused(f"{mode} is not supported", (name, "network_mode"))
-    return _NETWORK_MODES[mode]
-
-
-def _old_network(environment: Mapping[str, Any]) -> bool:
-    return environment.get("allow_internet", True) is not False
-
-
-def _limits(environment: Mapping[str, Any]) -> dict[str, float]:
-    """CPUs; memory and disk in megabytes, under their names of today and of before."""
-    limits: dict[str, float] = {}
-    if (cpus := environment.get("cpus")) is not None:
-        if not isinstance(cpus, int | float) or isinstance(cpus, bool) or not cpus > 0:
-            raise _Refused(f"{cpus!r} is not a number of CPUs", ("environment", "cpus"))
-        limits["cpus"] = cpus
-    for name, keys in {
-        "memory_mb": ("memory_mb", "memory"),
-        "disk_mb": ("storage_mb", "storage"),
-    }.items():
-        for key in keys:
-            if (raw := environment.get(key)) is not None:
-                size = _SIZE.fullmatch(str(raw).strip())
-                unit = "m" if key.endswith("_mb") else size and size[2].lower()
-                if size is None or not 0 < float(size[1]) < _MAX_SIZE:
-                    raise _Refused(f"{raw!r} is not a size", ("environment", key))
-                limits[name] = max(1, int(float(size[1]) * _MEGABYTES[unit or ""]))
-                break
-    return limits
-
-
 def _is_canary(line: str) -> bool:
     return line.lstrip().startswith(("#", "<!--", "//")) and "canary" in line.lower()
 
@@ -362,15 +385,3 @@ def _as_content(content: bytes, *, is_executable: bool) -> Any:
     except UnicodeDecodeError:
         return {"base64": base64.b64encode(content).decode(), **more}
     return {"text": text, **more} if more else text
-
-
-def _jsonable(value: Any) -> Any:
-    """Dates of TOML as ISO 8601 text."""
-    match value:
-        case dict():
-            return {key: _jsonable(member) for key, member in value.items()}
-        case list():
-            return [_jsonable(item) for item in value]
-        case str() | int() | float():
-            return value
-    return value.isoformat()

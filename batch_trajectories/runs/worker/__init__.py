@@ -16,6 +16,7 @@ workspace_setup  files and commands of a row
 history          removes later commits from a repository
 diff             what a conversation changed in a repository
 check            the check of a row
+judging          where a check runs, and what it gets there
 remote_journal   a journal that the parent writes
 
 Other rooms import agents/agent_program, call_limiter, calls, worker.

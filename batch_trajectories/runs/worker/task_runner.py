@@ -222,6 +222,10 @@ class TaskRunner:
             work.context = await self._spaces.reopened(work.context, work.row)
         else:
             work.end = await self._converse(work, prepared)
+        if work.row.check is not None and work.row.check.collect:
+            from batch_trajectories.runs.worker.judging import collect
+
+            await collect(work.context, work.row.check, work.task.id)
         if self._config.keep_workspaces is not None:
             from batch_trajectories.runs.worker.rechecks.keeping import keep
 
@@ -239,18 +243,20 @@ class TaskRunner:
     async def _judge(self, work: Work) -> None:
         """Make the diff, and judge the workspace.
 
-        Raises `SetupFailed` where no sandbox for it could be opened: the next attempt opens one,
-        and the last keeps the conversation.
+        Raises `SetupFailed` where no sandbox could be opened for it; the last attempt does not.
         """
         work.diff = await self._spaces.diff(work.context, work.row)
+        if work.row.check is None:
+            return
+        from batch_trajectories.runs.worker.check import unjudged
+        from batch_trajectories.runs.worker.judging import judge
+
         turns = self._turns_of(work)
         try:
-            work.check = await self._spaces.judge(work.context, work.row, turns, work.diff)
+            work.check = await judge(self._spaces, work.context, work.row, turns, work.diff)
         except SetupFailed as error:
             if work.assignment["attempt"] < self._config.max_attempts:
                 raise
-            from batch_trajectories.runs.worker.check import unjudged
-
             work.check = unjudged(str(error))
         if work.check is not None and (why := work.check.get("error")) is not None:
             log.warning("%s: its check gave no reward: %s", work.task.id, why)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.runs.config.sandboxes import image_sandboxes
@@ -186,6 +186,11 @@ class Workspaces:
         await self._made(sandbox)
         return self._inside(context, sandbox, root)
 
+    @property
+    def are_in_images(self) -> bool:
+        """Whether workspaces are directories of images."""
+        return self._in_images is not None
+
     def has_network(self, row: RowTask) -> bool:
         """Whether commands of a row may reach the network."""
         if self._in_images is None:
@@ -238,48 +243,6 @@ class Workspaces:
             await asyncio.to_thread(fresh.workspace.remove)
         return diff
 
-    async def judge(
-        self,
-        context: ToolContext,
-        row: RowTask,
-        turns: int | None,
-        diff: Mapping[str, Any] | None,
-    ) -> dict[str, Any] | None:
-        """The result of the row's check; None if it has none. Raises `SetupFailed`.
-
-        `turns` is how many turns of the run's model it judges, if known; `diff` is that of `diff`.
-        """
-        if row.setup is None or row.setup.check is None:
-            return None
-        from batch_trajectories.runs.worker.check import run_check, unjudged
-
-        # Processes that the model left running could affect the check.
-        await sandbox_of(context).stop()
-        root = context.workspace.root
-        check = row.setup.check
-        judged = root
-
-        async def open_as(user: str | None) -> ToolContext:
-            return await self._judging(context, row, check, judged, user)
-
-        place: dict[str, Any] = {}
-        prepare_as = None
-        if self._in_images is not None:
-            place["in"] = check.where or "same"
-            own = cast("ImageSandbox", sandbox_of(context))
-            prepare_as = "root" if check.user or not own.can_change_all else None
-        try:
-            if row.is_judged_afresh:
-                if why := "there is no repository" if diff is None else diff.get("error"):
-                    return unjudged(f"`check`: {why}") | place
-                judged = fresh_root(root)
-            return place | await run_check(check, open_as, turns, prepare_as=prepare_as)
-        finally:
-            if judged != root:
-                sandbox = await self._sandbox_in_image(judged, row, self._spec_of(row))
-                await asyncio.to_thread(sandbox.discard)
-                await asyncio.to_thread(remove_tree, judged)
-
     @asynccontextmanager
     async def inside(self, context: ToolContext, row: RowTask) -> AsyncIterator[Inside | None]:
         """The workspace inside its image, to be read after the conversation; None elsewhere."""
@@ -304,7 +267,7 @@ class Workspaces:
             for found in opened:
                 await sandbox_of(found).stop()
 
-    async def _judging(
+    async def judging(
         self, context: ToolContext, row: RowTask, check: Check, root: Path, user: str | None
     ) -> ToolContext:
         """The workspace in `root` in a sandbox for a check, as a user of its image."""
@@ -314,11 +277,18 @@ class Workspaces:
             workspace = Workspace(root)
             sandbox = self._sandbox_for(workspace, row, limits)
             return replace(context, workspace=workspace, sandbox=sandbox, held={})
-        spec = self._spec_of(row)
-        spec = replace(spec, user=user or spec.user, network=check.network or spec.network)
-        sandbox = await self._sandbox_in_image(root, row, spec, limits)
+        spec = self._spec_of_check(row, check)
+        sandbox = await self._sandbox_in_image(
+            root, row, replace(spec, user=user or spec.user), limits
+        )
         await self._made(sandbox)
         return self._inside(context, sandbox, root)
+
+    async def remove_judged(self, row: RowTask, check: Check, root: Path) -> None:
+        """Remove a workspace that was made for a check alone."""
+        sandbox = await self._sandbox_in_image(root, row, self._spec_of_check(row, check))
+        await asyncio.to_thread(sandbox.discard)
+        await asyncio.to_thread(remove_tree, root)
 
     async def _fresh(
         self, context: ToolContext, row: RowTask, *, with_history: bool
@@ -411,6 +381,10 @@ class Workspaces:
         # The scan refuses rows without an image where the run names none.
         spec = row.image or ImageSpec(config.docker_image or "", network=config.network)
         return replace(spec, workdir=spec.workdir or config.workdir)
+
+    def _spec_of_check(self, row: RowTask, check: Check) -> ImageSpec:
+        spec = check.image or self._spec_of(row)
+        return replace(spec, network=check.network or spec.network)
 
     async def _image_problem(self, image: str) -> str | None:
         """Why a row's image cannot be run, checked once per image."""

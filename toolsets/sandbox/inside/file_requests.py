@@ -115,12 +115,13 @@ class FileRequests:
     def _tree(self, request: dict[str, Any]) -> dict[str, Any]:
         """As `_walk`, by paths in the directory, with marks that differ where files do.
 
-        What is in directories called `.git` is left out.
+        What is in directories called `.git` is left out, unless the request has `with_git`.
         """
         top = self._path(request)
+        closed = None if request["with_git"] else ".git"
         entries: list[Entry] = []
         marks: list[str] = []
-        for entry in _walked(top, "", request["after"], closed=".git"):
+        for entry in _walked(top, "", request["after"], closed=closed):
             if len(entries) == _MAX_ENTRIES:
                 return {"entries": entries, "marks": marks, "more": True}
             entries.append(entry)

@@ -16,6 +16,7 @@ from batch_trajectories.runs.audit.steps import AuditStep, step_of
 from batch_trajectories.runs.worker.audit.leaks import find_leaks
 from batch_trajectories.runs.worker.audit.solving import NotApplied, solve
 from batch_trajectories.runs.worker.audit.tamper import NOT_TRIED, can_forge, forge
+from batch_trajectories.runs.worker.judging import collect
 from batch_trajectories.runs.worker.task_runner import TaskRunner, Work
 
 
@@ -36,7 +37,7 @@ class AuditRunner(TaskRunner):
         except ValueError as error:
             unusable = str(error)
         expected = row.spec.expected
-        check = None if row.setup is None else row.setup.check
+        check = row.check
         facts = work.audit = {
             "is_judged": check is not None or expected is not None,
             "has_reference": bool(reference or unusable)
@@ -65,6 +66,7 @@ class AuditRunner(TaskRunner):
         if check is not None:
             facts["limit_s"] = check.timeout_s or self._config.command_timeout_s
             facts["command"] = check.command
+            await collect(work.context, check, work.task.id)
         await self._judge(work)
 
     async def _act(

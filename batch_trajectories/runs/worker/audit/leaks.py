@@ -121,7 +121,7 @@ def _of_reference(reference: Reference | None) -> list[Sought]:
 
 def _of_check(row: RowTask) -> list[Sought]:
     """The files of the check that the row itself does not give to the model."""
-    check = None if row.setup is None else row.setup.check
+    check = row.check
     if row.setup is None or check is None:
         return []
     shown = set(row.setup.files.values())

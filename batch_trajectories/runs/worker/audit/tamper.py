@@ -120,7 +120,7 @@ async def forge(context: ToolContext, row: RowTask, way: str) -> list[str]:
     """
     if not sandbox_of(context).is_isolated:
         raise SetupFailed(NOT_TRIED)
-    check = None if row.setup is None else row.setup.check
+    check = row.check
     homes = {str(PurePosixPath(path).parent) for path in (check.files if check else ())}
     script = "PLUGIN=$1 STARTUP=$2 SITES=$3; shift 3\n" + _WRITE + _SCRIPTS[way]
     given = [_PLUGIN, _STARTUP, _SITES, *sorted(homes)]
