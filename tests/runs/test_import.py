@@ -181,7 +181,9 @@ def gave(id: str, content: Any = "ok") -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": id, "content": content}
 
 
-def test_a_session_of_claude_code_is_one_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_its_own", [True, False])
+def test_a_session_of_claude_code_is_one_record(tmp_path: Path, of_its_own: bool) -> None:
+    """Its subagents have files of their own, or, in earlier versions, lines in the same file."""
     text = {"type": "text", "text": "Done."}
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
     rows = session(
@@ -200,11 +202,17 @@ def test_a_session_of_claude_code_is_one_record(tmp_path: Path) -> None:
         wrote("x", text, isApiErrorMessage=True),
         wrote("m2", text, "end_turn"),
     )
-    side = session(said("Search", isSidechain=True), wrote("s0", text, isSidechain=True))
+    side = [
+        {**line, "uuid": f"side-{n}", "parentUuid": f"side-{n - 1}" if n else None}
+        for n, line in enumerate(
+            session(said("Search", isSidechain=True), wrote("s0", text, isSidechain=True))
+        )
+    ]
     subagents = tmp_path / "projects" / "p" / "s1" / "subagents"
     subagents.mkdir(parents=True)
-    write_rows(tmp_path / "projects" / "p" / "s1.jsonl", *rows)
-    write_rows(subagents / "agent-1.jsonl", *side)
+    write_rows(tmp_path / "projects" / "p" / "s1.jsonl", *rows, *(() if of_its_own else side))
+    if of_its_own:
+        write_rows(subagents / "agent-1.jsonl", *side)
     end, run_dir = take(tmp_path, tmp_path / "projects")
     assert (end.completed, end.unreadable) == (1, [])
     record = only_record(run_dir)
