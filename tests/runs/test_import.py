@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
@@ -314,6 +316,21 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_taken_once(tmp_path: Path)
     changed, _ = take(tmp_path, tmp_path / "rows.jsonl")
     assert changed.changed == [f"{tmp_path}/rows.jsonl:1"]
     assert len(list(stored_records(run_dir))) == 2
+
+
+def test_a_damaged_file_of_a_directory_is_named(tmp_path: Path) -> None:
+    good = {"messages": [said("Hi")["message"], {"role": "assistant", "content": "Yes."}]}
+    directory = tmp_path / "all"
+    directory.mkdir()
+    (directory / "a.jsonl.gz").write_bytes(gzip.compress(json.dumps(good).encode())[:-9])
+    write_rows(directory / "b.jsonl", good)
+    write_rows(directory / "result.json", {"of": "another program"})
+    end, _ = take(tmp_path, directory)
+    assert (end.completed, len(end.unreadable)) == (1, 1)
+    assert "a.jsonl.gz: cannot read the dataset" in end.unreadable[0]
+    with pytest.raises(DatasetError, match=r"none\.jsonl: no such file"):
+        take(tmp_path, tmp_path / "none.jsonl", name="other")
+    assert not (tmp_path / "runs" / "other").exists()
 
 
 @pytest.mark.slow

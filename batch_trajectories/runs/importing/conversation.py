@@ -28,6 +28,8 @@ class Unreadable(ValueError):
         super().__init__(reason)
         self.line = line
         """The line of its file; None where that of the conversation is meant."""
+        self.is_damaged = False
+        """The file, or the rest of it, cannot be read."""
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ import orjson
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.console import watched
+from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.row import RowRules
@@ -33,6 +34,7 @@ from batch_trajectories.runs.directory.run_dir import (
 from batch_trajectories.runs.importing.conversation import Foreign, Unreadable
 from batch_trajectories.runs.importing.sources import Place, conversations_in
 from batch_trajectories.runs.protocol.record import as_stored
+from batch_trajectories.runs.sources.source import HUB_PREFIX
 from batch_trajectories.runs.store.checksum import DamagedLine
 from batch_trajectories.runs.store.files import AppendFile, make_directory, repair_tail
 from batch_trajectories.runs.store.records import RecordFile
@@ -88,6 +90,10 @@ def import_conversations(
     `format` is that of all, or None to recognize each. Raises `DatasetError` and `ConfigError` for
     sources that cannot be read, `StorageError`, and what `open_run_dir` raises.
     """
+    names = [*names]
+    for name in names:
+        if not str(name).startswith(HUB_PREFIX) and not name.exists():
+            raise DatasetError(f"{name}: no such file or directory")
     path = output_dir / run_name / "imported" / "conversations.jsonl"
     config = RunConfig(
         dataset_file=path, run_name=run_name, output_dir=output_dir, model=MODEL, sandbox="local"

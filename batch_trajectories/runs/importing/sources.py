@@ -42,7 +42,7 @@ def conversations_in(name: Path, format: str | None) -> Iterator[tuple[Place, Re
     """All that a file, a directory or a hub's dataset (`hf:`) holds, in order.
 
     `format` is one of `FORMATS`, or None to recognize that of each file. Raises `DatasetError` for
-    a source that is not there, `ConfigError` for one without any conversation.
+    a source that cannot be one, `ConfigError` for a directory without any conversation.
     """
     source = source_of(name)
     if not source.files:
@@ -54,7 +54,8 @@ def conversations_in(name: Path, format: str | None) -> Iterator[tuple[Place, Re
         if is_directory and _is_subagents(file.path):
             continue
         for place, read in _read_rows(_rows_of_file(file), str(file.path), file.path, format):
-            if place.format or not is_directory:  # directories hold other files, too
+            is_damaged = isinstance(read, Unreadable) and read.is_damaged
+            if place.format or is_damaged or not is_directory:  # directories hold other files, too
                 is_known = True
                 yield place, read
     if not is_known:
@@ -119,10 +120,8 @@ def _rows_of_file(file: SourceFile) -> Iterator[SourceRow | Unreadable]:
         # A document of many lines, or JSONL.
         try:
             content = exact_json.loads(file.path.read_bytes())
-        except OSError as error:
-            raise DatasetError(f"{file.path}: {error.strerror}") from error
-        except exact_json.JSONDecodeError:
-            content = None
+        except (OSError, exact_json.JSONDecodeError):
+            content = None  # named when it is read as rows
         if isinstance(content, dict):
             yield SourceRow(1, content)
             return
@@ -149,6 +148,6 @@ def _rows_of(source: DataSource) -> Iterator[SourceRow | Unreadable]:
             else:
                 yield Unreadable("not an object", number)
     except DatasetError as error:
-        if not number:
-            raise
-        yield Unreadable(str(error), number + 1)
+        damaged = Unreadable(str(error), number + 1 if number else None)
+        damaged.is_damaged = True
+        yield damaged

@@ -96,15 +96,19 @@ def _files_of(path: Path, problems: list[Unreadable]) -> Iterator[list[SourceRow
     beside = path.parent.glob("agent-*.jsonl") if not path.stem.startswith("agent-") else ()
     for file in sorted([*path.with_suffix("").glob("subagents/*.jsonl"), *beside]):
         rows: list[SourceRow] = []
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    content = exact_json.loads(line)
-                except exact_json.JSONDecodeError as error:
-                    problems.append(Unreadable(f"{file.name}:{number}: not JSON: {error}"))
-                    continue
-                if isinstance(content, dict):
-                    rows.append(SourceRow(number, content))
+        try:
+            lines = file.read_bytes().splitlines()
+        except OSError as error:
+            problems.append(Unreadable(f"{file.name}: {error.strerror}"))
+            continue
+        for number, line in enumerate(lines, start=1):
+            try:
+                content = exact_json.loads(line)
+            except exact_json.JSONDecodeError as error:
+                problems.append(Unreadable(f"{file.name}:{number}: not JSON: {error}"))
+                continue
+            if isinstance(content, dict):
+                rows.append(SourceRow(number, content))
         is_beside = file.parent == path.parent
         if not is_beside or any(row.content.get("sessionId") == path.stem for row in rows):
             yield rows
