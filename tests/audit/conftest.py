@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import io
 import shutil
 import subprocess
@@ -12,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from testing.fake_images import Entry, layer_of, layer_of_tree, make_repository, write_layout
+from testing.fake_images import (
+    Entry,
+    layer_of,
+    layer_of_tree,
+    make_repository,
+    tree_of_programs,
+    write_layout,
+)
 from tests.audit.planting import FIXED_TEXT, OLD_TEXT, R2E_TEST, SMITH_TESTS, SOLVE, Images
 from tests.images.conftest import images
 
@@ -23,7 +31,7 @@ _RUN_PYTEST = b"#!/usr/bin/python3\nimport sys, pytest\nsys.exit(pytest.main())\
 
 
 def _layer_of_pytest(place: Path) -> bytes:
-    """pytest and what it needs, where the Python of the images looks for packages."""
+    """pytest and what it needs, compiled, where the Python of the images looks for packages."""
     inside = Path(sysconfig.get_path("stdlib")) / "site-packages"
     for name in _PACKAGES:
         for file in metadata.files(name) or ():
@@ -31,6 +39,7 @@ def _layer_of_pytest(place: Path) -> bytes:
                 target = place / str(inside).lstrip("/") / file
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(str(file.locate()), target)
+    compileall.compile_dir(str(place), stripdir=str(place), quiet=1)
     # As an editable installation of the project, so that its own start-up files count, too.
     (place / str(inside).lstrip("/") / "project.pth").write_text("/testbed\n")
     program = place / "usr/bin/pytest"
@@ -63,7 +72,8 @@ def task_images(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Image
     another file, a package and another repository.
     """
     directory = tmp_path_factory.mktemp("task_images")
-    programs = layer_of_tree(images.with_name("trees") / "python")
+    tree_of_programs(python := tmp_path_factory.mktemp("python"), with_caches=True)
+    programs = layer_of_tree(python)
     tools = _layer_of_pytest(tmp_path_factory.mktemp("pytest"))
     tree = tmp_path_factory.mktemp("calc")
     work = tree / "testbed"
