@@ -2,6 +2,7 @@
 
 test_layers         layers that are hostile, damaged or of other formats
 test_shared_layers  layers that several images have, which are on disk once
+test_bases          images whose history is removed once for many conversations
 test_image_files    files inside, as the file tools use them
 test_image_sandbox  commands in an image, and what they cannot reach
 test_task_runs      runs of software-engineering tasks, from their rows to their rewards

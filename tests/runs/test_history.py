@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
 
 import pytest
 
@@ -296,21 +295,6 @@ def test_submodules_keep_the_history_of_their_commit(repository: Path, tmp_path:
     assert fix not in objects(repository / "lib one")
     assert (repository / "lib one/lib.py").read_text() == "old\n"
     assert [path.name for path in (repository / ".git/modules").iterdir()] == ["lib one"]
-
-
-@pytest.mark.parametrize("at", ["base", "HEAD"])
-def test_the_same_repository_is_proved_once(repository: Path, tmp_path: Path, at: str) -> None:
-    base = git(repository, "rev-parse", at)
-    again = tmp_path / "again"
-    shutil.copytree(repository, again, symlinks=True)
-    known = asyncio.run(remove_history(context_of(repository), base))
-    context = context_of(again)
-    assert context.sandbox is not None
-    with patch.object(context.sandbox, "exec", wraps=context.sandbox.exec) as executed:
-        assert asyncio.run(remove_history(context, base, known=known)) is known
-    assert executed.call_count == 1
-    assert proved(again, base) is None
-    assert objects(again) == objects(repository)
 
 
 def test_what_cannot_be_removed_fails_the_setup(repository: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ layouts      writes a layout that many images share
 names        references, which images they mean, and ImageError
 layers       layers as one directory tree that is safe on this machine
 store        the unpacked images of this user
+bases        layers that many conversations of an image begin above
 
-Other rooms import layers, layouts, names, store.
+Other rooms import bases, layers, layouts, names, store.
 """

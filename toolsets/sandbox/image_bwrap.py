@@ -21,6 +21,7 @@ from threading import Lock
 from typing import Literal, NamedTuple
 
 from batch_trajectories.basics.errors import HostError
+from toolsets.images.bases import base_of, keep_base, remove_bases, use_base
 from toolsets.images.layers import resolve
 from toolsets.images.names import ImageError
 from toolsets.images.store import ImageStore, UnpackedImage
@@ -113,6 +114,12 @@ class BwrapImages(ImageSandboxes):
         image = self._store.unpack(spec.reference)
         return BwrapImageSandbox(workspace, limits, image=image, spec=spec, extras=extras)
 
+    def remove_leftovers(self) -> int:
+        """See `ImageSandboxes`: here what several conversations began with."""
+        if (layers := self._run_dir / "workspaces").exists():
+            remove_bases(layers)
+        return 0
+
 
 class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
     """Runs a task's commands in an image, as the user of the image.
@@ -177,26 +184,44 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
 
     def is_kept(self) -> bool:
         """See `ImageSandbox`."""
-        return self._workspace.root.exists()
+        root = self._workspace.root
+        base = base_of(root)
+        return root.exists() and (base is None or root.with_name(base).exists())
+
+    @property
+    def shares_bases(self) -> bool:  # type: ignore[override]
+        """See `ImageSandbox`: an entrypoint changes files at its start, for each conversation."""
+        return not self.entrypoint and self._layering == "overlay"
+
+    def begin_above(self, base: str) -> bool:
+        """See `ImageSandbox`."""
+        self._workspace.make()
+        return use_base(self._workspace.root, base)
+
+    def keep_as(self, base: str) -> None:
+        """See `ImageSandbox`."""
+        keep_base(self._workspace.root, base)
+
+    @property
+    def _layering(self) -> Layering:
+        return layering_of(self._workspace.root.parent, self._image.path.parent)
 
     def make(self) -> None:
         """See `ImageSandbox`."""
-        root, images = self._workspace.root, self._image.path.parent
-        if layering_of(root.parent, images) == "copy":
+        if self._layering == "copy":
             self._workspace.make()
-            _copy(self._image.rootfs, root)
+            _copy(self._image.rootfs, self._workspace.root)
 
     def discard(self) -> None:
         """See `ImageSandbox`: what is kept is in the workspace's directory."""
 
     def layer_mark(self, path: str) -> str | None:
         """See `ImageSandbox`: of files in the layer, what only a change of them changes."""
-        root = self._workspace.root
-        if layering_of(root.parent, self._image.path.parent) == "copy":
+        if self._layering == "copy":
             return None
         digest = hashlib.sha256()
         try:
-            _mark_layer(root / "upper", path, digest.update)
+            _mark_layer(self._workspace.root / "upper", path, digest.update)
         except OSError:
             return None
         return digest.hexdigest()
@@ -205,7 +230,6 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
         """See `ServedSandbox`."""
         layers, network = self._workspace.root.parent, self._network
         images = self._image.path.parent
-        layering = layering_of(layers, images)
         binds = {} if self._extras is None else self._extras.binds
         # What lies beside a layer is its conversation's own, and every fork server has all layers.
         own = {at for at, path in binds.items() if Path(path).parent == layers}
@@ -222,7 +246,8 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
                 "network": network,
                 "image": {
                     "tree": str(self._image.rootfs.relative_to(images)),
-                    "is_copied": layering == "copy",
+                    "base": base_of(self._workspace.root),
+                    "is_copied": self._layering == "copy",
                     "workdir": self.home,
                     "uid": self._user.uid,
                     "gid": self._user.gid,

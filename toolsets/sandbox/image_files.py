@@ -33,6 +33,8 @@ class ImageSandbox(Sandbox):
     lies_in_workspace = False
     image_digest: str
     """Of the image's configuration, which names its layers: for all sandboxes the same."""
+    shares_bases = False
+    """Whether it can begin above what others began with: see `begin_above`."""
     user_home: str | None
     """HOME of the user that commands run as; None where only the engine knows it."""
 
@@ -52,6 +54,14 @@ class ImageSandbox(Sandbox):
     @abstractmethod
     def discard(self) -> None:
         """Remove what is kept; the sandbox must have been stopped."""
+
+    def begin_above(self, base: str) -> bool:
+        """Before its first call, take over what `keep_as` kept; False where nothing is kept."""
+        del base
+        return False
+
+    def keep_as(self, base: str) -> None:
+        """Keep what was changed for others under a name; the sandbox must have been stopped."""
 
     def layer_mark(self, path: str) -> str | None:
         """A text that stays the same as long as nothing beneath a directory is changed.

@@ -123,6 +123,8 @@ class WorkerSetup:
     """Base URLs that have answered before."""
     images: Mapping[str, str] = field(default_factory=dict)
     """The digests of images that finished conversations used, by reference."""
+    start: str = ""
+    """Names the start of the run, which other starts do not share."""
     place: str = ""
     """Names the storage with the workspaces; "" for the run directory."""
     is_remote: bool = False

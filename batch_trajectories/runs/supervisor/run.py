@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import threading
 from array import array
@@ -387,6 +388,7 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
         limits=limits,
         budget=budget_of(plan.config),
         proven=frozenset(map(url_of, limits)) if is_proven else frozenset(),
+        start=secrets.token_hex(8),
     )
 
 

@@ -228,24 +228,19 @@ remove . "$1" "$2"
 """
 
 
-async def remove_history(
-    context: ToolContext, base_commit: str, *, known: bool | None = None
-) -> bool:
+async def remove_history(context: ToolContext, base_commit: str) -> None:
     """Remove what does not lead to a commit; prove that it is gone. Raises `SetupFailed`.
 
     `base_commit` is a commit as git names one; without such a commit no history is left. Does
-    nothing where the workspace is in no repository. Returns whether objects had to go; `known` is
-    what it returned for the same repository: then nothing is proved again.
+    nothing where the workspace is in no repository.
     """
-    must_go = await history_problem(context, base_commit) is not None if known is None else known
+    must_go = await history_problem(context, base_commit) is not None
     # Objects that need not go are not copied: they stay in the image, which conversations share.
     result = await _run(context, _REMOVE, base_commit, "all" if must_go else "")
     if result.exit_code != 0:
         raise SetupFailed(f"`base_commit`: the history cannot be removed: {_why(result)}; {_KEEP}")
-    is_proved = known is not None or not must_go
-    if not is_proved and (left := await history_problem(context, base_commit)) is not None:
+    if must_go and (left := await history_problem(context, base_commit)) is not None:
         raise SetupFailed(f"`base_commit`: history is left: {left}; {_KEEP}")
-    return must_go
 
 
 async def history_problem(context: ToolContext, base_commit: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -29,7 +30,7 @@ from toolsets.context import ToolContext
 from toolsets.sandbox.base import Extras, Limits, Sandbox
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem
 from toolsets.workspace.removal import remove_tree
-from toolsets.workspace.workspace import Workspace
+from toolsets.workspace.workspace import TEMPORARY, Workspace
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.dataset.row_check import Check
@@ -69,8 +70,6 @@ class Workspaces:
             self._in_images = image_sandboxes(setup.config)
         self._digests = dict(setup.images)
         """Of images that conversations of the run used, by reference: they must not change."""
-        self._histories: dict[tuple[str | None, ...], bool] = {}
-        """Whether objects had to go from the repository of an image: see `remove_history`."""
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def open(self, key: bytes, row: RowTask, *, resumed: bool) -> ToolContext:
@@ -122,10 +121,11 @@ class Workspaces:
         root = context.workspace.root
         sandbox = await self._sandbox_in_image(root, row, spec)
         is_other = await asyncio.to_thread(image_was_replaced, root, sandbox.image_digest)
-        if half_set_up(root).exists() or is_other:
+        kept = await asyncio.to_thread(sandbox.is_kept)
+        if half_set_up(root).exists() or is_other or not kept:
             await asyncio.to_thread(sandbox.discard)
             await asyncio.to_thread(remove_tree, root)
-        kept = await asyncio.to_thread(sandbox.is_kept)
+            kept = False
         context = self._inside(context, sandbox, root)
         try:
             if kept:
@@ -135,7 +135,7 @@ class Workspaces:
                     await asyncio.to_thread(sandbox.discard)
                     await self._made(sandbox)
                     if row.setup is not None:
-                        await self._set_up_in_image(context, row.setup, spec)
+                        await self._set_up_in_image(context, row, row.setup)
                     await begin_diff(context, is_needed=row.is_judged_afresh)
                     await asyncio.to_thread((root / IMAGE_FILE).write_text, sandbox.image_digest)
         except BaseException:
@@ -305,31 +305,36 @@ class Workspaces:
                 again = row.setup._replace(hidden=())
                 if with_history:
                     again = again._replace(base_commit=None)
-                await self._set_up_in_image(fresh, again, self._spec_of(row))
+                await self._set_up_in_image(fresh, row, again)
         except BaseException:
             await fresh.close(remove=True)
             raise
         return fresh
 
-    async def _set_up_in_image(self, context: ToolContext, row: RowSetup, spec: ImageSpec) -> None:
-        """Set up a workspace inside an image, up to the history that it shows.
+    async def _set_up_in_image(self, context: ToolContext, row: RowTask, setup: RowSetup) -> None:
+        """Set up a workspace inside an image.
 
-        A fresh copy for a check has no more of it: what the model wrote runs there.
+        A fresh copy for a check has no more of the history: what the model wrote runs there. An
+        image whose history was removed is made and proved once, and all others begin above it.
         """
-        await set_up_workspace(context, row)
-        if row.base_commit is None:
+        sandbox = cast("ImageSandbox", sandbox_of(context))
+        can_change = setup.files or setup.commands or self._setup.config.keep_workspaces is not None
+        if setup.base_commit is None or can_change or not sandbox.shares_bases:
+            await set_up_workspace(context, setup)
             return
-        from batch_trajectories.runs.worker.history import remove_history
-
-        repository = (
-            *(self._digests[spec.reference], spec.workdir, spec.user),
-            *(row.start_dir, row.base_commit),
-        )
-        is_the_images = not (row.files or row.commands)  # which could have changed it
-        known = self._histories.get(repository) if is_the_images else None
-        must_go = await remove_history(context, row.base_commit, known=known)
-        if is_the_images:
-            self._histories[repository] = must_go
+        spec = self._spec_of(row)
+        begins = (self._setup.start, sandbox.image_digest, spec, setup._replace(check=None))
+        name = hashlib.sha256(repr(begins).encode()).hexdigest()
+        async with self._waiting[name]:
+            while not await asyncio.to_thread(sandbox.begin_above, name):
+                making = context.workspace.root.with_name(f"{TEMPORARY}{name}.{os.getpid()}")
+                await asyncio.to_thread(remove_tree, making)
+                maker = await self._sandbox_in_image(making, row, spec)
+                try:
+                    await set_up_workspace(self._inside(context, maker, making), setup)
+                finally:
+                    await maker.stop()
+                await asyncio.to_thread(maker.keep_as, name)
 
     def _inside(self, context: ToolContext, sandbox: ImageSandbox, root: Path) -> ToolContext:
         from toolsets.sandbox.image_files import ImageFiles

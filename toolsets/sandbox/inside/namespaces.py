@@ -83,17 +83,22 @@ def enter(workspace: str, tmp_bytes: int, network: bool) -> None:
 def enter_image(layer: str, tmp_bytes: int, network: bool, image: dict[str, Any]) -> None:
     """Confine this process to an image, with the changes of a conversation above it.
 
-    `image` has "tree" (its directory beneath /images), "is_copied" (the layer holds a copy of the
-    tree, not only what changes), "workdir", "uid", "gid" and "shown" (paths in the image, each with
-    the file or directory that is to be seen there, read-only). Raises `OSError`.
+    `image` has "tree" (its directory beneath /images), "base" (the directory beside the layer with
+    one that is between both, or None), "is_copied" (the layer holds a copy of the tree, not only
+    what changes), "workdir", "uid", "gid" and "shown" (paths in the image, each with the file or
+    directory that is to be seen there, read-only). Raises `OSError`.
     """
+    trees = [f"{_IMAGES}/{image['tree']}"]
     for name in (layer, *image["tree"].split("/")):
         _check_name(name)
+    if image["base"] is not None:
+        _check_name(image["base"])
+        trees.insert(0, f"{_WORKSPACE}/{image['base']}/upper")
     _call("unshare", _NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | (0 if network else _NEWNET))
     _mount("none", "/", None, _REC | _PRIVATE)
     names = _nameservers() if network else None
     layer = f"{_WORKSPACE}/{layer}"
-    _mount_tree(layer, f"{_IMAGES}/{image['tree']}", is_copied=image["is_copied"])
+    _mount_tree(layer, *trees, is_copied=image["is_copied"])
     for name in ("proc", "dev"):
         if not stat.S_ISDIR(os.lstat(f"/tmp/{name}").st_mode):
             raise OSError(errno.ENOTDIR, f"/{name} of the image is not a directory")
@@ -134,8 +139,11 @@ def main() -> None:
     os.mkdir("/tmp/made")  # which not all file systems for layers can
 
 
-def _mount_tree(layer: str, tree: str, *, is_copied: bool) -> None:
-    """Mount what the conversation sees at /tmp, and open the directory that is measured."""
+def _mount_tree(layer: str, *trees: str, is_copied: bool) -> None:
+    """Mount what the conversation sees at /tmp, and open the directory that is measured.
+
+    Of the trees below its layer, the first one is the uppermost.
+    """
     upper, work = f"{layer}/upper", f"{layer}/work"
     for path in (upper, work):
         os.makedirs(path, exist_ok=True)
@@ -143,7 +151,7 @@ def _mount_tree(layer: str, tree: str, *, is_copied: bool) -> None:
         _mount(upper, "/tmp", None, _BIND)
         _mount("none", "/tmp", None, _BIND | _REMOUNT | _NOSUID | _NODEV)
     else:
-        layers = f"lowerdir={tree},upperdir={upper},workdir={work},userxattr"
+        layers = f"lowerdir={':'.join(trees)},upperdir={upper},workdir={work},userxattr"
         _mount("overlay", "/tmp", "overlay", _NOSUID | _NODEV, layers)
     mode = stat.S_IMODE(os.stat("/tmp").st_mode)
     if mode & 0o555 != 0o555:
