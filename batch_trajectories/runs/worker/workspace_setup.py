@@ -35,7 +35,7 @@ class SetupFailed(Exception):
 
 
 async def set_up_workspace(context: ToolContext, row: RowSetup) -> None:
-    """Write the files, run the commands, and remove the history. Raises `SetupFailed`."""
+    """Write the files and run the commands. Raises `SetupFailed` with the reason."""
     await write_files(context, row.files)
     for command in row.commands:
         result = await run_command(context, command)
@@ -47,10 +47,6 @@ async def set_up_workspace(context: ToolContext, row: RowSetup) -> None:
         result = await run_command(context, ["rm", "-rf", "--", *row.hidden])
         if result.exit_code != 0:
             raise SetupFailed(f"`hide`: {clip(result.stderr.strip(), max_chars=_SHOWN)}")
-    if row.base_commit is not None:
-        from batch_trajectories.runs.worker.history import remove_history
-
-        await remove_history(context, row.base_commit)
 
 
 @asynccontextmanager

@@ -320,7 +320,7 @@ class Workspaces:
         sandbox = cast("ImageSandbox", sandbox_of(context))
         can_change = setup.files or setup.commands or self._setup.config.keep_workspaces is not None
         if setup.base_commit is None or can_change or not sandbox.shares_bases:
-            await set_up_workspace(context, setup)
+            await _set_up(context, setup)
             return
         spec = self._spec_of(row)
         begins = (self._setup.start, sandbox.image_digest, spec, setup._replace(check=None))
@@ -331,7 +331,7 @@ class Workspaces:
                 await asyncio.to_thread(remove_tree, making)
                 maker = await self._sandbox_in_image(making, row, spec)
                 try:
-                    await set_up_workspace(self._inside(context, maker, making), setup)
+                    await _set_up(self._inside(context, maker, making), setup)
                 finally:
                     await maker.stop()
                 await asyncio.to_thread(maker.keep_as, name)
@@ -420,3 +420,12 @@ class Workspaces:
             workspace_mb=min(config.workspace_mb, disk_mb or config.workspace_mb),
             network=config.network and self._in_images is None,
         )
+
+
+async def _set_up(context: ToolContext, setup: RowSetup) -> None:
+    """Set up a workspace, and remove its history. Raises `SetupFailed`."""
+    await set_up_workspace(context, setup)
+    if setup.base_commit is not None:
+        from batch_trajectories.runs.worker.history import remove_history
+
+        await remove_history(context, setup.base_commit)
