@@ -260,7 +260,9 @@ def check_undone(
 def lose_power(run_dir: Path) -> None:
     """What a loss of power leaves: another start of the machine, journals and files cut."""
     for journal in run_dir.glob("inflight/*.jsonl"):
-        first, *later = journal.read_bytes().splitlines(keepends=True)
+        if not (content := journal.read_bytes()):
+            continue  # a kill can leave one without a line
+        first, *later = content.splitlines(keepends=True)
         entry = orjson.loads(without_checksum(first))
         if entry["boot"] == "another":
             continue  # of an earlier start: it was synced long ago
