@@ -11,7 +11,7 @@ import os
 import time
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -49,6 +49,8 @@ class Toolbox:
         self._context = context
         self._call_timeout_s = call_timeout_s
         self._before_call = before_call
+        self.run_on: list[Future[ToolResult]] = []
+        """Calls in threads that exceeded their time limit."""
 
     @property
     def names(self) -> list[str]:
@@ -112,7 +114,8 @@ class Toolbox:
                 return run()
             try:
                 return await in_thread(run, timeout_s=self._call_timeout_s)
-            except TimeoutError:
+            except LateCall as error:
+                self.run_on.append(error.future)
                 return self._late(tool)
         if begin is not None:
             begin()
@@ -270,10 +273,18 @@ class _ThreadCall(Generic[T]):
             self._late.discard(self)
 
 
+class LateCall(TimeoutError):
+    """A call exceeded its time limit and runs on."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        super().__init__()
+        self.future = future
+
+
 async def in_thread(function: Callable[[], T], *, timeout_s: float | None = None) -> T:
     """Call a function in a thread; return what it returns, raise what it raises.
 
-    Raises `TimeoutError` once it has run for `timeout_s`; the time until a thread is free does not
+    Raises `LateCall` once it has run for `timeout_s`; the time until a thread is free does not
     count. Raises `HostError` if functions that exceed their time limit hold all threads.
     """
     threads = _THREADS
@@ -286,7 +297,7 @@ async def in_thread(function: Callable[[], T], *, timeout_s: float | None = None
             if call.began is not None:
                 wait_s = timeout_s and call.began + timeout_s - time.monotonic()
                 if wait_s is not None and wait_s <= 0:
-                    raise TimeoutError
+                    raise LateCall(future)
                 continue
             threads.add()
             if threads.are_held():

@@ -21,7 +21,7 @@ from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, judge_run_dir
 from tests.faults.test_group_kills import wait_for
 from tests.faults.test_process import asking
-from tests.running import lines, run_long, started, wait_until, write_rows
+from tests.running import SCRIPTED, lines, run_long, started, wait_until, write_rows
 
 TURNS = 4
 
@@ -272,3 +272,79 @@ def lose_power(run_dir: Path) -> None:
         journal.write_bytes(b"".join([with_checksum(orjson.dumps(entry)), *later]))
     for file in run_dir.glob("workspaces/*/log"):
         file.write_bytes(b"")
+
+
+LATE = '''
+import os
+import time
+from pathlib import Path
+
+from toolsets.context import ToolContext
+from toolsets.tool import tool
+
+
+@tool(effects="workspace")
+def write(context: ToolContext) -> str:
+    """Write a file, late where there is a file `late`."""
+    context.workspace.make()
+    text = "in time"
+    if Path("late").exists():
+        ends = time.monotonic() + float(Path("late").read_text())
+        while Path("late").exists() and time.monotonic() < ends:
+            time.sleep(0.01)
+        text = "late"
+    (context.workspace.root / "log").write_text(text)
+    Path("wrote").touch()
+    return text
+
+
+@tool(effects="workspace")
+def wait(context: ToolContext) -> str:
+    """Wait until the process is killed, or until all has been written."""
+    Path("waits").touch()
+    while not Path("wrote").exists():
+        time.sleep(0.01)
+    return (context.workspace.root / "log").read_text()
+
+
+@tool()
+def read(context: ToolContext) -> str:
+    """What is in the file once all has been written."""
+    return wait.function(context)
+
+
+ALL = [write, wait, read]
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_endless", [False, True])
+def test_a_function_that_runs_on_when_its_call_is_repeated_writes_into_no_workspace(
+    tmp_path: Path, is_endless: bool
+) -> None:
+    """What was put back is what the conversation had; or it waits for the next start."""
+    (tmp_path / "acts.py").write_text(LATE)
+    turns = [{"tool_calls": [{"name": name}]} for name in ("write", "wait", "read")]
+    row = {"id": "a", "prompt": "a", "script": [*turns, {"content": "done"}]}
+    write_rows(tmp_path / "p.jsonl", row)
+    given = {**SCRIPTED, "tools": "acts:ALL", "enabled_toolsets": "acts"}
+    given |= {"tool_timeout_s": 1, "max_rebuild_s": 3 if is_endless else 60}
+    run_dir = tmp_path / "trajectories" / "r"
+    with started(tmp_path, **given) as process:
+        wait_until(lambda: (tmp_path / "wrote").exists())
+        (tmp_path / "wrote").unlink()
+        wait_until(lambda: (tmp_path / "waits").exists())
+        os.killpg(process.pid, signal.SIGKILL)
+        assert_gone(process.pid)
+    (tmp_path / "late").write_text("1000" if is_endless else "2")
+    done = run_long(tmp_path, **given)
+    if is_endless:
+        assert done.returncode == 1, done.stderr
+        assert "has not returned" in lines(run_dir / "failures.jsonl")[0]["message"]
+        (tmp_path / "late").unlink()
+        done = run_long(tmp_path, **given)
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(run_dir / "records.jsonl")
+    told = [message["content"] for message in record["messages"] if message["role"] == "tool"]
+    assert told[0] == told[2] == "in time"
+    assert interrupted(record) == (not is_endless)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ from toolsets.sandbox.factory import sandbox_kind
 from toolsets.tool import ASKS, Tool, ToolResult
 from toolsets.toolbox import Toolbox
 
+_LOOK_EVERY_S = 0.1
+
 
 class _Repeatable(NamedTuple):
     """An earlier call, its recorded result, and its conversation at that point."""
@@ -54,6 +57,10 @@ class _Impossible(Exception):
             self.facts |= {"turn": at["turn"], "call": at["call"], "name": at["message"]["name"]}
         if result is not None:
             self.facts["result"] = clip(result, max_chars=SHOWN)
+
+
+class _InUse(SetupFailed):
+    """A call that exceeded its time limit may still write where the workspace must be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,7 @@ class Rebuilder:
         damaged by a loss of power.
 
         Where that is impossible, the workspace is what it was, and the second result says why.
+        Raises `SetupFailed` if a function of a repeated call does not return.
         """
         # What kills workers must not be run again for ever.
         if not self._max_s or self.assignment["deaths"] >= DEATHS_OF_A_SUSPECT:
@@ -105,6 +113,8 @@ class Rebuilder:
         begun = time.monotonic()
         try:
             fresh, calls = await self._repeat(await self._opened(resumed=False), begun)
+        except _InUse:
+            raise
         except (_Impossible, SetupFailed) as error:
             facts = error.facts if isinstance(error, _Impossible) else Rebuild(why=str(error))
             await asyncio.to_thread(put_back, root)
@@ -166,6 +176,7 @@ class Rebuilder:
                     raise _Impossible("it takes longer than --max_rebuild_s", result)
                 now = await self._call(toolbox, repeatable)
                 calls += 1
+                await self._wait_for(toolbox.run_on, begun)
                 if differs(now, result["message"]):
                     raise _Impossible("its result differs", result, now.content)
                 if now.details.get("running"):
@@ -174,6 +185,17 @@ class Rebuilder:
             await context.close(remove=False)
             raise
         return context, calls
+
+    async def _wait_for(self, late: Sequence[Future[ToolResult]], begun: float) -> None:
+        """Wait for calls that exceeded their time limit; the next start undoes what they do."""
+        while not all(call.done() for call in late):
+            self.check_stop()
+            if time.monotonic() - begun > self._max_s:
+                raise _InUse(
+                    "a function ran for longer than --tool_timeout_s and --max_rebuild_s when the "
+                    "workspace was rebuilt, and has not returned; the next start tries again"
+                )
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _call(self, toolbox: Toolbox, repeatable: _Repeatable) -> ToolResult:
         conversation, call, result = repeatable
