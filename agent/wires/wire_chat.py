@@ -31,6 +31,7 @@ _READ_ELSEWHERE = frozenset(
         *("store", "user"),
     }
 )
+_REASONING = ("reasoning_content", "reasoning")
 
 
 class ChatWire(Wire):
@@ -63,7 +64,7 @@ class ChatWire(Wire):
         """See `Wire.stream_of`."""
         head = {"id": body.get("id", ""), "created": 0, **body, "object": "chat.completion.chunk"}
         usage, choices = head.pop("usage", None), objects_among(head.pop("choices", []))
-        events = [sse({**head, "choices": [_delta_of(choice)]}) for choice in choices]
+        events = [sse({**head, "choices": [d]}) for choice in choices for d in _deltas_of(choice)]
         for choice in choices:
             ends = {"index": choice.get("index", 0), "finish_reason": choice.get("finish_reason")}
             events.append(sse({**head, "choices": [{**ends, "delta": {}}]}))
@@ -85,13 +86,23 @@ class ChatWire(Wire):
         return b"data: " + self.error(status, code, message) + b"\n\n"
 
 
-def _delta_of(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """A choice as one part of a stream, without its end."""
+def _deltas_of(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A choice as parts of a stream, without its end.
+
+    One part, of which clients read the reasoning first. Where the text came first, it is a part of
+    its own: agents keep the order in their summaries.
+    """
     message = dict(object_of(choice, "message"))
     if calls := objects_among(message.get("tool_calls")):
         message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
     others = {key: choice[key] for key in choice if key not in ("message", "finish_reason")}
-    return {"index": 0, **others, "delta": message, "finish_reason": None}
+    order = [key for key in message if key in ("content", *_REASONING) and message[key]]
+    deltas = [message]
+    if order[0:1] == ["content"] and len(order) > 1:
+        deltas = [{"role": "assistant", "content": message.pop("content")}, message]
+    place = {"index": choice.get("index", 0)}
+    first, *rest = ({**place, "delta": delta, "finish_reason": None} for delta in deltas)
+    return [{**others, **first}, *rest]
 
 
 def _read_part(raw: dict[str, Any], calls: CallsInOrder) -> list[Message]:

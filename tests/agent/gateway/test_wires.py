@@ -65,6 +65,22 @@ def test_a_reply_is_the_same_streamed_and_in_one_piece(api: str, said: Said) -> 
     assert read_reply(api, wire.whole(once)) == read_reply(api, wire.whole(reply))
 
 
+@pytest.mark.parametrize("order", [("reasoning", "content"), ("content", "reasoning_content")])
+def test_text_and_reasoning_are_streamed_again_in_the_order_in_which_they_came(
+    order: tuple[str, str],
+) -> None:
+    wire = WIRES["openai_chat"]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", **dict.fromkeys(order, "Said."), "tool_calls": [call]}
+    reply = {"choices": [{"message": said, "finish_reason": "tool_calls", "index": 0}]}
+    events = [json.loads(e.partition(b"data: ")[2]) for e in wire.stream_of(reply)[:-1]]
+    keys = [key for event in events for key in event["choices"][0]["delta"]]
+    in_one = order[0] != "content"  # clients read the reasoning of a part before its text
+    assert len(events) == (2 if in_one else 3)
+    assert [key for key in keys if key in order] == [*order]
+    assert [*assembled(wire, wire.stream_of(reply))["choices"][0]["message"]] == [*said]
+
+
 @EACH
 @given(said=SAID)
 @CALM
