@@ -52,7 +52,7 @@ def refusal(request: Mapping[str, Any], style: str | None) -> str | None:
     """What a server of this kind says of a request that it refuses."""
     if style != "sglang" or not request.get("stream"):
         return None
-    for field in ("return_prompt_token_ids", "return_meta_info"):
+    for field in ("return_token_ids", "return_prompt_token_ids", "return_meta_info"):
         if request.get(field):
             return f"{field} is not supported with streaming. Please set stream=false."
     return None

@@ -23,7 +23,7 @@ from agent.messages.message import (
 )
 from agent.models.bodies.assembly import Assembly
 from agent.models.bodies.dialect import dialect_of
-from agent.models.bodies.token_ids import without_tokens
+from agent.models.bodies.token_ids import part_without_tokens, without_tokens
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
 from agent.models.errors import ModelError
@@ -37,6 +37,7 @@ from agent.wires.reading import without_earlier
 from agent.wires.threads import Threads
 from agent.wires.wire import NOTHING_VOLATILE, Volatile, WireRequest
 from agent.wires.wire_base import Wire
+from batch_trajectories.basics import exact_json
 
 log = logging.getLogger(__name__)
 
@@ -306,11 +307,16 @@ class Relay:
         held: list[bytes] = []
         bodies: list[bytes] = []
 
+        is_asking = request.asking_for_tokens is not None
+        own = load_object(request.body) if is_asking else {}
+
         def begin() -> Assembly:
             held.clear()  # what a stream brought that was cut
             return dialect_of(wire.api).assembly(ignored)
 
         def on_event(raw: bytes, data: str | None) -> bool:
+            if is_asking and data is not None:
+                raw = part_without_tokens(raw, data, own)
             if self._is_live and not held and not (data is not None and wire.last_event(data)):
                 reply.add(raw)
                 return True
@@ -328,8 +334,8 @@ class Relay:
         clock = Clock()
         completion = await model.complete(request)
         body = load_object(bodies[-1])
-        if request.asking_for_tokens is not None:
-            body = without_tokens(body, load_object(request.body))
+        if is_asking:
+            body = without_tokens(body, own)
         if not wire.has_followed(wanted, body):
             log.warning("the endpoint has not read the earlier response %s", wanted.follows)
             wanted = without_earlier(wanted)
@@ -337,7 +343,7 @@ class Relay:
         if self._kept is not None:
             await self._kept()
         if not wanted.is_stream:
-            return bodies[-1:]
+            return [exact_json.dumps(body)] if is_asking else bodies[-1:]
         # An endpoint without streams answers in one piece.
         return held if reply.parts or held else wire.stream_of(body)
 

@@ -2,11 +2,13 @@
 
 vLLM has `prompt_token_ids` in the reply, or in the first part of a stream, and `token_ids` in the
 choice. SGLang has both in the choice, the reply's as `meta_info.output_token_logprobs`, and refuses
-them in streams. Others have at most log-probabilities, beside the texts of the tokens.
+them in streams: other programs' streams are asked for in one piece there. Others have at most
+log-probabilities, beside the texts of the tokens.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,7 @@ from agent.messages.tokens import (
 from agent.models.model import Completion, ModelSettings
 from agent.models.parsing import object_of
 from agent.models.providers import provider_at
+from batch_trajectories.basics import exact_json
 
 FIELDS = (
     *("logprobs", "top_logprobs"),
@@ -47,13 +50,20 @@ _TEXTS: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
 _OF_TOKEN = frozenset({"token", "logprob", "bytes", "top_logprobs"})
 
 
+_SGLANG = "sglang"
+
+
+def _server(settings: ModelSettings) -> str:
+    return settings.reference.partition(":")[0]
+
+
 def request_fields(settings: ModelSettings, *, streams: bool) -> dict[str, Any]:
     """What a request asks with; providers are asked only for what OpenAI's API has."""
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 0}
     if provider_at(settings.base_url or "") is not None:
         return fields
-    server = settings.reference.partition(":")[0]
-    if server != "sglang":
+    server = _server(settings)
+    if server != _SGLANG:
         fields["return_token_ids"] = True
     if server != "vllm" and not streams:
         fields |= {"return_meta_info": True, "return_prompt_token_ids": True}
@@ -89,9 +99,13 @@ def asks_for_ids(body: Mapping[str, Any]) -> bool:
 
 def asking_body(settings: ModelSettings, body: Mapping[str, Any]) -> dict[str, Any]:
     """The body of another program's request, made to ask as ours do; its own fields win."""
-    fields = request_fields(settings, streams=bool(body.get("stream")))
+    streams = bool(body.get("stream")) and _server(settings) != _SGLANG
+    fields = request_fields(settings, streams=streams)
     missing = {name: value for name, value in fields.items() if not body.get(name)}
-    return {**body, **missing, "messages": without_outer_newlines(body["messages"])}
+    asking = {**body, **missing, "messages": without_outer_newlines(body["messages"])}
+    if not streams:
+        asking = {key: asking[key] for key in asking.keys() - {"stream", "stream_options"}}
+    return asking
 
 
 def without_tokens(reply: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,6 +120,16 @@ def without_tokens(reply: Mapping[str, Any], request: Mapping[str, Any]) -> dict
             for choice in choices
         ]
     return fields
+
+
+def part_without_tokens(event: bytes, data: str, request: Mapping[str, Any]) -> bytes:
+    """An event of a stream, with this data, without the tokens that `request` did not ask for."""
+    if not any(f'"{field}"' in data for field in _GIVEN_FOR):
+        return event
+    part = exact_json.loads_part(data)
+    if not isinstance(part, dict) or (kept := without_tokens(part, request)) == part:
+        return event
+    return b"data: " + json.dumps(kept).encode() + b"\n\n"  # halves of emojis stay escaped
 
 
 def with_tokens(

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from typing import Any
 
+import orjson
 import pytest
+from aiohttp import web
 
+from agent.messages.message import AgentRestartedEvent
+from agent.messages.tokens import has_ids
 from agent.models.bodies.dialect import read_reply
 from agent.models.bodies.token_ids import with_tokens
 from agent.models.model import ModelSettings
 from agent.state.events import Clock, exchange_event
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
-from testing.fake_tokens import Template, add_tokens
+from testing.fake_tokens import Template, add_tokens, refusal
+from tests.agent.gateway.relaying import ask, events_of, relayed, reply_of, stream
 from tests.agent.gateway.talking import JSON, ChatTalk, Recording, Said, Talk
 from tests.stored import token_turns_of
 
 PROMPT = "Count the files."
 SETTINGS = ModelSettings("m", "openai_chat", "http://127.0.0.1:1/v1", None, token_ids=True)
+FIELDS = ("logprobs", "prompt_token_ids", "token_ids", "meta_info")
 ASKS = {"return_token_ids": True, "logprobs": True, "temperature": 0.5}
 
 
@@ -133,3 +140,42 @@ def test_any_changes_leave_each_turn_what_was_sent() -> None:
             if draw.random() < 0.1:
                 recording.restart()
         recording.check()
+
+
+@pytest.mark.parametrize("style", ["vllm", "sglang"])
+@pytest.mark.parametrize("is_live", [False, True])
+@pytest.mark.parametrize("more", [{}, {"stream": True, "stream_options": {"include_usage": True}}])
+@pytest.mark.parametrize("asks", [{}, {"logprobs": True}])
+def test_an_agent_gets_the_tokens_that_it_asked_for_and_no_others(
+    style: str, more: JSON, asks: JSON, *, is_live: bool
+) -> None:
+    """All are recorded, and a restart answers with the same. SGLang has none in streams."""
+    api = "openai_chat"
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        body = orjson.loads(content)
+        assert refusal(body, style) is None
+        reply = reply_of(api, text="Done \N{SNOWMAN}.")
+        add_tokens(reply, body, style, Template())
+        if body.get("stream"):
+            return await stream(request, events_of(api, reply))
+        return web.json_response(reply)
+
+    settings = {"token_ids": True, "reference": f"{style}:m"}
+
+    async def run() -> None:
+        async with relayed(api, play, settings=settings, is_live=is_live) as world:
+            status, said = await world.read(ask(**more, **asks))
+        assert status == 200
+        assert said.endswith(b"data: [DONE]\n\n" if more else b"}")
+        assert [field for field in FIELDS if f'"{field}"'.encode() in said] == [*asks]
+        (exchange,) = world.exchanges
+        assert has_ids(exchange["reply"])
+        assert [field for field in FIELDS if field in str(exchange["body"])] == [*asks]
+        restarted = [*world.events, AgentRestartedEvent(kind="agent_restarted", at=0.0)]
+        async with relayed(api, play, events=restarted, settings=settings) as world:
+            status, again = await world.read(ask(**more, **asks))
+        assert world.endpoint.asked == []
+        assert [field for field in FIELDS if f'"{field}"'.encode() in again] == [*asks]
+
+    asyncio.run(run())
