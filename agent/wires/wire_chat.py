@@ -64,7 +64,8 @@ class ChatWire(Wire):
         """See `Wire.stream_of`."""
         head = {"id": body.get("id", ""), "created": 0, **body, "object": "chat.completion.chunk"}
         usage, choices = head.pop("usage", None), objects_among(head.pop("choices", []))
-        events = [sse({**head, "choices": [d]}) for choice in choices for d in _deltas_of(choice)]
+        deltas = [delta for choice in choices for delta in _deltas_of(choice)]
+        events = [sse({**head, "choices": [delta]}) for delta in deltas]
         for choice in choices:
             ends = {"index": choice.get("index", 0), "finish_reason": choice.get("finish_reason")}
             events.append(sse({**head, "choices": [{**ends, "delta": {}}]}))

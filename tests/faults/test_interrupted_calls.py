@@ -328,7 +328,7 @@ def test_a_function_that_runs_on_when_its_call_is_repeated_writes_into_no_worksp
     row = {"id": "a", "prompt": "a", "script": [*turns, {"content": "done"}]}
     write_rows(tmp_path / "p.jsonl", row)
     given = {**SCRIPTED, "tools": "acts:ALL", "enabled_toolsets": "acts"}
-    given |= {"tool_timeout_s": 1, "max_rebuild_s": 3 if is_endless else 60}
+    given |= {"tool_timeout_s": 1, "max_rebuild_s": 12 if is_endless else 60}
     run_dir = tmp_path / "trajectories" / "r"
     with started(tmp_path, **given) as process:
         wait_until(lambda: (tmp_path / "wrote").exists())
