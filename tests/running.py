@@ -134,8 +134,9 @@ def _run(
 
 
 _WITHOUT_WORKERS = (
-    *("compare", "distributions", "endpoints", "export", "look", "merge", "report", "score"),
-    *("show", "stats", "status", "tools", "verify"),
+    *("compare", "distributions", "endpoints", "export", "label", "limits", "look", "merge"),
+    *("pause", "report", "resume", "retry", "score", "show", "stats", "status", "stop", "tools"),
+    "verify",
 )
 
 

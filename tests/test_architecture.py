@@ -336,6 +336,6 @@ def test_three_modules_know_the_batch_api() -> None:
     }
     assert outside == {
         "runs/supervisor/run",
-        "runs/supervisor/supervisor",
+        "runs/supervisor/worker_pool",
         "runs/maintenance/verify_batches",
     }

@@ -6,7 +6,7 @@ exit_codes      error messages and exit codes
 shared          options and functions that commands share
 run             run, estimate, check_tasks, import_hermes
 record          record
-inspect_runs    status, export, verify, merge
+inspect_runs    status, export, verify, merge, label, pause, resume, limits, stop, retry
 look            report, show, compare, stats
 look_at_source  look
 score           score

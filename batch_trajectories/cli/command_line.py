@@ -36,6 +36,14 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
         "report": "look.report",
         "show": "look.show_one",
         "compare": "look.compare",
+        "label": "inspect_runs.label",
+    },
+    "Commands to steer a run that works": {
+        "pause": "inspect_runs.pause",
+        "resume": "inspect_runs.resume",
+        "limits": "inspect_runs.limits",
+        "stop": "inspect_runs.stop",
+        "retry": "inspect_runs.retry",
     },
     "Commands to export and check": {
         "export": "inspect_runs.export",

@@ -1,4 +1,4 @@
-"""Commands about existing runs: status, export, verify, merge."""
+"""Commands about existing runs: status, export, verify, merge, label; steering one that works."""
 
 from __future__ import annotations
 
@@ -158,3 +158,111 @@ def merge(
         totals = write_results(merged.path, scan, config)
     show(merged.describe())
     show_run(merged.path, totals)
+
+
+@click.command()
+@run_dir_argument
+@click.argument("record_id", metavar="ID")
+@click.option(
+    "--verdict", type=click.Choice(["keep", "reject", "fix", "none"]), help="none takes it back."
+)
+@click.option("--no_loss", metavar="N,...", help="Turns that carry no loss; none takes them back.")
+@click.option("--note", metavar="TEXT", help="none takes it back.")
+@click.option(
+    "--over", metavar="ID,...", help="Samples of the same prompt that this one is preferred to."
+)
+@click.option("--who", metavar="NAME", help="The reviewer.  [default: your user name]")
+def label(
+    run: str,
+    record_id: str,
+    output_dir: Path,
+    no_loss: str | None,
+    over: str | None,
+    who: str | None,
+    **said: str | None,
+) -> None:
+    """Decide about the conversation of RUN with this id or unique id prefix, in labels.jsonl.
+
+    Recipes, masks, dpo, stats and compare read the labels; the last line of a reviewer counts.
+    """
+    from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.basics.errors import ConfigError
+    from batch_trajectories.runs.directory.control import user_name
+    from batch_trajectories.runs.store.scores import append_label, label_change, score_key
+
+    with errors_as_exit_codes():
+        stored = open_run(run, output_dir, writes=True)
+        record = stored.find(record_id)
+        given: dict[str, Any] = {
+            name: None if text == "none" else text
+            for name, text in said.items()
+            if text is not None
+        }
+        if no_loss is not None:
+            numbers = [part.strip() for part in no_loss.split(",") if no_loss != "none"]
+            if not all(number.isdecimal() for number in numbers):
+                raise ConfigError(f"--no_loss: give numbers of turns such as 1,3, not {no_loss!r}")
+            given["no_loss"] = [int(number) for number in numbers] or None
+        if over is not None:
+            others = [stored.find(part) for part in over.split(",") if over != "none"]
+            if strange := [one.id for one in others if one.prompt_id != record.prompt_id]:
+                raise ConfigError(f"--over: {strange[0]} is no sample of {record.prompt_id}")
+            given["over"] = {one.id: score_key(one) for one in others} or None
+        try:
+            change = label_change(given)
+        except ValueError as error:
+            raise ConfigError(f"{record.id}: {error}") from error
+        append_label(stored.path, score_key(record), record.id, who or user_name(), change)
+    show(f"{stored.path / 'labels.jsonl'}: {record.id}")
+
+
+@click.command()
+@run_dir_argument
+def pause(run: str, output_dir: Path) -> None:
+    """Have RUN make no more calls until `resume`; those in flight end."""
+    _steer(run, output_dir, "pause")
+
+
+@click.command()
+@run_dir_argument
+def resume(run: str, output_dir: Path) -> None:
+    """Have a paused RUN go on."""
+    _steer(run, output_dir, "resume")
+
+
+@click.command()
+@run_dir_argument
+@click.option("--rpm", type=float, metavar="NUMBER", help="Requests per minute per endpoint.")
+@click.option(
+    "--max_in_flight", type=click.IntRange(min=1), metavar="N", help="Calls per endpoint."
+)
+@click.option(
+    "--max_run_cost_usd", type=float, metavar="NUMBER", help="The run's budget; only upwards."
+)
+def limits(run: str, output_dir: Path, **given: float | None) -> None:
+    """Change limits of RUN while it works, until this start ends; the next has its own options."""
+    _steer(run, output_dir, "limits", **given)
+
+
+@click.command()
+@run_dir_argument
+@click.argument("record_id", metavar="ID")
+def stop(run: str, output_dir: Path, record_id: str) -> None:
+    """Stop the conversation of RUN with this id; it counts as a failed attempt."""
+    _steer(run, output_dir, "stop", id=record_id)
+
+
+@click.command()
+@run_dir_argument
+def retry(run: str, output_dir: Path) -> None:
+    """Have RUN try again, now, the conversations that failed since it started."""
+    _steer(run, output_dir, "retry")
+
+
+def _steer(run: str, output_dir: Path, do: str, **values: Any) -> None:
+    from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.runs.directory.control import steer
+
+    with errors_as_exit_codes():
+        stored = open_run(run, output_dir, writes=True)
+        show(f"{stored.path}: {steer(stored.path, stored.holder, do, **values)}")

@@ -7,6 +7,7 @@ templates/      chat templates of models, and rows as they render them
 rows/           what a format of rows is; recipes
 formats/        a module for each format of rows
 filters/        which conversations become rows
+agreement       how far reviewers agree with each other, with checks and judges
 by_model    what each model cost and how often it passed
 reward_statistics  rewards by name and by prompt, pass@k
 reasons         why something failed, by kind
@@ -20,5 +21,6 @@ scoring/        scores given after the run
 dataset/        the datasets of `export --format`
 parity/         chat templates: whether they train what inference saw
 
-Other rooms import all modules.
+Other rooms import by_model, funnel, health, reasons, record_order, reward_statistics,
+run_statistics, statistics, training_files.
 """

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batch_trajectories.basics.text import plural
-from batch_trajectories.export import reward_statistics
+from batch_trajectories.export import agreement, reward_statistics
+from batch_trajectories.export.agreement import Agreement
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import not_passed
@@ -63,6 +64,7 @@ class RunStatistics:
         self._left_out = left_out
         self._rewards = RewardStatistics(samples, rule)
         self.health = Health(samples)
+        self._agreement = Agreement()
         self._style = style
         self._statistics = Statistics()
         self._spreads = {name: array("d") for name in _AMOUNTS}
@@ -81,6 +83,7 @@ class RunStatistics:
         is_kept = self._is_kept(record, own)
         self._statistics.add(record, own)
         self._rewards.add(record)
+        self._agreement.add(record)
         self.health.add(record, own)
         self._records += 1
         usage = record.usage or {}
@@ -114,6 +117,7 @@ class RunStatistics:
         """Add the records of `other`, which come after those of this one."""
         self._statistics.merge(other._statistics)
         self._rewards.merge(other._rewards)
+        self._agreement.merge(other._agreement)
         self.health.merge(other.health)
         for ours, theirs in (
             (self._spreads, other._spreads),
@@ -155,6 +159,7 @@ class RunStatistics:
             "kept": self._kept,
             "rewards": self._rewards.to_json(),
             "health": self.health.to_json(),
+            "labels": self._agreement.to_json(),
             "cost_usd": {
                 "known_total": self._cost,
                 "records_of_unknown_cost": self._unknown_costs,
@@ -210,6 +215,7 @@ def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator
     yield f"{figures['records']:,} records: {statuses or 'none'}; {kept}"
     if text := describe(Checks(**figures["checks"])):
         yield text
+    yield from agreement.as_text(figures["labels"])
     yield from health_as_text(figures["health"])
     reasoning = figures["reasoning"]
     if turns := reasoning["assistant_turns"]:

@@ -17,6 +17,7 @@ from batch_trajectories.runs.directory.run_totals import spent_by, spent_by_judg
 from batch_trajectories.runs.store.checks import CheckSums
 from batch_trajectories.runs.store.failures import NO_LIMIT
 from batch_trajectories.runs.store.index import IndexEntry
+from batch_trajectories.runs.store.scores import Labels
 
 _SHOWN = 10
 _VALUE_CHARS = 60
@@ -29,13 +30,15 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
     {name: [first, second]}), `same_dataset`, `both` (number of tasks with records in both), `only`
     (two lists of ids), `changed` (tasks with another status, [{"id", "from", "to"}] in the order
     of the first run), `judged_otherwise` (the same for tasks that passed their check in only one
-    run, with true or false), `paired` (see `_paired`).
+    run, with true or false), `labelled_otherwise` (the same for verdicts of people), `paired` (see
+    `_paired`).
     """
     runs = [stored.identity for stored in (first, second)]
     entries = [
         dict(watched(stored.entries(), f"reading {stored.path.name}")) for stored in (first, second)
     ]
     before, after = entries
+    labels = [dict(Labels(stored.path).verdicts()) for stored in (first, second)]
     meanings = [stored_meaning(run) for run in runs]
     both = [task_id for task_id in before if task_id in after]
     return {
@@ -45,8 +48,9 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
                 **_sums(list(entry.values())),
                 **_spent(stored),
                 "models": stored.by_model(),
+                "labels": dict(Counter(sorted(labelled.values()))),
             }
-            for stored, entry in zip((first, second), entries, strict=True)
+            for stored, entry, labelled in zip((first, second), entries, labels, strict=True)
         ],
         "options": {
             name: [meaning.get(name) for meaning in meanings]
@@ -68,6 +72,11 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
             {"id": task_id, "from": before[task_id].passed, "to": after[task_id].passed}
             for task_id in both
             if {before[task_id].passed, after[task_id].passed} == {False, True}
+        ],
+        "labelled_otherwise": [
+            {"id": task_id, "from": verdict, "to": labels[1][task_id]}
+            for task_id, verdict in labels[0].items()
+            if labels[1].get(task_id, verdict) != verdict
         ],
         "paired": _paired([(before[task_id], after[task_id]) for task_id in both]),
     }
@@ -139,6 +148,9 @@ def as_text(comparison: dict[str, Any]) -> str:
     if any(run["judges_usd"] or run["judges_unknown"] for run in comparison["runs"]):
         rows.append(("judges", *_money(comparison["runs"], "judges"), ""))
     rows += _checks(comparison)
+    for verdict in sorted(first["labels"] | second["labels"]):
+        counts = [count(run["labels"].get(verdict, 0)) for run in comparison["runs"]]
+        rows.append((f"label {verdict}", *counts, ""))
     widths = [max(len(row[n]) for row in rows) for n in range(3)]
     lines = [
         f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()
@@ -157,9 +169,11 @@ def as_text(comparison: dict[str, Any]) -> str:
         f"option {name}: {one_line(str(a), _VALUE_CHARS)} -> {one_line(str(b), _VALUE_CHARS)}"
         for name, (a, b) in comparison["options"].items()
     ]
-    return "\n".join(
-        lines + _changes(comparison["changed"]) + _judged(comparison["judged_otherwise"])
-    )
+    lines += _changes(comparison["changed"]) + _judged(comparison["judged_otherwise"])
+    if labelled := comparison["labelled_otherwise"]:
+        ids = [f"{one['id']} ({one['from']} -> {one['to']})" for one in labelled]
+        lines.append(f"labelled otherwise: {count(len(ids))}: {_listed(ids)}")
+    return "\n".join(lines)
 
 
 def _changes(changed: list[dict[str, str]]) -> list[str]:

@@ -101,7 +101,7 @@ def test_a_shell_is_offered_commands_options_values_and_runs(tmp_path: Path) -> 
     for name in ("mine", "other"):
         (tmp_path / "trajectories" / name).mkdir(parents=True)
         (tmp_path / "trajectories" / name / "run.json").touch()
-    assert offered(tmp_path, "s") == ["score", "show", "stats", "status"]
+    assert offered(tmp_path, "s") == ["score", "show", "stats", "status", "stop"]
     assert offered(tmp_path, "--max_tu") == ["--max_turns"]
     assert offered(tmp_path, "run", "--container_engine", "") == ["docker", "podman"]
     assert offered(tmp_path, "run", "--accept_rows", "unk") == ["unknown_tool"]

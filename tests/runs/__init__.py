@@ -22,6 +22,8 @@ test_long_work        progress of long work
 test_stopping         samples until enough have passed, and the cascade of models
 test_endpoints        several models and endpoints in one run
 test_endpoint_access  headers, parameters, proxies and key commands of endpoints
+test_labels           labels of people, and what reads them
+test_steering         steering a run that works
 test_limiter          the limit on concurrent model calls
 test_budget           the budget of a run
 test_spending         the sum spent by a run

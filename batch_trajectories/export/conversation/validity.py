@@ -75,6 +75,8 @@ class Reason(StrEnum):
     """No turn has token ids, in a format that is made of them."""
     NO_PAIR = "no_pair"
     """No other sample of the prompt makes a pair with it."""
+    NO_LABEL = "no_label"
+    """No reviewer keeps or rejects it, or they differ, in a format that needs to know."""
     NO_REASONING = "no_reasoning"
     """No turn of the model holds reasoning, and the run is exported with reasoning only."""
     NOT_PASSED = "not_passed"

@@ -28,6 +28,7 @@ from batch_trajectories.runs.store.checks import (
 )
 from batch_trajectories.runs.store.record_parts import StoredError
 from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.runs.store.scores import verdict_of
 from toolsets.catalog.places import OwnToolError, import_function
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ class RecordFilters:
         status = record.status
         if self._filters.status is None and status != "completed" and not is_right_now(record):
             return _by_status(record)
+        if (rejection := self._by_label(record)) is not None:
+            return rejection
         if self._filters.require_passed is True:
             judgement = judged(record, self._reward_name)
             if judgement.error is not None:
@@ -126,6 +129,18 @@ class RecordFilters:
             if judgement.is_good(self._threshold) is False:
                 return Rejection("require_passed", f"did not pass, reward {judgement.reward:g}")
         return None
+
+    def _by_label(self, record: Record) -> Rejection | None:
+        wanted = self._filters.label
+        if wanted is None:
+            return None
+        verdict = verdict_of(record.labels)
+        rejecting = [label.who for label in record.labels if label.verdict == "reject"]
+        is_out = verdict != "keep" if wanted == "keep" else rejecting
+        if not is_out:
+            return None
+        by = f" by {', '.join(rejecting)}" if rejecting else ""
+        return Rejection("label", f"{verdict or 'no verdict'}{by}")
 
     def _rejections(self, record: Record) -> Iterator[Rejection]:
         filters = self._filters

@@ -12,6 +12,7 @@ from batch_trajectories.export.conversation.tolerance import ANYWHERE, TAGS
 from batch_trajectories.export.conversation.validity import Reason
 from batch_trajectories.export.rows.files import Loaded, OwnFormat, Why
 from batch_trajectories.export.rows.samples import PreferenceFiles, Sample
+from batch_trajectories.runs.store.scores import score_key
 
 
 def pair_of(samples: Sequence[Sample], *, min_margin: float) -> tuple[Sample, Sample] | None:
@@ -42,7 +43,28 @@ def _extremes(samples: Sequence[Sample]) -> tuple[Sample, Sample] | None:
 
 
 def _margin(pair: tuple[Sample, Sample]) -> float:
-    return pair[0].reward - pair[1].reward
+    return (pair[0].reward or 0.0) - (pair[1].reward or 0.0)
+
+
+def labelled_pairs(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Sample]]:
+    """Each two samples of which a reviewer prefers the first, and none the second.
+
+    They have the same prompt and tools, and different completions.
+    """
+    names = [score_key(sample.conversation.record) for sample in samples]
+    by_name = dict(zip(names, samples, strict=True))
+    preferred = {
+        (name, other)
+        for name, sample in by_name.items()
+        for label in sample.conversation.record.labels
+        for other in (label.over or {}).values()
+    }
+    for name, better in by_name.items():
+        for other, worse in by_name.items():
+            is_preferred = (name, other) in preferred and (other, name) not in preferred
+            is_same = better.prompt == worse.prompt and better.tools == worse.tools
+            if is_preferred and is_same and _said(better) != _said(worse):
+                yield better, worse
 
 
 def dpo_row(chosen: Sample, rejected: Sample) -> dict[str, Any]:
@@ -84,13 +106,22 @@ def _said(sample: Sample) -> list[Any]:
 
 class _PairFiles(PreferenceFiles):
     def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Why]]:
-        pair = pair_of(samples, min_margin=self.export.recipe.preference.min_margin)
-        if pair is not None:
-            self.write(split, dumps_row(dpo_row(*pair)), uses=2)
+        preference = self.export.recipe.preference
+        if preference.by == "label":
+            pairs = [*labelled_pairs(samples)]
+            why = "no reviewer prefers it to another, or another to it"
+        else:
+            pair = pair_of(samples, min_margin=preference.min_margin)
+            pairs = [] if pair is None else [pair]
+            why = "no other sample differs enough" if pair is None else "others are the pair"
+        used: set[str] = set()
+        for better, worse in pairs:
+            new = {better.id, worse.id} - used
+            used |= new
+            self.write(split, dumps_row(dpo_row(better, worse)), uses=len(new))
         for sample in samples:
-            if pair is None or sample not in pair:
-                detail = "no other sample differs enough" if pair is None else "others are the pair"
-                yield self.unused(sample.candidate, (Reason.NO_PAIR.value, detail))
+            if sample.id not in used:
+                yield self.unused(sample.candidate, (Reason.NO_PAIR.value, why))
 
 
 FORMAT = OwnFormat(

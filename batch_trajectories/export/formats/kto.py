@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batch_trajectories.export.conversation.metadata import metadata_of
 from batch_trajectories.export.conversation.row_json import compact_json, dumps_row
 from batch_trajectories.export.conversation.tolerance import ANYWHERE, TAGS
+from batch_trajectories.export.conversation.validity import Reason
 from batch_trajectories.export.rows.files import Loaded, OwnFormat, Why
 from batch_trajectories.export.rows.samples import PreferenceFiles, Sample
 from batch_trajectories.runs.store.checks import judgement_of
+from batch_trajectories.runs.store.scores import verdict_of
+
+if TYPE_CHECKING:
+    from batch_trajectories.export.rows.recipe import Preference
 
 
-def kto_row(sample: Sample, *, threshold: float, reward_name: str | None = None) -> dict[str, Any]:
+def is_good(sample: Sample, preference: Preference, reward_name: str | None) -> bool | None:
+    """Whether a sample is good, as its reward or its reviewers say; None if they do not."""
+    record = sample.conversation.record
+    if preference.by == "label":
+        return {"keep": True, "reject": False}.get(verdict_of(record.labels) or "")
+    return bool(judgement_of(record, reward_name).is_good(preference.threshold))
+
+
+def kto_row(sample: Sample, *, is_good: bool) -> dict[str, Any]:
     """One row of a prompt, a completion and whether it is good."""
-    judgement = judgement_of(sample.conversation.record, reward_name)
     return {
         "id": sample.id,
         "prompt": sample.prompt,
         "completion": sample.completion,
-        "label": bool(judgement.is_good(threshold)),
+        "label": is_good,
         "tools": sample.tools,
         "metadata": compact_json({"reward": sample.reward, **metadata_of(sample.conversation)}),
     }
@@ -29,11 +41,13 @@ def kto_row(sample: Sample, *, threshold: float, reward_name: str | None = None)
 class _LabelFiles(PreferenceFiles):
     def compare(self, split: str, samples: Sequence[Sample]) -> Iterator[tuple[Loaded, Why]]:
         recipe = self.export.recipe
-        threshold = recipe.preference.threshold
         for sample in samples:
-            row = kto_row(sample, threshold=threshold, reward_name=recipe.reward_name)
-            self.write(split, dumps_row(row))
-        yield from ()
+            good = is_good(sample, recipe.preference, recipe.reward_name)
+            if good is None:
+                why = "no reviewer keeps or rejects it, or they differ"
+                yield self.unused(sample.candidate, (Reason.NO_LABEL.value, why))
+            else:
+                self.write(split, dumps_row(kto_row(sample, is_good=good)))
 
 
 FORMAT = OwnFormat(

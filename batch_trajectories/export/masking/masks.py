@@ -25,6 +25,7 @@ from batch_trajectories.runs.store.record_types import (
     StoredMessage,
     StoredTurn,
 )
+from batch_trajectories.runs.store.scores import marked_turns
 from toolsets.catalog.places import OwnToolError, import_function
 
 Masked = Mapping[int, tuple[str, ...]]
@@ -139,6 +140,11 @@ class Masks:
         if mask.leak_suspected:
             for leak in leaks_of(part):
                 yield part.turns[leak.turn - 1].turn, "leak_suspected"
+        if mask.label:
+            numbers = {turn.turn for turn in own}
+            for number in marked_turns(part):
+                if number in numbers:
+                    yield number, "label"
         if mask.wrong_answer and own and is_answered(part) and self._is_bad(part):
             yield own[-1].turn, "wrong_answer"
         if self._function is not None:

@@ -38,6 +38,8 @@ class Mask(BaseModel):
     """A stop of the run interrupted a call."""
     leak_suspected: bool = False
     """A call that looks for the solution; see `export.conversation.leaks`."""
+    label: bool = False
+    """A turn that a reviewer marked to carry no loss."""
     wrong_answer: bool = False
     """The answer of a conversation that did not pass."""
     model: Literal["own_model"] | None = None

@@ -87,6 +87,9 @@ class Filters(RecipePart):
     min_rewards: dict[str, Number] = {}
     """The same for several rewards by their names."""
     max_rewards: dict[str, Number] = {}
+    label: Literal["keep", "not_rejected"] | None = None
+    """`keep` leaves out what no reviewer, or not every one with a verdict, keeps; `not_rejected`
+    what one rejects. Not for dpo and kto, which compare good samples with bad ones."""
     require_passed: bool | Literal["judged", "failed"] = False
     """Leave out what did not pass; records neither checked nor scored stay. Not for dpo and kto,
     which compare good samples with bad ones. `judged` leaves out records without a judgement, too;

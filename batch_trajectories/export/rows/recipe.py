@@ -98,6 +98,9 @@ class Preference(RecipePart):
 
     min_margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """dpo: the rewards of a pair differ by more than this."""
+    by: Literal["reward", "label"] = "reward"
+    """`label`: what people said decides. dpo has a row for each two samples of which one is
+    preferred to the other; kto takes `keep` as good and `reject` as bad."""
     threshold: Number = THRESHOLD
     """kto and filters: rewards from here on pass, where no check judged the conversation."""
 

@@ -30,7 +30,8 @@ class Sample:
     prompt: Sequence[dict[str, Any]]
     completion: Sequence[dict[str, Any]]
     tools: str | Tools
-    reward: float
+    reward: float | None
+    """None only where labels decide."""
 
     @property
     def id(self) -> str:
@@ -38,14 +39,14 @@ class Sample:
         return self.conversation.record.id
 
 
-def sample_of(candidate: Loaded, style: Style) -> Sample:
-    """Make a sample of a conversation; raises Rejected without a reward."""
+def sample_of(candidate: Loaded, style: Style, *, needs_reward: bool = True) -> Sample:
+    """Make a sample of a conversation; raises Rejected without a reward that it needs."""
     conversation = styled(candidate.parsed, style)
     name = style.reward_name
     _, reward, error = judgement_of(conversation.record, name)
-    if error is not None:
+    if error is not None and needs_reward:
         raise Rejected(Reason.CHECK_FAILED, f"its check gave no result: {error}")
-    if reward is None:
+    if reward is None and needs_reward:
         named = "" if name is None else f": it has no reward named {name!r}"
         raise Rejected(Reason.NO_REWARD, f"nothing judged this conversation{named}")
     messages = messages_of(conversation, style)
@@ -75,7 +76,8 @@ class PreferenceFiles(CandidateFiles):
         self._samples: list[Sample] = []
 
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
-        self._samples.append(sample_of(candidate, self._style))
+        by_reward = self.export.recipe.preference.by == "reward"
+        self._samples.append(sample_of(candidate, self._style, needs_reward=by_reward))
         return None
 
     def add(

@@ -41,6 +41,7 @@ from batch_trajectories.runs.store.files import (
 from batch_trajectories.runs.store.journal import read_journaled_replies
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.records import RecordFile, lines_from, load_index, parse_record
+from batch_trajectories.runs.store.scores import LABELS
 from batch_trajectories.runs.store.scores import NAME as SCORES
 from batch_trajectories.runs.store.tasks import task_key
 from toolsets.workspace.removal import remove_tree
@@ -160,13 +161,15 @@ def _make(
         for _, line in lines_from(path / "failures.jsonl", 0):
             if read_failure(line) is not None:
                 failures.append(line)
-    if any((path / SCORES).exists() for path, _ in runs):
-        scores = AppendFile(making / SCORES)
+    for name in (SCORES, LABELS):
+        if not any((path / name).exists() for path, _ in runs):
+            continue
+        given = AppendFile(making / name)
         for path, _ in runs:
-            for _, line in lines_from(path / SCORES, 0):
-                scores.append(line)
-        scores.sync()
-        scores.close()
+            for _, line in lines_from(path / name, 0):
+                given.append(line)
+        given.sync()
+        given.close()
     for kept in chain(*(listed(path / KEPT_WORKSPACES) for path, _ in runs)):
         make_directory(making / KEPT_WORKSPACES)
         link(kept, making / KEPT_WORKSPACES)

@@ -29,7 +29,7 @@ from batch_trajectories.runs.maintenance.verify_exports import Problem
 from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset
 from batch_trajectories.runs.store.checksum import is_whole
 from batch_trajectories.runs.store.failures import NO_LIMIT, Settled, is_settled
-from batch_trajectories.runs.store.files import MIRRORED_DATASET, keep_readable
+from batch_trajectories.runs.store.files import MIRRORED_DATASET, alone_on, keep_readable
 from batch_trajectories.runs.store.journal import Inflight, read_journaled_replies
 from batch_trajectories.runs.store.records import RecordFile, UnreadableRecord, load_index, take_out
 from batch_trajectories.runs.supervisor.budget import set_aside_damaged
@@ -241,6 +241,9 @@ def repair_run(path: Path, report: Report, config: RunConfig) -> None:
     set_aside_damaged(path)
     for name in ("scores.jsonl", "verdicts.jsonl"):
         keep_readable(path / name, quarantine, is_whole)
+    for file in filter(Path.exists, (path / "labels.jsonl", path / "control.jsonl")):
+        with alone_on(file):
+            keep_readable(file, quarantine, is_whole)
     if (path / "inflight").is_dir():
         Inflight(path / "inflight").read(settled=settled)
     leftovers = [problem.file for problem in report.problems if problem.kind == "leftover"]

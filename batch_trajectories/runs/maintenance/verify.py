@@ -312,6 +312,8 @@ def _check_logs(path: Path) -> Iterator[Problem]:
         ("budget.jsonl", is_budget_line, "not a line of the budget log; it does not count"),
         ("judge_budget.jsonl", is_budget_line, "not a line of the budget log; it does not count"),
         ("scores.jsonl", is_whole, "not a score; `score` can give it again"),
+        ("labels.jsonl", is_whole, "not a label; its reviewer can give it again"),
+        ("control.jsonl", is_whole, "not a request; it is not read"),
         ("verdicts.jsonl", is_whole, "not a verdict; its question is asked again"),
     ):
         yield from _check_lines(path / name, is_readable, message)

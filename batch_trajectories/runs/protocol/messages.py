@@ -6,9 +6,9 @@ parent never parses records.
 Parent to worker:  tasks {"assignments": [Assignment…]} · durable {"keys": [hex…]}
                    · stop {"grace_s"} · exit {"done"} · limits {"limits"} · grant {"amount"}
                    · reclaim · answer {"id", "how"} + reply
-                   · key {"command", "number", "problem"} + key
+                   · key {"command", "number", "problem"} + key · cancel {"key"}
 Worker to parent:  ready · alive {"counters", "proven", "busy"} · finished {"key", "fields",
-                   "failure"} + record · failed {"key", "failure"} · released {"key"}
+                   "failure"} + record · failed {"key", "model", "failure"} · released {"key"}
                    · ask {"id", "model"} + body of a call that is to go by a batch
                    · load {"endpoint", "load"} · refused {"endpoint", "retry_after_s", "sent_at"}
                    · key_rejected {"command", "number"} · budget {"report"}
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from agent.messages.message import Event
 from agent.models.model import ModelSettings
@@ -35,6 +35,10 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.protocol.record import Provenance
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.store.journal import Inflight
+    from batch_trajectories.runs.store.tasks import Task
 
 
 class Assignment(TypedDict):
@@ -54,6 +58,22 @@ class Assignment(TypedDict):
     """Where the workspace of the events is; see `WorkerSetup.place`."""
     held: dict[str, list[Any]]
     """Amounts already reserved for calls of the task, by call id."""
+
+
+def assignment_of(
+    task: Task, attempt: int, inflight: Inflight, *, deaths: int, held: dict[str, list[Any]]
+) -> Assignment:
+    """The message that assigns a task. Raises `StorageError` if its journal cannot be read."""
+    return Assignment(
+        task=task._asdict(),
+        attempt=attempt,
+        number=inflight.next_assignment(task.key),
+        events=inflight.events(task.key),
+        knows_begun=inflight.knows_begun(task.key),
+        deaths=deaths,
+        place=inflight.workspace_place(task.key),
+        held=held,
+    )
 
 
 class Counters(TypedDict):

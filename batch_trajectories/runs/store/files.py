@@ -20,14 +20,14 @@ from typing import Any, BinaryIO
 import orjson
 
 from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLocked
-from batch_trajectories.runs.store.checksum import is_whole
+from batch_trajectories.runs.store.checksum import is_whole, with_checksum
 
 _BLOCK = 1 << 16
 
 _PLAIN_FILES = (
     *("run.json", "records.jsonl", "records.idx", "dataset.idx", "failures.jsonl", "batches.jsonl"),
     *("run.log", "lock", "summary.json", "statistics.json", "verdicts.jsonl", "budget.jsonl"),
-    *("scores.jsonl", "judge_budget.jsonl"),
+    *("scores.jsonl", "judge_budget.jsonl", "labels.jsonl", "control.jsonl"),
     *("exports/manifest.json", "mirror.json", "shared.json"),
 )
 
@@ -329,6 +329,41 @@ def refuse_links(run_dir: Path) -> None:
     for path in (*(run_dir / name for name in own), *inside):
         if path.is_symlink():
             raise RunDirError(_linked(path))
+
+
+@contextlib.contextmanager
+def alone_on(path: Path) -> Iterator[None]:
+    """Hold the lock of such a file, which is created; waits for other writers.
+
+    Raises `OSError`, and `RunDirError` for a symbolic link.
+    """
+    while True:
+        fd = open_own(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+                yield
+                return
+        finally:
+            os.close(fd)
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> int:
+    """Append a JSON object with a checksum; the size of the file after it. It is then durable.
+
+    Raises `OSError`, `StorageError`, and `RunDirError` for a symbolic link.
+    """
+    with alone_on(path):
+        repair_tail(path, path.parent / "quarantine")
+        file = AppendFile(path)
+        try:
+            if not file.size:
+                sync_directory(path.parent)
+            file.append(with_checksum(orjson.dumps(line)))
+            file.sync()
+            return file.size
+        finally:
+            file.close()
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from agent.messages.message import (
     is_cost_only,
     reply_in,
 )
+from batch_trajectories.basics.text import first_few
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object
 from batch_trajectories.runs.store.files import MIRROR_NOTE, StorageError, set_aside
 from batch_trajectories.runs.store.journal_writer import boot_id
@@ -81,6 +82,17 @@ class Inflight:
         for segment in sorted(segments(self._inflight)):
             if _worker_of(segment) == number:
                 self._add(segment, wanted=wanted)
+
+    def add_living(self, wanted: Container[bytes]) -> None:
+        """Read the events of `wanted` tasks, which nobody works on, from all segments.
+
+        Living workers still write some of these, so none is deleted for their sake.
+        """
+        living = Inflight(self._inflight, read_only=True)
+        for segment in sorted(segments(self._inflight)):
+            living._add(segment, wanted=lambda key: key in wanted)
+        self._places |= living._places
+        self._of_this_boot |= living._of_this_boot
 
     def _add(self, segment: Path, *, wanted: Callable[[bytes], bool]) -> None:
         """Add the places of the events of wanted tasks; delete a segment without any.
@@ -141,6 +153,17 @@ class Inflight:
             else:
                 events[place.position :] = [event]
         return _usable(events, unusable)
+
+    def take_damaged(self) -> str:
+        """Says which damaged lines were found since the last call; "" if none were."""
+        if not self.damaged:
+            return ""
+        named, count = first_few(self.damaged), len(self.damaged)
+        self.damaged.clear()
+        return (
+            f"{count} damaged lines of its journals were set aside in {self._quarantine}: "
+            f"{named}; these calls are made again"
+        )
 
     def workspace_place(self, key: bytes) -> str:
         """Where the workspace of the task's last events is; "" for the run directory."""

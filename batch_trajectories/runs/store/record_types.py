@@ -206,6 +206,17 @@ class Score(StoredPart):
     """The image that this check ran in."""
 
 
+class Label(StoredPart):
+    """What one reviewer decided about a record; see `runs.store.scores`."""
+
+    who: str
+    at: Number | None = None
+    verdict: str | None = None
+    no_loss: list[int] | None = None
+    note: str | None = None
+    over: dict[str, str] | None = None
+
+
 class StoredRewrite(StoredPart):
     """Messages that an agent showed in another form than its conversation has."""
 
@@ -322,6 +333,8 @@ class Record(StoredConversation, kw_only=True):
     imported: dict[str, Any] | None = None
     """Where it comes from; see `runs.importing`."""
     schema_version: Any = None
+    labels: Sequence[Label] = msgspec.field(default=(), name="(labels)")
+    """What people decided about it; no key of the line."""
     line: bytes = msgspec.field(default=b"", name="(line)")
     """The line that it was decoded from; no key of it."""
     tools: Any = msgspec.field(default=None, name="(tools)")

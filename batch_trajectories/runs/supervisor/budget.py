@@ -159,6 +159,22 @@ class RunBudget:
             if (problem := self._shared.close(returned)) is not None:
                 say(problem)
 
+    def raise_to(self, usd: float) -> None:
+        """Raise the dollars of the budget. Raises `ValueError` without such a budget, or for
+        less."""
+        if self.budget is None or not self.budget.usd:
+            raise ValueError("this start has no max_run_cost_usd, so there is none to raise")
+        if self._shared is not None:
+            raise ValueError("max_run_cost_usd is shared with other runs, which would not know")
+        if usd < self.budget.usd:
+            now = f"${self.budget.usd:g}"
+            raise ValueError(f"max_run_cost_usd can only be raised during the run; it is {now}")
+        self._left += Cost(usd - self.budget.usd)
+        self.budget = Cost(usd, self.budget.tokens)
+        self._is_short = False
+        for share in self._shares.values():
+            share.is_reclaimed = False
+
     def describe(self) -> str:
         """For the progress line; "" while the budget does not limit calls."""
         return "limited by the budget" if self._is_short else ""

@@ -58,6 +58,19 @@ class RunLimits:
         limiter = self._endpoints[endpoint].limiter
         limiter.on_refusal(retry_after_s, sent_at=sent_at, now=time.monotonic())
 
+    def pause(self, *, is_paused: bool) -> None:
+        """Let no call begin while `is_paused`."""
+        for endpoint in self._endpoints.values():
+            endpoint.is_paused = is_paused
+
+    def change(self, rpm: float | None, in_flight: int | None) -> None:
+        """Change the user's limits of each endpoint; None leaves one. Raises `ValueError` if the
+        run calls no endpoint."""
+        if not self._endpoints:
+            raise ValueError("this run calls no endpoint, so it has no rpm and no max_in_flight")
+        for endpoint in self._endpoints.values():
+            endpoint.change(rpm, in_flight)
+
     def share(self, workers: Sequence[WorkerHandle]) -> None:
         """Send the workers their shares if these have changed."""
         ready = [worker for worker in workers if worker.ready]
@@ -127,7 +140,17 @@ class _SharedLimit:
         self._limits = limits
         self._shares: dict[WorkerHandle, _Share] = {}
         self._in_flight_max = self._replies = self._failed = 0
-        self._is_paced = False
+        self._is_paced = self._has_news = False
+        self.is_paused = False
+        """No call may begin."""
+
+    def change(self, rpm: float | None, in_flight: int | None) -> None:
+        if rpm is not None:
+            self._limits = self._limits._replace(rpm=rpm)
+        if in_flight is not None:
+            self._limits = self._limits._replace(ceiling=in_flight)
+            self.limiter.cap(in_flight)
+        self._has_news = True
 
     def on_load(self, worker: WorkerHandle, load: dict[str, int]) -> None:
         share = self._shares.setdefault(worker, _Share())
@@ -152,7 +175,7 @@ class _SharedLimit:
             del self._shares[gone]
         shares = [self._shares.setdefault(worker, _Share()) for worker in ready]
         demands = [share.in_flight + share.waiting for share in shares]
-        limit = self.limiter.limit
+        limit = 0 if self.is_paused else self.limiter.limit
         parts = share_out(limit, demands, turn=int(time.monotonic() / _TURN_S))
         sent = [(share.permits, share.cool_down_until, share.rates) for share in shares]
         rates = (1.0, None) if self._shared is None else self._shared.share
@@ -169,9 +192,10 @@ class _SharedLimit:
             share.rates = rates
         for worker, share, before in zip(ready, shares, sent, strict=True):
             now = share.permits, share.cool_down_until, share.rates
-            if now != before or not share.messages:
+            if now != before or self._has_news or not share.messages:
                 share.messages += 1
-                self._send(worker, share, share.permits / limit)
+                self._send(worker, share, share.permits / max(1, limit))
+        self._has_news = False
 
     def _send(self, worker: WorkerHandle, share: _Share, part: float) -> None:
         of_runs, until = share.rates
@@ -261,6 +285,11 @@ class Limiter:
     def limit(self) -> int:
         """Calls that may be in flight."""
         return int(self._limit)
+
+    def cap(self, ceiling: int) -> None:
+        """Never allow more than `ceiling` from now on."""
+        self._ceiling = ceiling
+        self._limit = min(self._limit, float(ceiling))
 
     @property
     def is_probed(self) -> bool:

@@ -80,6 +80,9 @@ class Progress:
         self._messages: deque[str] = deque(maxlen=_MESSAGES_KEPT)
         self._failures_told = 0
         self._tell = tell
+        self.steered: dict[str, Any] | None = None
+        """What people asked of the run: `is_paused`, and `answers` by the size of control.jsonl
+        after the question."""
         self._is_terminal = tell is None and draws_lines()
         tqdm.monitor_interval = 0  # a thread that could be refused, for lines drawn often enough
         self._bar = (bar_class() if self._is_terminal else tqdm)(
@@ -128,6 +131,14 @@ class Progress:
         if failed:
             self._failed[_EARLIER] += failed
         self._move(done + failed)
+
+    def task_retried(self, failure: str) -> None:
+        """A task that failed in this start, with this failure class, is queued again."""
+        self._ended_now -= 1
+        self._checked[None] -= 1
+        self._failed[failure] -= 1
+        self._failed += Counter()  # without classes of which none is left
+        self._move(-1)
 
     def add_tasks(self, count: int) -> None:
         """There are so many more tasks than was known."""
@@ -255,6 +266,7 @@ class Progress:
             "input_tokens_per_s": (latest.input_tokens - past.input_tokens) / seconds,
             "output_tokens_per_s": (latest.output_tokens - past.output_tokens) / seconds,
             "messages": list(self._messages),
+            **({} if self.steered is None else {"steered": self.steered}),
         }
 
     def _forecast_usd(self, worked: float) -> float | None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +30,7 @@ from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.config.models import budget_of, limits_of, uses_key_command
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.config.sandboxes import remove_leftover_containers
-from batch_trajectories.runs.dataset.scan import tasks
+from batch_trajectories.runs.dataset.scan import Scan, tasks
 from batch_trajectories.runs.dataset.scan_cache import NAME
 from batch_trajectories.runs.dataset.shards import parse_shard
 from batch_trajectories.runs.directory.run_dir import RunDir
@@ -41,6 +42,7 @@ from batch_trajectories.runs.store.failures import FailureFile, Settled, is_sett
 from batch_trajectories.runs.store.files import has_batches, listed
 from batch_trajectories.runs.store.journal import Inflight, segments
 from batch_trajectories.runs.store.records import RecordFile, load_index
+from batch_trajectories.runs.store.tasks import Task
 from batch_trajectories.runs.supervisor.budget import (
     BudgetLog,
     RunBudget,
@@ -50,8 +52,9 @@ from batch_trajectories.runs.supervisor.budget import (
 from batch_trajectories.runs.supervisor.limits import RunLimits
 from batch_trajectories.runs.supervisor.progress import Progress
 from batch_trajectories.runs.supervisor.refusals import Refusals
-from batch_trajectories.runs.supervisor.supervisor import Start, Supervisor
+from batch_trajectories.runs.supervisor.supervisor import Supervisor
 from batch_trajectories.runs.supervisor.task_queue import TaskQueue
+from batch_trajectories.runs.supervisor.worker_pool import Start
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY
 
@@ -264,11 +267,16 @@ def _shared_limits(config: RunConfig, run_dir: RunDir) -> SharedLimits | None:
     return SharedLimits(config.shared_limits, run_dir.path, limit, parts=parts)
 
 
+def _tasks_with(scan: Scan, keys: Container[bytes]) -> Iterator[Task]:
+    return tasks(scan, [number for number in range(scan.tasks) if scan.key(number) in keys])
+
+
 def _queue(plan: Plan, state: RunState, failures: FailureFile) -> TaskQueue:
+    find = partial(_tasks_with, plan.scan)
     if state.opening is None:
-        return TaskQueue(tasks(plan.scan, state.remaining), failures.deaths)
+        return TaskQueue(tasks(plan.scan, state.remaining), failures.deaths, find=find)
     first = state.opening.begin(state.remaining)
-    return TaskQueue(first, failures.deaths, opening=state.opening)
+    return TaskQueue(first, failures.deaths, find=find, opening=state.opening)
 
 
 class RunState(NamedTuple):

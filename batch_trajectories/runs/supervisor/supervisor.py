@@ -12,35 +12,27 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agent.loop.steps import Finish
 from agent.models.model import url_of
 from batch_trajectories.basics.errors import DatasetChanged, EnvironmentStop
-from batch_trajectories.basics.text import first_few, plural
-from batch_trajectories.runs.config.models import Setups, setup_of_task
-from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.directory.run_dir import RunDir
-from batch_trajectories.runs.executors.base import Executor, WorkerHandle
-from batch_trajectories.runs.protocol.messages import Assignment, WorkerSetup, pack, unpack
+from batch_trajectories.basics.text import plural
+from batch_trajectories.runs.config.models import setup_of_task
+from batch_trajectories.runs.executors.base import WorkerHandle
+from batch_trajectories.runs.protocol.messages import Assignment, assignment_of, pack, unpack
 from batch_trajectories.runs.protocol.record import as_stored, make_record
-from batch_trajectories.runs.store.failures import WORKER_DIED, Failure, FailureFile
+from batch_trajectories.runs.store.failures import WORKER_DIED, Failure
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.index import passed_in
-from batch_trajectories.runs.store.journal import Inflight, next_worker_number
-from batch_trajectories.runs.store.records import RecordFile
+from batch_trajectories.runs.store.journal import next_worker_number
 from batch_trajectories.runs.store.tasks import Task
-from batch_trajectories.runs.supervisor.budget import RunBudget
-from batch_trajectories.runs.supervisor.limits import RunLimits
-from batch_trajectories.runs.supervisor.progress import Progress
-from batch_trajectories.runs.supervisor.refusals import Outages, Refusals
-from batch_trajectories.runs.supervisor.task_queue import TaskQueue
-from batch_trajectories.runs.supervisor.worker_pool import KILL_AFTER_GRACE_S, WorkerPool
+from batch_trajectories.runs.supervisor.refusals import Outages
+from batch_trajectories.runs.supervisor.worker_pool import KILL_AFTER_GRACE_S, Start, WorkerPool
 
 if TYPE_CHECKING:
-    from batch_trajectories.runs.batch_api.service import BatchService
-    from batch_trajectories.runs.supervisor.key_service import KeyService
+    from batch_trajectories.runs.supervisor.steering import Steering
 
 log = logging.getLogger(__name__)
 
@@ -48,30 +40,6 @@ _TICK_S = 0.25
 _SYNC_EVERY_S = 0.02
 """As the journals: a power loss takes no more of records than of replies."""
 _FAILED_STARTS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """The parts of one start of a run."""
-
-    run_dir: RunDir
-    config: RunConfig
-    executor: Executor
-    setups: Setups
-    setup: WorkerSetup
-    queue: TaskQueue
-    """The tasks that need work."""
-    records: RecordFile
-    failures: FailureFile
-    inflight: Inflight
-    progress: Progress
-    limits: RunLimits
-    budget: RunBudget
-    held: dict[bytes, dict[str, list[Any]]]
-    """Amounts that earlier starts reserved for calls in batches, by task and call."""
-    batches: BatchService | None
-    keys: KeyService | None
-    refusals: Refusals
 
 
 class Supervisor:
@@ -84,8 +52,6 @@ class Supervisor:
         self._queue = start.queue
         self._finished: list[tuple[WorkerHandle, bytes]] = []
         """Tasks whose records are not durable yet, with their workers."""
-        self._failed_now: set[bytes] = set()
-        """Tasks that failed in this start; their journals stay for the next start."""
         self._said: set[str] = set()
         self.limits, self.budget = start.limits, start.budget
         first_number = next_worker_number(start.run_dir.inflight)
@@ -98,6 +64,7 @@ class Supervisor:
         self.is_out_of_budget = False
         self.is_dataset_changed = False
         self._kill_at: float | None = None
+        self._steering: Steering | None = None
         self._due = 0.0
         """When there is something to do besides assigning tasks and keeping records."""
 
@@ -127,7 +94,8 @@ class Supervisor:
 
     def _describe(self) -> str:
         parts = (self._outages, self._batches, self.limits, self.budget)
-        return ", ".join(filter(None, (part.describe() for part in parts if part is not None)))
+        said = [part.describe() for part in parts if part is not None]
+        return ", ".join(filter(None, ["paused" * self._is_paused, *said]))
 
     def _is_over(self) -> bool:
         if self._pool.held or (self._start.refusals.are_open and self._stop_reason is None):
@@ -153,6 +121,7 @@ class Supervisor:
             self._stop(problem)
         self._acknowledge_finished()
         self._watch_workers()
+        self._steer()
         self.limits.share(self._pool.workers)
         self._grant_budget()
         self._settle_refusals()
@@ -224,9 +193,10 @@ class Supervisor:
                 self._finished.append((worker, key))
             case "failed":
                 failure = Failure(**header["failure"])
-                self._release(worker, bytes.fromhex(header["key"]))
+                key = bytes.fromhex(header["key"])
+                self._queue.failed(key, failure.error_class, header["model"])
+                self._release(worker, key)
                 self._start.failures.append(failure)
-                self._failed_now.add(bytes.fromhex(header["key"]))
                 self._progress.task_ended(failure=failure.error_class)
                 self._progress.say_failed(failure)
             case "released":
@@ -280,8 +250,22 @@ class Supervisor:
             self.is_out_of_budget = True
             self._stop(reason)
 
+    @property
+    def _is_paused(self) -> bool:
+        return self._steering is not None and self._steering.is_paused
+
+    def _steer(self) -> None:
+        """Do what people ask of the run."""
+        if self._steering is None:
+            if not (self._start.run_dir.path / "control.jsonl").exists():
+                return
+            from batch_trajectories.runs.supervisor.steering import Steering  # few are steered
+
+            self._steering = Steering(self._start, self._pool, self.limits, self.budget)
+        self._steering.tend()
+
     def _serve_batches(self) -> None:
-        if self._batches is None:
+        if self._batches is None or self._is_paused:
             return
         if self._batches.problem is not None:
             self._stop(self._batches.problem)
@@ -318,15 +302,10 @@ class Supervisor:
         # Its finished records must be durable before its journals are read.
         self._start.records.sync()
         self._start.inflight.add_worker(
-            worker.number, wanted=lambda key: key in worker.held or key in self._failed_now
+            worker.number, wanted=lambda key: key in worker.held or key in self._queue.failed_now
         )
-        if damaged := self._start.inflight.damaged:
-            self._progress.say(
-                f"{len(damaged)} damaged lines of its journals were set aside in "
-                f"{self._start.run_dir.quarantine}: {first_few(damaged)}; these calls are made "
-                "again"
-            )
-            damaged.clear()
+        if damaged := self._start.inflight.take_damaged():
+            self._progress.say(damaged)
         for key, (task, attempt) in worker.held.items():
             failure = Failure(
                 task.id,
@@ -369,7 +348,7 @@ class Supervisor:
 
     def _assign(self) -> None:
         """Assign tasks to the workers with the most room, at most `batch_size` per message."""
-        if self._stop_reason is not None or self._start.refusals.are_enough:
+        if self._stop_reason is not None or self._start.refusals.are_enough or self._is_paused:
             return
         assignments: dict[WorkerHandle, list[Assignment]] = {}
         while worker := self._pool.with_room(self._progress.left):
@@ -394,17 +373,11 @@ class Supervisor:
     def _assign_to(self, worker: WorkerHandle, task: Task) -> Assignment:
         """Assign a task to a worker; return its message. Raises `StorageError`."""
         attempt = self._start.failures.attempts[task.key] + 1
-        assignment = Assignment(
-            task=task._asdict(),
-            attempt=attempt,
-            number=self._start.inflight.next_assignment(task.key),
-            events=self._start.inflight.events(task.key),
-            knows_begun=self._start.inflight.knows_begun(task.key),
-            deaths=self._start.failures.deaths[task.key],
-            place=self._start.inflight.workspace_place(task.key),
-            # Only once: a worker that dies may have received the answer and settled its cost.
-            held=self._start.held.pop(task.key, {}),
-        )
+        # Only once: a worker that dies may have received the answer and settled its cost.
+        held = self._start.held.pop(task.key, {})
+        deaths = self._start.failures.deaths[task.key]
+        inflight = self._start.inflight
+        assignment = assignment_of(task, attempt, inflight, deaths=deaths, held=held)
         worker.held[task.key] = (task, attempt)
         return assignment
 
@@ -440,7 +413,7 @@ class Supervisor:
 
     def _shut_down_workers(self) -> None:
         """Shut the workers down; handle their last messages about limits and budget."""
-        is_done = self._stop_reason is None and not self._failed_now
+        is_done = self._stop_reason is None and not self._queue.failed_now
         for worker, message in self._pool.shut_down(is_done=is_done):
             header, payload = unpack(message)
             if header["type"] in ("load", "budget"):

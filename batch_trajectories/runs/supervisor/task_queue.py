@@ -8,7 +8,7 @@ If that worker dies, too, the task fails; other tasks are not blamed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from batch_trajectories.runs.store.tasks import DEATHS_OF_A_SUSPECT, Task
@@ -25,13 +25,19 @@ class TaskQueue:
         remaining: Iterator[Task],
         deaths: Mapping[bytes, int],
         *,
+        find: Callable[[Container[bytes]], Iterator[Task]],
         opening: Opening | None = None,
     ) -> None:
         """`remaining` streams the dataset; `deaths` counts worker deaths by task key and may grow
-        during the run. `opening` gives samples that are needed only once others have ended."""
+        during the run. `find` reads the tasks with these keys. `opening` gives samples that are
+        needed only once others have ended."""
         self._remaining = remaining
         self._deaths = deaths
+        self._find = find
         self._opening = opening
+        self.failed_now: dict[bytes, tuple[str, str | None]] = {}
+        """The failure class of tasks that failed in this start ("" for those that run again), and
+        their models; their journals stay for the next start."""
         self._again: deque[Task] = deque()
         self._suspects: deque[Task] = deque()
 
@@ -52,6 +58,22 @@ class TaskQueue:
     def put_back(self, task: Task) -> None:
         """Queue a task again whose worker has died; `deaths` includes this death."""
         (self._suspects if self._is_suspect(task) else self._again).append(task)
+
+    def failed(self, key: bytes, failure: str, model: str | None) -> None:
+        """An attempt of a task has failed, with this failure class; it has attempts left."""
+        self.failed_now[key] = failure, model
+
+    def retry(self) -> dict[bytes, str]:
+        """Queue the tasks that failed in this start again; their failure classes by key.
+
+        Raises `DatasetChanged`.
+        """
+        failed = {key: failure for key, (failure, _) in self.failed_now.items() if failure}
+        for task in [*self._find(failed)]:
+            model = self.failed_now[task.key][1]
+            self.put_back(task._replace(model=model))
+            self.failed_now[task.key] = "", model
+        return failed
 
     def ended(self, key: bytes, passed: bool | None) -> int:
         """A task has its record; queue the samples that its prompt needs now, return their number.

@@ -1,4 +1,5 @@
-"""The workers of a run: start them, choose one with room, watch them, shut them down."""
+"""What a start works with, and its workers: start them, choose one with room, watch them, shut them
+down."""
 
 from __future__ import annotations
 
@@ -8,16 +9,55 @@ import os
 import queue
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from batch_trajectories.runs.config.models import Setups
 from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.directory.run_dir import RunDir
 from batch_trajectories.runs.executors.base import Executor, Inbox, WorkerHandle
 from batch_trajectories.runs.protocol.messages import WorkerSetup, pack
+from batch_trajectories.runs.store.failures import FailureFile
+from batch_trajectories.runs.store.journal import Inflight
+from batch_trajectories.runs.store.records import RecordFile
+from batch_trajectories.runs.supervisor.budget import RunBudget
+from batch_trajectories.runs.supervisor.limits import RunLimits
+from batch_trajectories.runs.supervisor.progress import Progress
+from batch_trajectories.runs.supervisor.refusals import Refusals
+from batch_trajectories.runs.supervisor.task_queue import TaskQueue
+
+if TYPE_CHECKING:
+    from batch_trajectories.runs.batch_api.service import BatchService
+    from batch_trajectories.runs.supervisor.key_service import KeyService
 
 log = logging.getLogger(__name__)
 
 KILL_AFTER_GRACE_S = 5.0
 _START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The parts of one start of a run."""
+
+    run_dir: RunDir
+    config: RunConfig
+    executor: Executor
+    setups: Setups
+    setup: WorkerSetup
+    queue: TaskQueue
+    """The tasks that need work."""
+    records: RecordFile
+    failures: FailureFile
+    inflight: Inflight
+    progress: Progress
+    limits: RunLimits
+    budget: RunBudget
+    held: dict[bytes, dict[str, list[Any]]]
+    """Amounts that earlier starts reserved for calls in batches, by task and call."""
+    batches: BatchService | None
+    keys: KeyService | None
+    refusals: Refusals
 
 
 class WorkerPool:

@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.loop.loop import close_calls
 from agent.loop.steps import Finish
-from agent.messages.message import (
-    SIMULATED_USER,
-    Event,
-    RestartedEvent,
-    is_cost_only,
-)
+from agent.messages.message import SIMULATED_USER, Event, RestartedEvent, is_cost_only
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
@@ -103,6 +98,8 @@ class TaskRunner:
         self._rewards = _reward_functions(setup.config) if setup.config.reward else None
         self._trajectories: dict[bytes, Trajectory] = {}
         self._not_durable: dict[bytes, ToolContext] = {}
+        self.cancelled: set[bytes] = set()
+        """Tasks that a person has stopped."""
         self.counters = no_counters()
         """Work since the last heartbeat, which resets them."""
 
@@ -124,13 +121,10 @@ class TaskRunner:
                     return pack("released", key=task.key.hex())
                 # Its record cannot be made, but the parent must know of the attempt.
                 log.exception("%s: cannot make a record of its failure", task.id)
-                trace = traceback.format_exc()
-                failure = Failure(
-                    task.id, task.input_digest, assignment["attempt"], "internal", trace
-                )
-                return pack("failed", key=task.key.hex(), failure=failure._asdict())
+                return _failed(task, _failure(task, assignment, "internal", traceback.format_exc()))
         finally:
             self._trajectories.pop(task.key, None)
+            self.cancelled.discard(task.key)
 
     async def close(self) -> None:
         """End the processes of reward functions."""
@@ -155,11 +149,13 @@ class TaskRunner:
             self._stops.halt(f"{task.id}: {message}")
         if self._stops.is_stopping:
             return pack("released", key=task.key.hex())
-        log.error("%s: a bug in this program", task.id, exc_info=error)
-        trace = "".join(traceback.format_exception(error))
-        failure = Failure(task.id, task.input_digest, assignment["attempt"], "internal", trace)
+        kind, trace = "stopped", "a person stopped this conversation"
+        if task.key not in self.cancelled:
+            log.error("%s: a bug in this program", task.id, exc_info=error)
+            kind, trace = "internal", "".join(traceback.format_exception(error))
+        failure = _failure(task, assignment, kind, trace)
         if assignment["attempt"] < self._config.max_attempts:
-            return pack("failed", key=task.key.hex(), failure=failure._asdict())
+            return _failed(task, failure)
         row = self._rules.read(task.columns)
         # The record includes all replies so far: they were paid for.
         trajectory = self._trajectories.get(task.key) or row.trajectory(assignment["events"])
@@ -193,16 +189,14 @@ class TaskRunner:
             )
         except (SetupFailed, AgentFailed) as error:
             work.end = Finish("failed")
-            failure = Failure(
-                task.id, task.input_digest, assignment["attempt"], error.error_class, str(error)
-            )
+            failure = _failure(task, assignment, error.error_class, str(error))
         finally:
             await work.context.close(remove=False)
         calls = trajectory.agent_calls
         turns = trajectory.turns if calls is None else len(calls.live)
         log.info("%s: %s after %s", task.id, work.end.status, plural(turns, "turn"))
         if failure and assignment["attempt"] < self._config.max_attempts:
-            return pack("failed", key=task.key.hex(), failure=failure._asdict())
+            return _failed(task, failure)
         self._not_durable[task.key] = work.context
         record = self._record(work, failure)
         if self._rewards is not None and work.end.status != "failed":
@@ -417,6 +411,14 @@ class TaskRunner:
         return self._setup.script or () if own is None else parse_script(own)
 
 
+def _failure(task: Task, assignment: Assignment, kind: str, message: str) -> Failure:
+    return Failure(task.id, task.input_digest, assignment["attempt"], kind, message)
+
+
+def _failed(task: Task, failure: Failure) -> bytes:
+    return pack("failed", key=task.key.hex(), model=task.model, failure=failure._asdict())
+
+
 def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> bytes:
     stored = as_stored(record)
     return pack(
@@ -438,9 +440,7 @@ def _reward_functions(config: RunConfig) -> RewardFunctions:
 def _agent_runner(
     setup: WorkerSetup, spaces: Workspaces, calls: Calls, stops: Stops
 ) -> AgentRunner:
-    from batch_trajectories.runs.worker.agents.agent_runner import (
-        AgentRunner,  # an HTTP server, which few runs need
-    )
+    from batch_trajectories.runs.worker.agents.agent_runner import AgentRunner  # HTTP for few
 
     return AgentRunner(setup.config, spaces, calls, stops)
 

@@ -259,6 +259,10 @@ class Worker:
             case "stop":
                 self._stop()
                 asyncio.get_running_loop().call_later(header["grace_s"], self._abandon)
+            case "cancel":
+                if (running := self._running.get(key := bytes.fromhex(header["key"]))) is not None:
+                    self._runner.cancelled.add(key)
+                    running.cancel()
             case "kept":
                 assert not isinstance(self._journal, JournalWriter)
                 self._journal.on_kept(header["number"])

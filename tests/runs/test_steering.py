@@ -1,0 +1,139 @@
+"""Steering a run that works: real runs against an endpoint that answers when it is told to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch_trajectories.basics.errors import RunDirError
+from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
+from batch_trajectories.runs.directory.control import refuse_strangers
+from batch_trajectories.runs.supervisor.budget import BudgetLog, RunBudget
+from batch_trajectories.runs.supervisor.limits import RunLimits
+from testing.fake_endpoint import FakeEndpoint
+from tests.exporting import make_run, worked
+from tests.running import lines, run, started, wait_until, write_prompts
+
+
+class Told:
+    """A worker that is sent messages."""
+
+    ready = True
+
+    def __init__(self) -> None:
+        self.limits: list[dict[str, Any]] = []
+
+    def send(self, message: bytes) -> None:
+        import orjson
+
+        self.limits.append(orjson.loads(message.partition(b"\n")[0])["limits"])
+
+
+def test_limits_that_change_are_sent() -> None:
+    limits = RunLimits({"openai x": EndpointLimits(8, 8, rpm=None, tpm=None)})
+    worker: Any = Told()
+    limits.share([worker])
+    limits.change(60.0, 2)
+    limits.share([worker])
+    limits.pause(is_paused=True)
+    limits.share([worker])
+    limits.pause(is_paused=False)
+    limits.share([worker])
+    assert [one["permits"] for one in worker.limits] == [8, 2, 0, 2]
+    assert [one["rpm"] for one in worker.limits] == [None, 60.0, 0.0, 60.0]
+
+
+def test_a_budget_can_only_be_raised(tmp_path: Path) -> None:
+    budget = RunBudget(Cost(5.0), spent=Cost(4.0), budget_log=BudgetLog(tmp_path, tmp_path))
+    with pytest.raises(ValueError, match=r"can only be raised during the run; it is \$5"):
+        budget.raise_to(4.5)
+    budget.raise_to(8.0)
+    assert budget.budget == Cost(8.0)
+    without = RunBudget(None, spent=Cost(), budget_log=BudgetLog(tmp_path, tmp_path))
+    with pytest.raises(ValueError, match="no max_run_cost_usd"):
+        without.raise_to(9.0)
+
+
+def test_a_run_of_another_user_is_not_steered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_strangers(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(RunDirError, match="who alone can steer it"):
+        refuse_strangers(tmp_path)
+
+
+def test_a_run_that_does_not_work_is_not_steered(tmp_path: Path) -> None:
+    make_run(tmp_path, worked())
+    done = run(tmp_path, "pause", "r", output_dir=tmp_path)
+    assert done.returncode == 2
+    assert "no process works on this run" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_is_paused_limited_and_resumed(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 40)
+    with FakeEndpoint(turns=3, latency_s=0.0, answers=0) as endpoint:
+        given: dict[str, Any] = {
+            **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
+            **{"key_env": "none", "num_workers": 2, "batch_size": 4, "model": "openai:m"},
+            **{"enabled_toolsets": "none"},
+        }
+
+        def asked() -> int:
+            return int(endpoint.journal()["requests"])
+
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: asked() >= 8)
+            paused = run(tmp_path, "pause", "r")
+            assert "paused: calls in flight end" in paused.stdout, paused.stderr
+            before = asked()
+            endpoint.answer(None)
+            held = run(tmp_path, "limits", "r", max_in_flight=1)
+            assert "max_in_flight 1 until this start ends" in held.stdout, held.stderr
+            assert asked() == before, "no call began while it was paused"
+            refused = run(tmp_path, "limits", "r", max_run_cost_usd=5)
+            assert refused.returncode == 2
+            assert "no max_run_cost_usd" in refused.stderr
+            unknown = run(tmp_path, "stop", "r", "nobody")
+            assert "no conversation with the id 'nobody' is in flight" in unknown.stderr
+            assert "resumed" in run(tmp_path, "resume", "r").stdout
+            assert process.wait(timeout=60) == 0
+    log = (tmp_path / "trajectories/r/run.log").read_text()
+    assert "asked: pause: paused" in log
+    assert "asked: limits: max_in_flight 1" in log
+    assert len(lines(tmp_path / "trajectories/r/records.jsonl")) == 40
+
+
+@pytest.mark.slow
+def test_a_conversation_is_stopped_and_retried(tmp_path: Path) -> None:
+    """It fails, is queued again, and continues after its saved replies."""
+    write_prompts(tmp_path / "p.jsonl", 2)
+    with FakeEndpoint(turns=3, latency_s=0.0, answers=2) as endpoint:
+        given: dict[str, Any] = {
+            **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
+            **{"key_env": "none", "num_workers": 1, "model": "openai:m"},
+            **{"enabled_toolsets": "file", "max_attempts": 3},
+        }
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: endpoint.journal()["requests"] >= 4)
+            stopped = run(tmp_path, "stop", "r", "p0000")
+            assert "p0000 is stopped" in stopped.stdout, stopped.stderr
+            failures = tmp_path / "trajectories/r/failures.jsonl"
+            wait_until(lambda: failures.exists() and lines(failures))
+            assert lines(failures)[0]["class"] == "stopped"
+            again = run(tmp_path, "retry", "r")
+            assert "1 failed conversation queued again" in again.stdout, again.stderr
+            endpoint.answer(None)
+            assert process.wait(timeout=60) == 0
+        counts = endpoint.journal(full=True)["counts"]
+    records = lines(tmp_path / "trajectories/r/records.jsonl")
+    assert {record["id"]: record["status"] for record in records} == {
+        "p0000": "completed",
+        "p0001": "completed",
+    }
+    assert max(one["answered"] for one in counts) == 1, "no reply was paid for twice"
+    assert run(tmp_path, "verify", "r").returncode == 0
