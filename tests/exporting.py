@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,7 +78,10 @@ def make_run(
         "digest": "0123456789abcdef",
         "meaning": {},
         "config": config.to_json(),
-        "dataset": {"path": str(dataset)},
+        "dataset": {
+            "path": str(dataset),
+            "sha256": hashlib.sha256(dataset.read_bytes()).hexdigest(),
+        },
         "history": [],
         "versions": {},
     }

@@ -52,8 +52,8 @@ class Agreement:
             self._pairs.setdefault(pair, Counter()).update(counts)
 
     def to_json(self) -> dict[str, Any]:
-        """`verdicts` and `reviewers` (records by each), and `agreement` of each two."""
-        return {
+        """`labels`: `verdicts`, `reviewers` (records by each) and `agreement`; nothing without any."""
+        labels = {
             "verdicts": dict(sorted(self._verdicts.items())),
             "reviewers": dict(sorted(self._reviewers.items())),
             "agreement": [
@@ -61,6 +61,7 @@ class Agreement:
                 for pair, counts in sorted(self._pairs.items())
             ],
         }
+        return {"labels": labels} if self._verdicts else {}
 
     def _count(self, one: str, other: str, said: str, judged: str) -> None:
         self._pairs.setdefault((one, other), Counter())[said, judged] += 1
@@ -88,13 +89,12 @@ def _agreement(counts: Counter[tuple[str, str]]) -> dict[str, Any]:
 
 
 def as_text(labels: Mapping[str, Any]) -> Iterator[str]:
-    """The labels for a terminal; nothing without any."""
-    if labels["verdicts"]:
-        counts = ", ".join(f"{name} {count:,}" for name, count in labels["verdicts"].items())
-        disputed = " (reviewers differ)" if DISPUTED in labels["verdicts"] else ""
-        yield f"labels: {counts}{disputed}; by " + ", ".join(
-            f"{who} {count:,}" for who, count in labels["reviewers"].items()
-        )
+    """The labels for a terminal."""
+    counts = ", ".join(f"{name} {count:,}" for name, count in labels["verdicts"].items())
+    disputed = " (reviewers differ)" if DISPUTED in labels["verdicts"] else ""
+    yield f"labels: {counts}{disputed}; by " + ", ".join(
+        f"{who} {count:,}" for who, count in labels["reviewers"].items()
+    )
     for one in labels["agreement"]:
         kappa = "" if one["kappa"] is None else f", Cohen's kappa {one['kappa']:.2f}"
         yield (

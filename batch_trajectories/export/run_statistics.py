@@ -159,7 +159,7 @@ class RunStatistics:
             "kept": self._kept,
             "rewards": self._rewards.to_json(),
             "health": self.health.to_json(),
-            "labels": self._agreement.to_json(),
+            **self._agreement.to_json(),
             "cost_usd": {
                 "known_total": self._cost,
                 "records_of_unknown_cost": self._unknown_costs,
@@ -215,7 +215,8 @@ def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator
     yield f"{figures['records']:,} records: {statuses or 'none'}; {kept}"
     if text := describe(Checks(**figures["checks"])):
         yield text
-    yield from agreement.as_text(figures["labels"])
+    if "labels" in figures:
+        yield from agreement.as_text(figures["labels"])
     yield from health_as_text(figures["health"])
     reasoning = figures["reasoning"]
     if turns := reasoning["assistant_turns"]:
