@@ -52,7 +52,7 @@ class Agreement:
             self._pairs.setdefault(pair, Counter()).update(counts)
 
     def to_json(self) -> dict[str, Any]:
-        """`labels`: `verdicts`, `reviewers` (records by each) and `agreement`; nothing without any."""
+        """`labels`: `verdicts`, `reviewers` (records by each), `agreement`; nothing without any."""
         labels = {
             "verdicts": dict(sorted(self._verdicts.items())),
             "reviewers": dict(sorted(self._reviewers.items())),
