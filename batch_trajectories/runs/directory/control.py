@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from batch_trajectories.basics.errors import RunDirError
+from batch_trajectories.runs.directory.run_lock import holder_of
 from batch_trajectories.runs.store.files import append_line, read_json
 
 NAME = "control.jsonl"
@@ -39,7 +40,8 @@ def steer(run_dir: Path, holder: Mapping[str, Any] | None, do: str, **values: An
     """Ask the process that works on a run, and wait for its answer, which is returned.
 
     `holder` is that of `holder_of`. Raises `RunDirError` if nothing works on the run, if it
-    belongs to another user, if the process refuses, or if it does not answer within 15 seconds.
+    belongs to another user, if the process refuses or ends, or if it does not answer within 15
+    seconds.
     """
     refuse_strangers(run_dir)
     if holder is None:
@@ -54,6 +56,8 @@ def steer(run_dir: Path, holder: Mapping[str, Any] | None, do: str, **values: An
             if answer["refused"]:
                 raise RunDirError(f"{run_dir}: refused: {answer['text']}")
             return str(answer["text"])
+        if holder_of(run_dir) is None:
+            raise RunDirError(f"{run_dir}: the run has ended; its run.log says what it still did")
         time.sleep(_LOOK_EVERY_S)
     raise RunDirError(
         f"{run_dir}: process {holder.get('pid')} has not answered; it may be ending or suspended. "

@@ -195,6 +195,11 @@ class Progress:
                 line = describe(state, self._turns)
                 self._say(f"{self._ended}/{self._total} {self._tasks}: {line}")
 
+    def steer(self, steered: dict[str, Any]) -> None:
+        """Take what people have asked of the run, which is written with the next state, at once."""
+        self.steered = steered
+        self._written_at = float("-inf")
+
     @property
     def left(self) -> int:
         """Number of tasks that have not ended."""

@@ -73,7 +73,7 @@ class Steering:
         self._answers[str(self._read)] = {"text": text, "refused": is_refused}
         while len(self._answers) > _ANSWERS:
             del self._answers[next(iter(self._answers))]
-        self._start.progress.steered = {"is_paused": self.is_paused, "answers": self._answers}
+        self._start.progress.steer({"is_paused": self.is_paused, "answers": self._answers})
 
     def _do(self, do: str, line: Mapping[str, Any]) -> str:
         match do:
