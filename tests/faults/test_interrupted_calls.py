@@ -302,7 +302,7 @@ def write(context: ToolContext) -> str:
 def wait(context: ToolContext) -> str:
     """Wait until the process is killed, or until all has been written."""
     Path("waits").touch()
-    while not Path("wrote").exists():
+    while not (Path("go").exists() and Path("wrote").exists()):
         time.sleep(0.01)
     return (context.workspace.root / "log").read_text()
 
@@ -331,11 +331,11 @@ def test_a_function_that_runs_on_when_its_call_is_repeated_writes_into_no_worksp
     given |= {"tool_timeout_s": 1, "max_rebuild_s": 12 if is_endless else 60}
     run_dir = tmp_path / "trajectories" / "r"
     with started(tmp_path, **given) as process:
-        wait_until(lambda: (tmp_path / "wrote").exists())
-        (tmp_path / "wrote").unlink()
         wait_until(lambda: (tmp_path / "waits").exists())
         os.killpg(process.pid, signal.SIGKILL)
         assert_gone(process.pid)
+    (tmp_path / "wrote").unlink()
+    (tmp_path / "go").touch()
     (tmp_path / "late").write_text("1000" if is_endless else "2")
     done = run_long(tmp_path, **given)
     if is_endless:
