@@ -12,6 +12,7 @@ wires          the dialects by name
 lines          events of conversations, as they are stored
 repeats        replies that agents repeat
 shown          what a request shows otherwise than its thread has it
+thread         the messages of one conversation, and their digests
 threads        which conversation a call continues
 
 These modules only compute; they do no I/O.

@@ -3,12 +3,14 @@
 The digest of a message covers its role, its text, its calls (names and parsed arguments) and, for a
 result, which call of the conversation it answers. It does not cover ids, reasoning, signatures or
 marks for the cache: agents make new ids, drop thoughts, write arguments again, and move the marks.
+Results that follow one reply have their digests in the order of its calls: agents put results in
+the order in which they came, which is another one when recorded replies are given again.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -88,6 +90,39 @@ def message_digest(message: Message, calls: CallsInOrder, volatile: Volatile) ->
     elif message["role"] == "tool":
         form += [calls.rank(message["tool_call_id"]), message.get("is_error", False)]
     return digest_of(form)
+
+
+def runs_of_results(messages: Sequence[Message], first: int = 0) -> Iterator[tuple[int, list[int]]]:
+    """The results after one reply, where there are several, from position `first` on.
+
+    Each is the position of the first of them, and for each which call of the reply it answers. Runs
+    with results of other calls, or with two of one call, are left out.
+    """
+    start = first
+    while start < len(messages):
+        end = start
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        if end - start > 1 and start > 0:
+            made = [call["id"] for call in messages[start - 1].get("tool_calls", ())]
+            answered = [message["tool_call_id"] for message in messages[start:end]]
+            if {*answered} <= {*made} and len({*answered}) == len(answered):
+                yield start, [made.index(id) for id in answered]
+        start = end + 1
+
+
+def in_order_of_calls(
+    messages: Sequence[Message], digests: Sequence[bytes], first: int = 0
+) -> list[bytes]:
+    """The digests of the messages from `first` on, with those of results in the order of calls.
+
+    `digests` are those of all the messages, in the order of the messages.
+    """
+    ordered = list(digests[first:])
+    for start, answered in runs_of_results(messages, first):
+        pairs = sorted(zip(answered, digests[start : start + len(answered)], strict=True))
+        ordered[start - first : start - first + len(pairs)] = [digest for _, digest in pairs]
+    return ordered
 
 
 def _arguments(arguments: str) -> Any:

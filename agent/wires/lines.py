@@ -14,7 +14,8 @@ from typing import Any
 
 from agent.messages.message import ExchangeEvent, Message
 from agent.messages.reasoning import split_inline_reasoning
-from agent.wires.threads import Thread, Threads
+from agent.wires.thread import Thread
+from agent.wires.threads import Threads
 
 BEFORE_COMPACTION = "before compaction"
 BRANCH = "branch"

@@ -15,6 +15,7 @@ from agent.wires.canonical import (
     digest_of,
     digest_of_bytes,
     head_of,
+    in_order_of_calls,
     message_digest,
     without_marks,
 )
@@ -88,14 +89,14 @@ def read_request(
     offer = next((known.offer for known in before if known.offer.raw == tools), None)
     if offer is None:
         offer = _read_offer(layout, tools)
-    digests = [digest for part in parts for digest in part.digests]
+    messages, digests = _joined(parts)
     _check_depth({key: body[key] for key in body.keys() - layout.read_elsewhere})
     head = digest_of(head_of(body, layout.read_elsewhere, volatile.fields))
     decides = (digest_of([layout.api, model]), head, offer.digest, *digests)
     return WireRequest(
         api=layout.api,
         model=model,
-        messages=[message for part in parts for message in part.messages],
+        messages=messages,
         tools=offer.tools,
         is_stream=wanted.is_stream,
         max_tokens=max_tokens if type(max_tokens) is int else None,
@@ -127,10 +128,11 @@ def without_earlier(request: WireRequest) -> WireRequest:
     digest = message_digest(message, CallsInOrder(before), NOTHING_VOLATILE)
     part = Part((EARLIER, request.follows), [message], [digest], [], CallsInOrder(before).count)
     parts = [*before, part, *request.parts[place:]]
+    messages, digests = _joined(parts)
     return replace(
         request,
-        messages=[message for part in parts for message in part.messages],
-        digests=[digest for part in parts for digest in part.digests],
+        messages=messages,
+        digests=digests,
         parts=parts,
         pieces=[*request.pieces[:place], part.raw, *request.pieces[place:]],
     )
@@ -215,6 +217,12 @@ def results_and_said(
 def path_of(path: str) -> str:
     """The path of a request without its query and trailing slash."""
     return path.partition("?")[0].rstrip("/")
+
+
+def _joined(parts: Sequence[Part]) -> tuple[list[Message], list[bytes]]:
+    messages = [message for part in parts for message in part.messages]
+    digests = [digest for part in parts for digest in part.digests]
+    return messages, in_order_of_calls(messages, digests)
 
 
 def _read_offer(layout: Layout, tools: Any) -> Offer:

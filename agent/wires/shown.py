@@ -1,8 +1,9 @@
 """What a request shows otherwise than its thread has it.
 
-Agents write calls again, drop reasoning or text, and texts that change from start to start stand in
-their requests as they are now. A thread keeps each message as it was recorded; a patch says what a
-call was shown in its place. Ids of calls, and white space around texts, are no difference.
+Agents write calls again, drop reasoning or text, put results in another order, and texts that
+change from start to start stand in their requests as they are now. A thread keeps each message as
+it was recorded; a patch says what a call was shown in its place. Ids of calls, and white space
+around texts, are no difference.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any
 
 from agent.messages.message import Message, ToolCall
 from agent.messages.reasoning import hides_reasoning
+from agent.wires.canonical import runs_of_results
 from batch_trajectories.basics import exact_json
 
 Patch = dict[str, Any]
 """The keys of a message that are otherwise: `content`, `reasoning` ("" if it was dropped) and
-`tool_calls`. An empty patch: the message is as it was recorded."""
+`tool_calls`; `message_at`: the position of the recorded result that stands here instead. An empty
+patch: the message is as it was recorded."""
 
 Patches = Mapping[int, Patch]
 """By position among the messages of a request."""
@@ -39,6 +42,26 @@ def patch_of(known: Message, shown: Message, ids: Mapping[str, str]) -> Patch:
     if len(made) != len(now) or not all(map(_says_same, made, now)):
         patch["tool_calls"] = [{**call, "id": ids.get(call["id"], call["id"])} for call in now]
     return patch
+
+
+def moved_results(
+    recorded: Sequence[Message], shown: Sequence[Message], first: int
+) -> dict[int, int]:
+    """The results, from position `first` on, that a request shows at the place of another one.
+
+    By their positions in `shown`, the positions in `recorded`.
+    """
+    moved: dict[int, int] = {}
+    ours = dict(runs_of_results(recorded, first))
+    for start, answered in runs_of_results(shown, first):
+        known = ours.get(start, answered)
+        if known != answered and sorted(known) == sorted(answered):
+            moved |= {
+                start + n: start + known.index(call)
+                for n, call in enumerate(answered)
+                if known[n] != call
+            }
+    return moved
 
 
 def same_first(one: Sequence[Message], other: Sequence[Message]) -> int:

@@ -1,6 +1,6 @@
 """The fold of an agent's calls into threads.
 
-A thread is a sequence of messages that only grows. A call continues the thread whose messages it
+A call continues the thread whose messages it
 repeats; if it repeats only the beginning of one, a new thread branches off there. A restart sets
 all calls aside; those that are asked for again become part of their conversations again.
 """
@@ -25,9 +25,16 @@ from agent.messages.parts import EARLIER, Parts
 from agent.messages.tokens import has_ids, restated
 from agent.models.dialects.openai_responses import API as RESPONSES
 from agent.models.dialects.openai_responses import conversation_of
-from agent.wires.canonical import CallsInOrder, message_digest
 from agent.wires.repeats import Found, Repeats
-from agent.wires.shown import Patches, changed, changes, patch_of, same_first
+from agent.wires.shown import (
+    Patches,
+    changed,
+    changes,
+    moved_results,
+    patch_of,
+    same_first,
+)
+from agent.wires.thread import Thread, before_results, common
 from agent.wires.wire import NOTHING_VOLATILE, Part, Volatile, WireRequest
 
 _MOST_RECENT = 8
@@ -60,38 +67,6 @@ class _Recent(NamedTuple):
     request: WireRequest
     repeated: Found
     patches: Patches
-
-
-class Thread:
-    """The messages of one thread, and which of them are replies of recorded calls."""
-
-    def __init__(self, number: int, parent: Thread | None = None, shared: int = 0) -> None:
-        self.number = number
-        self.messages: list[Message] = parent.messages[:shared] if parent else []
-        self.replies: list[tuple[int, int]] = []
-        """The position and the number of each recorded reply, in the order of the messages."""
-        self.tools: list[dict[str, Any]] = parent.tools if parent else []
-        """Those of its latest call."""
-        if parent is not None:
-            self.replies = [reply for reply in parent.replies if reply[0] < shared]
-        patches = parent.shown.items() if parent else ()
-        self.shown: Patches = {at: patch for at, patch in patches if at < shared}
-        """What its latest call was shown otherwise."""
-        self._digests: list[bytes] = []
-        self._calls = CallsInOrder()
-
-    def digests(self, volatile: Volatile) -> list[bytes]:
-        """One per message, as those of a request."""
-        for message in self.messages[len(self._digests) :]:
-            self._digests.append(message_digest(message, self._calls, volatile))
-            self._calls.add(message.get("tool_calls", ()))
-        return self._digests
-
-    def replies_within(self, shared: int) -> int:
-        """How many of its first messages are recorded replies."""
-        if shared == len(self.messages):
-            return len(self.replies)
-        return sum(at < shared for at, _ in self.replies)
 
 
 class Threads:
@@ -163,7 +138,7 @@ class Threads:
                 got = [ToolCall(**{**call, "id": id}) for call, id in made]
                 messages[at] = {**messages[at], "tool_calls": got}
         calls = [call for message in messages for call in message.get("tool_calls", ())]
-        digests = thread.digests(self.volatile)[first:end]
+        digests = thread.own_digests(self.volatile)[first:end]
         return Part((EARLIER, id, number), messages[first:], digests, calls, first_call=0)
 
     def end_of(self, number: int) -> tuple[Thread, int]:
@@ -259,7 +234,7 @@ class Threads:
     def place(self, request: WireRequest) -> Placement:
         """Where a request belongs now: call it once its reply is complete."""
         repeated = self._repeated(request)
-        source, shared = self._longest(repeated.digests)
+        source, shared = self._longest(request.messages, repeated.digests)
         added = request.messages[shared:]
         echoes = self._echoes(source, shared, request, repeated)
         replies = {at: number for at, number in source.replies if at < shared} if source else {}
@@ -297,7 +272,9 @@ class Threads:
         having = (n for n in reversed([*numbers]) if has_ids(self.exchanges[n]["reply"]))
         return next(having, None)
 
-    def _longest(self, digests: list[bytes]) -> tuple[Thread | None, int]:
+    def _longest(
+        self, messages: Sequence[Message], digests: list[bytes]
+    ) -> tuple[Thread | None, int]:
         """The thread that has most of the first messages, and how many it has.
 
         Of several, the best is one that would be continued, then one of this start, then the
@@ -310,7 +287,9 @@ class Threads:
             limit = min(len(theirs), len(digests))
             if limit < rank[0] or theirs[0] != digests[0]:
                 continue
-            shared = limit if theirs[:limit] == digests[:limit] else _common(theirs, digests)
+            shared = limit if theirs[:limit] == digests[:limit] else common(theirs, digests)
+            for one in (thread.messages, messages):
+                shared = before_results(one, shared)
             is_live = bool(thread.replies) and thread.replies[-1][1] in self.live
             if (mine := (shared, shared == len(theirs), is_live)) > rank:
                 best, rank = thread, mine
@@ -394,7 +373,9 @@ class Threads:
         messages = request.messages
         recent = self._recent_of.get(source.number) if source else None
         same = min(shared, same_first(recent.request.messages, messages)) if recent else 0
+        same = before_results(messages, same)
         found = {n: patch for n, patch in recent.patches.items() if n < same} if recent else {}
+        moved = moved_results(source.messages[:shared], messages, same) if source else {}
         for n in range(same, len(messages)):
             ids: Mapping[str, str] = {}
             if n in replies:
@@ -402,10 +383,13 @@ class Threads:
                 got = _ids(self._repeats.calls(replies[n]))
                 ids = dict(zip(got, _ids(known.get("tool_calls", ())), strict=True))
             elif source and n < shared:
-                known = source.messages[n]
+                known = source.messages[moved.get(n, n)]
             else:
                 continue
-            if patch := patch_of(known, messages[n], ids):
+            patch = patch_of(known, messages[n], ids)
+            if n in moved:
+                patch["message_at"] = moved[n]
+            if patch:
                 found[n] = patch
         return found
 
@@ -418,11 +402,3 @@ class Threads:
 
 def _ids(calls: Sequence[ToolCall]) -> list[str]:
     return [call["id"] for call in calls]
-
-
-def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """How many first items two lists have in common."""
-    for n, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return n
-    return min(len(one), len(other))

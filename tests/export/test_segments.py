@@ -21,7 +21,7 @@ from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.segments.segments import Segment, segments_of
 from batch_trajectories.export.segments.views import parts_of
 from batch_trajectories.runs.store.record_types import Record
-from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, path_for
+from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, TwoAtOnce, path_for
 from tests.agent.test_options import ANSWER, echo
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import exported, make_run, rows
@@ -390,6 +390,24 @@ def test_rows_of_an_agent_that_says_several_things_in_a_row(tmp_path: Path, api:
         ("system", "You work."), ("user", "Mind the rules.\n\nCount."), ("assistant", "Reply 1."),
         ("tool", "result 1\n\nRemember."), ("assistant", "Reply 2."),
     ]  # fmt: skip
+
+
+def test_results_that_come_in_another_order_after_a_restart_begin_a_segment() -> None:
+    wire = Wire("anthropic_messages")
+    talk = TwoAtOnce()
+    talk.say("Count.")
+    wire.call(talk, thought="")
+    wire.call(talk, thought="")
+    wire.recording.restart()
+    again = TwoAtOnce(order=(1, 0))
+    again.say("Count.")
+    wire.answers = 0
+    wire.call(again)
+    again.order = (0, 1)
+    wire.call(again)
+    wire.call(again, None, thought="")
+    found = wire.check()
+    assert [(one.why, len(one.learnt)) for one in found] == [("start", 2), ("messages", 1)]
 
 
 STEP = st.sampled_from(["call", "say", "system", "tools", "change", "forget", "restart"])

@@ -262,7 +262,8 @@ class _Patched:
     def apply(self, patches: Sequence[StoredPatch]) -> None:
         """Take what changed since the request before."""
         for patch in patches:
-            message = self._recorded[patch.at]
+            at = patch.at if patch.message_at is None else patch.message_at
+            message = self._recorded[at]
             if patch.content is not None:
                 message = replace(message, content=patch.content)
             if patch.reasoning is not None:

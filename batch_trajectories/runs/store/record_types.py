@@ -93,6 +93,8 @@ class StoredPatch(StoredPart):
     """What replaces parts of the message at position `at`; nothing: it is as it was recorded."""
 
     at: int
+    message_at: int | None = None
+    """The position of the recorded result that stands there instead."""
     content: str | None = None
     reasoning: str | None = None
     tool_calls: list[StoredCall] | None = None

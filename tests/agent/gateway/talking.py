@@ -180,6 +180,30 @@ class MessagesTalk(Talk):
         self.items.append({"role": "assistant", "content": blocks})
 
 
+@dataclass
+class TwoAtOnce(MessagesTalk):
+    """Makes each call twice; like Claude Code's subagents, the one that ends first comes first."""
+
+    order: tuple[int, int] = (0, 1)
+    apart: bool = False
+    """Each result is a message of its own."""
+
+    def reply(self, said: Said) -> JSON:
+        reply = super().reply(said)
+        uses = [block for block in reply["content"] if block["type"] == "tool_use"]
+        reply["content"] += [{**use, "id": f"{use['id']}_second"} for use in uses]
+        return reply
+
+    def result(self, text: str) -> None:
+        uses = [block for block in self.items[-1]["content"] if block["type"] == "tool_use"]
+        found = [
+            {"type": "tool_result", "tool_use_id": uses[n]["id"], "content": f"{text} {n}"}
+            for n in self.order
+        ]
+        items = [[one] for one in found] if self.apart else [found]
+        self.items += [{"role": "user", "content": content} for content in items]
+
+
 class ResponsesTalk(Talk):
     """See `Talk`: like Codex, which gives items ids of its own and sends no reasoning here."""
 

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from agent.state.trajectory import Trajectory
-from tests.agent.gateway.talking import JSON, TALKS, ChatTalk, MessagesTalk, Recording, Said, Talk
+from tests.agent.gateway.talking import (
+    JSON,
+    TALKS,
+    ChatTalk,
+    MessagesTalk,
+    Recording,
+    Said,
+    Talk,
+    TwoAtOnce,
+)
 
 PROMPT = "Count the files."
 EACH = pytest.mark.parametrize("api", TALKS)
@@ -201,3 +210,32 @@ def test_a_restarted_agent_continues_with_the_replies_of_the_wire() -> None:
     assert not second.ask(again, Said("Done."))
     check(second, "ls", "wc")
     assert second.trajectory.to_record()["diverged_at"] is None
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_results_that_come_in_another_order_after_a_kill_are_the_same_ones(
+    order: tuple[int, int], apart: bool
+) -> None:
+    """The row has the first order; what a call after the kill was shown has the other one."""
+    first, talk = Recording(PROMPT), TwoAtOnce(order=order, apart=apart)
+    talk.say(PROMPT)
+    for n in range(3):
+        first.relay(talk, Said("Now.", "ls"))
+        talk.result(f"result {n}")
+    second = Recording(PROMPT, first.events)
+    second.restart()
+    again = TwoAtOnce(order=order[::-1], apart=apart)
+    again.say(PROMPT)
+    for n in range(3):
+        assert second.ask(again, Said("Other."))
+        again.result(f"result {n}")
+        again.order = order
+    assert not second.ask(again, Said("Done."))
+    record = second.trajectory.to_record()
+    assert (record["set_aside"], record["inner"], record["rewritten"]) == ([], [], [])
+    results = [m["content"] for m in record["messages"] if m["role"] == "tool"]
+    assert results == [f"result {n} {call}" for n in range(3) for call in order]
+    *before, last = [turn["request"].get("shown", []) for turn in record["turns"]]
+    moved = [{"at": 3, "message_at": 4}, {"at": 4, "message_at": 3}]
+    assert (before, last) == ([[], [], []], moved)
