@@ -3,9 +3,9 @@
 It speaks the OpenAI chat, OpenAI Responses, Anthropic messages and Gemini dialects. A prompt that
 holds [NAME steps=N] gets N replies that each run a shell command by whatever tool the request
 offers for that, then a text. With run=all they do what coding agents do: read, write and edit
-files, keep a list, make several calls at once, make calls that fail, and start subagents. With
-full=N the reply to step N reports a context that is nearly full, and an agent that then asks for a
-summary gets one. Ids of calls are random, as those of real models.
+files, keep a list, make several calls at once, make calls that fail, start subagents, and show a
+picture at the last step. With full=N the reply to step N reports a context that is nearly full, and
+an agent that then asks for a summary gets one. Ids of calls are random, as those of real models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from typing import Any, NamedTuple, Self, cast
 import orjson
 
 from testing.fake_answers import DIALECTS
+from testing.fake_dialects import CHAT
 from testing.fake_script import JSON, Reply
+from testing.fake_tokens import Template, add_tokens, refusal
 
 _TASK = re.compile(r"\[(\w+) steps=(\d+)(?: run=(\w+))?(?: full=(\d+))?\]")
 _ID = re.compile(r"call_(\d+)_[0-9a-f]{16}")
@@ -56,6 +58,12 @@ _COMMANDS = {
 }
 """What a step runs, by the name in its prompt; the clock's output is never the same."""
 ALL = "all"
+PICTURE = (
+    "iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAFklEQVR42mM4ISdHEmIY1TCqYfhqAADkYgQQ6ZuA8QAAAABJ"
+    "RU5ErkJggg=="
+)
+"""A red square, as PNG."""
+_PICTURE_FILE = {"file_path": "/workspace/{name}.png", "path": "/workspace/{name}.png"}
 _FILE = {"file_path": "/workspace/{name}.txt", "path": "/workspace/{name}.txt"}
 _DEEDS: Sequence[Sequence[tuple[str, JSON]]] = (
     [("shell", {"command": _COMMANDS["log"]})],
@@ -77,7 +85,16 @@ _DEEDS: Sequence[Sequence[tuple[str, JSON]]] = (
         ("subagent", {"prompt": "Please work on [{name}a steps=2 run=log]"}),
         ("subagent", {"prompt": "Please work on [{name}b steps=2 run=log]"}),
     ],
-    [("shell", {"command": "cd /workspace && cat {name}.txt {name}*.log 2>/dev/null; seq 30000"})],
+    [
+        (
+            "shell",
+            {
+                "command": f"cd /workspace && echo {PICTURE} | base64 -d > {{name}}.png; "
+                "cat {name}.txt {name}*.log 2>/dev/null; seq 30000"
+            },
+        )
+    ],
+    [("picture", _PICTURE_FILE)],
 )
 """What the steps of run=all do: the calls of each, by what their tool is for."""
 STEPS = len(_DEEDS)
@@ -87,6 +104,7 @@ _TOOLS: Mapping[str, Sequence[str]] = {
     "write": ("Write", "write", "write_file"),
     "read": ("Read", "read", "read_file"),
     "list": ("Glob", "glob", "list_directory", "List"),
+    "picture": ("view_image", "ReadMediaFile", "Read", "read", "read_file", "vision_analyze"),
     "edit": ("Edit", "edit", "replace", "patch"),
     "todo": ("TodoWrite", "todowrite", "todo_write", "TaskCreate", "todo", "Checklist"),
     "subagent": ("Agent", "agent", "task", "invoke_agent", "delegate_task"),
@@ -98,6 +116,7 @@ _NAMES = {
     "filepath": "file_path",
     "dir_path": "path",
     "dirpath": "path",
+    "image_url": "path",
     "goal": "prompt",
     "task": "prompt",
     "oldString": "old_string",
@@ -133,8 +152,11 @@ class AgentEndpoint:
         latency_s: float = 0.0,
         log: Path | None = None,
         cut_every: int | None = None,
+        tokens: str | None = None,
     ) -> None:
-        """Of `cut_every` streams, one ends after its first half, and is not logged."""
+        """Of `cut_every` streams, one ends after its first half, and is not logged. `tokens`: it
+        gives token ids as this does; see `testing.fake_tokens`.
+        """
         self.exchanges: list[Exchange] = []
         """Replies that were sent in full, in order."""
         self.refusing: int | None = None
@@ -147,7 +169,7 @@ class AgentEndpoint:
         """It keeps responses, so that requests can continue them; else it ignores their ids."""
         self._kept: dict[str, list[JSON]] = {}
         self._reasoning, self._latency_s = reasoning, latency_s
-        self._log = log
+        self._log, self.tokens = log, tokens
         self._lock = threading.Condition()
         self._taken = 0
         self._cut_every, self._streams = cut_every, itertools.count(1)
@@ -211,6 +233,8 @@ class AgentEndpoint:
         else:
             dialect = DIALECTS[path]
             body = dialect.body(_reply(request, self._reasoning))
+            if dialect is CHAT:
+                add_tokens(body, request, self.tokens, Template())
             if "input" in request:
                 kept = request.get("previous_response_id") if self.keeps else None
                 body["previous_response_id"] = kept
@@ -258,6 +282,8 @@ def _handler_of(endpoint: AgentEndpoint) -> type[BaseHTTPRequestHandler]:
             request = orjson.loads(raw)
             if path.endswith("count_tokens"):
                 return self._send(200, {"input_tokens": len(raw) // 4})
+            if why := refusal(request, endpoint.tokens):
+                return self._send(400, {"error": {"message": why}})
             if path not in DIALECTS and not path.startswith("/v1beta/models/"):
                 return self._send(404, {"error": {"message": f"there is no {path}"}})
             try:

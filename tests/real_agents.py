@@ -2,10 +2,11 @@
 
 Each agent completes tasks against a model on loopback, while the run's process group, a worker or
 an agent is killed, and streams are cut. The tasks read, write and edit files, keep lists, make
-several calls at once and calls that fail, and start subagents; in every second task the context is
-full on the way, and agents that can do so go on with a summary. At the end the records, and rows of
-segments, are compared with the endpoint's own log. Agents must be on the PATH; `own` is the loop of
-this project, with summaries and a subagent.
+several calls at once and calls that fail, and start subagents; every fourth task shows a picture;
+in every second one the context is full on the way, and agents that can do so go on with a summary.
+At the end the records, rows of segments, and the token ids of agents that speak chat completions
+are compared with the endpoint's own log. Agents must be on the PATH; `own` is the loop of this
+project, with summaries and a subagent.
 """
 
 from __future__ import annotations
@@ -22,20 +23,27 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from batch_trajectories.basics.presets import presets
-from testing.agent_endpoint import ALL, STEPS, AgentEndpoint
+from testing.agent_endpoint import ALL, PICTURE, STEPS, AgentEndpoint
 from tests.running import ROOT, lines, session_of, wait_until, workers_of, write_rows
 from tests.wire_forms import in_reply, in_request, in_row, steps
 from toolsets.sandbox.inside.processes import descendants
 
 _SECRET = "the-key-of-the-run"
 _APIS = {"claude-code": "anthropic_messages", "codex": "openai_responses", "gemini-cli": "gemini"}
+_CHAT = "openai_chat"
 _OWN = "own"
+_SHOWS_PICTURES = (
+    '"limit":',
+    '"attachment": true, "modalities": {"input": ["text", "image"], "output": ["text"]}, "limit":',
+)
+"""What opencode has to be told of a model that sees them."""
 _KILLS = ("group", "worker", "agent")
 _SILENCE_S = 300.0
 """Without a call of any agent in so long, the check fails."""
@@ -45,6 +53,7 @@ _CUT_EVERY = 7
 _CLOCK = "clock"
 _OWN_REPLIES = {"qwen-code": (1, 2)}
 """With how many replies that no model wrote an agent begins a conversation, at once and later."""
+_PICTURE_EVERY = 4
 _FULL_AT = 6
 """The step whose reply says that the context is full."""
 _COMPACTING = {"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "150000", "CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": "50"}
@@ -88,6 +97,10 @@ class Outcome(NamedTuple):
     """Replies that were on their way when something was killed."""
     learnt: int
     """Turns that rows of segments learn: each is a request of the log with its reply."""
+    pictures: int
+    """Conversations that hold one."""
+    ids: int
+    """Turns of the others that rows of token ids learn: each has prompt and ids of the log."""
     seconds: float
 
 
@@ -98,14 +111,17 @@ def run_agent(
     directory = Path(tempfile.mkdtemp(prefix=f"real-{agent}-"))
     began = time.monotonic()
     rng = random.Random(seed)
-    work = f"steps=3 run={_CLOCK}" if clock else f"steps={STEPS} run={ALL}"
-    rows = [
-        {"id": f"p{n:02}", "prompt": f"Work on this, please. [task{n:02} {work}{full}]"}
-        for n in range(tasks)
-        for full in ("" if clock or n % 2 else f" full={_FULL_AT}",)
-    ]
+    rows = []
+    for n in range(tasks):
+        steps = STEPS if n % _PICTURE_EVERY == 1 else STEPS - 1
+        work = f"steps=3 run={_CLOCK}" if clock else f"steps={steps} run={ALL}"
+        full = "" if clock or n % 2 else f" full={_FULL_AT}"
+        prompt = f"Work on this, please. [task{n:02} {work}{full}]"
+        rows.append({"id": f"p{n:02}", "prompt": prompt})
     write_rows(directory / "p.jsonl", *rows)
-    with AgentEndpoint(reasoning="Let me think.", latency_s=0.1, cut_every=_CUT_EVERY) as endpoint:
+    with AgentEndpoint(
+        reasoning="Let me think.", latency_s=0.1, cut_every=_CUT_EVERY, tokens="vllm"
+    ) as endpoint:
         command = _command(agent, directory, endpoint, at_once)
         done, starts = 0, 0
         while True:
@@ -148,11 +164,11 @@ def _output(directory: Path) -> str:
 
 
 def _command(agent: str, directory: Path, endpoint: AgentEndpoint, at_once: int) -> list[str]:
-    api = _APIS.get(agent, "openai_chat")
+    api = _APIS.get(agent, _CHAT)
     root = endpoint.url if api in ("anthropic_messages", "gemini") else f"{endpoint.url}/v1"
     given: dict[str, Any] = {"sandbox": "bwrap", **_OF_OWN}
     if agent != _OWN:
-        preset = yaml.safe_load(presets("agents")[agent].read_text())
+        preset = yaml.safe_load(presets("agents")[agent].read_text().replace(*_SHOWS_PICTURES))
         preset["env"] = {**preset.get("env", {}), **_COMPACTING}
         file = directory / f"{agent}.yaml"
         file.write_text(yaml.safe_dump(preset))
@@ -170,6 +186,8 @@ def _command(agent: str, directory: Path, endpoint: AgentEndpoint, at_once: int)
         "prices": json.dumps({"test-model": {"input": 1, "output": 2}}),
     }
     flags = [f"--{name}={value}" for name, value in given.items()]
+    if api == _CHAT:
+        flags.append("--token_ids")
     return [sys.executable, str(ROOT / "batch_runner.py"), *flags]
 
 
@@ -268,6 +286,13 @@ def _check(
     set_aside = sum(len(record.get("set_aside", ())) for record in records)
     learnt = _check_segments(directory, endpoint)
     assert learnt == recorded - set_aside, (learnt, recorded, set_aside)
+    having = [record["id"] for record in records if _has_picture(record)]
+    ids = 0
+    if _APIS.get(agent, _CHAT) == _CHAT:
+        ids = _check_ids(directory, endpoint)
+        due = [record for record in records if record["id"] not in having]
+        aside = sum(len(record.get("set_aside", ())) for record in due)
+        assert ids == sum(record["api_calls"] for record in due) - aside, ids
     for path in directory.rglob("*"):
         if path.is_file():
             assert _SECRET.encode() not in path.read_bytes(), f"the key is in {path}"
@@ -286,24 +311,62 @@ def _check(
         compacted=sum(_is_compacted(record) for record in records),
         lost=len(sent) - recorded,
         learnt=learnt,
+        pictures=len(having),
+        ids=ids,
         seconds=round(time.monotonic() - began, 1),
     )
 
 
-def _check_segments(directory: Path, endpoint: AgentEndpoint) -> int:
-    """Compare rows of segments with the endpoint's log; returns how many turns they learn."""
-    flags = ["--format=openai", "--segments", "--accept_rows=unknown_tool,interrupted"]
+def _export(directory: Path, *flags: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the manifest says of a format, and its rows."""
     command = [sys.executable, str(ROOT / "batch_runner.py"), "export", "trajectories/r", *flags]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     dataset = directory / "trajectories/r/exports/dataset"
     (part,) = json.loads((dataset / "manifest.json").read_text())["formats"]
+    return part, lines(dataset / part["format"] / "train.jsonl")
+
+
+def _has_picture(record: dict[str, Any]) -> bool:
+    shown = (one.get("provider_blocks") for one in record["messages"] if one["role"] != "assistant")
+    return any(PICTURE in json.dumps(blocks) for blocks in shown)
+
+
+def _check_ids(directory: Path, endpoint: AgentEndpoint) -> int:
+    """Compare rows of token ids with the endpoint's log; returns how many turns they learn."""
+    part, rows = _export(directory, "--format=rl", "--subagents")
+    assert part["turns_without_ids"] == part["subagents_left_out"] == 0, part
+    logged = Counter(
+        (tuple(one.reply["prompt_token_ids"]), tuple(one.reply["choices"][0]["token_ids"]))
+        for one in endpoint.exchanges
+    )
+    learnt = Counter(turn for row in rows for turn in _turns_of(row))
+    assert learnt <= logged, learnt - logged
+    assert learnt.total() == sum(len(row["turns"]) for row in rows)
+    return learnt.total()
+
+
+def _turns_of(row: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What a row learns: all ids before it, and its own."""
+    ids = row["prompt_ids"] + row["response_ids"]
+    place = len(row["prompt_ids"])
+    for is_learnt, tokens in groupby(row["loss_mask"]):
+        end = place + len([*tokens])
+        if is_learnt:
+            yield tuple(ids[:place]), tuple(ids[place:end])
+        place = end
+
+
+def _check_segments(directory: Path, endpoint: AgentEndpoint) -> int:
+    """Compare rows of segments with the endpoint's log; returns how many turns they learn."""
+    accepted = "--accept_rows=unknown_tool,interrupted,has_images,has_files"
+    part, rows = _export(directory, "--format=openai", "--segments", accepted)
     logged = {
         steps([*in_request(endpoint.whole(one.request)), *in_reply(one.reply)])
         for one in endpoint.exchanges
     }
     learnt = 0
-    for row in lines(dataset / "openai" / "train.jsonl"):
+    for row in rows:
         for n, message in enumerate(row["messages"], start=1):
             if message["role"] == "assistant" and message.get("weight") != 0:
                 learnt += 1

@@ -2,17 +2,22 @@
 
 A conversation is a list of steps. What is not the model's, up to its next words, is one text: rows
 join what agents send in a row. White space, ids of calls, and how arguments are written do not
-count.
+count. A picture is a picture: rows have placeholders.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 Atom = tuple[str, Any]
 """`said` and a text of the other side, `thought`, `text`, or `call` with name and arguments."""
+
+
+_PICTURE = "[picture]"
+_PLACEHOLDER = re.compile(r"\[\w+: \d+ bytes, digest [0-9a-f]+\]")
 
 
 def steps(atoms: Iterable[Atom]) -> str:
@@ -39,7 +44,7 @@ def in_row(messages: Iterable[Mapping[str, Any]]) -> Iterator[Atom]:
         content = message.get("content")
         text = content if isinstance(content, str) else _texts(content)
         if message["role"] != "assistant":
-            yield "said", text
+            yield "said", _PLACEHOLDER.sub(_PICTURE, text)
             continue
         yield "thought", message.get("reasoning_content") or message.get("reasoning") or ""
         yield "text", text
@@ -111,6 +116,8 @@ def _blocks(blocks: Iterable[Mapping[str, Any]], kind: str) -> Iterator[Atom]:
             case "tool_result":
                 content = block.get("content") or ""
                 yield "said", content if isinstance(content, str) else _texts(content)
+            case "image":
+                yield kind, _PICTURE
             case other:
                 raise AssertionError(f"unknown block {other}")
 
@@ -121,6 +128,8 @@ def _parts(parts: Iterable[Mapping[str, Any]], kind: str) -> Iterator[Atom]:
             yield "call", _made(part["functionCall"]["name"], part["functionCall"]["args"])
         elif "functionResponse" in part:
             yield "said", _output(part["functionResponse"]["response"])
+        elif "inlineData" in part:
+            yield kind, _PICTURE
         else:
             yield "thought" if part.get("thought") else kind, part["text"]
 
@@ -132,7 +141,7 @@ def _output(response: Mapping[str, Any]) -> str:
 
 
 def _texts(parts: Any) -> str:
-    return "\n".join(part["text"] for part in parts or () if "text" in part)
+    return "\n".join(part.get("text", _PICTURE) for part in parts or ())
 
 
 def _made(name: str, arguments: Any) -> list[Any]:

@@ -22,14 +22,12 @@ from agent.messages.message import (
     ExchangeEvent,
 )
 from agent.models.bodies.assembly import Assembly
-from agent.models.bodies.dialect import dialect_of
 from agent.models.bodies.token_ids import part_without_tokens, without_tokens
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from agent.models.parsing import load_object
-from agent.models.stream_events import ignored
 from agent.options import AgentOptions
 from agent.state.events import Clock, exchange_event, reply_event
 from agent.state.trajectory import Journal, Kept, Trajectory
@@ -312,7 +310,7 @@ class Relay:
 
         def begin() -> Assembly:
             held.clear()  # what a stream brought that was cut
-            return dialect_of(wire.api).assembly(ignored)
+            return wire.assembly()
 
         def on_event(raw: bytes, data: str | None) -> bool:
             if is_asking and data is not None:

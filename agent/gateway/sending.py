@@ -58,10 +58,10 @@ def request_of(
     asking = None
     read: Callable[[bytes], Completion] = free
     if request is not None:
-        read = partial(read_reply, wire.api)
-        if wire.api == CHAT and settings.token_ids:
+        read, is_chat = wire.read_reply, wire.layout.api == CHAT
+        if is_chat and settings.token_ids:
             asking = asking_body(settings, body)
-        if asking is not None or (wire.api == CHAT and asks_for_ids(body)):
+        if asking is not None or (is_chat and asks_for_ids(body)):
             read = partial(_read_tokens, settings, asking or body)
     return RelayRequest(
         path=wire.upstream_path(path),
@@ -94,5 +94,9 @@ def _read_tokens(settings: ModelSettings, sent: Mapping[str, Any], body: bytes) 
 def _choices(body: Mapping[str, Any]) -> int:
     """How many replies a body asks for, each of which may be as long as its limit."""
     config = body.get("generationConfig")
-    counts = body.get("n"), config.get("candidateCount") if isinstance(config, dict) else None
-    return max([1, *(count for count in counts if type(count) is int)])
+    counts = [body.get("n"), body.get("best_of")]
+    counts.append(config.get("candidateCount") if isinstance(config, dict) else None)
+    prompts = body.get("prompt")
+    is_list = isinstance(prompts, list) and not all(type(prompt) is int for prompt in prompts)
+    times = len(prompts) if is_list and prompts else 1
+    return times * max([1, *(count for count in counts if type(count) is int)])

@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
 
@@ -18,7 +18,7 @@ from agent.gateway.sending import AgentCall
 from agent.wires.reading import path_of
 from agent.wires.wire import WireError
 from agent.wires.wire_base import Wire
-from agent.wires.wires import WIRES
+from agent.wires.wires import wires_of
 from batch_trajectories.basics import exact_json
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,9 @@ _CLOSE_S = 2.0
 
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 _JSON = "application/json"
+_CODINGS: Mapping[str, Literal["gzip", "brotli", "zstd"]]
+_CODINGS = {"gzip": "gzip", "br": "brotli", "zstd": "zstd"}
+"""How requests may be packed (RFC 9110), and what Arrow calls that."""
 NO_NAMES = names_only(())
 """The list of models where none is known."""
 
@@ -52,7 +55,7 @@ class Gateway:
         """`wires` are the dialects that the agent may speak; `models` says which models it has."""
         self.relay = relay
         self._models = models
-        self._wires = [WIRES[api] for api in wires]
+        self._wires = wires_of(wires)
         self._keepalive_s = keepalive_s
         self._key: str | None = None
         self._servers: list[tuple[asyncio.Server, web.Server]] = []
@@ -182,7 +185,11 @@ def server_of(
         )
 
     return web.Server(
-        handler, request_factory=request_of, handler_cancellation=True, access_log=None
+        handler,
+        request_factory=request_of,
+        handler_cancellation=True,
+        access_log=None,
+        auto_decompress=False,  # it knows neither br nor zstd
     )
 
 
@@ -200,8 +207,32 @@ def is_key(request: web.BaseRequest, key: str) -> bool:
     return hmac.compare_digest(key_of(request).encode(), key.encode())
 
 
-async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:
+async def body_of(request: web.BaseRequest) -> bytes:
+    """The body of a request, unpacked.
+
+    Raises `WireError`, and `web.HTTPRequestEntityTooLarge` if it is larger than it may be.
+    """
     content = await request.read()
+    coding = request.headers.get("Content-Encoding", "identity").lower()
+    if coding == "identity":
+        return content
+    if coding not in _CODINGS:
+        known = ", ".join(_CODINGS)
+        raise WireError(f"Content-Encoding {coding!r} is not known: send {known}, or none")
+    import pyarrow as pa
+
+    try:
+        with pa.CompressedInputStream(pa.BufferReader(content), _CODINGS[coding]) as stream:
+            unpacked = stream.read(MAX_REQUEST_BYTES + 1)
+    except OSError as error:
+        raise WireError(f"the request is not {coding}, as it says: {error}") from error
+    if len(unpacked) > MAX_REQUEST_BYTES:
+        raise web.HTTPRequestEntityTooLarge(MAX_REQUEST_BYTES, len(unpacked))
+    return bytes(unpacked)
+
+
+async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:
+    content = await body_of(request)
     try:
         body = exact_json.loads(content)
     except exact_json.JSONDecodeError as error:

@@ -308,7 +308,7 @@ class ExchangeEvent(TypedDict):
     number: int
     key: str
     dialect: str
-    """A dialect's name, as in `ModelSettings.api`."""
+    """A dialect's name, as in `ModelSettings.api`, or one of `PLAIN`."""
     asked: str
     thread: int
     shared: int
@@ -371,6 +371,11 @@ SUMMARY = "summary"
 SIMULATED_USER = "simulated_user"
 STAGES = frozenset({PREPARATION, SUMMARY, SIMULATED_USER})
 """Names of inner conversations that are not subagents."""
+
+EMBEDDINGS = "embeddings"
+COMPLETION = "completion"
+PLAIN = frozenset({EMBEDDINGS, COMPLETION})
+"""Names of an agent's calls for embeddings and for OpenAI's legacy completions: no chats."""
 
 
 def summary_key(upto: int) -> str:

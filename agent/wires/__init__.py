@@ -8,6 +8,7 @@ wire_chat      OpenAI chat completions
 wire_messages  Anthropic messages
 wire_responses  OpenAI Responses
 wire_gemini    Gemini's generateContent
+wire_plain     OpenAI's embeddings and legacy completions
 wires          the dialects by name
 lines          events of conversations, as they are stored
 repeats        replies that agents repeat

@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent.messages.message import ExchangeEvent, Message
+from agent.messages.message import PLAIN, ExchangeEvent, Message
 from agent.messages.reasoning import split_inline_reasoning
 from agent.wires.thread import Thread
 from agent.wires.threads import Threads
@@ -108,7 +108,7 @@ def lines_of(threads: Threads, prompt: str) -> Lines:
             counted |= line.own
         trunk = {*main.numbers, *(n for line in lines if line.name for n in line.numbers)}
         for line in lines:
-            line.name = line.name or _name_of(line, trunk)
+            line.name = line.name or _plain(line, threads) or _name_of(line, trunk)
     aside = [event for event in threads.exchanges if event["number"] not in counted]
     return Lines(main, lines, changed, aside)
 
@@ -196,6 +196,7 @@ def _main(
     `summarized` has the keys of lines that begin with a reply to another conversation.
     """
     lines = [line for line in lines if not line.is_about]
+    lines = [line for line in lines if _plain(line, threads) is None] or lines
     if not lines:
         return None
     graded = [(line, _grade(line, prompt)) for line in lines]
@@ -278,6 +279,12 @@ def _repeats_a_reply(line: Line, threads: Threads, before: int) -> bool:
             if len(words) >= _LONG and any(words in said for said in opening):
                 return True
     return False
+
+
+def _plain(line: Line, threads: Threads) -> str | None:
+    """What a line is that is no chat."""
+    dialect = threads.exchanges[line.numbers[0]]["dialect"]
+    return dialect if dialect in PLAIN else None
 
 
 def _name_of(line: Line, trunk: Set[int]) -> str:

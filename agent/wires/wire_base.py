@@ -12,7 +12,10 @@ from typing import Any
 
 import orjson
 
-from agent.models.bodies.dialect import dialect_of
+from agent.models.bodies.assembly import Assembly
+from agent.models.bodies.dialect import dialect_of, read_reply
+from agent.models.model import Completion
+from agent.models.stream_events import ignored
 from agent.wires.reading import Asked, Layout, Schemas, path_of, read_request
 from agent.wires.wire import (
     NOTHING_VOLATILE,
@@ -61,7 +64,7 @@ class Wire(ABC):
     """
 
     api: str
-    """The dialect's name, as in `ModelSettings.api`."""
+    """The API of the endpoints that answer, as in `ModelSettings.api`."""
     layout: Layout
     keepalive = b": keepalive\n\n"
     """What can be sent in a stream at any time to show that it is alive: a comment."""
@@ -175,6 +178,14 @@ class Wire(ABC):
         """
         lowered = ((name.lower(), value) for name, value in headers.items())
         return {name: value for name, value in lowered if name in self.headers}
+
+    def read_reply(self, body: bytes) -> Completion:
+        """What a reply says. Raises `ModelError`."""
+        return read_reply(self.api, body)
+
+    def assembly(self) -> Assembly:
+        """Puts a streamed reply together."""
+        return dialect_of(self.api).assembly(ignored)
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
         """A recorded reply as the body that answers a request without streaming."""

@@ -40,7 +40,7 @@ class ChatWire(Wire):
     api = API
     call_path = "/chat/completions"
     headers = frozenset({"openai-beta"})
-    limits = ("max_completion_tokens", "max_tokens")
+    limits: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
     server_field = "web_search_options"
     ends = ("finish_reason",)
 

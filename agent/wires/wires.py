@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from agent.wires.wire_base import Wire
 from agent.wires.wire_chat import ChatWire
 from agent.wires.wire_gemini import GeminiWire
 from agent.wires.wire_messages import MessagesWire
+from agent.wires.wire_plain import CompletionsWire, EmbeddingsWire
 from agent.wires.wire_responses import ResponsesWire
 
 WIRES: Mapping[str, Wire] = {
     wire.api: wire for wire in (ChatWire(), MessagesWire(), ResponsesWire(), GeminiWire())
 }
 """By `ModelSettings.api`."""
+
+_BESIDE = (CompletionsWire(), EmbeddingsWire())
+
+
+def wires_of(apis: Collection[str]) -> list[Wire]:
+    """All that agents send that speak these APIs."""
+    is_openai = any(api.startswith("openai") for api in apis)
+    return [*(WIRES[api] for api in apis), *(_BESIDE if is_openai else ())]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from agent.messages.message import COST_ONLY, STAGES, WORKSPACE_LOST
+from agent.messages.message import COST_ONLY, PLAIN, STAGES, WORKSPACE_LOST
 from agent.messages.tokens import TokenTurn, token_turns
 from batch_trajectories.export.conversation.reading import flaws_of_parts, leaks_in
 from batch_trajectories.export.conversation.rewards import reward_facts, reward_of
@@ -131,7 +131,7 @@ def rows_of(
 def threads_of(part: StoredConversation) -> Iterator[InnerRecord]:
     """The conversations of subagents inside a record, at any depth."""
     for inner in part.inner:
-        if inner.name not in STAGES:
+        if inner.name not in STAGES | PLAIN:
             yield inner
             yield from threads_of(inner)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agent.messages.message import SIMULATED_USER, SUMMARY, Message, summary_upto
+from agent.messages.message import PLAIN, SIMULATED_USER, SUMMARY, Message, summary_upto
 from agent.models.providers import PROVIDERS
 from batch_trajectories.basics import exact_json
 from batch_trajectories.export.conversation.authors import is_agents, other_models
@@ -58,8 +58,8 @@ class ShownPart:
 def parts_of(record: Record, *, since_user: bool = False) -> Iterator[ShownPart]:
     """The conversations of a record: its own, then those inside it, of this run's model only.
 
-    A simulated user's are left out. With `since_user`, reasoning before the last user message of
-    each request is taken as dropped by the endpoint.
+    A simulated user's and those that are no chats are left out. With `since_user`, reasoning before
+    the last user message of each request is taken as dropped by the endpoint.
     """
     offers = _read(record.offers) or []
     tools_of = _read(record.inner_tools) or {}
@@ -85,7 +85,7 @@ def parts_of(record: Record, *, since_user: bool = False) -> Iterator[ShownPart]
 
     def inside(part: StoredConversation, level: int) -> Iterator[ShownPart]:
         for inner in part.inner:
-            if inner.name != SIMULATED_USER:
+            if inner.name not in (SIMULATED_USER, *PLAIN):
                 yield read(inner, _tools_of(inner, tools_of, is_deepest=level == depth), inner.name)
                 yield from inside(inner, level + 1)
 

@@ -19,14 +19,14 @@ from typing import Any, get_args
 from aiohttp import web
 
 from agent.gateway.relay import CallLimits, Relay
-from agent.gateway.server import Gateway, server_of
+from agent.gateway.server import Gateway, body_of, server_of
 from agent.loop.steps import Finish
 from agent.messages.message import Event, Message, reply_in
 from agent.models.errors import ModelError
 from agent.state.trajectory import Status, Trajectory
 from agent.wires.lines import lines_of
 from agent.wires.wire import WireError
-from agent.wires.wires import WIRES
+from agent.wires.wires import WIRES, wires_of
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import EnvironmentStop, HostError, Stopped
 from batch_trajectories.basics.text import plural
@@ -342,11 +342,12 @@ def _refuse(event: Event) -> None:
 
 async def _prompt_of(request: web.BaseRequest, path: str) -> str | None:
     """The first text of the user in a model call; None if the request is not a call."""
-    wire = next((w for w in WIRES.values() if w.operation(request.method, path) == "call"), None)
+    wires = wires_of(WIRES)
+    wire = next((w for w in wires if w.operation(request.method, path) == "call"), None)
     if wire is None:
         return None
     try:
-        body = exact_json.loads(await request.read())
+        body = exact_json.loads(await body_of(request))
         parsed = wire.read(path, body) if isinstance(body, dict) else None
     except (exact_json.JSONDecodeError, WireError, web.HTTPRequestEntityTooLarge):
         return None

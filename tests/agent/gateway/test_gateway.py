@@ -336,7 +336,7 @@ def test_probes_are_answered(api: str) -> None:
                 ("GET", "/", 200),
                 ("GET", "/v1/models", 200),
                 ("GET", "/v1/files", 404),
-                ("POST", "/v1/embeddings", 404),
+                ("POST", "/v1/moderations", 404),
                 ("DELETE", "/", 404),
             ]:
                 async with send(method, "http://gateway" + path) as response:
