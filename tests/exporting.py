@@ -126,3 +126,12 @@ def rejects(source: Source, **recipe: Any) -> dict[str, str]:
     left_out = {line["id"]: line["reason"] for line in lines(directory / "rejects.jsonl")}
     assert len(left_out) == manifest["rejects"]["rows"]
     return left_out
+
+
+def why(source: Source, **recipe: Any) -> dict[tuple[str, str | None], str]:
+    """Reason and detail of each reject, by id and format."""
+    directory, _ = exported(source, **recipe)
+    return {
+        (line["id"], line["format"]): f"{line['reason']}: {line['detail']}"
+        for line in lines(directory / "rejects.jsonl")
+    }

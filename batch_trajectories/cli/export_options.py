@@ -35,6 +35,7 @@ _OPTIONS = (
         "The empty <think> block of turns without reasoning; text: in messages, too.",
     ),
     ("call_text", "keep|reasoning", "openai: text beside calls stays, or joins the reasoning."),
+    ("arguments", "objects|text", "Arguments of calls in messages: objects, or their JSON text."),
     ("max_tool_chars", "N", "Cut the middle out of longer tool results."),
     ("tools", "text|list", "Tools as JSON text or as a list, in rows with messages."),
     (

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.errors import ConfigError
@@ -26,7 +27,7 @@ from tests.export.test_export_agents import agents_record
 from tests.export.test_export_loss import mixed
 from tests.export.test_export_rl import FIRST, SECOND, played
 from tests.export.test_hermes import OFFERED, assistant, call, final, record_of, result, user
-from tests.exporting import exported, make_run, rejects, rows
+from tests.exporting import exported, make_run, rejects, rows, why
 from tests.running import lines, run
 from tests.stored import stored
 
@@ -245,6 +246,41 @@ def test_rows_per_turn_leave_masked_turns_out_but_for_the_context(tmp_path: Path
     ends = [row["conversations"][-1] for row in lines(directory / "llamafactory" / "train.jsonl")]
     assert [end["from"] for end in ends] == ["function_call", "function_call", "gpt"]
     assert [part["masked"]["turns"] for part in manifest["formats"]] == [3, 3]
+
+
+BROKEN = '{"city": "Li'
+
+
+def test_a_mask_of_bad_arguments_keeps_the_row_where_the_format_can_hold_them(
+    tmp_path: Path,
+) -> None:
+    """An agent does not say why a call failed: the arguments themselves mask the turn."""
+    said = (user(), assistant("", call(BROKEN)), result("no"),
+            assistant("", call('{"city": "Lima", "n": null}', id="c2")), result("9", id="c2"),
+            assistant("Nine."))  # fmt: skip
+    source = make_run(tmp_path, record_of(*said))
+    mask = {"bad_arguments": True}
+    (told,) = why(source, formats="openai", mask=mask).values()
+    assert told.endswith("--arguments=text --accept_rows=arguments_not_json keeps such rows")
+    directory, manifest = exported(source, formats="openai,parquet,hf", mask=mask, arguments="text")
+    (row,) = lines(directory / "openai" / "train.jsonl")
+    calls = [
+        one["function"]["arguments"] for m in row["messages"] for one in m.get("tool_calls", ())
+    ]
+    assert calls == [BROKEN, '{"city": "Lima", "n": null}']
+    marks = [m.get("weight") for m in row["messages"] if m["role"] == "assistant"]
+    assert marks == [0, None, None]
+    assert json.loads(row["metadata"])["masked"] == [{"turn": 1, "reasons": ["bad_arguments"]}]
+    assert list(findings(source, directory)) == []
+    # All arguments in Parquet can be read as JSON.
+    (twin,) = parquet.read_table(directory / "openai_parquet" / "train.parquet").to_pylist()
+    calls = [
+        one["function"]["arguments"] for m in twin["messages"] for one in m["tool_calls"] or ()
+    ]
+    assert [*map(json.loads, calls)] == [BROKEN, {"city": "Lima", "n": None}]
+    assert "rows_with_null_arguments" not in manifest["formats"][0]
+    made = rows(source, "openai", mask=mask, arguments="text", per_turn=True)
+    assert [one["id"] for one in made] == ["t0#t2", "t0#t3"]
 
 
 def test_a_conversation_of_masked_turns_alone_has_no_row(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any, get_args
 import pytest
 
 from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.conversation.tolerance import Tolerance
+from batch_trajectories.export.conversation.validity import Reason
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.formats.hermes import to_conversations
 from batch_trajectories.export.rows.format import Format, format_named, named
@@ -20,7 +22,7 @@ from batch_trajectories.runs.config.option_types import RowFlaw
 from batch_trajectories.runs.store.record_types import stored_messages
 from tests.export.test_export_formats import MARKUP, TEXT_FORMATS
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import exported, make_run, rows
+from tests.exporting import exported, make_run, rows, why
 from tests.running import SCRIPTED, lines, run, write_rows
 
 RAN_INTO_AN_ERROR = result("Error: no", is_error=True)
@@ -33,15 +35,6 @@ A_LIST = record_of(user(), assistant("", call("[1]")), RAN_INTO_AN_ERROR, assist
 TAGGED = record_of(user(), assistant("A call is <tool_call>{}</tool_call>."))
 TOKEN = record_of(user("What is <|im_end|>?"), assistant("A token."))
 PLAIN = record_of(user(), assistant("Hi."))
-
-
-def why(source: Any, **recipe: Any) -> dict[tuple[str, str | None], str]:
-    """Reason and detail of each reject, by id and format."""
-    directory, _ = exported(source, **recipe)
-    return {
-        (line["id"], line["format"]): f"{line['reason']}: {line['detail']}"
-        for line in lines(directory / "rejects.jsonl")
-    }
 
 
 @pytest.mark.parametrize("token", MARKUP)
@@ -118,15 +111,23 @@ def test_arguments_that_are_not_an_object_are_a_string_where_calls_are_text(
     assert row["conversations"][3]["value"].count("Error: no") == 1
 
 
-@pytest.mark.parametrize("name", ["openai", "llamafactory", "atif"])
-def test_where_calls_are_objects_they_refuse_the_row(tmp_path: Path, name: str) -> None:
-    """Templates and loaders want objects there; the reject names the format that does not."""
+KEPT = "--accept_rows=arguments_not_json"
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("openai", f"--arguments=text {KEPT} keeps such rows"),
+        ("llamafactory", f"llamafactory cannot hold this; export --format=hermes {KEPT} can"),
+        ("atif", f"atif cannot hold this; export --format=hermes {KEPT} can"),
+    ],
+)
+def test_where_calls_are_objects_they_refuse_the_row(tmp_path: Path, name: str, how: str) -> None:
+    """Templates and loaders want objects there; the reject says how the row can be kept."""
     source = make_run(tmp_path, BROKEN)
     (reasons,) = why(source, formats=name, accept_rows="arguments_not_json").values()
     assert reasons.startswith("arguments_not_json: turn 1, call 1 (temp): ")
-    assert reasons.endswith(
-        f"; {name} cannot hold this; export --format=hermes --accept_rows=arguments_not_json can"
-    )
+    assert reasons.endswith(f"; {how}")
 
 
 def test_tags_in_a_text_are_kept_where_they_are_not_structure(tmp_path: Path) -> None:
@@ -185,8 +186,14 @@ def test_every_reason_of_accept_rows_is_supported_by_some_format() -> None:
         assert format.accepts <= format.holds, format.name
         assert format.how_to_keep("unanswered_call") == format.how_to_keep("min_turns") == ""
         for reason in get_args(RowFlaw):
-            other = re.search(r"--format=(\w+)", format.how_to_keep(reason))
-            assert reason in (format_named(other[1]) if other else format).holds
+            how = format.how_to_keep(reason)
+            other = re.search(r"--format=(\w+)", how)
+            told = Style(
+                tolerance=Tolerance(frozenset({Reason(reason)})),
+                arguments="text" if "--arguments=text" in how else "objects",
+            )
+            limited = (format_named(other[1]) if other else format).limit(told)
+            assert reason in limited.tolerance.accepts, (format.name, reason)
 
 
 def test_a_dataset_with_accepted_rows_checks_itself(tmp_path: Path) -> None:

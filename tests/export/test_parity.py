@@ -93,7 +93,7 @@ def test_a_template_that_refuses_objects_wants_arguments_as_text(tmp_path: Path)
     found = judged(tmp_path, template(KEPT, "'' + c.function.arguments"))
     assert sum(found["refused"].values()) == 1
     assert found["same"] == 0
-    assert found["mend"] == "--format openai,parquet (arguments as text)"
+    assert found["mend"] == "--arguments text"
 
 
 def test_a_template_that_takes_one_call_per_turn_is_refused_and_mended(tmp_path: Path) -> None:

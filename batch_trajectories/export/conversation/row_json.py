@@ -204,6 +204,15 @@ def parse_arguments(sent: str) -> tuple[str, Mapping[str, Any]]:
     return text, within_64_bits(value) if has_long_digits(text) else value
 
 
+def is_object(sent: str) -> bool:
+    """Whether the text of arguments is that of an object."""
+    try:
+        parse_arguments(sent)
+    except ValueError:
+        return False
+    return True
+
+
 def content_json(text: str) -> str:
     """A result as JSON: an object or list as it is, any other text as a string."""
     if text.lstrip().startswith(("{", "[")):

@@ -26,6 +26,7 @@ CallStyle = Literal["keep", "split"]
 SystemStyle = Literal["saved", "omit"]
 EmptyThink = Literal["keep", "omit", "text"]
 CallText = Literal["keep", "reasoning"]
+Arguments = Literal["objects", "text"]
 ToolsForm = Literal["text", "list"]
 
 
@@ -62,6 +63,8 @@ class Style:
     """The key of reasoning in messages."""
     call_text: CallText = "keep"
     """Whether text beside calls joins the reasoning in messages."""
+    arguments: Arguments = "objects"
+    """Whether messages hold the arguments of calls as objects, or as the JSON text of one."""
 
     def with_reasoning(self, reasoning: ReasoningStyle | None) -> Style:
         """The same style with another choice for reasoning."""

@@ -181,6 +181,8 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
         yield ""
         yield from _table(("trainer", "file"), files)
         yield ""
+    if manifest["recipe"].get("arguments") == "text":
+        yield "- Arguments in messages are JSON text; where a model wrote no object, what it wrote."
     for part in manifest["formats"]:
         if count := part.get("rows_with_null_arguments"):
             yield (

@@ -16,6 +16,7 @@ from batch_trajectories.export.conversation.ending import is_answered
 from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
 from batch_trajectories.export.conversation.rewards import judged
+from batch_trajectories.export.conversation.row_json import is_object
 from batch_trajectories.export.conversation.turns import Conversation, Entry, Turn
 from batch_trajectories.export.masking.options import Mask
 from batch_trajectories.runs.store.checks import rewards_of
@@ -201,7 +202,7 @@ def _by_results(part: StoredConversation, mask: Mask) -> Iterator[tuple[int, str
         kinds = {kind_of_failure(one.details) for one in results.values() if one.is_error}
         if mask.failed_call and kinds - _NOT_ENDED:
             yield turn, "failed_call"
-        if mask.bad_arguments and (kinds & MALFORMED or reply.repairs or reply.unusable):
+        if mask.bad_arguments and (kinds & MALFORMED or _has_bad_arguments(reply)):
             yield turn, "bad_arguments"
         if mask.interrupted_result and "interrupted" in kinds:
             yield turn, "interrupted_result"
@@ -210,6 +211,13 @@ def _by_results(part: StoredConversation, mask: Mask) -> Iterator[tuple[int, str
             if now & before:
                 yield turn, "repeated_call"
             before = now
+
+
+def _has_bad_arguments(reply: StoredMessage) -> bool:
+    """Whether arguments were repaired, or are none: agents do not say what became of a call."""
+    if reply.repairs or reply.unusable:
+        return True
+    return not all(is_object(call.function.arguments) for call in reply.tool_calls)
 
 
 def _steps(own: Own) -> Iterator[tuple[int, StoredMessage, dict[str | None, StoredMessage]]]:

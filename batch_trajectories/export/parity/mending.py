@@ -229,7 +229,7 @@ def _per_turn(row: Shown) -> Iterator[Shown]:
 
 
 _FORMS: Mapping[str, Change] = {
-    "--format openai,parquet (arguments as text)": _arguments_as_text,
+    "--arguments text": _arguments_as_text,
     "--parallel_calls split": _split_calls,
     "--call_text reasoning": _call_text,
 }

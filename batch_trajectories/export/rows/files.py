@@ -293,7 +293,8 @@ class _RowFiles(CandidateFiles):
 
     def _has_nulls(self, conversation: Conversation) -> bool:
         """Whether an argument is null, in a format that shows arguments as objects."""
-        return self._format.has_messages and has_null_arguments(conversation)
+        shows_objects = self._format.has_messages and self._style.arguments == "objects"
+        return shows_objects and has_null_arguments(conversation)
 
     def finish(self) -> dict[str, Any]:
         return {

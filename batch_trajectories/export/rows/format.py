@@ -64,7 +64,10 @@ class Format:
     def limit(self, style: Style) -> Style:
         """The style, accepting only flaws that the format can represent."""
         tolerance = style.tolerance
-        accepts = self.accepts | (tolerance.accepts & self.holds)
+        holds = self.holds
+        if style.arguments == "text" and self.has_messages:
+            holds |= NO_OBJECT
+        accepts = self.accepts | (tolerance.accepts & holds)
         return replace(style, tolerance=replace(tolerance, accepts=accepts))
 
     def columns_with(self, *, lists_tools: bool) -> Mapping[str, str]:
@@ -75,13 +78,15 @@ class Format:
 
     @property
     def has_messages(self) -> bool:
-        """Whether a column holds messages, and so arguments of calls as objects."""
+        """Whether a column holds messages, and so arguments of calls apart from text."""
         return "messages" in self.columns.values()
 
     def how_to_keep(self, reason: str) -> str:
         """How to keep rows that were refused for this reason, "" if that is impossible."""
         if reason in self.holds:
             return f"--accept_rows={reason} keeps such rows"
+        if reason in NO_OBJECT and self.has_messages:
+            return f"--arguments=text --accept_rows={reason} keeps such rows"
         if (holder := _HOLDERS.get(reason)) is None:
             return ""
         return f"{self.name} cannot hold this; export --format={holder} --accept_rows={reason} can"

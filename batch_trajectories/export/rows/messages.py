@@ -1,11 +1,12 @@
 """Conversations as OpenAI chat messages with tool calls.
 
 Keys without a value are left out, content is always a string, and arguments are objects, as chat
-templates expect.
+templates expect, unless `Style.arguments` says otherwise.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,12 +19,13 @@ from batch_trajectories.export.conversation.row_json import (
     Token,
     control_token,
     holds_structure,
+    is_object,
     write_json,
 )
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Flaw, Tolerance
 from batch_trajectories.export.conversation.tools import once
-from batch_trajectories.export.conversation.turns import Conversation, Entry, Said, Turn
+from batch_trajectories.export.conversation.turns import Call, Conversation, Entry, Said, Turn
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.runs.store.record_types import Tools
 
@@ -98,7 +100,10 @@ def refuse_structure_in_arguments(turn: Turn, tolerance: Tolerance) -> None:
 
 
 def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages with the arguments of calls as JSON strings, for one Parquet schema."""
+    """The same messages with the arguments of calls as JSON strings, for one Parquet schema.
+
+    What a model wrote that is no object becomes a JSON string: all arguments can be read as JSON.
+    """
     return [
         {
             **message,
@@ -107,7 +112,7 @@ def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str,
                     **call,
                     "function": {
                         **call["function"],
-                        "arguments": write_json(call["function"]["arguments"]),
+                        "arguments": _as_json(call["function"]["arguments"]),
                     },
                 }
                 for call in message["tool_calls"]
@@ -117,6 +122,17 @@ def with_arguments_as_text(messages: Iterable[dict[str, Any]]) -> list[dict[str,
         else message
         for message in messages
     ]
+
+
+def _as_json(arguments: Any) -> str:
+    if isinstance(arguments, str) and is_object(arguments):
+        return arguments
+    return write_json(arguments)
+
+
+def _written(call: Call) -> str:
+    """The arguments as text: of an object, or what the model wrote that is none."""
+    return call.arguments if call.arguments.startswith("{") else json.loads(call.arguments)
 
 
 def _messages(entry: Entry, style: Style, *, inline: bool) -> Sequence[dict[str, Any]]:
@@ -138,11 +154,15 @@ def _messages(entry: Entry, style: Style, *, inline: bool) -> Sequence[dict[str,
     for call in entry.calls:  # some templates render the ids of calls
         refuse_control_tokens(call.id, tolerance, where=f"call id of turn {entry.number}")
     if entry.calls:
+        is_text = style.arguments == "text"
         said["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": call.value},
+                "function": {
+                    "name": call.name,
+                    "arguments": _written(call) if is_text else call.value,
+                },
             }
             for call in entry.calls
         ]

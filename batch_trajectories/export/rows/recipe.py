@@ -26,6 +26,7 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, did_you_mean, mistakes_in
 from batch_trajectories.export.conversation.style import (
     REASONING_KEY,
+    Arguments,
     CallStyle,
     CallText,
     EmptyThink,
@@ -35,7 +36,7 @@ from batch_trajectories.export.conversation.style import (
     SystemStyle,
     ToolsForm,
 )
-from batch_trajectories.export.conversation.tolerance import Tolerance, accepted
+from batch_trajectories.export.conversation.tolerance import NO_OBJECT, Tolerance, accepted
 from batch_trajectories.export.masking.options import NOT_PASSED, WITHOUT_BOUNDS, Mask
 from batch_trajectories.export.rows.filter_options import (
     AnswerCheck,
@@ -145,6 +146,8 @@ class Recipe(BaseModel):
     empty_think: EmptyThink = "keep"
     call_text: CallText = "keep"
     """Whether text beside calls joins the reasoning in messages."""
+    arguments: Arguments = "objects"
+    """Whether messages hold the arguments of calls as objects, or as text."""
     max_tool_chars: PositiveInt | None = None
     tools: ToolsForm | None = None
     per_turn: bool = False
@@ -288,6 +291,8 @@ class Recipe(BaseModel):
             flaws.append("interrupted")
         if self.mask and self.mask.leak_suspected:
             flaws.append("leak_suspected")
+        if self.mask and self.mask.bad_arguments:
+            flaws += NO_OBJECT
         return Style(
             self.reasoning,
             self.parallel_calls,
@@ -299,6 +304,7 @@ class Recipe(BaseModel):
             Tolerance(accepted(flaws), self.filters.control_tokens),
             reasoning_key=self.reasoning_key,
             call_text=self.call_text,
+            arguments=self.arguments,
         )
 
     @property

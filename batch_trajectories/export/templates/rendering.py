@@ -191,9 +191,12 @@ class _Marks:
 
     def _call(self, call: Mapping[str, Any], where: str) -> dict[str, Any]:
         function = call["function"]
-        arguments = {
-            name: self._mark(f"{where}, argument {name}") for name in function["arguments"]
-        }
+        given = function["arguments"]
+        arguments: Any = {}
+        if isinstance(given, str):
+            arguments = self._mark(f"{where}, arguments")
+        else:
+            arguments = {name: self._mark(f"{where}, argument {name}") for name in given}
         name = self._mark(f"{where}, name")
         return {**call, "function": {**function, "name": name, "arguments": arguments}}
 
