@@ -8,6 +8,9 @@ from typing import get_args
 
 import pytest
 
+from batch_trajectories.export.conversation.style import Style
+from batch_trajectories.export.conversation.tolerance import Tolerance
+from batch_trajectories.export.conversation.validity import Reason
 from batch_trajectories.export.masking.options import Mask
 from batch_trajectories.export.rows.filter_options import AnswerCheck, Filters
 from batch_trajectories.export.rows.format import Format, named
@@ -33,8 +36,14 @@ def test_the_formats_that_keep_a_flaw_are_named(reason: str) -> None:
     keeping = {one.name for one in formats if reason in one.holds - one.accepts}
     if line[1] == "all":
         assert all(reason in one.holds for one in formats if one.shows_messages)
-    else:
-        assert set(re.findall(r"`(\w+)`", line[1])) == keeping
+        return
+    told = Style(tolerance=Tolerance(frozenset({Reason(reason)})), arguments="text")
+    as_text = {
+        one.name for one in formats if reason in one.limit(told).tolerance.accepts - one.accepts
+    }
+    always, _, with_text = line[1].partition("with `--arguments text`:")
+    assert set(re.findall(r"`(\w+)`", always)) == keeping
+    assert set(re.findall(r"`(\w+)`", with_text)) == as_text - keeping
 
 
 def test_the_recipe_is_one_and_names_every_key(tmp_path: Path) -> None:
