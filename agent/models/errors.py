@@ -95,6 +95,7 @@ _KINDS: Mapping[Kind, tuple[str, ...]] = {
         "organization_not_enrolled_in_beta",
         "organization_type_not_supported",
         "parent_organization_required",
+        "workspace_human_review_disabled",
         "workspace_policy_violation",
     ),
     "context_exceeded": ("context_length_exceeded",),

@@ -88,13 +88,41 @@ class _Composer(yaml.SafeLoader):
 
 
 class _Constructor(yaml.constructor.SafeConstructor):
-    """Reports scalars that look like a date or a number and are none."""
+    """Reports scalars that look like a date or a number and are none; merges by the rule of YAML.
+
+    https://yaml.org/type/merge.html: a key of the mapping itself wins, then the first mapping of a
+    list. PyYAML 6.0.4 lets the last of the list win, and a merged key that was overridden once
+    return with its first value.
+    """
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        sources: list[yaml.Node] = []
+        own = []
+        for key, value in node.value:
+            if key.tag != "tag:yaml.org,2002:merge":
+                own.append((key, value))
+            elif isinstance(value, yaml.SequenceNode):
+                sources += value.value
+            else:
+                sources.append(value)
+        merged: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
+        for source in reversed(sources):
+            if not isinstance(source, yaml.MappingNode):
+                raise _error("`<<` merges a mapping, or a list of mappings", source)
+            self.flatten_mapping(source)
+            merged |= {_identity(key): (key, value) for key, value in source.value}
+        node.value = [*(merged | {_identity(key): (key, value) for key, value in own}).values()]
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep=deep)
         except ValueError as error:  # such as the date 2026-02-30, or an integer of 5,000 digits
             raise _error(f"not a value: {error}", node) from error
+
+
+def _identity(key: yaml.Node) -> Any:
+    """Tells the keys of mappings apart; a key that is no scalar is like no other."""
+    return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
 
 
 def _error(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:

@@ -81,9 +81,17 @@ def test_merged_mappings_may_be_overridden(tmp_path: Path) -> None:
     }
 
 
+def test_the_first_of_several_merged_mappings_wins(tmp_path: Path) -> None:
+    text = "a: &a {long: 1}\n  b: &b {long: 2, other: 2}\n  c: {<<: [*a, *b]}\n"
+    (tmp_path / "run.yaml").write_text(f"extra_body:\n  {text}")
+    config = load_config(tmp_path / "run.yaml", FLAGS)
+    assert (config.extra_body or {})["c"] == {"long": 1, "other": 2}
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
+        ("{<<: 1}", "run.yaml:1:18: not YAML: `<<` merges a mapping, or a list of mappings"),
         ("&b {a: *b}", "run.yaml:1:20: not YAML: an alias inside of its anchor"),
         ("{a: !!binary aGVsbG8=}", "run.yaml: extra_body, in a"),
         ("[" * 3000 + "]" * 3000, "run.yaml: cannot read this config file: nested too deeply"),
