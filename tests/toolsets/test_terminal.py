@@ -226,9 +226,13 @@ def test_a_result_says_how_much_ran_on_after_its_call(task: Task) -> None:
     thread = "import threading; go = threading.Event(); threading.Thread(target=go.wait).start()"
     assert running("terminal", command="cat <(echo a) | cat; (sleep 0; echo b)") == 0
     assert running("python", code="1") == 0
-    assert running("terminal", command="sleep 1000 & (setsid sleep 1000 &)") == 2
+    far = "setsid sh -c 'echo $$ > far; exec sleep 1000'"
+    assert running("terminal", command=f"sleep 1000 & ({far} &)") == 2
     assert running("python", code=thread) == 3
-    assert running("terminal", command="kill %1; wait; pkill sleep") == 0
+    wait_until(lambda: (task.workspace.root / "far").exists())
+    task.call("terminal", command="kill %1 $(cat far); wait")
+    gone = "while kill -0 $(cat far) 2> /dev/null; do sleep 0.1; done"
+    assert running("terminal", command=gone, timeout_s=30) == 0
     assert running("python", code="go.set(); threading.enumerate()[-1].join()") == 0
 
 
