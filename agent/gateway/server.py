@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -34,9 +35,9 @@ _CLOSE_S = 2.0
 
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 _JSON = "application/json"
-_CODINGS: Mapping[str, Literal["gzip", "brotli", "zstd"]]
-_CODINGS = {"gzip": "gzip", "br": "brotli", "zstd": "zstd"}
-"""How requests may be packed (RFC 9110), and what Arrow calls that."""
+_CODINGS: Mapping[str, Literal["gzip", "brotli", "zstd"] | None]
+_CODINGS = {"gzip": "gzip", "deflate": None, "br": "brotli", "zstd": "zstd"}
+"""How requests may be packed (RFC 9110), and what Arrow calls that, which has no deflate."""
 NO_NAMES = names_only(())
 """The list of models where none is known."""
 
@@ -219,16 +220,28 @@ async def body_of(request: web.BaseRequest) -> bytes:
     if coding not in _CODINGS:
         known = ", ".join(_CODINGS)
         raise WireError(f"Content-Encoding {coding!r} is not known: send {known}, or none")
-    import pyarrow as pa
-
     try:
-        with pa.CompressedInputStream(pa.BufferReader(content), _CODINGS[coding]) as stream:
-            unpacked = stream.read(MAX_REQUEST_BYTES + 1)
-    except OSError as error:
+        # A small body can take seconds, in which other conversations go on.
+        unpacked = await asyncio.to_thread(_unpack, content, coding)
+    except (OSError, zlib.error) as error:
         raise WireError(f"the request is not {coding}, as it says: {error}") from error
     if len(unpacked) > MAX_REQUEST_BYTES:
         raise web.HTTPRequestEntityTooLarge(MAX_REQUEST_BYTES, len(unpacked))
-    return bytes(unpacked)
+    return unpacked
+
+
+def _unpack(content: bytes, coding: str) -> bytes:
+    """At most a byte more than a request may have. Raises `OSError` and `zlib.error`."""
+    if (codec := _CODINGS[coding]) is None:
+        inflating = zlib.decompressobj()
+        unpacked = inflating.decompress(content, MAX_REQUEST_BYTES + 1)
+        if not inflating.eof and len(unpacked) <= MAX_REQUEST_BYTES:
+            raise zlib.error("it is cut")
+        return unpacked
+    import pyarrow as pa
+
+    with pa.CompressedInputStream(pa.BufferReader(content), codec) as stream:
+        return bytes(stream.read(MAX_REQUEST_BYTES + 1))
 
 
 async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent.messages.message import COMPLETION, EMBEDDINGS, Message
-from agent.models.bodies.assembly import Assembly, to_body
+from agent.models.bodies.assembly import Assembly, Growing, to_body
 from agent.models.bodies.dialect import read_reply
 from agent.models.bodies.unknown_fields import merge, unknown_in
 from agent.models.dialects.openai_chat import API as CHAT
 from agent.models.errors import ModelError
 from agent.models.model import Completion
-from agent.models.parsing import load_object
+from agent.models.parsing import load_object, object_of
 from agent.wires.canonical import CallsInOrder
 from agent.wires.reading import Asked, Layout, path_of, placeholder
 from agent.wires.wire import Operation, WireError
@@ -25,6 +25,8 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.exact_json import objects_among
 
 _CHOICE_FIELDS = frozenset({"index", "text", "finish_reason"})
+_MAX_CHOICES = 128
+"""Choices of one reply that are kept, which is all that OpenAI gives for a prompt."""
 
 
 class CompletionsWire(ChatWire):
@@ -111,7 +113,7 @@ class EmbeddingsWire(CompletionsWire):
         if not isinstance(reply.get("data"), list):
             raise ModelError("malformed", "the reply has no list of embeddings")
         said = {"role": "assistant", "content": ""}
-        usage = {"completion_tokens": 0, **(reply.get("usage") or {})}
+        usage = {"completion_tokens": 0, **object_of(reply, "usage")}
         choice = {"index": 0, "message": said, "finish_reason": "stop"}
         return _read_as_chat({**reply, "usage": usage}, [choice])
 
@@ -125,21 +127,26 @@ class _TextAssembly:
 
     def __init__(self) -> None:
         self._reply: dict[str, Any] = {}
-        self._choices: dict[int, dict[str, Any]] = {}
+        self._choices: dict[int, Growing] = {}
 
     def add(self, part: Mapping[str, Any]) -> None:
         """See `Assembly.add`."""
         self._reply |= {key: part[key] for key in ("id", "model", "usage") if part.get(key)}
         for given in objects_among(part.get("choices")):
             index = given.get("index", 0)
-            choice = self._choices.setdefault(index, {"index": index, "text": ""})
-            choice["text"] += str(given.get("text") or "")
-            choice["finish_reason"] = given.get("finish_reason") or choice.get("finish_reason")
-            merge(choice, unknown_in(given, _CHOICE_FIELDS))
+            if type(index) is not int or not 0 <= index < _MAX_CHOICES:
+                continue
+            choice = self._choices.setdefault(index, Growing({"index": index, "text": ""}))
+            choice.append("text", str(given.get("text") or ""))
+            choice.fields["finish_reason"] = given.get("finish_reason") or choice.fields.get(
+                "finish_reason"
+            )
+            merge(choice.fields, unknown_in(given, _CHOICE_FIELDS))
 
     def finish(self) -> bytes:
         """See `Assembly.finish`."""
-        return to_body({**self._reply, "choices": [*self._choices.values()]})
+        choices = [choice.build() for choice in self._choices.values()]
+        return to_body({**self._reply, "choices": choices})
 
 
 def _read_as_chat(reply: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> Completion:

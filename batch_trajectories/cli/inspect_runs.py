@@ -191,6 +191,8 @@ def label(
     from batch_trajectories.runs.store.scores import append_label, label_change, score_key
 
     with errors_as_exit_codes():
+        if who is not None and not who.strip():
+            raise ConfigError("--who: give a name, or leave it out for your user name")
         stored = open_run(run, output_dir, writes=True)
         record = stored.find(record_id)
         given: dict[str, Any] = {
@@ -203,6 +205,9 @@ def label(
             if not all(number.isdecimal() for number in numbers):
                 raise ConfigError(f"--no_loss: give numbers of turns such as 1,3, not {no_loss!r}")
             given["no_loss"] = [int(number) for number in numbers] or None
+            if late := [number for number in numbers if int(number) > len(record.turns)]:
+                turns = plural(len(record.turns), "turn")
+                raise ConfigError(f"--no_loss: {record.id} has {turns}, and no turn {late[0]}")
         if over is not None:
             others = [stored.find(part) for part in over.split(",") if over != "none"]
             if strange := [one.id for one in others if one.prompt_id != record.prompt_id]:

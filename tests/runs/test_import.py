@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.basics.errors import DatasetError
+from batch_trajectories.basics.errors import ConfigError, DatasetError
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
@@ -363,3 +363,107 @@ def test_rows_of_the_hub_are_imported(tmp_path: Path) -> None:
         done = run(tmp_path, "import", source, "--run_name=r", output_dir="runs", env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert only_record(tmp_path / "runs" / "r").messages[1].content == "Yes."
+
+
+def _side(session: str, *, is_sidechain: bool = True) -> str:
+    """A short session file of Claude Code, or that of a subagent."""
+    head = {"sessionId": session, "isSidechain": is_sidechain, "timestamp": AT}
+    rows = [
+        {**head, "type": "user", "uuid": "a", "message": {"role": "user", "content": "Go."}},
+        {
+            **{**head, "type": "assistant", "uuid": "b", "parentUuid": "a"},
+            "message": {"id": "m", "role": "assistant", "model": "c", "content": "Done."},
+        },
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_files_of_a_directory_are_left_out_only_where_a_session_has_them(tmp_path: Path) -> None:
+    """Another format may have such a name, and a session's own file may be gone."""
+    row = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}
+    directory = tmp_path / "d"
+    for name, text in {
+        "agent-rows.jsonl": json.dumps(row) + "\n",
+        "s.jsonl": _side("s", is_sidechain=False),
+        "agent-1.jsonl": _side("s"),
+        "s/subagents/agent-2.jsonl": _side("s"),
+        "agent-3.jsonl": _side("gone"),
+        "lost/subagents/agent-4.jsonl": _side("lost"),
+    }.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+    end, run_dir = take(tmp_path, directory)
+    assert not end.unreadable
+    found = {record.id: len(record.inner) for record in stored_records(run_dir)}
+    assert found == {"agent-rows-1": 0, "s": 2, "gone": 0, "lost": 0}
+
+
+def _document(**more: Any) -> dict[str, Any]:
+    steps = [{"source": "user", "message": "Go."}, {"source": "agent", "message": "Done."}]
+    agent = {"name": "a", "version": "1"}
+    return {"schema_version": "ATIF-v1.6", "agent": agent, "steps": steps, **more}
+
+
+def test_subagents_that_one_call_started_are_all_kept(tmp_path: Path) -> None:
+    names = ["u1", "u2"]
+    reference = [{"trajectory_id": name} for name in names]
+    document = _document(session_id="s")
+    document["steps"][1] |= {
+        "tool_calls": [{"tool_call_id": "c", "function_name": "f", "arguments": {}}],
+        "observation": {
+            "results": [
+                {"source_call_id": "c", "content": "o", "subagent_trajectory_ref": reference}
+            ]
+        },
+    }
+    document["steps"].append({"source": "agent", "message": "End."})
+    document["subagent_trajectories"] = [
+        _document(trajectory_id=name, extra={"name": name}) for name in names
+    ]
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(document))
+    end, run_dir = take(tmp_path, file)
+    assert not end.unreadable
+    (after,) = lines(exported(run_dir, "atif", tmp_path / "after"))
+    kept = [(one["trajectory_id"], one["extra"]) for one in after["subagent_trajectories"]]
+    assert kept == [(name, {"name": name}) for name in names]
+    (result,) = after["steps"][1]["observation"]["results"]
+    assert result["subagent_trajectory_ref"] == reference
+
+
+def test_a_mistake_in_a_subagent_is_named_and_too_many_levels_are_refused(tmp_path: Path) -> None:
+    wrong = _document(subagent_trajectories=[_document(steps=[{"source": "user"}])])
+    deep = _document()
+    for _ in range(200):
+        deep = _document(subagent_trajectories=[deep])
+    for name, document in {"wrong": wrong, "deep": deep}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    end, _ = take(tmp_path, tmp_path / "wrong.json", tmp_path / "deep.json")
+    first, second = end.unreadable
+    assert "wrong.json:1: subagent_trajectories[0].steps[0]: " in first
+    assert "deep.json:1: subagent_trajectories: more than 20" in second
+
+
+def test_all_that_is_unreadable_can_be_read_up(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"messages": 5}\n' * 30)
+    end, _ = take(tmp_path, file)
+    assert end.unreadable_file is not None
+    assert end.unreadable_file.read_text().splitlines() == end.unreadable
+    assert f"all of them: {end.unreadable_file}" in end.describe()
+    (tmp_path / "empty.jsonl").touch()
+    end, _ = take(tmp_path, tmp_path / "empty.jsonl", name="s")
+    assert end.unreadable == [f"{tmp_path}/empty.jsonl: it is empty"]
+
+
+def test_an_import_into_a_run_of_its_own_or_a_bad_name_is_refused(
+    stored: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "Q"}]}\n')
+    before = sorted(stored.rglob("*"))
+    with pytest.raises(ConfigError, match="import into another --run_name"):
+        import_conversations([file], stored.name, stored.parent)
+    assert sorted(stored.rglob("*")) == before
+    with pytest.raises(ConfigError, match=r"--run_name: must be letters"):
+        import_conversations([file], "../r", tmp_path / "runs")

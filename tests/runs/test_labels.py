@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from batch_trajectories.basics.errors import RunDirError
+from batch_trajectories.cli.inspect_runs import label
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.runs.store.reader import stored_records
 from batch_trajectories.runs.store.record_types import Record
@@ -161,11 +163,28 @@ def test_the_command_labels_and_compare_shows_it(tmp_path: Path) -> None:
     options: dict[str, Any] = {"output_dir": tmp_path, "who": "ann"}
     run(tmp_path, "label", "r", "t0#s1", verdict="keep", no_loss="1,2", over="t0", **options)
     run(tmp_path, "label", "s", "t0#s1", verdict="reject", **options)
-    (label,) = records_of(first)["t0#s1"].labels
-    assert (label.verdict, label.no_loss, list(label.over or {})) == ("keep", [1, 2], ["t0"])
+    (given,) = records_of(first)["t0#s1"].labels
+    assert (given.verdict, given.no_loss, list(given.over or {})) == ("keep", [1, 2], ["t0"])
     done = run(tmp_path, "compare", "r", "s", output_dir=tmp_path)
     text = done.stdout + done.stderr
     assert "labelled otherwise: 1: t0#s1 (keep -> reject)" in text
-    wrong = run(tmp_path, "label", "r", "t0", no_loss="x", output_dir=tmp_path)
-    assert wrong.returncode == 2
-    assert "--no_loss: give numbers of turns" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"no_loss": "x"}, "--no_loss: give numbers of turns"),
+        ({"no_loss": "1,99"}, "--no_loss: t0 has 2 turns, and no turn 99"),
+        ({"verdict": "keep", "who": " "}, "--who: give a name"),
+    ],
+)
+def test_the_command_refuses_what_no_reader_could_follow(
+    tmp_path: Path, options: dict[str, Any], problem: str
+) -> None:
+    source = make_run(tmp_path, worked())
+    done = CliRunner().invoke(
+        label, [str(source.run_dir), "t0", *(f"--{k}={v}" for k, v in options.items())]
+    )
+    assert done.exit_code == 2
+    assert problem in done.stderr
+    assert not (source.run_dir / "labels.jsonl").exists()

@@ -101,7 +101,11 @@ def _document(
             )
         except Rejected as rejected:
             left_out.append({"key": inner.key, "name": inner.name, "reason": str(rejected)})
-    references = {key: f"{name}/{key}" for key in inside}
+    references: dict[str, list[dict[str, Any]]] = {}
+    for key, document in inside.items():
+        call = key.rpartition("#")[0]  # of several that one call started
+        reference = {"trajectory_id": document["trajectory_id"]}
+        references.setdefault(call if call in inside else key, []).append(reference)
     replies = conversation.replies_by_turn
     steps: list[dict[str, Any]] = []
     if conversation.system and style.has_system(by_default=True):
@@ -174,7 +178,7 @@ def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Con
 
 
 def _agent_step(
-    turn: Turn, replies: list[StoredTurn], references: Mapping[str, str]
+    turn: Turn, replies: list[StoredTurn], references: Mapping[str, list[dict[str, Any]]]
 ) -> dict[str, Any]:
     step: dict[str, Any] = {"source": "agent", "message": turn.text.rstrip()}
     if replies:
@@ -197,7 +201,7 @@ def _agent_step(
                     "source_call_id": result.id,
                     "content": result.content,
                     **(
-                        {"subagent_trajectory_ref": [{"trajectory_id": references[result.id]}]}
+                        {"subagent_trajectory_ref": references[result.id]}
                         if result.id in references
                         else {}
                     ),

@@ -218,6 +218,8 @@ class Reader(NamedTuple):
     """Raises `Unreadable`."""
     session: Callable[[Path, Sequence[SourceRow]], Foreign] | None = None
     """Reads a file, and others that belong to it. Raises `Unreadable`."""
+    is_part: Callable[[Path, Sequence[SourceRow]], bool] | None = None
+    """Whether a file, of which these are the first rows, is read with another one."""
 
 
 def read_messages(api: str, items: Iterable[tuple[int | None, str, Any]]) -> list[list[Message]]:

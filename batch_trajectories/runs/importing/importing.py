@@ -19,8 +19,9 @@ import orjson
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.console import watched
-from batch_trajectories.basics.errors import DatasetError
+from batch_trajectories.basics.errors import ConfigError, DatasetError
 from batch_trajectories.basics.text import first_few
+from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.row import RowRules
 from batch_trajectories.runs.dataset.scan import Scan, scan, task_of, tasks
@@ -36,7 +37,12 @@ from batch_trajectories.runs.importing.sources import Place, conversations_in
 from batch_trajectories.runs.protocol.record import as_stored
 from batch_trajectories.runs.sources.source import HUB_PREFIX
 from batch_trajectories.runs.store.checksum import DamagedLine
-from batch_trajectories.runs.store.files import AppendFile, make_directory, repair_tail
+from batch_trajectories.runs.store.files import (
+    AppendFile,
+    make_directory,
+    repair_tail,
+    replace_file,
+)
 from batch_trajectories.runs.store.records import RecordFile
 from batch_trajectories.runs.store.tasks import Task
 
@@ -59,6 +65,8 @@ class ImportEnd:
     """Places whose conversation is another one than when they were imported."""
     unreadable: list[str] = field(default_factory=list)
     """What could not be read: place, field and reason."""
+    unreadable_file: Path | None = None
+    """A line for each of them."""
 
     def describe(self) -> str:
         """A line per kind, with the first ones."""
@@ -79,6 +87,8 @@ class ImportEnd:
         if self.unreadable:
             lines.append(f"{len(self.unreadable):>9,} unreadable, left out")
             lines += [f"          {what}" for what in self.unreadable[:_SHOWN]]
+            if len(self.unreadable) > _SHOWN:
+                lines.append(f"          all of them: {self.unreadable_file}")
         return "\n".join(lines)
 
 
@@ -95,9 +105,14 @@ def import_conversations(
         if not str(name).startswith(HUB_PREFIX) and not name.exists():
             raise DatasetError(f"{name}: no such file or directory")
     path = output_dir / run_name / "imported" / "conversations.jsonl"
-    config = RunConfig(
-        dataset_file=path, run_name=run_name, output_dir=output_dir, model=MODEL, sandbox="local"
+    config = load_config(
+        None,
+        {
+            **{"run_name": run_name, "output_dir": output_dir, "dataset_file": path},
+            **{"model": MODEL, "sandbox": "local"},
+        },
     )
+    _refuse_other_runs(config.run_dir)
     rules = config.row_rules(MODEL)
     with NamedTemporaryFile() as empty:
         source = path if path.exists() else Path(empty.name)
@@ -109,6 +124,15 @@ def import_conversations(
         run = read_run_json(run_dir.path)
         write_run_json(run_dir.path, run | {"dataset": dataset_of(scanned)})
     return imported, config, scanned
+
+
+def _refuse_other_runs(run_dir: Path) -> None:
+    """Raise `ConfigError` for a run whose conversations were not imported."""
+    if (run_dir / "run.json").exists() and read_run_json(run_dir)["config"].get("model") != MODEL:
+        raise ConfigError(
+            f"{run_dir}: this run has conversations of its own; import into another --run_name, "
+            "and `export` both together"
+        )
 
 
 def _import(
@@ -153,6 +177,10 @@ def _import(
                 imported.ended_early += 1
         rows.sync()
         records.sync()
+    if imported.unreadable:
+        imported.unreadable_file = path.with_name("unreadable.txt")
+        text = "".join(f"{what}\n" for what in imported.unreadable)
+        replace_file(imported.unreadable_file, text.encode(errors="replace"))
 
 
 class _Rows:

@@ -51,9 +51,10 @@ def conversations_in(name: Path, format: str | None) -> Iterator[tuple[Place, Re
     is_directory = name.is_dir()
     is_known = False
     for file in source.files:
-        if is_directory and _is_subagents(file.path):
-            continue
-        for place, read in _read_rows(_rows_of_file(file), str(file.path), file.path, format):
+        rows = _rows_of_file(file)
+        for place, read in _read_rows(
+            rows, str(file.path), file.path, format, is_one_of_many=is_directory
+        ):
             is_damaged = isinstance(read, Unreadable) and read.is_damaged
             if place.format or is_damaged or not is_directory:  # directories hold other files, too
                 is_known = True
@@ -63,13 +64,13 @@ def conversations_in(name: Path, format: str | None) -> Iterator[tuple[Place, Re
         raise ConfigError(f"{name}: no file here is of a known format ({known}); see --format")
 
 
-def _is_subagents(path: Path) -> bool:
-    """Whether a file belongs to another session of Claude Code, and is read with that."""
-    return path.parent.name == "subagents" or path.stem.startswith("agent-")
-
-
 def _read_rows(
-    rows: Iterator[SourceRow | Unreadable], source: str, path: Path, format: str | None
+    rows: Iterator[SourceRow | Unreadable],
+    source: str,
+    path: Path,
+    format: str | None,
+    *,
+    is_one_of_many: bool = False,
 ) -> Iterator[tuple[Place, Read]]:
     at = path.stat().st_mtime if path.exists() else time.time()
     head = list(islice(rows, _LOOKED_AT))
@@ -77,10 +78,13 @@ def _read_rows(
     if reader is None:
         known = ", ".join(FORMATS)
         wrong = next((one for one in head if isinstance(one, Unreadable)), None)
-        yield (
-            Place("", source, None if wrong is None else wrong.line, at),
-            wrong or Unreadable(f"its format is none of {known}; see --format"),
-        )
+        if wrong is None:
+            reason = f"its format is none of {known}; see --format" if head else "it is empty"
+            wrong = Unreadable(reason)
+        yield Place("", source, wrong.line, at), wrong
+        return
+    first = [row for row in head if isinstance(row, SourceRow)]
+    if is_one_of_many and reader.is_part is not None and reader.is_part(path, first):
         return
     whole: list[SourceRow] = []
     for row in chain(head, rows):

@@ -17,6 +17,7 @@ from agent.gateway.server import MAX_REQUEST_BYTES
 from agent.messages.message import Event
 from agent.models.model import Price
 from agent.wires.lines import lines_of
+from agent.wires.wire_plain import CompletionsWire, EmbeddingsWire
 from tests.agent.gateway.relaying import Play, ask, relayed, stream, whole
 
 PRICES: dict[str, Any] = {"prices": {"m": Price(1.0, 10.0, 1.0, 1.0)}}
@@ -141,13 +142,15 @@ def test_a_call_without_a_text_is_refused(path: str, body: Any, field: bytes) ->
 def _packed(content: bytes, coding: str) -> bytes:
     if coding == "gzip":
         return gzip.compress(content)
+    if coding == "deflate":
+        return zlib.compress(content)
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, {"br": "brotli"}.get(coding, coding)) as stream:
         stream.write(content)
     return bytes(sink.getvalue())
 
 
-@pytest.mark.parametrize("coding", ["gzip", "br", "zstd"])
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd"])
 def test_requests_may_be_packed(coding: str) -> None:
     """The endpoint gets them unpacked; one that is too large so, or cut, is refused."""
     plain = orjson.dumps(ask("Go."))
@@ -169,7 +172,7 @@ def test_requests_may_be_packed(coding: str) -> None:
             assert "Content-Encoding" not in sent.headers
             assert await send(packed[:-9]) == 400
             assert await send(plain) == 400
-            if coding == "zstd":
+            if coding in ("zstd", "deflate"):
                 assert await send(_packed(b" " * (MAX_REQUEST_BYTES + 1), coding)) == 413
             assert len(world.endpoint.asked) == 1
 
@@ -183,6 +186,22 @@ def test_an_unknown_packing_is_refused_by_name() -> None:
             packed, headers = zlib.compress(orjson.dumps(ask())), {"Content-Encoding": "lzma"}
             async with world.client.post(url, data=packed, headers=headers) as response:
                 assert response.status == 400
-                assert b"send gzip, br, zstd, or none" in await response.read()
+                assert b"send gzip, deflate, br, zstd, or none" in await response.read()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("usage", [[1], "x", 5, {"completion_tokens": None}])
+def test_usage_of_any_type_is_read(usage: Any) -> None:
+    reply = EmbeddingsWire().read_reply(orjson.dumps({**VECTORS, "usage": usage}))
+    assert reply.message["content"] == ""
+
+
+def test_parts_of_choices_that_are_none_are_left_out() -> None:
+    assembly = CompletionsWire().assembly()
+    for index in ([1], {"a": 1}, None, "0", -1, 10**9, True):
+        assembly.add({"choices": [{"index": index, "text": "x"}]})
+    for text in ("a", "b"):
+        assembly.add({"choices": [{"index": 0, "text": text, "finish_reason": "stop"}]})
+    (choice,) = orjson.loads(assembly.finish())["choices"]
+    assert choice == {"index": 0, "text": "ab", "finish_reason": "stop"}

@@ -95,12 +95,15 @@ class _Document(msgspec.Struct):
 
 _OURS = "batch-trajectories"
 
+_MOST_NESTED = 20
+"""Subagents of subagents: more would exceed what Python can call."""
+
 
 def _read(row: Mapping[str, Any]) -> Foreign:
     documents: dict[str, _Object] = {}
     quiet: list[int] = []
     document = _typed(row, "")
-    conversation = _conversation(row, document, "", documents, quiet)
+    conversation = _conversation(row, document, "", "", documents, quiet)
     extra = document.extra or {}
     columns = extra.get("columns")
     facts = of_metadata(extra)
@@ -134,11 +137,15 @@ def _typed(row: Mapping[str, Any], place: str) -> _Document:
 def _conversation(
     row: Mapping[str, Any],
     document: _Document,
+    place: str,
     path: str,
     documents: dict[str, _Object],
     quiet: list[int],
 ) -> Dialogue:
-    """The conversation of a document; what `documents` keeps of it is under its `path`."""
+    """The conversation of a document; what `documents` keeps of it is under its `path`.
+
+    `place` is where the document stands in that of the file.
+    """
     documents[path] = {
         key: value for key, value in row.items() if key not in ("steps", "subagent_trajectories")
     }
@@ -150,30 +157,39 @@ def _conversation(
     replies: list[dict[str, Any]] = []
     references: dict[str, str] = {}
     for n, step in enumerate(document.steps):
-        place = f"steps[{n}]"
+        at = f"{place}steps[{n}]"
         if step.source == "agent":
-            messages.append(_assistant(step, place))
+            messages.append(_assistant(step, at))
             if n > last_given:
                 kept = {key: raw_steps[n][key] for key in KEPT_OF_STEPS if key in raw_steps[n]}
-                replies.append(_reply(step, place, document.agent.model_name, kept))
+                replies.append(_reply(step, at, document.agent.model_name, kept))
                 if not path and (step.extra or {}).get("loss") is False:
                     quiet.append(len(replies))
         else:
-            messages.append(_said(step.source, step.message, f"{place}.message"))
+            messages.append(_said(step.source, step.message, f"{at}.message"))
         names = {call.tool_call_id: call.function_name for call in step.tool_calls or ()}
         for number, result in enumerate(step.observation.results if step.observation else ()):
-            where = f"{place}.observation.results[{number}]"
+            where = f"{at}.observation.results[{number}]"
             messages.append(_result(result, names, where))
             for reference in result.subagent_trajectory_ref or ():
                 references[str(reference.get("trajectory_id"))] = result.source_call_id or ""
     conversation = Dialogue(messages, replies, sums=_sums(document))
+    keys: set[str] = set()
     for n, inner in enumerate(document.subagent_trajectories or ()):
-        typed = _typed(inner, f"subagent_trajectories[{n}].")
+        where = f"{place}subagent_trajectories[{n}]."
+        if where.count("[") > _MOST_NESTED:
+            raise Unreadable(
+                f"subagent_trajectories: more than {_MOST_NESTED} subagents inside each other"
+            )
+        typed = _typed(inner, where)
         key = (typed.extra or {}).get("key") or references.get(typed.trajectory_id or "")
         key = str(key or f"thread#{n + 1}")
-        found = _conversation(inner, typed, f"{path}/{key}", documents, quiet)
-        found.key, found.name = key, typed.agent.name or SUBAGENT
-        conversation.inner.append(found)
+        if key in keys:  # one call can start several
+            key = f"{key}#{n + 1}"
+        keys.add(key)
+        subagent = _conversation(inner, typed, where, f"{path}/{key}", documents, quiet)
+        subagent.key, subagent.name = key, typed.agent.name or SUBAGENT
+        conversation.inner.append(subagent)
     return conversation
 
 

@@ -8,7 +8,7 @@ files have neither the system prompt nor tools nor the reminders that Claude Cod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +95,17 @@ def _files_of(path: Path, problems: list[Unreadable]) -> Iterator[list[SourceRow
     """The lines of each subagent that has a file of its own."""
     beside = path.parent.glob("agent-*.jsonl") if not path.stem.startswith("agent-") else ()
     for file in sorted([*path.with_suffix("").glob("subagents/*.jsonl"), *beside]):
-        rows: list[SourceRow] = []
         try:
-            lines = file.read_bytes().splitlines()
+            if file.parent == path.parent and _session_of(_lines_of(file, [])) != path.stem:
+                continue
+            yield [*_lines_of(file, problems)]
         except OSError as error:
             problems.append(Unreadable(f"{file.name}: {error.strerror}"))
-            continue
+
+
+def _lines_of(file: Path, problems: list[Unreadable]) -> Iterator[SourceRow]:
+    """The objects of a file; `problems` gets the lines that are not JSON. Raises `OSError`."""
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 content = exact_json.loads(line)
@@ -108,10 +113,24 @@ def _files_of(path: Path, problems: list[Unreadable]) -> Iterator[list[SourceRow
                 problems.append(Unreadable(f"{file.name}:{number}: not JSON: {error}"))
                 continue
             if isinstance(content, dict):
-                rows.append(SourceRow(number, content))
-        is_beside = file.parent == path.parent
-        if not is_beside or any(row.content.get("sessionId") == path.stem for row in rows):
-            yield rows
+                yield SourceRow(number, content)
+
+
+def _session_of(rows: Iterable[SourceRow]) -> str | None:
+    """The session that the first line with one names."""
+    ids = (text_or_none(row.content.get("sessionId")) for row in rows)
+    return next((id for id in ids if id is not None), None)
+
+
+def _is_part(path: Path, first: Sequence[SourceRow]) -> bool:
+    """Whether a file is that of a subagent whose session is there, too."""
+    if path.parent.name == "subagents":
+        session = path.parent.parent
+    elif path.stem.startswith("agent-"):
+        session = path.with_name(_session_of(first) or "")
+    else:
+        return False
+    return session.with_name(f"{session.name}.jsonl").exists()
 
 
 def _conversation(rows: Sequence[SourceRow]) -> Dialogue:
@@ -202,4 +221,4 @@ def _is_session(row: Mapping[str, Any]) -> bool:
     return "sessionId" in row and "type" in row
 
 
-READER = Reader(_is_session, session=_read)
+READER = Reader(_is_session, session=_read, is_part=_is_part)
