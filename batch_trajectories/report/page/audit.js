@@ -12,34 +12,32 @@ const AUDIT_COLUMNS = [
 ];
 
 function startAudit() {
-  COLUMNS.splice(0, COLUMNS.length, ...AUDIT_COLUMNS);
   $("funnel").hidden = true;
   document.querySelector("#overview small").textContent = "of the tasks that the filters leave";
   $("query").placeholder = "id, evidence";
   for (const [id, words] of [["by-status", "Verdict "], ["by-tool", "Against it "], ["by-flag", "Defect "]]) $(id).parentElement.firstChild.data = words;
 }
 
-function drawAuditTiles(list, tile) {
-  const sound = list.filter((row) => row.status === "sound").length;
-  const unfinished = meta.tasks / meta.samples - rows.length;
+function drawAuditTiles({ count: all, statuses, sums }, tile) {
+  const sound = statuses.find(([name]) => name === "sound")?.[1] ?? 0;
+  const unfinished = meta.tasks / meta.samples - source.total;
   $("tiles").replaceChildren(
-    tile("Tasks", count(list.length), unfinished ? `${count(unfinished)} more are unfinished` : ""),
-    tile("Sound", percent(sound, list.length), count(sound)),
-    tile("Steps", count(sum(list, "calls")), `${count(sum(list, "failed_calls"))} against their tasks`),
+    tile("Tasks", count(all), unfinished ? `${count(unfinished)} more are unfinished` : ""),
+    tile("Sound", percent(sound, all), count(sound)),
+    tile("Steps", count(sums.calls), `${count(sums.failed_calls)} against their tasks`),
   );
 }
 
-function auditCharts(list, pick) {
-  const shares = (found, make) => found.map(([name, n]) => ({
-    name, parts: [[statusKind(name), n]], words: `${short(n)}, ${percent(n, list.length)}`, pick: () => pick(make(name)),
+function auditCharts(found, pick) {
+  const defects = found.flags.map(([name, n]) => ({
+    name, parts: [[statusKind(name), n]], words: `${short(n)}, ${percent(n, found.count)}`, pick: () => pick({ flag: name }),
   }));
   return [
-    bars("Verdicts", plural(list.length, "task"), shares(tally(list, (row) => [[row.status, 1]]), (status) => ({ status }))),
-    bars("All defects", "a task may have several",
-      shares(tally(list, (row) => row.flags.map((name) => [name, 1])), (flag) => ({ flag }))),
-    bars("Steps", "red: against their tasks", toolItems(list, (tool) => pick({ tool }), "against")),
-    histogram("Longest set-up", list.map((row) => row.setup_s), seconds),
-    histogram("Longest check", list.map((row) => row.check_s), seconds),
+    bars("Verdicts", plural(found.count, "task"), statusItems(found, pick)),
+    bars("All defects", "a task may have several", defects),
+    bars("Steps", "red: against their tasks", toolItems(found.tools, (tool) => pick({ tool }), "against")),
+    histogram("Longest set-up", found.histograms.setup_s, seconds),
+    histogram("Longest check", found.histograms.check_s, seconds),
   ];
 }
 

@@ -5,22 +5,6 @@ const NAMES = 116; // the part of a row of bars that is for names
 const PER_CHARACTER = 6.4; // at most, in the size of charts; what stands behind a bar decides its room
 const MOST_NAME = 17;
 
-function sum(list, key) {
-  return list.reduce((total, row) => total + (row[key] ?? 0), 0);
-}
-
-function tally(list, pick) {
-  const found = new Map();
-  for (const row of list) {
-    for (const [name, n] of pick(row)) found.set(name, (found.get(name) ?? 0) + n);
-  }
-  return [...found].sort((a, b) => b[1] - a[1]);
-}
-
-function quantile(sorted, q) {
-  return sorted[Math.min(sorted.length - 1, Math.floor(q * sorted.length))];
-}
-
 function chart(title, words, body) {
   return h("figure", {}, h("figcaption", {}, h("b", {}, title), h("span", {}, words)), body);
 }
@@ -60,72 +44,52 @@ function bars(title, words, items) {
     { viewBox: `0 0 ${WIDTH} ${Math.max(1, shown.length) * 23}`, role: "group", "aria-label": label }, drawn));
 }
 
-// How often values lie where, in equal steps, or in growing ones where they are far apart.
-function histogram(title, values, format, { whole = false } = {}) {
-  const known = values.filter((value) => value != null).sort((a, b) => a - b);
-  const missing = known.length < values.length ? ` · unknown for ${count(values.length - known.length)}` : "";
-  if (!known.length) return chart(title, "unknown", null);
-  const low = known[0];
-  const high = known[known.length - 1];
-  if (low === high) return chart(title, `${format(high)} each${missing}`, null);
-  const positive = known.find((value) => value > 0) ?? 1;
-  const grows = !whole && high / positive > 60;
-  const steps = whole ? Math.max(1, Math.min(24, high - low + 1)) : 24;
-  const place = (value) => {
-    const part = grows
-      ? Math.log(Math.max(value, positive) / positive) / Math.log(high / positive)
-      : (value - low) / (high - low + (whole ? 1 : 0) || 1);
-    return Math.min(steps - 1, Math.floor(part * steps));
-  };
-  const edge = (n) =>
-    grows ? positive * (high / positive) ** (n / steps) : low + ((high - low + (whole ? 1 : 0)) * n) / steps;
-  const heights = new Array(steps).fill(0);
-  for (const value of known) heights[place(value)] += 1;
+// A chart of what `histogramOf` counted.
+function histogram(title, { known, missing, low, high, median, p90, grows, edges, heights }, format) {
+  const unknown = missing ? ` · unknown for ${count(missing)}` : "";
+  if (!known) return chart(title, "unknown", null);
+  if (low === high) return chart(title, `${format(high)} each${unknown}`, null);
   const tallest = Math.max(...heights);
-  const width = (WIDTH - 8) / steps;
+  const width = (WIDTH - 8) / heights.length;
   const drawn = heights.map((n, step) => {
     const height = n ? Math.max(1.5, (n / tallest) * 84) : 0;
     return svg("rect", { class: "good", x: 4 + step * width, y: 90 - height, width: Math.max(1, width - 1.5), height },
-      svg("title", {}, `${format(edge(step))} to ${format(edge(step + 1))}: ${count(n)}`));
+      svg("title", {}, `${format(edges[step])} to ${format(edges[step + 1])}: ${count(n)}`));
   });
-  const words = `median ${format(quantile(known, 0.5))} · p90 ${format(quantile(known, 0.9))} · max ${format(high)}`;
-  return chart(title, words + missing, svg("svg",
-    { viewBox: `0 0 ${WIDTH} 110`, role: "img", "aria-label": `${title}: ${words}${missing}` },
+  const words = `median ${format(median)} · p90 ${format(p90)} · max ${format(high)}`;
+  return chart(title, words + unknown, svg("svg",
+    { viewBox: `0 0 ${WIDTH} 110`, role: "img", "aria-label": `${title}: ${words}${unknown}` },
     svg("line", { class: "axis", x1: 4, x2: WIDTH - 4, y1: 90.5, y2: 90.5 }),
     drawn,
-    svg("text", { x: 4, y: 105 }, format(grows ? positive : low)),
+    svg("text", { x: 4, y: 105 }, format(edges[0])),
     grows && svg("text", { class: "soft", x: WIDTH / 2, y: 105, "text-anchor": "middle" }, "growing steps"),
     svg("text", { x: WIDTH - 4, y: 105, "text-anchor": "end" }, format(high))));
 }
 
-function timeline(list) {
-  const times = list.map((row) => row.finished_at).filter((at) => at != null).sort((a, b) => a - b);
-  const first = times[0];
-  const span = times[times.length - 1] - first || 1;
-  const steps = 48;
-  const heights = new Array(steps).fill(0);
-  for (const at of times) heights[Math.min(steps - 1, Math.floor(((at - first) / span) * steps))] += 1;
+function timeline(times) {
+  if (!times) return chart("Ended over time", "unknown", null);
+  const { first, last, heights } = times;
+  const span = last - first || 1;
+  const all = heights.reduce((total, n) => total + n, 0);
   const tallest = Math.max(1, ...heights);
-  const width = (WIDTH - 8) / steps;
-  const rate = times.length > 1 ? `${short(Math.round((times.length / span) * 600) / 10)} a minute` : "";
+  const width = (WIDTH - 8) / heights.length;
+  const rate = all > 1 ? `${short(Math.round((all / span) * 600) / 10)} a minute` : "";
   const words = `${rate} over ${seconds(span)}`;
   return chart("Ended over time", words, svg("svg",
     { viewBox: `0 0 ${WIDTH} 110`, role: "img", "aria-label": `Ended over time: ${words}` },
     svg("line", { class: "axis", x1: 4, x2: WIDTH - 4, y1: 90.5, y2: 90.5 }),
     heights.map((n, step) => svg("rect",
       { class: "good", x: 4 + step * width, y: 90 - (n / tallest) * 84, width: width - 1, height: (n / tallest) * 84 },
-      svg("title", {}, `${moment(first + (span * step) / steps)}: ${count(n)}`))),
+      svg("title", {}, `${moment(first + (span * step) / heights.length)}: ${count(n)}`))),
     svg("text", { x: 4, y: 105 }, moment(first)),
     svg("text", { x: WIDTH - 4, y: 105, "text-anchor": "end" }, moment(first + span).slice(11))));
 }
 
-function toolItems(list, pick, word = "failed") {
-  const calls = tally(list, (row) => Object.entries(row.tools).map(([name, [n]]) => [name, n]));
-  const failed = new Map(tally(list, (row) => Object.entries(row.tools).map(([name, [, n]]) => [name, n])));
-  return calls.map(([name, n]) => ({
+function toolItems(tools, pick, word = "failed") {
+  return tools.map(([name, n, failed]) => ({
     name,
-    parts: [["good", n - failed.get(name)], ["bad", failed.get(name)]],
-    words: failed.get(name) ? `${short(n)}, ${short(failed.get(name))} ${word}` : short(n),
+    parts: [["good", n - failed], ["bad", failed]],
+    words: failed ? `${short(n)}, ${short(failed)} ${word}` : short(n),
     pick: () => pick(name),
   }));
 }
@@ -135,77 +99,73 @@ function statusKind(status) {
   return meta.is_audit || ["failed", "errors"].includes(status) ? "bad" : "fair";
 }
 
-function reasoningItems(list) {
-  const turns = sum(list, "turns");
-  const reasoned = sum(list, "reasoned");
-  const some = list.filter((row) => row.turns);
-  const all = some.filter((row) => row.reasoned === row.turns).length;
-  const none = some.filter((row) => !row.reasoned).length;
+function reasoningItems({ sums, reasoning: { all, some, none } }) {
+  const rows = all + some + none;
   const item = (name, n, of, kind) => ({
     name,
     parts: [[kind, of ? n / of : 0], ["rest", of ? 1 - n / of : 0]],
     words: percent(n, of),
   });
   return [
-    item("turns with it", reasoned, turns, "good"),
-    item("all turns of a row", all, some.length, "good"),
-    item("some turns", some.length - all - none, some.length, "fair"),
-    item("no turn", none, some.length, "bad"),
+    item("turns with it", sums.reasoned, sums.turns, "good"),
+    item("all turns of a row", all, rows, "good"),
+    item("some turns", some, rows, "fair"),
+    item("no turn", none, rows, "bad"),
   ];
 }
 
-function checkItems(list, pick) {
-  const item = (name, kind, of, flag) => {
-    const n = list.filter(of).length;
-    return { name, parts: [[kind, n]], words: `${short(n)}, ${percent(n, list.length)}`, pick: () => pick(flag) };
-  };
+function checkItems(found, pick) {
+  const item = (name, kind, n) => (
+    { name, parts: [[kind, n]], words: `${short(n)}, ${percent(n, found.count)}`, pick: () => pick(name) });
   return [
-    item("passed", "good", (row) => row.passed === true, "passed"),
-    item("not passed", "bad", (row) => row.passed === false, "not passed"),
-    item("not checked or scored", "rest", (row) => row.reward == null, "not checked or scored"),
+    item("passed", "good", found.passed),
+    item("not passed", "bad", found.not_passed),
+    item("not checked or scored", "rest", found.unjudged),
   ].filter(({ parts: [[, n]] }) => n);
 }
 
-// The charts of `list`; `pick` takes {status}, {tool} or {flag} to filter by.
-function drawCharts(list, pick) {
-  if (!list.length) {
+function statusItems({ statuses, count: all }, pick) {
+  return statuses.map(([name, n]) => ({
+    name, parts: [[statusKind(name), n]], words: `${short(n)}, ${percent(n, all)}`, pick: () => pick({ status: name }),
+  }));
+}
+
+// The charts of what `summarize` found; `pick` takes {status}, {tool} or {flag} to filter by.
+function drawCharts(found, pick) {
+  if (!found.count) {
     $("charts").replaceChildren(h("p", { class: "soft" }, "Nothing to draw."));
     return;
   }
   if (meta.is_audit) {
-    $("charts").replaceChildren(...auditCharts(list, pick));
+    $("charts").replaceChildren(...auditCharts(found, pick));
     return;
   }
-  const values = (key) => list.map((row) => row[key]);
-  const failures = tally(list, (row) => Object.entries(row.failures));
+  const { sums, failures, histograms } = found;
   $("charts").replaceChildren(...[
-    bars("Statuses", list.length === 1 ? "1 trajectory" : `${count(list.length)} trajectories`,
-      tally(list, (row) => [[row.status, 1]]).map(([name, n]) => ({
-        name, parts: [[statusKind(name), n]], words: `${short(n)}, ${percent(n, list.length)}`, pick: () => pick({ status: name }),
-      }))),
-    isChecked && bars("Checks", meanReward(list), checkItems(list, (flag) => pick({ flag }))),
-    isChecked && histogram("Rewards", values("reward"), (n) => String(Number(n.toPrecision(3)))),
-    timeline(list),
-    bars("Tools", `${count(sum(list, "calls"))} calls, ${percent(sum(list, "failed_calls"), sum(list, "calls"))} failed`,
-      toolItems(list, (tool) => pick({ tool }))),
+    bars("Statuses", found.count === 1 ? "1 trajectory" : `${count(found.count)} trajectories`, statusItems(found, pick)),
+    meta.is_checked && bars("Checks", meanReward(found), checkItems(found, (flag) => pick({ flag }))),
+    meta.is_checked && histogram("Rewards", histograms.reward, digits),
+    timeline(found.over_time),
+    bars("Tools", `${count(sums.calls)} calls, ${percent(sums.failed_calls, sums.calls)} failed`,
+      toolItems(found.tools, (tool) => pick({ tool }))),
     bars("Failed calls by kind", failures.length ? "" : "none",
       failures.map(([name, n]) => ({ name, parts: [["bad", n]], words: short(n) }))),
-    bars("Reasoning", `${count(sum(list, "reasoned"))} of ${count(sum(list, "turns"))} turns`, reasoningItems(list)),
-    histogram("Turns", values("turns"), count, { whole: true }),
-    histogram("Time at work", values("duration_s"), seconds),
-    histogram("Tokens in", values("input_tokens"), (n) => short(Math.round(n))),
-    histogram("Tokens out", values("output_tokens"), (n) => short(Math.round(n))),
-    histogram("Cost", values("cost_usd"), dollars),
+    bars("Reasoning", `${count(sums.reasoned)} of ${count(sums.turns)} turns`, reasoningItems(found)),
+    histogram("Turns", histograms.turns, count),
+    histogram("Time at work", histograms.duration_s, seconds),
+    histogram("Tokens in", histograms.input_tokens, (n) => short(Math.round(n))),
+    histogram("Tokens out", histograms.output_tokens, (n) => short(Math.round(n))),
+    histogram("Cost", histograms.cost_usd, dollars),
   ].filter(Boolean));
 }
 
-function meanReward(list) {
-  const known = list.filter((row) => row.reward != null).length;
-  return known ? `mean reward ${Number((sum(list, "reward") / known).toPrecision(3))}` : "no reward";
+function meanReward({ sums, known }) {
+  return known.reward ? `mean reward ${digits(sums.reward / known.reward)}` : "no reward";
 }
 
 // Of the whole run, whatever the filters say: groups are only whole there.
 function rewardTiles(tile) {
+  if (!meta.rewards) return [];
   const { by_name: byName, pass_at: passAt, stopped_at: stoppedAt, models = [] } = meta.rewards;
   const spread = (of) => `std ${digits(of.std)}${of.groups ? `; within ${plural(of.groups, "prompt")} ${digits(of.mean_group_std)}, ${count(of.equal_groups)} all equal` : ""}`;
   const shown = Object.entries(byName).filter(([name, of]) => name !== "reward" || of.groups);
@@ -223,29 +183,26 @@ function spentTile(tile, name, { usd, unknown }, words) {
   return tile(name, usd || !unknown ? dollars(usd) : "?", unknown ? `${words}, unknown for ${count(unknown)}` : words);
 }
 
-function drawTiles(list) {
-  const known = (key) => list.filter((row) => row[key] != null).length;
-  const completed = list.filter((row) => row.status === "completed").length;
-  const unknown = (key) => (known(key) < list.length ? `, unknown for ${count(list.length - known(key))}` : "");
+function drawTiles(found) {
+  const { count: all, sums, known, completed, passed } = found;
+  const unknown = (key) => (known[key] < all ? `, unknown for ${count(all - known[key])}` : "");
   const tile = (name, value, words) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, words)));
   if (meta.is_audit) {
-    drawAuditTiles(list, tile);
+    drawAuditTiles(found, tile);
     return;
   }
-  const tokens = sum(list, "input_tokens");
-  const passed = list.filter((row) => row.passed === true).length;
-  const judged = list.filter((row) => row.passed != null).length;
-  $("tiles").replaceChildren(
-    tile("Trajectories", count(list.length), `of ${plural(meta.tasks, "task")}`),
-    tile("Completed", percent(completed, list.length), count(completed)),
-    ...(isChecked ? [tile("Passed", percent(passed, judged), `${count(passed)} of ${count(judged)} checked or scored, ${meanReward(list)}`)] : []),
-    ...rewardTiles(tile).filter(Boolean),
-    tile("Turns", short(sum(list, "turns")), list.length ? `${(sum(list, "turns") / list.length).toFixed(1)} each` : ""),
-    tile("Tool calls", short(sum(list, "calls")), `${percent(sum(list, "failed_calls"), sum(list, "calls"))} failed`),
-    tile("Tokens in", short(tokens), `${percent(sum(list, "cached_tokens"), tokens)} cached${unknown("input_tokens")}`),
-    tile("Tokens out", short(sum(list, "output_tokens")), unknown("output_tokens").slice(2)),
-    tile("Cost", known("cost_usd") || !list.length ? dollars(sum(list, "cost_usd")) : "?", unknown("cost_usd").slice(2)),
-    spentTile(tile, "Spent", meta.spent, "by the run in all"),
-    ...(meta.judges.usd || meta.judges.unknown ? [spentTile(tile, "Judges", meta.judges, "for scores")] : []),
-  );
+  const judges = meta.judges && (meta.judges.usd || meta.judges.unknown);
+  $("tiles").replaceChildren(...[
+    tile("Trajectories", count(all), `of ${plural(meta.tasks, "task")}`),
+    tile("Completed", percent(completed, all), count(completed)),
+    meta.is_checked && tile("Passed", percent(passed, known.passed), `${count(passed)} of ${count(known.passed)} checked or scored, ${meanReward(found)}`),
+    ...rewardTiles(tile),
+    tile("Turns", short(sums.turns), all ? `${(sums.turns / all).toFixed(1)} each` : ""),
+    tile("Tool calls", short(sums.calls), `${percent(sums.failed_calls, sums.calls)} failed`),
+    tile("Tokens in", short(sums.input_tokens), `${percent(sums.cached_tokens, sums.input_tokens)} cached${unknown("input_tokens")}`),
+    tile("Tokens out", short(sums.output_tokens), unknown("output_tokens").slice(2)),
+    tile("Cost", known.cost_usd || !all ? dollars(sums.cost_usd) : "?", unknown("cost_usd").slice(2)),
+    meta.spent && spentTile(tile, "Spent", meta.spent, "by the run in all"),
+    judges && spentTile(tile, "Judges", meta.judges, "for scores"),
+  ].filter(Boolean));
 }

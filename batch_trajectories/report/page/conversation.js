@@ -1,37 +1,8 @@
 // One trajectory as a conversation.
 
-const SHOWN_CHARS = 8000;
 const INLINE = /^\s*<(think|thinking|reasoning|REASONING_SCRATCHPAD)>([\s\S]*?)<\/\1>/;
 
 let isReasoningOpen = false;
-
-// Text as it is; a very long one in part, until the rest is asked for.
-function textBlock(text, kind = "") {
-  const block = h("pre", { class: `text ${kind}` });
-  if (text.length <= SHOWN_CHARS * 1.5) {
-    block.append(visible(text));
-    return block;
-  }
-  block.append(visible(text.slice(0, SHOWN_CHARS)));
-  const more = h("button", { type: "button", class: "more", click: () => block.replaceChildren(visible(text)) },
-    `… show all ${count(text.length)} characters`);
-  return fill(block, {}, [more]);
-}
-
-function fold(kind, words, make, isOpen = false) {
-  const box = h("details", { class: kind }, h("summary", {}, words));
-  const put = () => box.childElementCount === 1 && box.append(make());
-  box.addEventListener("toggle", () => box.open && put());
-  if (isOpen) {
-    put();
-    box.open = true;
-  }
-  return box;
-}
-
-function jsonBlock(value) {
-  return textBlock(jsonText(value));
-}
 
 function reasoningOf(message) {
   let text = message.content ?? "";
@@ -41,40 +12,11 @@ function reasoningOf(message) {
   return { reasoning, text: found.length > 1 ? text.trimStart() : text };
 }
 
-// The object or list that a JSON text holds, its numbers as they are written; undefined for other text.
-function parsed(text) {
-  if (!/^\s*[{[]/.test(text)) return undefined;
-  const exact = (key, value, context) =>
-    typeof value === "number" && context && String(value) !== context.source ? JSON.rawJSON?.(context.source) ?? value : value;
-  try {
-    return JSON.parse(text, exact);
-  } catch {
-    return undefined;
-  }
-}
-
-const isObject = (value) => value !== undefined && !Array.isArray(value);
-
-// The values of an object by name, texts as texts.
-function valuesBlock(values, kind = "") {
-  return h("dl", { class: `arguments ${kind}` }, Object.entries(values).map(([name, value]) => [
-    h("dt", {}, name),
-    h("dd", {}, textBlock(typeof value === "string" ? value : jsonText(value))),
-  ]));
-}
-
 // The arguments of a call by name; what is no JSON object as it was written.
 function argumentsBlock(text) {
   const values = parsed(text);
   if (!isObject(values)) return textBlock(text, "malformed");
   return Object.keys(values).length ? valuesBlock(values) : h("p", { class: "soft" }, "no arguments");
-}
-
-// The result of a call: what is a JSON object by name, a list indented, any other text as it is.
-function resultBlock(text) {
-  const value = parsed(text);
-  if (isObject(value) && Object.keys(value).length) return valuesBlock(value, "result");
-  return textBlock(Array.isArray(value) ? jsonText(value) : text, "result");
 }
 
 function callBlock(call, result, facts, inner) {
@@ -130,8 +72,9 @@ function resumedBlock(resume) {
   return h("p", { class: "note" }, `taken up by a later process after turn ${resume.turn}${lost}${again}`);
 }
 
-// The messages of a conversation, or of one inside it; `row` gives its turns links of their own.
-function messagesOf(part, row = null) {
+// The messages of a conversation, or of one inside it; `read` is the whole, whose turns have links of
+// their own, and say whether they carry loss.
+function messagesOf(part, read = null) {
   const { messages, turns } = part;
   const said = messages.map((m, n) => [m, n]).filter(([m]) => m.role === "assistant").map(([, n]) => n);
   const own = turns.length ? said.slice(-turns.length) : [];
@@ -140,6 +83,7 @@ function messagesOf(part, row = null) {
   const inner = new Map(part.inner.map((one) => [one.key, one]));
   const blocks = [];
   const calls = new Set();
+  const losses = read?.form ? lossesOf(messages, read.form) : new Map();
   messages.forEach((message, n) => {
     if (message.role === "tool" && calls.has(message.tool_call_id)) return; // beside its call
     const turn = turns[own.indexOf(n)];
@@ -153,7 +97,7 @@ function messagesOf(part, row = null) {
       inner.delete(call.id);
       return callBlock(call, results.get(call.id), turn && facts.get(`${turn.turn}/${place}`), subagent);
     });
-    blocks.push(messageBlock(message, turn, row, callBlocks));
+    blocks.push(messageBlock(message, turn, read, callBlocks, losses.get(message)));
   });
   const last = turns.length ? turns[turns.length - 1].turn : 0;
   blocks.push(...part.discarded.filter((reply) => reply.turn > last).map(discardedBlock));
@@ -163,18 +107,34 @@ function messagesOf(part, row = null) {
   return h("div", { class: "messages" }, stages, blocks);
 }
 
-function messageBlock(message, turn, row, callBlocks) {
+// Which replies carry loss, and why the others do not; unknown where rows have other turns.
+function lossesOf(messages, form) {
+  const replies = messages.filter((message) => message.role === "assistant");
+  const learnt = form.turns.filter(([, , isLearnt]) => isLearnt);
+  if (learnt.length !== replies.length) return new Map();
+  const masked = maskedTurns(form);
+  return new Map(replies.map((reply, n) => [reply, masked.get(learnt[n]) ?? []]));
+}
+
+function lossMark(reasons) {
+  if (!reasons) return null;
+  return reasons.length ? h("span", { class: "tag" }, `no loss: ${reasons.join(", ")}`) : h("span", { class: "tag loss" }, "loss");
+}
+
+function messageBlock(message, turn, read, callBlocks, reasons) {
   const name = turn ? `turn ${turn.turn}` : message.role;
   const isReply = message.role === "assistant";
   const heading = h("h3", {},
-    row && turn ? h("a", { href: link(row, turn.turn), title: "link to this turn" }, name) : name,
-    h("span", { class: "soft" }, turn ? turnFacts(turn) : isReply ? "brought along by the prompt" : ""));
+    read && turn ? h("a", { href: source.link(read.id, turn.turn), title: "link to this turn" }, name) : name,
+    h("span", { class: "soft" }, turn ? turnFacts(turn) : isReply ? "brought along by the prompt" : ""),
+    lossMark(reasons));
+  const beside = read && turn ? source.besideTurn?.(turn, read) : null;
   const body = isReply ? replyBody(message)
     : message.role === "system" && message.content.length > 600
       ? fold("facts", `${count(message.content.length)} characters`, () => textBlock(message.content))
       : textBlock(message.content);
   return h("article", { class: `message ${message.role}`, tabindex: -1, "data-turn": turn?.turn, "aria-label": name },
-    heading, body, isReply ? null : notesOf(message), callBlocks);
+    heading, body, isReply ? null : notesOf(message), callBlocks, beside);
 }
 
 function factList(pairs) {
@@ -188,10 +148,31 @@ const EXPORTED = {
   rejects: "no training row",
 };
 
+// What a check said: what is known of it, texts as they are.
+function checkBlock(check) {
+  return valuesBlock(Object.fromEntries(Object.entries(check).filter(([, value]) => value != null && value !== "")), "", valueBlock);
+}
+
+// Tokens in (with those from a cache) and out of each turn, in two rows of their own scales.
+function tokensOf(turns) {
+  const of = (key) => turns.map((turn) => turn.usage?.[key] ?? 0);
+  const [all, cached, out] = ["input_tokens", "cache_read_tokens", "output_tokens"].map(of);
+  const most = (values) => Math.max(1, ...values);
+  const width = Math.min(28, 680 / turns.length);
+  const bar = (n, value, top, low, kind) => svg("rect",
+    { class: kind, x: n * width, width: Math.max(0.5, width - 1), y: low - (value / top) * 50, height: (value / top) * 50 });
+  const drawn = turns.map((turn, n) => svg("g", {},
+    svg("title", {}, `turn ${turn.turn}: ${short(all[n])} in, ${short(cached[n])} of them cached, ${short(out[n])} out`),
+    bar(n, all[n], most(all), 64, "fair"), bar(n, cached[n], most(all), 64, "rest"), bar(n, out[n], most(out), 130, "good")));
+  const words = `in: at most ${short(most(all))}, grey is cached; out: at most ${short(most(out))}`;
+  return h("figure", {}, h("figcaption", {}, h("strong", {}, "Tokens of each turn"), h("span", {}, words)), svg("svg",
+    { viewBox: `0 0 ${Math.max(340, turns.length * width)} 132`, role: "img", "aria-label": `Tokens of each turn, ${words}` }, drawn));
+}
+
 // The row of the export; what carries loss is marked, the rest is context.
 function trainingForm(form) {
   if (form.file === "rejects") return h("p", { class: "mark" }, `${form.reason}: ${form.detail}`);
-  const all = [["system", meta.systems[form.system], false], ...form.turns];
+  const all = [["system", form.system, false], ...form.turns];
   const reasons = maskedTurns(form);
   let given = form.given;
   return h("div", {},
@@ -220,26 +201,27 @@ function trainingWords(form) {
   const masked = maskedTurns(form);
   const loss = characters(form.turns.filter((turn) => turn[2] && !masked.has(turn)));
   if (form.file === "rejects") return `${EXPORTED.rejects}: ${form.reason}`;
-  const all = meta.systems[form.system].length + characters(form.turns);
+  const all = form.system.length + characters(form.turns);
   const without = masked.size ? `; the dataset masks ${plural(masked.size, "turn")}` : "";
   return `${EXPORTED[form.file]}: loss on ${count(loss)} of ${count(all)} characters${without}`;
 }
 
 // The ways to other rows, and the title.
-function readerHead(row, { before, after, place }) {
-  const step = (to, words, key) => to
-    ? h("a", { class: "button", href: link(to), "aria-keyshortcuts": key }, words)
+function readerHead(row, { before, after, place, matching: all }) {
+  const step = (to, words, key) => to != null
+    ? h("a", { class: "button", href: source.link(to), "aria-keyshortcuts": key }, words)
     : h("span", { class: "button off", "aria-disabled": "true" }, words);
   return [
     h("nav", { "aria-label": "Other rows" },
-      h("a", { class: "button", href: "#" }, "☰ table"), step(before, "← previous", "ArrowLeft"), step(after, "next →", "ArrowRight"),
-      place && h("span", { class: "soft" }, place)),
+      h("a", { class: "button", href: source.link() }, "☰ table"), step(before, "← previous", "ArrowLeft"), step(after, "next →", "ArrowRight"),
+      place != null && h("span", { class: "soft" }, `${count(place + 1)} of ${count(all)}`)),
     h("h2", { tabindex: -1, id: "reader-title" }, row.id, " ", h("span", { class: `status ${statusKind(row.status)}` }, row.status)),
   ];
 }
 
 // The whole reader: what is known of a trajectory, then its messages.
-function conversation({ record, form }, row, around) {
+function conversation(read) {
+  const { row, record, form, around } = read;
   if (meta.is_audit) return taskOfAudit(record, row, around);
   const usage = record.usage ?? {};
   return [
@@ -268,10 +250,13 @@ function conversation({ record, form }, row, around) {
       record.set_aside?.length ? fold("facts", `calls set aside by a restart (${record.set_aside.length})`, () => jsonBlock(record.set_aside)) : null,
       record.rewritten?.length ? fold("facts", `calls that were shown other messages (${record.rewritten.length})`, () => jsonBlock(record.rewritten)) : null,
       record.scores && fold("facts", `scores (${record.scores.length})`, () => jsonBlock(record.scores)),
-      record.check && fold("facts", "check", () => jsonBlock(record.check)),
-      fold("facts training", trainingWords(form), () => trainingForm(form)),
+      record.check && fold("facts check", "output of the check", () => checkBlock(record.check)),
+      record.turns.length > 1 && fold("facts", "tokens of each turn", () => tokensOf(record.turns)),
+      form && fold("facts training", trainingWords(form), () => trainingForm(form)),
       fold("facts raw", "raw JSON", () => h("pre", { class: "text" }, jsonText(record)))),
-    messagesOf(record, row),
+    source.beforeMessages?.(read),
+    messagesOf(record, read),
+    source.afterMessages?.(read),
   ];
 }
 

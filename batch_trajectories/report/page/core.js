@@ -73,73 +73,37 @@ function moment(epoch) {
   return `${day} ${two(d.getHours())}:${two(d.getMinutes())}:${two(d.getSeconds())}`;
 }
 
-function embedded(id) {
-  const element = $(id);
-  const text = element.textContent;
-  element.remove();
-  return text;
-}
-
-const meta = JSON.parse(embedded("meta-data"));
-const rows = [];
-const CHUNKS_KEPT = 8;
-const chunks = new Map(); // number → records; those inside the page are chunk 0
-let inlineRecords = embedded("records-data");
-
-function addRows(list) {
-  for (const values of list) {
-    rows.push(Object.fromEntries(meta.columns.map((name, n) => [name, values[n]])));
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
   }
 }
 
-// Called by the script files beside the page. Those of another report have other numbers inside.
-window.reportData = (report, kind, number, json) => {
-  if (report !== meta.report_id) {
-    trouble("The files beside this page belong to a later report. Reload it, or write it again.");
-  } else if (kind === "rows") addRows(JSON.parse(json));
-  else {
-    chunks.set(number, JSON.parse(json));
-    if (chunks.size > CHUNKS_KEPT) chunks.delete(chunks.keys().next().value);
-  }
-};
+// There is no such run or conversation, which goes with the address.
+class Missing extends Error {}
 
-const addresses = {
-  createScriptURL(address) {
-    if (/^[^/:]+\/(rows|chunk-\d+)\.js$/.test(address)) return address;
-    throw new TypeError(address);
-  },
-};
-const files = window.trustedTypes
-  ? window.trustedTypes.createPolicy("report-files", addresses)
-  : addresses;
+// What is known of the run: `_about` in writer.py names the keys. Set by the source.
+let meta = null;
 
-function load(name) {
-  return new Promise((resolve, reject) => {
-    const script = document.createElement("script");
-    script.src = files.createScriptURL(`${encodeURIComponent(meta.files)}/${name}`);
-    script.onload = () => (script.remove(), resolve());
-    script.onerror = () =>
-      reject(new Error(`Cannot read ${meta.files}/${name}, which belongs beside this page.`));
-    document.head.append(script);
-  });
-}
-
-async function loadRows() {
-  const inline = JSON.parse(embedded("rows-data"));
-  if (meta.files === null) addRows(inline);
-  else await load("rows.js");
-}
-
-async function recordOf(row) {
-  if (meta.files === null) {
-    if (inlineRecords !== null) chunks.set(0, JSON.parse(inlineRecords));
-    inlineRecords = null;
-  } else if (!chunks.has(row.chunk)) await load(`chunk-${row.chunk}.js`);
-  const chunk = chunks.get(row.chunk);
-  if (!chunk) throw new Error("This page and the files beside it do not belong together.");
-  const { training_form: form, ...record } = chunk[row.place];
-  return { form, record: { ...record, tools: record.tools.map((n) => meta.tools[n]) } };
-}
+// `source` is where the data comes from, one object for each kind of page: source.js of the report,
+// and of the page of many runs. It has:
+//
+//   start()              promise: what the page needs at first is there
+//   parse(hash)          {id, turn} of an address, and what else the source has in it
+//   enter(place)         promise: whether the table or a conversation is to be shown there
+//   link(id, turn)       the address of a conversation; of the table without an id
+//   total, choices       number of rows; {status, tool, flag, model: [names]} for the filters
+//   has(id)              whether there is such a row, as far as it is known
+//   isOpen(read)         whether what is read is still that
+//   find(filters, order) promise of {matching, summary}: number of rows, promise of `summarize`'s
+//   rowAt(place)         a row of what was found; undefined while it is not here
+//   load(from, to)       promise: rows of these places are here
+//   read(id)             promise of {row, record, form, around: {before, after, place, matching}}
+//
+// and what only a page with a server can show: see `besideTurn`, `beforeMessages`, `afterMessages`
+// and `keys` where they are called.
 
 // What went wrong with the data stays on the page; what went wrong with a link goes with it.
 function trouble(message, { lasts = true } = {}) {

@@ -1,55 +1,57 @@
-// Where the page is (#, #id, #id/turn) and what its keys do.
+// Where the page is and what its keys do.
 
-const byId = new Map();
-let open = null; // the row that is read
+let open = null; // what is read: {id, row, around, …}
+let visits = 0;
 
-function currentPlace() {
-  const [id, turn] = location.hash.slice(1).split("/");
+async function show() {
+  visits += 1;
+  const visit = visits;
+  const place = source.parse(location.hash);
+  if (!$("trouble").dataset.lasts) $("trouble").hidden = true;
   try {
-    return { id: decodeURIComponent(id), turn: Number(turn) || null };
-  } catch {
-    return { id, turn: null };
+    if (!(await source.enter(place))) open = null;
+    else if (visit !== visits) return;
+    else if (place.id) await showConversation(place, visit);
+    else showList();
+  } catch (error) {
+    if (visit !== visits) return;
+    trouble(error.message, { lasts: !(error instanceof Missing) });
+    if (error instanceof Missing) showList();
   }
 }
 
-async function show() {
-  const { id, turn } = currentPlace();
-  const row = byId.get(id) ?? null;
-  if (!$("trouble").dataset.lasts) $("trouble").hidden = true;
-  if (id && !row) trouble(`There is no trajectory ${visible(id)} in this report.`, { lasts: false });
-  $("list").hidden = row !== null;
-  $("reader").hidden = row === null;
-  if (!row) return showList();
-  const place = matching.indexOf(row);
-  if (open !== row) {
-    open = row;
-    document.title = `${row.id} · ${meta.run_name}`;
-    let read;
-    try {
-      read = await recordOf(row);
-    } catch (error) {
-      return trouble(error.message);
-    }
-    if (open !== row) return undefined; // another was opened meanwhile
-    const around = {
-      before: matching[place - 1], after: place < 0 ? undefined : matching[place + 1],
-      place: place < 0 ? "" : `${count(place + 1)} of ${count(matching.length)}`,
-    };
-    $("reader").replaceChildren(...conversation(read, row, around).filter(Boolean));
+async function showConversation({ id, turn }, visit) {
+  if (open?.id !== id || !source.isOpen(open)) {
+    const read = await source.read(id);
+    if (visit !== visits) return; // another was opened meanwhile
+    open = { id, ...read };
+    drawConversation();
     window.scrollTo(0, 0);
     $("reader-title").focus({ preventScroll: true });
   }
-  if (turn) focusOn($("reader").querySelector(`:scope > .messages > article[data-turn="${turn}"]`));
-  return undefined;
+  if (turn) focusOn(turnOf(turn));
+}
+
+function drawConversation() {
+  $("list").hidden = true;
+  $("reader").hidden = false;
+  document.title = `${open.id} · ${meta.run_name}`;
+  $("reader").replaceChildren(...conversation(open).flat(Infinity).filter(Boolean));
+}
+
+function turnOf(turn) {
+  return $("reader").querySelector(`:scope > .messages > article[data-turn="${turn}"]`);
 }
 
 function showList() {
   const before = open;
   open = null;
-  document.title = `${meta.run_name} · report`;
+  document.title = `${meta.run_name} · ${PAGE}`;
+  $("list").hidden = false;
+  $("reader").hidden = true;
   $("reader").replaceChildren();
   drawRows({ force: true });
-  if (before && matching.includes(before)) select(matching.indexOf(before));
+  if (before?.around.place != null) select(before.around.place);
 }
 
 function focusOn(element) {
@@ -79,9 +81,8 @@ function toggle(selector) {
   focusOn(fold.querySelector("summary"));
 }
 
-function go(by) {
-  const to = matching[matching.indexOf(open) + by];
-  if (open && to && matching.includes(open)) location.hash = link(to);
+function go(to) {
+  if (to != null) location.hash = source.link(to);
 }
 
 const IN_LIST = {
@@ -94,25 +95,25 @@ const IN_LIST = {
 const IN_READER = {
   j: () => step(":scope > .messages > article", 1),
   k: () => step(":scope > .messages > article", -1),
-  ArrowRight: () => go(1),
-  ArrowLeft: () => go(-1),
+  ArrowRight: () => go(open.around.after),
+  ArrowLeft: () => go(open.around.before),
   e: nextError,
   t: () => setReasoning(!isReasoningOpen),
   r: () => toggle("details.raw"),
   l: () => toggle("details.training"),
-  Escape: () => { location.hash = "#"; },
+  Escape: () => { location.hash = source.link(); },
 };
 
 const ANYWHERE = {
   "/": () => {
-    if (open) location.hash = "#";
+    if (open) location.hash = source.link();
     setTimeout(() => $("query").focus());
   },
   "?": () => $("help").showModal(),
 };
 
 function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || $("help").open) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   const field = event.target.closest?.("input, select, textarea");
   if (field) {
     if (event.key === "Escape") {
@@ -124,10 +125,11 @@ function onKey(event) {
     }
     return;
   }
-  const does = (open ? IN_READER : IN_LIST)[event.key] ?? ANYWHERE[event.key];
+  const kind = open ? "reader" : $("list").hidden ? "other" : "list";
+  const does = source.keys?.[kind]?.[event.key] ?? { reader: IN_READER, list: IN_LIST }[kind]?.[event.key] ?? ANYWHERE[event.key];
   if (!does) return;
   event.preventDefault();
-  does();
+  does(event);
 }
 
 // Each step of the funnel, and below it why some did not reach the next.
@@ -155,8 +157,8 @@ function funnelRows({ steps, samples, exports, not_needed: notNeeded }) {
 function describeRun() {
   const state = meta.is_running ? ", while the run was in progress" : "";
   const bad = meta.bad_rows ? `, ${plural(meta.bad_rows, "bad row")}` : "";
-  $("about").textContent =
-    `${visible(meta.dataset)}${bad} · begun ${moment(meta.created)} · written ${moment(meta.written_at)}${state}`;
+  const written = meta.written_at ? ` · written ${moment(meta.written_at)}${state}` : "";
+  $("about").textContent = `${visible(meta.dataset)}${bad} · begun ${moment(meta.created)}${written}`;
   $("funnel-words").textContent = meta.funnel ? "and why the others were left out" : "unknown: the dataset or a manifest cannot be read; `stats` names it";
   $("funnel-table").tBodies[0].replaceChildren(...(meta.funnel ? funnelRows(meta.funnel) : []));
   $("health").hidden = !meta.health.length;
@@ -164,12 +166,12 @@ function describeRun() {
   $("health-table").tBodies[0].replaceChildren(...meta.health.map((found) => h("tr", {},
     h("th", { scope: "row" }, found.name), h("td", { class: "number" }, `${count(found.found)} of ${count(found.of)}`),
     h("td", {}, found.problem, ": ", ...found.examples.flatMap((id, n) => [n ? ", " : "",
-      byId.has(id) ? h("a", { href: link({ id }) }, visible(id)) : visible(id)])))));
+      source.has(id) ? h("a", { href: source.link(id) }, visible(id)) : visible(id)])))));
   $("errors").hidden = !meta.errors.length;
   $("errors-count").textContent = count(meta.errors.reduce((total, error) => total + error.count, 0));
   $("errors-table").tBodies[0].replaceChildren(...meta.errors.map((error) => h("tr", {},
     h("th", { scope: "row" }, error.class), h("td", { class: "number" }, count(error.count)),
-    h("td", {}, byId.has(error.id) ? h("a", { href: link(error) }, error.id) : error.id, ": ", error.message))));
+    h("td", {}, source.has(error.id) ? h("a", { href: source.link(error.id) }, error.id) : error.id, ": ", error.message))));
   const options = Object.entries(meta.meaning).filter(([, value]) => value !== null && value !== false && String(value) !== "");
   $("config-count").textContent = `${options.length} that decide what the data is`;
   $("config-table").tBodies[0].replaceChildren(...options.map(([name, value]) => h("tr", {},
@@ -177,22 +179,17 @@ function describeRun() {
 }
 
 async function start() {
-  try {
-    await loadRows();
-  } catch (error) {
-    trouble(error.message);
-  }
-  for (const row of rows) {
-    // An edited prompt under its old id leaves two records; links lead to the later one.
-    byId.set(row.id, row);
-  }
   if (window.matchMedia("(max-width: 44rem)").matches) $("overview").open = false;
-  describeRun();
-  startTable();
+  listenToTable();
   window.addEventListener("hashchange", show);
   document.addEventListener("keydown", onKey);
   $("show-help").addEventListener("click", () => $("help").showModal());
-  await show();
+  try {
+    await source.start();
+    await show();
+  } catch (error) {
+    trouble(error.message);
+  }
   document.documentElement.dataset.ready = "yes";
 }
 

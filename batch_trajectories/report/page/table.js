@@ -2,16 +2,19 @@
 
 const ROW_HEIGHT = 46; // as in page.css
 const ROWS_AROUND = 12;
+const MOST_HEIGHT = 15_000_000; // pixels, below what browsers can lay out; beyond, a pixel is more than one
 
 const filters = { query: "", status: "", tool: "", flag: "", model: "" };
 const order = { key: null, down: false };
-let matching = [];
+let columns = [];
+let matching = 0; // how many rows the filters leave
 let selected = -1;
-let isChecked = false; // something judged one of the rows at least
 let drawn = [-1, -1];
+let searches = 0;
 
-// Only in runs of which something was checked, see startTable.
+// Only in runs of which something was checked.
 const CHECK_COLUMN = {
+  isShown: () => meta.is_checked,
   key: "reward", name: "Check", number: true,
   cell: (row) => row.reward == null ? null : h("span", { class: row.passed === false ? "failed" : false, title: checkWords(row) },
     row.passed === false ? "✗ " : row.passed ? "✓ " : "", Number(row.reward.toPrecision(3))),
@@ -19,6 +22,7 @@ const CHECK_COLUMN = {
 
 // Only in runs with a call that looked for the solution of its task.
 const LEAK_COLUMN = {
+  isShown: () => meta.has_leaks,
   key: "leaks", name: "Leaks", number: true,
   cell: (row) => row.leaks ? h("span", { class: "failed", title: visible(row.leak_calls.join("\n")) }, count(row.leaks)) : null,
 };
@@ -35,73 +39,63 @@ const COLUMNS = [
   { key: "output_tokens", name: "Out", number: true, less: true, cell: (row) => short(row.output_tokens) },
   { key: "cost_usd", name: "Cost", number: true, wide: true, less: true, cell: (row) => dollars(row.cost_usd) },
   { key: "duration_s", name: "Time", number: true, wide: true, cell: (row) => seconds(row.duration_s) },
+  CHECK_COLUMN,
+  LEAK_COLUMN,
   { key: "finished_at", name: "Ended", number: true, less: true, cell: (row) => moment(row.finished_at).slice(5) },
 ];
 
-const FLAGS = {
-  "failed calls": (row) => row.failed_calls > 0,
-  "an error": (row) => row.error !== null,
-  "turns without reasoning": (row) => row.reasoned < row.turns,
-  "a suspected leak": (row) => row.leaks > 0,
-  "no tool call": (row) => row.calls === 0,
-  "a training row": (row) => row.exported === "training",
-  "a partial row": (row) => row.exported === "partial",
-  "no row: rejected": (row) => row.exported === "rejects",
-  "not checked or scored": (row) => row.reward == null && isChecked,
-};
-
-function link(row, turn) {
-  return `#${encodeURIComponent(row.id)}${turn ? `/${turn}` : ""}`;
-}
-
 function titleCell(row) {
   const words = row.error ? `${row.error}: ${row.reason ?? row.prompt}` : row.prompt;
-  return [h("a", { href: link(row) }, row.id), h("span", { class: "snippet" }, words)];
+  return [h("a", { href: source.link(row.id) }, row.id), h("span", { class: "snippet" }, words)];
 }
 
-function matches(row, words) {
-  if (filters.status && row.status !== filters.status) return false;
-  if (filters.model && row.model !== filters.model) return false;
-  if (filters.tool && !(meta.is_audit ? row.tools[filters.tool]?.[1] : Object.hasOwn(row.tools, filters.tool))) return false;
-  if (filters.flag && !(FLAGS[filters.flag]?.(row) ?? row.flags.includes(filters.flag))) return false;
-  if (!words.length) return true;
-  row.text ??= [row.id, row.prompt, row.answer, row.reason, row.error, row.model].join("\n").toLowerCase();
-  return words.every((word) => row.text.includes(word));
+// Rows come first, then what is drawn of all of them; an answer that is late is left out.
+async function applyFilters({ stays = false } = {}) {
+  searches += 1;
+  const search = searches;
+  try {
+    const { matching: all, summary } = await source.find(filters, order);
+    if (search !== searches) return;
+    showFound(all, stays);
+    const found = await summary;
+    if (search !== searches) return;
+    drawTiles(found);
+    drawCharts(found, (picked) => setFilters(picked));
+  } catch (error) {
+    if (search === searches) trouble(error.message, { lasts: false });
+  }
 }
 
-function compareBy(key, down) {
-  const sign = down ? -1 : 1;
-  return (a, b) => {
-    const x = a[key];
-    const y = b[key];
-    if (x == null || y == null) return (x == null) - (y == null); // what is unknown comes last
-    return sign * (typeof x === "string" ? x.localeCompare(y) : x - y);
-  };
-}
-
-function applyFilters() {
-  const words = filters.query.toLowerCase().split(/\s+/).filter(Boolean);
-  matching = rows.filter((row) => matches(row, words));
-  if (order.key) matching.sort(compareBy(order.key, order.down));
-  selected = -1;
+function showFound(all, stays) {
+  matching = all;
   $("found").textContent =
-    matching.length === rows.length ? `${count(rows.length)} shown` : `${count(matching.length)} of ${count(rows.length)} shown`;
-  $("table").setAttribute("aria-rowcount", matching.length + 1);
-  $("scroller").scrollTop = 0;
-  drawTiles(matching);
-  drawCharts(matching, (picked) => setFilters(picked));
+    all === source.total ? `${count(all)} shown` : `${count(all)} of ${count(source.total)} shown`;
+  $("table").setAttribute("aria-rowcount", all + 1);
+  if (!stays) {
+    selected = -1;
+    $("scroller").scrollTop = 0;
+  }
   drawRows({ force: true });
 }
 
 function setFilters(changes) {
   Object.assign(filters, changes);
-  $("query").value = filters.query;
-  for (const name of ["status", "tool", "flag", "model"]) $(`by-${name}`).value = filters[name];
-  applyFilters();
+  showFilters();
+  if (!$("trouble").dataset.lasts) $("trouble").hidden = true;
+  return applyFilters();
+}
+
+// The form as the filters are.
+function showFilters() {
+  for (const [name, value] of Object.entries(filters)) {
+    const field = $(name === "query" ? name : `by-${name}`);
+    if (field.type === "checkbox") field.checked = Boolean(value);
+    else field.value = value;
+  }
 }
 
 function drawHeads() {
-  $("heads").replaceChildren(...COLUMNS.map((column) => {
+  $("heads").replaceChildren(...columns.map((column) => {
     const is = order.key === column.key;
     return h("th", { scope: "col", class: columnClass(column), "aria-sort": is && (order.down ? "descending" : "ascending") },
       h("button", { type: "button", click: () => sortBy(column) }, column.name, is ? (order.down ? " ↓" : " ↑") : ""));
@@ -118,37 +112,70 @@ function sortBy(column) {
   else order.key = null; // the third time: as the records were written
   drawHeads();
   applyFilters();
-  [...$("heads").querySelectorAll("button")][COLUMNS.indexOf(column)].focus();
+  [...$("heads").querySelectorAll("button")][columns.indexOf(column)].focus();
+}
+
+const heightOf = (places) => Math.min(places * ROW_HEIGHT, MOST_HEIGHT);
+
+// The first row in view, with a fraction; rows beyond the most height are further apart than drawn.
+function firstInView() {
+  const { scrollTop, clientHeight } = $("scroller");
+  const height = heightOf(matching);
+  if (height === matching * ROW_HEIGHT) return scrollTop / ROW_HEIGHT;
+  const part = Math.min(1, scrollTop / (height - clientHeight + ROW_HEIGHT));
+  return part * (matching - clientHeight / ROW_HEIGHT + 1);
+}
+
+function scrollToPlace(place) {
+  const { clientHeight } = $("scroller");
+  const height = heightOf(matching);
+  $("scroller").scrollTop = height === matching * ROW_HEIGHT ? place * ROW_HEIGHT
+    : (place / (matching - clientHeight / ROW_HEIGHT + 1)) * (height - clientHeight + ROW_HEIGHT);
 }
 
 // Draw the rows that are in view and some around them; the others are two empty rows, as high.
+// Rows that are not here yet are empty until they come.
 function drawRows({ force = false } = {}) {
   const scroller = $("scroller");
-  const from = Math.max(0, Math.floor(scroller.scrollTop / ROW_HEIGHT) - ROWS_AROUND);
-  const to = Math.min(matching.length, Math.ceil((scroller.scrollTop + scroller.clientHeight) / ROW_HEIGHT) + ROWS_AROUND);
-  if (!force && drawn[0] === from && drawn[1] === to) return;
+  const first = firstInView();
+  const from = Math.max(0, Math.floor(first) - ROWS_AROUND);
+  const to = Math.min(matching, Math.ceil(first + scroller.clientHeight / ROW_HEIGHT) + ROWS_AROUND);
+  const isExact = heightOf(matching) === matching * ROW_HEIGHT;
+  if (!force && isExact && drawn[0] === from && drawn[1] === to) return;
   const hadFocus = $("rows").contains(document.activeElement);
   drawn = [from, to];
-  $("rows").replaceChildren(gap(from), ...matching.slice(from, to).map((row, n) => drawRow(row, from + n)), gap(matching.length - to));
+  const places = Array.from({ length: to - from }, (_, n) => from + n);
+  const isMissing = places.some((place) => source.rowAt(place) === undefined);
+  const above = isExact ? from * ROW_HEIGHT : Math.max(0, scroller.scrollTop - (first - from) * ROW_HEIGHT);
+  const below = heightOf(matching) - above - places.length * ROW_HEIGHT;
+  $("rows").replaceChildren(gap(above), ...places.map((place) => drawRow(source.rowAt(place), place)), gap(Math.max(0, below)));
   if (hadFocus) linkOf(selected)?.focus({ preventScroll: true });
+  if (isMissing) {
+    const search = searches;
+    source.load(from, to).then(
+      () => search === searches && drawn[0] === from && drawn[1] === to && drawRows({ force: true }),
+      (error) => search === searches && trouble(error.message, { lasts: false }),
+    );
+  }
 }
 
-function gap(count) {
+function gap(height) {
   const cell = h("td"); // without a span, which would make room for columns that are hidden
-  cell.style.height = `${count * ROW_HEIGHT}px`;
+  cell.style.height = `${height}px`;
   return h("tr", { class: "gap", "aria-hidden": "true" }, cell);
 }
 
 function drawRow(row, place) {
+  if (!row) return h("tr", { class: "coming", "data-place": place, "aria-rowindex": place + 2 }, columns.map((column) => h("td", { class: columnClass(column) })));
   return h("tr", {
     "data-place": place,
     "aria-rowindex": place + 2,
     class: place === selected && "selected",
     click: (event) => {
-      if (!event.target.closest("a") && !String(getSelection())) location.hash = link(row);
+      if (!event.target.closest("a") && !String(getSelection())) location.hash = source.link(row.id);
     },
     focusin: () => markSelected(place),
-  }, COLUMNS.map((column) => h("td", { class: columnClass(column) }, column.cell(row))));
+  }, columns.map((column) => h("td", { class: columnClass(column) }, column.cell(row))));
 }
 
 function linkOf(place) {
@@ -161,16 +188,22 @@ function markSelected(place) {
 }
 
 function select(place) {
-  if (!matching.length) return;
-  const next = Math.max(0, Math.min(matching.length - 1, place));
+  if (!matching) return;
+  const next = Math.max(0, Math.min(matching - 1, place));
   const scroller = $("scroller");
-  const top = next * ROW_HEIGHT;
-  const room = scroller.clientHeight - 2 * ROW_HEIGHT;
-  if (top < scroller.scrollTop) scroller.scrollTop = top;
-  else if (top > scroller.scrollTop + room) scroller.scrollTop = top - room;
+  const room = Math.max(1, scroller.clientHeight / ROW_HEIGHT - 2);
+  const first = firstInView();
+  if (next < first) scrollToPlace(next);
+  else if (next > first + room) scrollToPlace(next - room);
   selected = next;
   drawRows({ force: true });
-  linkOf(next)?.focus({ preventScroll: true });
+  const to = linkOf(next);
+  if (to) to.focus({ preventScroll: true });
+  else source.load(next, next + 1).then(() => {
+    if (selected !== next) return;
+    drawRows({ force: true });
+    linkOf(next)?.focus({ preventScroll: true });
+  }, (error) => trouble(error.message, { lasts: false }));
   scroller.scrollIntoView({ block: "nearest" });
 }
 
@@ -178,33 +211,31 @@ function choices(id, names) {
   $(id).replaceChildren(h("option", { value: "" }, "any"), ...names.map((name) => h("option", { value: name }, name)));
 }
 
+// The table of a run, whose data the source has; without rows yet.
 function startTable() {
   if (meta.is_audit) startAudit();
-  isChecked = rows.some((row) => row.reward != null);
-  if (isChecked) COLUMNS.splice(-1, 0, CHECK_COLUMN);
-  if (rows.some((row) => row.leaks)) COLUMNS.splice(-1, 0, LEAK_COLUMN);
-  const names = (pick) => tally(rows, (row) => pick(row).map((name) => [name, 1])).map(([name]) => name);
-  const models = names((row) => [row.model]);
-  choices("by-status", names((row) => [row.status]));
-  choices("by-tool", names((row) => Object.keys(row.tools)));
-  choices("by-flag", [...Object.keys(FLAGS).filter((flag) => !meta.is_audit && rows.some(FLAGS[flag])), ...names((row) => row.flags)]);
-  choices("by-model", models);
-  $("model-label").hidden = models.length < 2;
-  for (const name of ["status", "tool", "flag", "model"]) {
-    $(`by-${name}`).addEventListener("change", (event) => setFilters({ [name]: event.target.value }));
-  }
+  columns = (meta.is_audit ? AUDIT_COLUMNS : COLUMNS).filter((column) => column.isShown?.() ?? true);
+  for (const [name, names] of Object.entries(source.choices)) choices(`by-${name}`, names);
+  $("model-label").hidden = source.choices.model.length < 2;
+  drawHeads();
+  showFilters();
+}
+
+function listenToTable() {
   let later;
   $("query").addEventListener("input", (event) => {
     clearTimeout(later);
     later = setTimeout(() => setFilters({ query: event.target.value }), 120);
   });
+  $("filters").addEventListener("change", ({ target }) => {
+    const name = target.id.replace(/^by-/, "");
+    if (target.id !== "query") setFilters({ [name]: target.type === "checkbox" ? target.checked : target.value });
+  });
   $("filters").addEventListener("submit", (event) => (event.preventDefault(), select(0)));
   $("filters").addEventListener("reset", (event) => {
     event.preventDefault();
-    setFilters({ query: "", status: "", tool: "", flag: "", model: "" });
+    setFilters(Object.fromEntries(Object.keys(filters).map((name) => [name, ""])));
   });
   $("scroller").addEventListener("scroll", () => drawRows(), { passive: true });
   window.addEventListener("resize", () => drawRows());
-  drawHeads();
-  applyFilters();
 }

@@ -314,7 +314,8 @@ def _given(row: dict[str, Any]) -> int:
     return speakers.count("gpt") - own
 
 
-_SCRIPTS = ("core.js", "charts.js", "table.js", "conversation.js", "audit.js", "main.js")
+_SHARED = ("summary.js", "charts.js", "table.js", "results.js", "conversation.js", "audit.js")
+_SCRIPTS = ("core.js", *_SHARED, "source.js", "main.js")
 
 
 def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:

@@ -1,0 +1,166 @@
+// The source of the report: its data is inside the page or in script files beside it.
+
+function embedded(id) {
+  const element = $(id);
+  const text = element.textContent;
+  element.remove();
+  return text;
+}
+
+meta = JSON.parse(embedded("meta-data"));
+
+const rows = [];
+const byId = new Map();
+const CHUNKS_KEPT = 8;
+const chunks = new Map(); // number → records; those inside the page are chunk 0
+let inlineRecords = embedded("records-data");
+
+function addRows(list) {
+  for (const values of list) {
+    const row = Object.fromEntries(meta.columns.map((name, n) => [name, values[n]]));
+    rows.push(row);
+    // An edited prompt under its old id leaves two records; links lead to the later one.
+    byId.set(row.id, row);
+  }
+}
+
+// Called by the script files beside the page. Those of another report have other numbers inside.
+window.reportData = (report, kind, number, json) => {
+  if (report !== meta.report_id) {
+    trouble("The files beside this page belong to a later report. Reload it, or write it again.");
+  } else if (kind === "rows") addRows(JSON.parse(json));
+  else {
+    chunks.set(number, JSON.parse(json));
+    if (chunks.size > CHUNKS_KEPT) chunks.delete(chunks.keys().next().value);
+  }
+};
+
+const addresses = {
+  createScriptURL(address) {
+    if (/^[^/:]+\/(rows|chunk-\d+)\.js$/.test(address)) return address;
+    throw new TypeError(address);
+  },
+};
+const files = window.trustedTypes
+  ? window.trustedTypes.createPolicy("report-files", addresses)
+  : addresses;
+
+function load(name) {
+  return new Promise((resolve, reject) => {
+    const script = document.createElement("script");
+    script.src = files.createScriptURL(`${encodeURIComponent(meta.files)}/${name}`);
+    script.onload = () => (script.remove(), resolve());
+    script.onerror = () =>
+      reject(new Error(`Cannot read ${meta.files}/${name}, which belongs beside this page.`));
+    document.head.append(script);
+  });
+}
+
+async function recordOf(row) {
+  if (meta.files === null) {
+    if (inlineRecords !== null) chunks.set(0, JSON.parse(inlineRecords));
+    inlineRecords = null;
+  } else if (!chunks.has(row.chunk)) await load(`chunk-${row.chunk}.js`);
+  const chunk = chunks.get(row.chunk);
+  if (!chunk) throw new Error("This page and the files beside it do not belong together.");
+  const { training_form: form, ...record } = chunk[row.place];
+  return {
+    form: form && { ...form, system: form.system == null ? null : meta.systems[form.system] },
+    record: { ...record, tools: record.tools.map((n) => meta.tools[n]) },
+  };
+}
+
+const FLAGS = {
+  "failed calls": (row) => row.failed_calls > 0,
+  "an error": (row) => row.error !== null,
+  "turns without reasoning": (row) => row.reasoned < row.turns,
+  "a suspected leak": (row) => row.leaks > 0,
+  "no tool call": (row) => row.calls === 0,
+  "a training row": (row) => row.exported === "training",
+  "a partial row": (row) => row.exported === "partial",
+  "no row: rejected": (row) => row.exported === "rejects",
+  "not checked or scored": (row) => row.reward == null && meta.is_checked,
+};
+
+function matches(row, filters, words) {
+  if (filters.status && row.status !== filters.status) return false;
+  if (filters.model && row.model !== filters.model) return false;
+  if (filters.tool && !(meta.is_audit ? row.tools[filters.tool]?.[1] : Object.hasOwn(row.tools, filters.tool))) return false;
+  if (filters.flag && !(FLAGS[filters.flag]?.(row) ?? row.flags.includes(filters.flag))) return false;
+  if (!words.length) return true;
+  row.text ??= [row.id, row.prompt, row.answer, row.reason, row.error, row.model].join("\n").toLowerCase();
+  return words.every((word) => row.text.includes(word));
+}
+
+function compareBy(key, down) {
+  const sign = down ? -1 : 1;
+  return (a, b) => {
+    const x = a[key];
+    const y = b[key];
+    if (x == null || y == null) return (x == null) - (y == null); // what is unknown comes last
+    return sign * (typeof x === "string" ? x.localeCompare(y) : x - y);
+  };
+}
+
+const PAGE = "report"; // in titles of the window
+let found = []; // the rows that match, in order
+
+const source = {
+  total: 0,
+  choices: null,
+
+  async start() {
+    const inline = JSON.parse(embedded("rows-data"));
+    try {
+      if (meta.files === null) addRows(inline);
+      else await load("rows.js");
+    } catch (error) {
+      trouble(error.message);
+    }
+    const names = (pick) => tally(rows, (row) => pick(row).map((name) => [name, 1])).map(([name]) => name);
+    this.total = rows.length;
+    meta.is_checked = rows.some((row) => row.reward != null);
+    meta.has_leaks = rows.some((row) => row.leaks);
+    this.choices = {
+      status: names((row) => [row.status]),
+      tool: names((row) => Object.keys(row.tools)),
+      flag: [...Object.keys(FLAGS).filter((flag) => !meta.is_audit && rows.some(FLAGS[flag])), ...names((row) => row.flags)],
+      model: names((row) => [row.model]),
+    };
+    startTable();
+    describeRun();
+    await applyFilters();
+  },
+
+  parse(hash) {
+    const [id, turn] = hash.slice(1).split("/").map(decoded);
+    return { id, turn: Number(turn) || null };
+  },
+  async enter() {
+    return true;
+  },
+  isOpen: () => true,
+  link: (id, turn) => (id == null ? "#" : `#${encodeURIComponent(id)}${turn ? `/${turn}` : ""}`),
+  has: (id) => byId.has(id),
+
+  async find(filters, order) {
+    const words = filters.query.toLowerCase().split(/\s+/).filter(Boolean);
+    found = rows.filter((row) => matches(row, filters, words));
+    if (order.key) found.sort(compareBy(order.key, order.down));
+    return { matching: found.length, summary: summarize(found) };
+  },
+  rowAt: (place) => found[place],
+  async load() {},
+
+  async read(id) {
+    const row = byId.get(id);
+    if (!row) throw new Missing(`There is no trajectory ${visible(id)} in this report.`);
+    const { record, form } = await recordOf(row);
+    const place = found.indexOf(row);
+    const around = {
+      before: found[place - 1]?.id, after: place < 0 ? undefined : found[place + 1]?.id,
+      place: place < 0 ? null : place, matching: found.length,
+    };
+    return { row, record, form, around };
+  },
+};
