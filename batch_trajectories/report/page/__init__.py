@@ -1,6 +1,7 @@
 """The report page: one HTML file with its data.
 
 writer           writes the page: template, scripts, style and data
+frame            the frame and the scripts that pages share
 audited_tasks    the tasks of an audit as data of the page
 pieces           writes the data of large runs to files beside the page
 core.js          elements, words and numbers; what a source of data is

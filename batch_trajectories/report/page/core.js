@@ -97,7 +97,8 @@ let meta = null;
 //   total, choices       number of rows; {status, tool, flag, model: [names]} for the filters
 //   has(id)              whether there is such a row, as far as it is known
 //   isOpen(read)         whether what is read is still that
-//   find(filters, order) promise of {matching, summary}: number of rows, promise of `summarize`'s
+//   find(filters, order, places)  promise of {matching, summary}: number of rows, promise of
+//                        `summarize`'s; rows of these places are here then
 //   rowAt(place)         a row of what was found; undefined while it is not here
 //   load(from, to)       promise: rows of these places are here
 //   read(id)             promise of {row, record, form, around: {before, after, place, matching}}

@@ -159,7 +159,7 @@ function describeRun() {
   const bad = meta.bad_rows ? `, ${plural(meta.bad_rows, "bad row")}` : "";
   const written = meta.written_at ? ` · written ${moment(meta.written_at)}${state}` : "";
   $("about").textContent = `${visible(meta.dataset)}${bad} · begun ${moment(meta.created)}${written}`;
-  $("funnel-words").textContent = meta.funnel ? "and why the others were left out" : "unknown: the dataset or a manifest cannot be read; `stats` names it";
+  $("funnel-words").textContent = meta.funnel ? "and why the others were left out" : meta.is_counting ? "being counted" : "unknown: the dataset or a manifest cannot be read; `stats` names it";
   $("funnel-table").tBodies[0].replaceChildren(...(meta.funnel ? funnelRows(meta.funnel) : []));
   $("health").hidden = !meta.health.length;
   $("health-count").textContent = "of the whole run, by named checks";

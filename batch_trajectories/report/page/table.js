@@ -54,7 +54,7 @@ async function applyFilters({ stays = false } = {}) {
   searches += 1;
   const search = searches;
   try {
-    const { matching: all, summary } = await source.find(filters, order);
+    const { matching: all, summary } = await source.find(filters, order, stays ? [drawn[0], Math.max(drawn[0], drawn[1] - 1)] : [0]);
     if (search !== searches) return;
     showFound(all, stays);
     const found = await summary;

@@ -8,7 +8,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +29,7 @@ from batch_trajectories.export.reward_statistics import RewardStatistics
 from batch_trajectories.export.training_files import route, style_of_run
 from batch_trajectories.report.facts import row_of
 from batch_trajectories.report.page.audited_tasks import task_record, task_row
+from batch_trajectories.report.page.frame import framed, joined, read_part
 from batch_trajectories.report.page.pieces import (
     INLINE_BYTES,
     Collected,
@@ -314,10 +314,6 @@ def _given(row: dict[str, Any]) -> int:
     return speakers.count("gpt") - own
 
 
-_SHARED = ("summary.js", "charts.js", "table.js", "results.js", "conversation.js", "audit.js")
-_SCRIPTS = ("core.js", *_SHARED, "source.js", "main.js")
-
-
 def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:
     """The page with its data: `rows` and `records` are JSON, `meta` describes the run.
 
@@ -326,35 +322,38 @@ def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:
     and, if its data is in files beside it, these script files; no other address, image, frame or
     form.
     """
-    style = _read("page.css")
-    script = "\n".join(map(_read, _SCRIPTS))
+    style = read_part("page.css")
+    script = joined(sources=read_part("source.js"))
     files = " 'self' file:" if meta["row_pieces"] else ""
     policy = (
         f"default-src 'none'; script-src {_source(script)}{files}; style-src {_source(style)}; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
         "trusted-types report-files"
     )
-    page = _read("page.html")
-    parts = {
-        "POLICY": policy.encode(),
-        "TITLE": _as_text(meta["run_name"]).encode(),
-        "STYLE": style.encode(),
-        "META": embedded(exact_json.dumps(meta)),
-        "ROWS": embedded(rows),
-        "RECORDS": embedded(records),
-        "SCRIPT": script.encode(),
+    policy_element = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+    data = {
+        "meta-data": embedded(exact_json.dumps(meta)),
+        "rows-data": embedded(rows),
+        "records-data": embedded(records),
     }
-    pieces = page.encode().split(b"@@")
-    return b"".join(parts[piece.decode()] if n % 2 else piece for n, piece in enumerate(pieces))
+    scripts = [
+        b'<script type="application/json" id="%s">%s</script>\n' % (name.encode(), content)
+        for name, content in data.items()
+    ]
+    name = _as_text(meta["run_name"])
+    parts = {
+        "POLICY": policy_element.encode(),
+        "TITLE": f"{name} · report".encode(),
+        "HOME": name.encode(),
+        "STYLE": f"<style>{style}</style>".encode(),
+        "SCRIPTS": b"".join(scripts) + f'<script type="module">{script}</script>'.encode(),
+    }
+    return framed(parts)
 
 
 def embedded(json: bytes) -> bytes:
     """JSON for use inside a script element: without `<` it cannot end the element."""
     return json.replace(b"<", b"\\u003c")
-
-
-def _read(name: str) -> str:
-    return resources.files("batch_trajectories.report.page").joinpath(name).read_text("utf-8")
 
 
 def _source(content: str) -> str:
