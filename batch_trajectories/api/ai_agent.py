@@ -23,13 +23,12 @@ from agent.options import AgentOptions
 from agent.session import AgentSession, AgentSetup, run_here
 from agent.setup import set_up
 from batch_trajectories.basics.option_names import unknown
-from batch_trajectories.basics.validation import UNKNOWN_KEY, mistakes_in
+from batch_trajectories.basics.validation import UNKNOWN_KEY, local_path, mistakes_in
 from batch_trajectories.export.conversation.ending import plain_ending
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.validity import Reason, Rejected, check_finished
 from batch_trajectories.export.formats.hermes import to_conversations
 from batch_trajectories.runs.config.endpoints import check_url
-from batch_trajectories.runs.config.option_types import local_path
 from batch_trajectories.runs.store.files import AppendFile, StorageError
 from batch_trajectories.runs.store.record_types import stored_messages
 from toolsets.browser.process import Browsers

@@ -15,10 +15,9 @@ from pydantic import ValidationError
 from agent.messages.message import Event, ReplyEvent, reply_in
 from batch_trajectories.basics.errors import DatasetError, RunDirError
 from batch_trajectories.basics.text import first_few
-from batch_trajectories.basics.validation import mistakes_in
+from batch_trajectories.basics.validation import bucket_url, is_url, mistakes_in
 from batch_trajectories.export.run_statistics import statistics_of
 from batch_trajectories.export.training_files import left_out, style_of_run
-from batch_trajectories.runs.config.option_types import is_url, mirror_url
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, tasks
 from batch_trajectories.runs.directory.owed import stopping_rule
@@ -313,7 +312,7 @@ def _copy_of(url: str) -> Path:
     from batch_trajectories.runs.mirror.copies import copy_of  # few runs are in buckets
 
     try:
-        return copy_of(mirror_url(url))
+        return copy_of(bucket_url(url))
     except ValueError as error:
         raise RunDirError(f"{url}: {error}") from None
 

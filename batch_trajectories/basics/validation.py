@@ -1,13 +1,16 @@
-"""Checks values, and describes those that pydantic rejected for people and models."""
+"""Checks values: patterns, paths and URLs; describes what pydantic rejected."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, NamedTuple
+from pathlib import Path, PosixPath
+from typing import Annotated, Any, Final, NamedTuple
+from urllib.parse import unquote
 
 from pydantic import AfterValidator, ValidationError
+from pydantic_core import PydanticCustomError
 
 from batch_trajectories.basics.text import clip
 
@@ -15,6 +18,9 @@ _SHOWN_CHARS = 200
 
 UNKNOWN_KEY = "extra_forbidden"
 """The kind of a mistake: no field has that name."""
+
+HOLDS_SECRET: Final = "holds_secret"
+"""The kind of a mistake: the value must not be shown, since it may contain a secret."""
 
 
 def _check_pattern(value: str) -> str:
@@ -27,6 +33,57 @@ def _check_pattern(value: str) -> str:
 
 Pattern = Annotated[str, AfterValidator(_check_pattern)]
 """A regular expression that can be compiled."""
+
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+"""`Path` leaves one of the two slashes. A directory of such a name is `./s3:/...`."""
+
+_BUCKET = re.compile(r"(?:s3|gs|az)://[^/@?#\s]+(?:/[^@?#\s]*)?|file:///[^?#]+")
+
+_FORMS = "s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or file:///PATH"
+
+
+class UrlPath(PosixPath):
+    """A URL where a path may be: it keeps both slashes, and is no path of this machine."""
+
+    def __str__(self) -> str:
+        return _SCHEME.sub(r"\1://", super().__str__(), count=1)
+
+
+def is_url(value: object) -> bool:
+    """Whether a text names something that is not on this machine by a URL."""
+    return isinstance(value, str) and _SCHEME.match(value) is not None
+
+
+def bucket_url(value: str) -> str:
+    """Return the URL of a bucket or directory. Raises `ValueError`; keys in it are refused."""
+    if _BUCKET.fullmatch(value) is None:
+        raise PydanticCustomError(
+            HOLDS_SECRET,
+            f"must be {_FORMS}, without keys: these come from the environment, as "
+            "AWS_ACCESS_KEY_ID",
+        )
+    return value
+
+
+def place_of(value: Path) -> Path:
+    """A path of this machine, or a `UrlPath`; a file URL is a path. Raises `ValueError`."""
+    if not is_url(text := str(value)):
+        return value
+    scheme, path = text.split(":", 1)
+    slashes = "///" if scheme == "file" else "//"
+    url = bucket_url(f"{scheme}:{slashes}{path.lstrip('/')}")
+    return Path(unquote(url.removeprefix("file://"))) if scheme == "file" else UrlPath(url)
+
+
+def local_path(value: Any) -> Any:
+    """Before-validator: a URL is no path; `s3://bucket` would be a directory `s3:` here."""
+    if isinstance(value, str | Path) and is_url(str(value)):
+        raise ValueError(
+            "must be a path of this machine: URLs are not supported; mount the storage, or copy "
+            "the files"
+        )
+    return value
 
 
 class Mistake(NamedTuple):

@@ -88,10 +88,23 @@ class LocalPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path; URLs are refused."""
-        from batch_trajectories.runs.config.option_types import local_path
+        from batch_trajectories.basics.validation import local_path
 
         try:
             return super().convert(local_path(value), param, ctx)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Place(click.Path):
+    """A path of this machine, or the URL of a bucket."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """A path; a URL is a `UrlPath`."""
+        from batch_trajectories.basics.validation import place_of
+
+        try:
+            return place_of(super().convert(value, param, ctx))
         except ValueError as error:
             self.fail(str(error), param, ctx)
 

@@ -11,7 +11,8 @@ import click
 
 from batch_trajectories.basics.console import say, show
 from batch_trajectories.basics.text import join_commas, plural
-from batch_trajectories.cli.command_line import LocalPath
+from batch_trajectories.basics.validation import UrlPath
+from batch_trajectories.cli.command_line import LocalPath, Place
 
 if TYPE_CHECKING:
     from batch_trajectories.export.dataset.runs import Source
@@ -20,7 +21,7 @@ _OPTIONS = (
     ("format", "NAME,...", "Formats of rows: `export --help` and docs/export.md list them."),
     ("recipe", "FILE", "YAML file with formats, filters and splits; flags win over it."),
     ("mix", "FILE", "A recipe of several RUNs, with the weight or count of each in `runs`."),
-    ("output", "DIR", "Directory of the dataset.  [default: RUN/exports/dataset]"),
+    ("output", "PLACE", "Directory or URL of the dataset.  [default: RUN/exports/dataset]"),
     (
         "reasoning",
         "inline|field|last|none|since_user",
@@ -60,6 +61,9 @@ _OPTIONS = (
     ),
     ("push_to_hub", "REPO", "Show what a push to this dataset repository would send."),
 )
+
+
+_TYPES: Mapping[str, Any] = {"FILE": LocalPath(), "PLACE": Place(path_type=Path)}
 
 
 class ExportCommand(click.Command):
@@ -118,7 +122,7 @@ def dataset_options(function: Any) -> Any:
         click.option(
             f"--{name}",
             metavar=form,
-            type=LocalPath() if form in {"DIR", "FILE"} else str,
+            type=_TYPES.get(form, str),
             help=text,
             multiple=form.endswith(",..."),
             callback=join_commas if form.endswith(",...") else None,
@@ -132,12 +136,23 @@ def dataset_options(function: Any) -> Any:
 
 def make_dataset(sources: Sequence[Source], *, flags: Mapping[str, Any]) -> int:
     """Do what the options say; return the exit code. Raises `RunError`."""
+    source, place = _one(sources, flags["output"])
+    if isinstance(place, UrlPath):
+        from batch_trajectories.export.dataset.remote import dataset_at
+
+        with dataset_at(str(place), writes=not flags["check"]) as directory:
+            return _make(source, directory, place, flags)
+    return _make(source, place, place, flags)
+
+
+def _make(source: Source, directory: Path, place: Path, flags: Mapping[str, Any]) -> int:
+    """The same in a directory, which is at `place` for the user."""
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.export.dataset.directory import export_dataset
     from batch_trajectories.export.rows.recipe import Recipe, load_recipe
     from batch_trajectories.export.templates.rendering import load_template
 
-    source, directory = _one(sources, flags["output"])
+    sources = [source, *source.others]
     named = {k: flags.get(k) for k in Recipe.model_fields} | {"formats": flags["format"]}
     given = {key: value for key, value in named.items() if value not in (None, False)}
     filters = {"require_passed": True} if flags["require_passed"] else {}
@@ -150,7 +165,7 @@ def make_dataset(sources: Sequence[Source], *, flags: Mapping[str, Any]) -> int:
             raise ConfigError(
                 "--check only reads a dataset; leave out --render, --parity and --push_to_hub"
             )
-        return _check(source, directory)
+        return _check(source, directory, place)
     if flags["push_for_real"] and not flags["push_to_hub"]:
         raise ConfigError("--push_for_real needs --push_to_hub REPO")
     if flags["render_rows"] is not None and not flags["render"]:
@@ -178,7 +193,7 @@ def make_dataset(sources: Sequence[Source], *, flags: Mapping[str, Any]) -> int:
             "warning: samples of this run stopped at --until_passed, so groups differ in size and "
             "are not whole; GRPO needs a fixed --num_samples"
         )
-    show(_table(directory, manifest))
+    show(_table(place, manifest))
     if render is not None:
         _show_rows(render, directory, manifest, flags["render_rows"])
     if flags["push_to_hub"]:
@@ -186,7 +201,7 @@ def make_dataset(sources: Sequence[Source], *, flags: Mapping[str, Any]) -> int:
     return 0
 
 
-def _one(sources: Sequence[Source], output: str | None) -> tuple[Source, Path]:
+def _one(sources: Sequence[Source], output: Path | None) -> tuple[Source, Path]:
     """The source of all runs, and the directory of the dataset. Raises `ConfigError`."""
     from dataclasses import replace
 
@@ -199,8 +214,8 @@ def _one(sources: Sequence[Source], output: str | None) -> tuple[Source, Path]:
             f"two RUNs are named {twice[0]!r}; name each run once, or rename a run's directory"
         )
     if others and not output:
-        raise ConfigError("a dataset of several RUNs is in none of them: add --output DIR")
-    where = Path(output) if output else first.run_dir / "exports" / "dataset"
+        raise ConfigError("a dataset of several RUNs is in none of them: add --output PLACE")
+    where = output if output else first.run_dir / "exports" / "dataset"
     return replace(first, others=tuple(others)), where
 
 
@@ -228,7 +243,7 @@ def _prover(flags: Mapping[str, Any], recipe: Any) -> Callable[[dict[str, Any], 
     return prove
 
 
-def _check(source: Any, directory: Path) -> int:
+def _check(source: Any, directory: Path, place: Path) -> int:
     from batch_trajectories.export.dataset.checking import findings
 
     is_valid = True
@@ -236,7 +251,7 @@ def _check(source: Any, directory: Path) -> int:
         say(finding)
         is_valid = False
     if is_valid:
-        show(f"{directory}: all files match the manifest and the records")
+        show(f"{place}: all files match the manifest and the records")
     return 0 if is_valid else 1
 
 

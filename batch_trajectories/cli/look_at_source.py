@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from batch_trajectories.basics.console import show
-from batch_trajectories.cli.command_line import LocalPath
+from batch_trajectories.cli.command_line import Place
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes
 
 _EXAMINED = 1000
@@ -22,7 +22,7 @@ _REASONS = 20
 
 
 @click.command()
-@click.argument("source", type=LocalPath(path_type=Path))
+@click.argument("source", type=Place(path_type=Path))
 @click.option("--columns", metavar="COLUMN=SOURCE_COLUMN,...", help="As for `run`.")
 @click.option(
     "--rows",
@@ -34,7 +34,7 @@ _REASONS = 20
 def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
     """Show the first rows of SOURCE, its columns, and how a run would use them.
 
-    SOURCE is what --dataset_file takes: a file, a directory, or hf:ORG/NAME.
+    SOURCE is what --dataset_file takes: a file, a directory, a URL, or hf:ORG/NAME.
     """
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.runs.config.option_types import parse_columns

@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
+from batch_trajectories.basics.buckets.bucket import Bucket
 from batch_trajectories.basics.errors import ConfigError, RunDirError, RunLocked
-from batch_trajectories.runs.mirror.bucket import Bucket
 from batch_trajectories.runs.mirror.copies import Copy, copy_of
 from batch_trajectories.runs.mirror.mirror import Mirror
 from batch_trajectories.runs.mirror.parts import DIRECTORY, unpack_part

@@ -17,9 +17,14 @@ from typing import Any
 
 import orjson
 
-from batch_trajectories.basics.errors import HostError, machine_failure
+from batch_trajectories.basics.errors import (
+    HostError,
+    machine_failure,
+    machine_failures_as_stops,
+)
 from batch_trajectories.basics.locked import locked
 from batch_trajectories.basics.text import first_few
+from batch_trajectories.basics.validation import UrlPath
 from toolsets.images.archives import StoredImage, images_in, opener
 from toolsets.images.layers import STATE, TREE, Unpacking, read_inside
 from toolsets.images.names import ImageError, digest_of, full_name
@@ -57,15 +62,28 @@ class UnpackedImage:
 class ImageStore:
     """The images of a directory, and what is unpacked of them.
 
-    Unpacked images are in a directory beneath it that only this user may enter.
+    Unpacked images are in a directory beneath it that only this user may enter. Images at a URL are
+    brought to a directory of the user's cache.
     """
 
     def __init__(self, directory: Path) -> None:
+        """Raises nothing: `problem` says what is wrong."""
+        self._url = str(directory) if isinstance(directory, UrlPath) else None
+        if self._url is not None:
+            from batch_trajectories.basics.buckets.files import cache_of  # few images have URLs
+
+            directory = cache_of(self._url, "images")
         self.directory = directory.absolute()
         self.unpacked = self.directory / f".unpacked-{os.getuid()}"
 
     def problem(self) -> str | None:
-        """Why no image can be used; None where nothing is wrong."""
+        """Why no image can be used; None where nothing is wrong.
+
+        Brings what has changed at a URL. Raises `ConfigError` without the extra `mirror`, and
+        `EnvironmentStop` where the bucket or the disk fails.
+        """
+        if self._url is not None:
+            self._bring(self._url)
         if not self.directory.is_dir():
             return f"--images: {self.directory} is not a directory"
         try:
@@ -130,8 +148,21 @@ class ImageStore:
         except ImageError as error:
             raise ImageError(f"image {reference!r} in {image.source}: {error}") from error
 
+    def _bring(self, url: str) -> None:
+        from batch_trajectories.basics.buckets.files import bring_all
+
+        with machine_failures_as_stops():
+            bring_all(url, self.directory)
+
+    def _is_whole(self) -> bool:
+        from batch_trajectories.basics.buckets.files import is_whole
+
+        return is_whole(self.directory)
+
     @cached_property
     def _scanned(self) -> tuple[list[StoredImage], list[ImageError]]:
+        if self._url is not None and not self._is_whole():
+            self._bring(self._url)  # on a machine other than that of the start
         images = list(images_in(self.directory))
         problems = [item for item in images if isinstance(item, ImageError)]
         for problem in problems:

@@ -9,6 +9,7 @@ splits     which split a conversation is in
 lengths    lengths in the tokens of the model that is trained
 card       the dataset card
 checking   compares a dataset with its records
+remote     a dataset in a bucket
 
-Other rooms import build, checking, directory, runs.
+Other rooms import build, checking, directory, remote, runs.
 """

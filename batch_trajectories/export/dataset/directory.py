@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +100,7 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
             old = _old_paths(directory)
             with Staging(directory) as staging:
                 manifest = _make(source, recipe, staging)
-                under_way = {
-                    "schema_version": SCHEMA_VERSION,
-                    "kind": "dataset",
-                    "unfinished": True,
-                    "paths": sorted({*old, *staging.paths()}),
-                }
-                _write_manifest(directory, under_way)
+                _write_manifest(directory, under_way({*old, *staging.paths()}))
                 staging.publish()
                 gone = old - set(staging.paths())
                 _remove(directory, gone)
@@ -116,12 +110,27 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
             f"{directory}: cannot write the dataset: {error.strerror or error}. The records are "
             "safe; make room and run the same command again."
         ) from error
+    say_removed(directory, gone)
+    return manifest
+
+
+def say_removed(place: Path | str, gone: Collection[str]) -> None:
+    """Say which files of an earlier export are no longer there, if any."""
     if gone:
         say(
-            f"removed from {directory}, as this export replaces the previous one: "
+            f"removed from {place}, as this export replaces the previous one: "
             f"{first_few(sorted(gone), _NAMED)}; --output keeps several"
         )
-    return manifest
+
+
+def under_way(paths: Iterable[str]) -> dict[str, Any]:
+    """The manifest of a dataset while its files are written, or those of an earlier one remain."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "dataset",
+        "unfinished": True,
+        "paths": sorted(paths),
+    }
 
 
 def add_parity(
@@ -189,6 +198,13 @@ def listed_files(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*files, manifest["rejects"], *manifest["other_files"]]
 
 
+def paths_in(manifest: Mapping[str, Any]) -> set[str]:
+    """The files of a manifest, also of one that is not finished."""
+    if manifest.get("unfinished"):
+        return {str(path) for path in manifest["paths"]}
+    return {str(file["path"]) for file in listed_files(manifest)}
+
+
 def _make(
     source: Source, recipe: Recipe, place: FileTarget, parity: Sequence[Any] | None = None
 ) -> dict[str, Any]:
@@ -241,11 +257,7 @@ def _old_paths(directory: Path) -> set[str]:
         if any(not path.name.startswith(".export.") for path in directory.iterdir()):
             raise ConfigError(f"{directory}: holds files but no dataset; name another --output")
         return set()
-    manifest = read_manifest(directory)
-    if manifest.get("unfinished"):
-        paths = {str(path) for path in manifest["paths"]}
-    else:
-        paths = {str(file["path"]) for file in listed_files(manifest)}
+    paths = paths_in(read_manifest(directory))
     root = directory.resolve()
     # `Path.resolve` raises a RuntimeError at a link that leads to itself.
     real = {path: Path(os.path.realpath(root / path)) for path in paths}

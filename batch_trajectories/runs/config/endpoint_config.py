@@ -27,9 +27,8 @@ from agent.models.model import ModelSettings, endpoint_id
 from agent.models.providers import CLIENTS, NO_KEY, PROVIDERS, Api, Provider, provider_at
 from agent.models.resolve import Endpoint, habits_of, root_of
 from agent.options import Float, PositiveFloat, PositiveInt
-from batch_trajectories.basics.validation import did_you_mean
+from batch_trajectories.basics.validation import HOLDS_SECRET, did_you_mean
 from batch_trajectories.runs.config.endpoints import (
-    HOLDS_SECRET,
     BaseUrl,
     Effort,
     ExtraBody,

@@ -5,19 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import isfinite
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
 from agent.models.model import Price
+from batch_trajectories.basics.validation import HOLDS_SECRET
 
 _RESERVED = frozenset({"messages", "input", "model", "tools", "stream", "n"})
 """Fields of a request body that only this program may set."""
-
-HOLDS_SECRET: Final = "holds_secret"
-"""Type of the error for a value that must not be shown: it may contain a secret."""
 
 
 def check_url(value: str) -> str:

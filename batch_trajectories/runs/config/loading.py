@@ -14,8 +14,13 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.option_names import unknown, with_todays_names
 from batch_trajectories.basics.presets import preset_or_path
 from batch_trajectories.basics.text import clip
-from batch_trajectories.basics.validation import UNKNOWN_KEY, Mistake, mistakes_in
-from batch_trajectories.runs.config.endpoints import HOLDS_SECRET
+from batch_trajectories.basics.validation import (
+    HOLDS_SECRET,
+    UNKNOWN_KEY,
+    Mistake,
+    is_url,
+    mistakes_in,
+)
 from batch_trajectories.runs.config.option_types import holds_nul, is_text
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.sources.source import HUB_PREFIX
@@ -57,8 +62,11 @@ def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig
 
 
 def _is_path(value: Any) -> TypeGuard[str]:
-    """Whether the value of an input is a path of this machine, not its content or of the hub."""
-    return isinstance(value, str) and not value.lstrip().startswith(("[", HUB_PREFIX))
+    """Whether the value of an input is a path of this machine, not its content or elsewhere."""
+    is_elsewhere = ("[", HUB_PREFIX)
+    return (
+        isinstance(value, str) and not is_url(value) and not value.lstrip().startswith(is_elsewhere)
+    )
 
 
 def read_mapping(path: Path, kind: str) -> dict[str, Any]:

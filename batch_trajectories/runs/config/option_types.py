@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from agent.options import Float, parse_json, split_commas
 from batch_trajectories.basics.text import valid_utf8
+from batch_trajectories.basics.validation import bucket_url, is_url, local_path, place_of
 
 if TYPE_CHECKING:
     from agent.gateway.command_agent import CommandAgent
@@ -35,52 +35,26 @@ RowFlaw = Literal[
 ]
 """Reasons why exports reject rows that some formats can represent."""
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""`Path` leaves one of the two slashes. A directory of such a name is `./s3:/...`."""
-
 AcceptedRows = Annotated[tuple[RowFlaw, ...], BeforeValidator(split_commas)]
-
-
-def local_path(value: Any) -> Any:
-    """Before-validator: a URL is no path; `s3://bucket` would be a directory `s3:` here."""
-    if isinstance(value, str | Path) and _SCHEME.match(str(value)):
-        raise ValueError(
-            "must be a path of this machine: URLs are not supported; mount the storage, or copy "
-            "the files"
-        )
-    return value
 
 
 LocalPath = Annotated[Path, BeforeValidator(local_path)]
 
-_MIRROR = re.compile(r"(?:s3|gs|az)://[^/@?#\s]+(?:/[^@?#\s]*)?|file:///[^?#]+")
-
-
-def is_url(value: object) -> bool:
-    """Whether a text names something that is not on this machine by a URL."""
-    return isinstance(value, str) and _SCHEME.match(value) is not None
-
-
-def mirror_url(value: str) -> str:
-    """Return the URL of a bucket or directory. Raises `ValueError`; keys in it are refused."""
-    if _MIRROR.fullmatch(value) is None:
-        raise ValueError(
-            "must be s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or file:///PATH, "
-            "without keys: these come from the environment, as AWS_ACCESS_KEY_ID"
-        )
-    return value
-
 
 def shared_place(value: str) -> str:
-    """Return a URL as of `mirror_url`, or the absolute path of a directory. Raises `ValueError`."""
-    return mirror_url(value) if is_url(value) else str(Path(value).absolute())
+    """Return a URL as of `bucket_url`, or the absolute path of a directory. Raises `ValueError`."""
+    return bucket_url(value) if is_url(value) else str(Path(value).absolute())
 
 
 def named(value: Any) -> Any:
     """Before-validator: an empty path, as of an unset shell variable, is not the directory `.`."""
     if value == "":
         raise ValueError("must not be empty")
-    return local_path(value)
+    return value
+
+
+Place = Annotated[Path, BeforeValidator(named), AfterValidator(place_of)]
+"""A path of this machine, or the URL of a bucket."""
 
 
 def is_text(value: Any) -> bool:

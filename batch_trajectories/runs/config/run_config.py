@@ -28,6 +28,7 @@ from agent.options import (
     parse_json,
 )
 from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.validation import bucket_url
 from batch_trajectories.runs.config.endpoints import BaseUrl, Effort, ExtraBody, PriceConfig
 from batch_trajectories.runs.config.option_types import (
     AcceptedRows,
@@ -36,10 +37,9 @@ from batch_trajectories.runs.config.option_types import (
     McpServers,
     Names,
     OwnAgent,
+    Place,
     Resource,
     is_text,
-    mirror_url,
-    named,
     parse_columns,
     parse_resources,
     plain_name,
@@ -59,10 +59,11 @@ if TYPE_CHECKING:
 class RunConfig(SampleOptions):
     """The config of a run: the options of its conversations and its own."""
 
-    dataset_file: Annotated[Path, BeforeValidator(named)] = running(
+    dataset_file: Place = running(
         ...,
-        "Prompts: a JSONL, JSON, CSV, TSV or Parquet file (.gz and .zst too), a directory of such "
-        "files or of `save_to_disk`, or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
+        "Prompts: a JSONL, JSON, CSV, TSV or Parquet file (.gz and .zst too) or a directory of such "
+        "files, also by URL (s3, gs, az); a directory of `save_to_disk`, or "
+        "hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
     )
     columns: Annotated[dict[str, str], BeforeValidator(parse_columns)] = running(
         {},
@@ -77,7 +78,7 @@ class RunConfig(SampleOptions):
         ..., "Name of the run; the same name resumes it.", max_length=120
     )
     output_dir: LocalPath = running(Path("trajectories"), "Directory for runs and training files.")
-    mirror: Annotated[str, AfterValidator(mirror_url)] | None = running(
+    mirror: Annotated[str, AfterValidator(bucket_url)] | None = running(
         None, "s3, gs, az or file URL that keeps a copy of the run (docs/scale.md)."
     )
     model: str = meaning(

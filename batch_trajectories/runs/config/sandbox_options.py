@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from agent.options import AgentOptions, PositiveFloat, PositiveInt, meaning
-from batch_trajectories.runs.config.option_types import LocalPath, Names, running
+from batch_trajectories.runs.config.option_types import LocalPath, Names, Place, running
 from toolsets.sandbox.base import Engine, Pull, SandboxSettings
 
 
@@ -30,10 +30,10 @@ class SandboxOptions(AgentOptions):
         None,
         "With --workspace=image: the workspace of rows without `workdir`; default: the image's.",
     )
-    images: LocalPath | None = running(
+    images: Place | None = running(
         None,
-        "Directory of images (OCI layouts, archives of `docker save`) for --sandbox=bwrap "
-        "--workspace=image.",
+        "Directory of images (OCI layouts, archives of `docker save`) or its URL (s3, gs, az), for "
+        "--sandbox=bwrap --workspace=image.",
     )
     container_engine: Engine = running(
         "docker", "Program that runs the containers of --sandbox=docker."

@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
+from batch_trajectories.basics.buckets.bucket import Bucket, patiently
 from batch_trajectories.basics.errors import RunDirError
-from batch_trajectories.runs.mirror.bucket import Bucket
 from batch_trajectories.runs.mirror.parts import (
     DIRECTORY,
     Extent,
@@ -136,7 +136,7 @@ def bring(mirror: str, run_dir: Path) -> None:
     copy = Copy(run_dir, Bucket(url_of_run(mirror, run_dir.name)))
     make_directory(run_dir, is_inside=False, parents=True)
     with _alone(run_dir):
-        copy.catch_up()
+        patiently(copy.catch_up)
 
 
 def copy_of(url: str) -> Path:
@@ -152,7 +152,7 @@ def copy_of(url: str) -> Path:
     make_directory(path, is_inside=False, parents=True)
     with _alone(path):
         copy = Copy(path, bucket)
-        copy.catch_up()
+        patiently(copy.catch_up)
     if not listed(path / "inflight") and not (path / "run.json").exists():
         raise RunDirError(f"{url}: no run here; give the URL of --mirror, '/' and the run's name")
     return path

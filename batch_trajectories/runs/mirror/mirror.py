@@ -17,12 +17,13 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batch_trajectories.basics.buckets.bucket import Bucket, BucketFailed, patiently
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLocked
-from batch_trajectories.runs.mirror.bucket import Bucket, BucketFailed
 from batch_trajectories.runs.mirror.copies import Copy, read_note, url_of_run
 from batch_trajectories.runs.mirror.parts import (
     DIRECTORIES,
@@ -56,7 +57,7 @@ _FAILURES = 3
 _CLOSE_S = 30.0
 _LOOK_EVERY_S = 2.0
 _NOTE_EVERY_S = 30.0
-_PART_BYTES = 16 << 20
+_PART_BYTES = 8 << 20
 
 
 class Mirror:
@@ -100,15 +101,20 @@ class Mirror:
         """
         heard, has_said = time.monotonic(), False
         while True:
-            if self._catch_up(fresh=fresh):
+            if patiently(partial(self._catch_up, fresh=fresh)):
                 heard = time.monotonic()
             last = self._copy.last
+            if last is not None and last.holder["token"] == self._token:
+                break  # a failed request had taken it
             is_silent = time.monotonic() - heard >= self._stale_s
             if last is None or last.is_end or is_silent or _has_ended(last.holder):
                 self._fence = 1 if last is None else last.fence + 1
                 part = self._part(is_new=fresh)
+                self._own_tokens.add(self._token)
                 self._save(taking=self._token)
-                if self._bucket.create(self._next_name(), pack_part(part)):
+                create = partial(self._bucket.create, self._next_name(), pack_part(part))
+                if patiently(create):
+                    self._copy.take(part, writes=False)
                     break
                 continue
             if not has_said:
@@ -119,7 +125,6 @@ class Mirror:
                 )
             time.sleep(min(_LOOK_EVERY_S, self._stale_s / 4))
         self._holds = True
-        self._copy.take(part, writes=False)
         self._token_before = self._token
         self._save()
 
@@ -200,7 +205,7 @@ class Mirror:
         """
         outside = {} if dataset.parent == self._run_dir else {MIRRORED_DATASET: dataset}
         self._tail = Tail(self._run_dir, self._copy.extents, outside)
-        while not self._send():
+        while not patiently(self._send):
             time.sleep(1 / requests_per_s)
         self._thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
         self._thread.start()

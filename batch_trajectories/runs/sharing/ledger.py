@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
+from batch_trajectories.basics.buckets.bucket import Bucket
 from batch_trajectories.basics.errors import EnvironmentStop, RunDirError
+from batch_trajectories.basics.validation import is_url
 from batch_trajectories.runs.config.amounts import Cost
-from batch_trajectories.runs.config.option_types import is_url
-from batch_trajectories.runs.mirror.bucket import Bucket
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object, with_checksum
 from batch_trajectories.runs.store.files import make_directory, replace_file
 

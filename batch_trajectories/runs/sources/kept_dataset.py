@@ -30,7 +30,7 @@ from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import DatasetError, RunLocked
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.runs.dataset.row import RowRules
-from batch_trajectories.runs.sources.source import DataSource, source_of
+from batch_trajectories.runs.sources.source import DataSource, brought, source_of
 from batch_trajectories.runs.store.files import (
     alone_in,
     link,
@@ -191,6 +191,10 @@ def rows_of_source(
 
     for file in source.files:
         yield from rows_of_file(file, left_out)
+    for stored in source.stored:
+        assert source.bucket is not None
+        with brought(source.bucket, stored) as file:
+            yield from rows_of_file(file, left_out)
 
 
 def describe_left_out(source: str, left_out: set[str]) -> str:
@@ -334,7 +338,12 @@ def _sizes_and_times(source: DataSource) -> list[tuple[int, int]]:
 
 
 def _digests_of(source: DataSource) -> list[dict[str, Any]]:
-    """Name, size and hash of each file of a source that is on this machine."""
+    """Name, size and hash of each file of a source; of those in a bucket the version."""
+    if source.stored:
+        return [
+            {"path": file.name, "bytes": file.size, "version": file.version}
+            for file in source.stored
+        ]
     root = source.saved or Path(source.name)
     digests = []
     for path in _files_of(source):

@@ -4,7 +4,8 @@
 `dataset_info.json` or `dataset_dict.json` one written by `save_to_disk`, a directory with Harbor
 task directories a dataset of their tasks; any other directory is read file by file, in the order of
 their paths, without names that begin with `.` or `_`. The kind of a file follows from its suffix; a
-file with a suffix that is not listed here is JSONL.
+file with a suffix that is not listed here is JSONL. A URL is that of an object, or of what is below
+it: the same without saved datasets and tasks.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import filterfalse
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
-from batch_trajectories.basics.errors import DatasetError
+from batch_trajectories.basics.errors import DatasetError, EnvironmentStop
 from batch_trajectories.basics.text import valid_utf8
+from batch_trajectories.basics.validation import UrlPath, place_of
 
 if TYPE_CHECKING:
+    from batch_trajectories.basics.buckets.bucket import Bucket, StoredFile
     from batch_trajectories.runs.sources.harbor import HarborTask
 
 HUB_PREFIX = "hf:"
@@ -71,7 +76,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """Where rows come from: exactly one of `files`, `saved`, `hub` and `tasks`."""
+    """Where rows come from: one of `files`, `saved`, `hub`, `tasks` and `stored`."""
 
     name: str
     """As the user gave it."""
@@ -80,6 +85,9 @@ class DataSource:
     """A directory written by `save_to_disk`."""
     hub: HubName | None = None
     tasks: tuple[HarborTask, ...] = ()
+    bucket: Bucket | None = None
+    stored: tuple[StoredFile, ...] = ()
+    """Files in `bucket`."""
     with_solutions: bool = False
     """The rows of tasks have their solutions."""
 
@@ -97,6 +105,12 @@ def source_of(name: Path) -> DataSource:
     text = str(name)
     if text.startswith(HUB_PREFIX):
         return DataSource(text, hub=_hub_name(text))
+    try:
+        place = place_of(name)
+    except ValueError as error:
+        raise DatasetError(f"the URL of a dataset {error}") from None
+    if isinstance(place, UrlPath):
+        return _at_url(str(place))
     try:
         if not name.is_dir():
             return DataSource(text, files=(_source_file(name),))
@@ -120,6 +134,48 @@ def source_of(name: Path) -> DataSource:
             f"{', '.join(_KINDS)} (or one of these and {' or '.join(_COMPRESSIONS)})"
         )
     return DataSource(text, files=files)
+
+
+def _at_url(url: str) -> DataSource:
+    """The object at a URL, or those below it that have rows. Raises `DatasetError`."""
+    from batch_trajectories.basics.buckets.files import files_at  # a library
+
+    bucket, stored = files_at(url)
+    if not stored:
+        raise DatasetError(f"{url}: no such object, and none below it")
+    if bucket.url == url:
+        names = [file.name for file in stored]
+        if saved := [name for name in names if name.rpartition("/")[2] in (*_SAVED, "task.toml")]:
+            raise DatasetError(
+                f"{url}: has {saved[0]}; saved datasets and Harbor tasks are read from directories "
+                "of this machine: copy it there"
+            )
+        stored = [
+            file
+            for file in stored
+            if has_rows(file.name) and not any(map(_is_hidden, file.name.split("/")))
+        ]
+        if not stored:
+            raise DatasetError(f"{url}: no dataset below it: no object ends in {', '.join(_KINDS)}")
+    return DataSource(url, bucket=bucket, stored=tuple(stored))
+
+
+@contextmanager
+def brought(bucket: Bucket, stored: StoredFile) -> Iterator[SourceFile]:
+    """A file of a bucket in a temporary directory. Raises `DatasetError` if it has changed."""
+    with TemporaryDirectory(prefix="batch-trajectories-") as directory:
+        path = Path(directory, stored.name.rpartition("/")[2])
+        try:
+            is_same = bucket.bring(stored, path)
+        except OSError as error:
+            raise EnvironmentStop(
+                f"{path}: cannot write: {error.strerror or error}; TMPDIR names another place"
+            ) from error
+        if not is_same:
+            raise DatasetError(
+                f"{bucket.url}/{stored.name}: changed while it was read; run the same command again"
+            )
+        yield _source_file(path)
 
 
 def _refuse_odd_names(paths: Iterable[Path]) -> None:
