@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from importlib import import_module
+from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -104,7 +105,7 @@ class Place(click.Path):
         from batch_trajectories.basics.validation import place_of
 
         try:
-            return place_of(super().convert(value, param, ctx))
+            return place_of(Path(str(super().convert(value, param, ctx))))
         except ValueError as error:
             self.fail(str(error), param, ctx)
 

@@ -6,6 +6,7 @@ import gzip
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -110,7 +111,7 @@ def test_a_dataset_is_exported_to_a_url_with_its_manifest_last(
     assert run(tmp_path, **SCRIPTED).returncode == 0
     url = f"{bucket.url}/sets/one"
 
-    def exported(*more: str, **options: str) -> str:
+    def exported(*more: str, **options: Any) -> str:
         done = run(tmp_path, "export", "r", *more, **options, output=url)
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
