@@ -61,7 +61,7 @@ class RunConfig(SampleOptions):
 
     dataset_file: Place = running(
         ...,
-        "Prompts: a JSONL, JSON, CSV, TSV or Parquet file (.gz and .zst too) or a directory of such "
+        "Prompts: a JSONL, JSON, CSV, TSV or Parquet file (.gz and .zst too), a directory of such "
         "files, also by URL (s3, gs, az); a directory of `save_to_disk`, or "
         "hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
     )
