@@ -10,11 +10,10 @@ import ast
 import re
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -138,11 +137,19 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """All statements in a body, also inside others; without their expressions, which are most."""
+    for node in body:
+        yield node
+        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+            yield from statements(getattr(node, field, ()))
+
+
 @cache
 def imports_of(path: Path) -> set[str]:
     """The modules of ours that a module imports, wherever in it: lazily and for types too."""
     collected = set()
-    for node in ast.walk(tree_of(path)):
+    for node in statements(tree_of(path).body):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -190,19 +197,14 @@ def room_of(name: str) -> str:
     return inner
 
 
-BY_NAME = pytest.mark.parametrize("path", modules(), ids=lambda path: name_of(path))
-
-
-@BY_NAME
-def test_imports_run_one_way(path: Path) -> None:
+def test_imports_run_one_way() -> None:
     """A module imports from its own node and from nodes above it in the list."""
-    mine = node_of(name_of(path))
-    if path.name == "__init__.py" and mine == -1:
-        assert not imports_of(path)
-        return
-    assert mine >= 0, f"{name_of(path)} is in no node"
-    wrong = {name for name in imports_of(path) if node_of(name) > mine}
-    assert not wrong, f"{name_of(path)} imports from further down the list: {sorted(wrong)}"
+    wrong = {}
+    for path in modules():
+        mine = node_of(name_of(path))
+        assert mine >= 0 or path.name == "__init__.py", f"{name_of(path)} is in no node"
+        wrong[name_of(path)] = {name for name in imports_of(path) if node_of(name) > mine}
+    assert not {name: further_down for name, further_down in wrong.items() if further_down}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -219,12 +221,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises `CycleError`
 
 
-@BY_NAME
-def test_a_module_is_below_its_limit_of_lines(path: Path) -> None:
+def test_a_module_is_below_its_limit_of_lines() -> None:
     """No module is longer than 450 lines, and each says in its docstring what it is for."""
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_LINES
-    assert ast.get_docstring(tree_of(path))
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in modules()}
+    assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
+    assert not [name_of(path) for path in modules() if not ast.get_docstring(tree_of(path))]
 
 
 def test_a_room_opens_at_most_15_modules_and_says_which() -> None:
@@ -243,30 +244,29 @@ def test_a_room_opens_at_most_15_modules_and_says_which() -> None:
         assert len(stated) <= MAX_OPEN, room
 
 
-@pytest.mark.parametrize("folder", folders(), ids=lambda folder: name_of(folder / "__init__.py"))
-def test_a_folder_is_small_and_names_its_files(folder: Path) -> None:
+def test_a_folder_is_small_and_names_its_files() -> None:
     """At most 15 modules, and the docstring of the folder says what each file and folder is."""
-    inside = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-    assert len(inside) <= MAX_MODULES
-    text = docstring_of(folder)
-    named = set(re.findall(r"^(\w+)(?:\.\w+|/)?(?:,? .*)? {2,}\S", text, re.M))
-    names = {path.stem for path in inside}
-    if name_of(folder / "__init__.py") in FOUND_BY_NAME:
-        assert not named
-        return
-    names |= {path.parent.name for path in folder.glob("*/__init__.py")}
-    assert names <= named, f"not named: {sorted(names - named)}"
-    data = {path.suffix for path in folder.iterdir() if path.is_file()} - {".py"}
-    assert named <= names | {path.stem for path in folder.iterdir()}, sorted(named - names)
-    assert data <= {".css", ".html", ".js", ".txt", ".typed"}
+    for folder in folders():
+        inside = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(inside) <= MAX_MODULES, folder
+        named = set(re.findall(r"^(\w+)(?:\.\w+|/)?(?:,? .*)? {2,}\S", docstring_of(folder), re.M))
+        names = {path.stem for path in inside}
+        if name_of(folder / "__init__.py") in FOUND_BY_NAME:
+            assert not named, folder
+            continue
+        names |= {path.parent.name for path in folder.glob("*/__init__.py")}
+        assert names <= named, f"not named in {folder}: {sorted(names - named)}"
+        others = {path.stem for path in folder.iterdir()}
+        assert named <= names | others, f"not in {folder}: {sorted(named - names - others)}"
+        data = {path.suffix for path in folder.iterdir() if path.is_file()} - {".py"}
+        assert data <= {".css", ".html", ".js", ".txt", ".typed"}, folder
 
 
-@pytest.mark.parametrize("top", TOPS)
-def test_no_two_modules_of_a_folder_have_one_name(top: str) -> None:
+def test_no_two_modules_of_a_room_have_one_name() -> None:
     places = defaultdict(list)
     for path in modules():
-        if name_of(path).split("/")[0] == top and path.name != "__init__.py":
-            places[path.stem].append(name_of(path))
+        if path.name != "__init__.py":
+            places[name_of(path).split("/")[0], path.stem].append(name_of(path))
     assert not {name: there for name, there in places.items() if len(there) > 1}
 
 
@@ -298,32 +298,23 @@ OUTSIDE = {
 """What is not in the wheel, by who must not import it: `testing` is what all of them share."""
 
 
-@pytest.mark.parametrize("place", OUTSIDE)
-def test_the_product_imports_no_test_and_tests_no_benchmark(place: str) -> None:
-    inside = [ROOT / f"{place}.py"] if place in DOORS else sorted(path_of(place).rglob("*.py"))
-    assert inside
-    for path in inside:
-        for node in ast.walk(tree_of(path)):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module]
-            rooms = {name.partition(".")[0] for name in names}
-            assert not rooms & OUTSIDE[place], f"{path}: {rooms & OUTSIDE[place]}"
+def test_the_product_imports_no_test_and_tests_no_benchmark() -> None:
+    for place, outside in OUTSIDE.items():
+        inside = [ROOT / f"{place}.py"] if place in DOORS else sorted(path_of(place).rglob("*.py"))
+        assert inside
+        imported = re.compile(rf"^\s*(?:import|from)\s+(?:{'|'.join(outside)})\b", re.M)
+        assert not [path for path in inside if imported.search(path.read_text())]
 
 
-def folders_of_tests() -> list[Path]:
-    return sorted(path.parent for path in (ROOT / "tests").rglob("__init__.py"))
-
-
-@pytest.mark.parametrize("folder", folders_of_tests(), ids=lambda folder: folder.name)
-def test_a_folder_of_tests_names_its_files(folder: Path) -> None:
-    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
-    named = {word for line in text.splitlines() for word in line.partition("  ")[0].split()}
-    inside = {path.stem for path in folder.glob("*.py")} - {"__init__", "conftest"}
-    inside |= {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
-    assert inside <= named, f"not named in {folder.name}: {sorted(inside - named)}"
-    tests = {word for word in named if word.startswith("test_")}
-    assert tests <= inside, f"not in {folder.name}: {sorted(tests - inside)}"
+def test_a_folder_of_tests_names_its_files() -> None:
+    for folder in (path.parent for path in (ROOT / "tests").rglob("__init__.py")):
+        text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        named = {word for line in text.splitlines() for word in line.partition("  ")[0].split()}
+        inside = {path.stem for path in folder.glob("*.py")} - {"__init__", "conftest"}
+        inside |= {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+        assert inside <= named, f"not named in {folder.name}: {sorted(inside - named)}"
+        tests = {word for word in named if word.startswith("test_")}
+        assert tests <= inside, f"not in {folder.name}: {sorted(tests - inside)}"
 
 
 def test_three_modules_know_the_batch_api() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import pytest
 import yaml
+from click.testing import CliRunner, Result
 
 from batch_runner import main
 from batch_trajectories.cli.command_line import COMMANDS
@@ -178,21 +179,23 @@ KEYS = {
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_preset_is_ready_or_says_which_key_is_missing(tmp_path: Path, name: str) -> None:
+def test_a_preset_is_ready_or_says_which_key_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n')
-    options = {
-        "config": ROOT / f"configs/{name}.yaml",
-        "dataset_file": "p.jsonl",
-        "run_name": "x",
-        "enabled_toolsets": "file",
-    }
+    options = ["--dataset_file=p.jsonl", "--run_name=x", "--enabled_toolsets=file", "--dry_run"]
+
+    def start(env: dict[str, str]) -> Result:
+        return CliRunner().invoke(main, ["run", f"--config={name}", *options], env=env)
+
     key = KEYS[name]
     if key is not None:
-        without = run(tmp_path, "run", "--dry_run", env={key: ""}, **options)
-        assert without.returncode == 2
+        without = start({key: ""})
+        assert without.exit_code == 2
         assert f"set the environment variable {key} " in without.stderr
         assert without.stderr.count("\n") == 1
-    ready = run(tmp_path, "run", "--dry_run", env={} if key is None else {key: "k"}, **options)
-    assert ready.returncode == 0, ready.stderr
+    ready = start({} if key is None else {key: "k"})
+    assert ready.exit_code == 0, ready.stderr
     assert re.search(r"^model      \S+ \(\w+ at https?://", ready.stdout, re.MULTILINE)
     assert not (tmp_path / "trajectories").exists()
