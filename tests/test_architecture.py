@@ -18,7 +18,18 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 PACKAGE = ROOT / "batch_trajectories"
-TOPS = ("basics", "toolsets", "agent", "runs", "export", "api", "report", "agent_check", "cli")
+TOPS = (
+    "basics",
+    "toolsets",
+    "agent",
+    "runs",
+    "export",
+    "api",
+    "report",
+    "view",
+    "agent_check",
+    "cli",
+)
 DOORS = ("run_agent", "batch_runner")
 
 NODES = """
@@ -76,6 +87,9 @@ export/parity
 api
 
 report  report/page
+
+view/index
+view  view/page
 
 agent_check
 

@@ -35,6 +35,7 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
         "status": "inspect_runs.status",
         "stats": "look.stats",
         "report": "look.report",
+        "view": "look.view",
         "show": "look.show_one",
         "compare": "look.compare",
         "label": "inspect_runs.label",

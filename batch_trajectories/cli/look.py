@@ -1,4 +1,4 @@
-"""Commands that show runs: report, show, compare, stats."""
+"""Commands that show runs: report, view, show, compare, stats."""
 
 from __future__ import annotations
 
@@ -35,6 +35,37 @@ def report(run: str, output_dir: Path, output: Path | None) -> None:
 
     with errors_as_exit_codes():
         _report(open_run(run, output_dir), output)
+
+
+@click.command()
+@click.argument("places", nargs=-1, metavar="[PLACE]...")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="[default: a free one]")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.  [default: 127.0.0.1]")
+@click.option(
+    "--password_env",
+    metavar="NAME",
+    help="Environment variable with a password, which any other HOST needs.",
+)
+@click.option("--who", metavar="NAME", help="The reviewer.  [default: your user name]")
+def view(
+    places: tuple[str, ...], port: int, host: str, password_env: str | None, who: str | None
+) -> None:
+    """Serve a page with all runs of PLACEs, alive, to look at, label and steer them.
+
+    A PLACE is a directory of runs (default: trajectories), a run, or the URL of a mirrored run.
+    """
+    from batch_trajectories.runs.directory.control import user_name
+    from batch_trajectories.view.serving import password_of, serve
+
+    with errors_as_exit_codes():
+        password = password_of(host, password_env)
+        serve(
+            list(places) or ["trajectories"],
+            host=host,
+            port=port,
+            password=password,
+            who=who or user_name(),
+        )
 
 
 @click.command("show")

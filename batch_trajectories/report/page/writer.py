@@ -192,8 +192,11 @@ def _is_page(path: Path) -> bool:
         return file.read(len(_BEGINNING)).lower() in (_BEGINNING, b"")
 
 
-def masks_of_dataset(run_dir: Path) -> Masks | None:
-    """What masks turns in the dataset of a run, at its usual place; None without one that does."""
+def masks_of_dataset(run_dir: Path, *, calls_functions: bool = True) -> Masks | None:
+    """What masks turns in the dataset of a run, at its usual place; None without one that does.
+
+    Unless it `calls_functions`, without what a function of the user masks.
+    """
     try:
         manifest = orjson.loads((run_dir / "exports" / "dataset" / "manifest.json").read_bytes())
     except (OSError, orjson.JSONDecodeError):
@@ -203,7 +206,11 @@ def masks_of_dataset(run_dir: Path) -> Masks | None:
     from batch_trajectories.export.rows.recipe import Recipe
 
     try:
-        return Recipe.model_validate(manifest["recipe"]).open_masks()
+        recipe = Recipe.model_validate(manifest["recipe"])
+        if recipe.mask is not None and not calls_functions:
+            mask = recipe.mask.model_copy(update={"function": None})
+            recipe = recipe.model_copy(update={"mask": mask})
+        return recipe.open_masks()
     except (ConfigError, ValidationError) as error:
         say(f"warning: {error}; the page does not show which turns the dataset masks")
         return None

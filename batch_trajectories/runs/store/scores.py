@@ -86,22 +86,31 @@ class Scores:
         none here."""
         if not self._by_source and self._labels is None:
             return record
-        name = score_key(record)
-        if self._labels is not None and (labels := self._labels.of(name)):
+        if self._labels is not None and (labels := self._labels.of(score_key(record))):
             record = replace(record, labels=labels)
-        key = bytes.fromhex(name)
-        places = [of_source[key] for of_source in self._by_source.values() if key in of_source]
-        if not places:
-            return record
-        with self._path.open("rb") as file:
-            added = [_score_at(file, place) for place in places]
-        sources = {score.source for score in added}
-        of_source = [score for score in record.scores or () if score.source not in sources]
-        check = record.check
-        for score in added:
-            if score.check is not None:
-                check = msgspec.convert(score.check, CheckResult)
-        return replace(record, scores=[*of_source, *added], check=check)
+        return with_scores_at(self._path, record, self.places_of(record))
+
+    def places_of(self, record: Record) -> list[int]:
+        """Where in scores.jsonl the scores of a record are that count."""
+        if not self._by_source:
+            return []
+        key = bytes.fromhex(score_key(record))
+        return [of_source[key] for of_source in self._by_source.values() if key in of_source]
+
+
+def with_scores_at(path: Path, record: Record, places: Sequence[int]) -> Record:
+    """The record with the scores at these places of a scores.jsonl after its own."""
+    if not places:
+        return record
+    with path.open("rb") as file:
+        added = [_score_at(file, place) for place in places]
+    sources = {score.source for score in added}
+    of_source = [score for score in record.scores or () if score.source not in sources]
+    check = record.check
+    for score in added:
+        if score.check is not None:
+            check = msgspec.convert(score.check, CheckResult)
+    return replace(record, scores=[*of_source, *added], check=check)
 
 
 def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -239,6 +248,10 @@ class Labels:
     def of(self, record: str) -> list[Label]:
         """The labels of the record with this `score_key`, one per reviewer."""
         return list(self._by_record.get(record, {}).values())
+
+    def by_record(self) -> Iterator[tuple[str, list[Label]]]:
+        """The `score_key` of each record with labels, and these."""
+        return ((record, list(labels.values())) for record, labels in self._by_record.items())
 
     def verdicts(self) -> Iterator[tuple[str, str]]:
         """The id of each record with a verdict, and the verdict of all its reviewers."""

@@ -1,0 +1,308 @@
+"""The answers of the API: functions of the state and a request, which run in threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import msgspec
+import orjson
+from multidict import MultiMapping
+
+from batch_trajectories.basics.errors import RunDirError
+from batch_trajectories.basics.validation import did_you_mean
+from batch_trajectories.runs.directory.control import refuse_strangers, steer
+from batch_trajectories.runs.directory.run_dir import read_run_json
+from batch_trajectories.runs.directory.run_lock import holder_of
+from batch_trajectories.runs.sources.source import HUB_PREFIX
+from batch_trajectories.runs.store.scores import score_key, verdict_of
+from batch_trajectories.view import live
+from batch_trajectories.view.conversation import (
+    find_record,
+    form_of,
+    read_found,
+    request_of,
+    requests_of,
+    siblings_of,
+)
+from batch_trajectories.view.index.charts import charts_of
+from batch_trajectories.view.index.columns import KINDS
+from batch_trajectories.view.index.filters import Filters, read_filters
+from batch_trajectories.view.index.table import Masks, Table, count_of
+from batch_trajectories.view.labels import NAME_CHARS, decide, labels_json
+from batch_trajectories.view.runs import run_json
+from batch_trajectories.view.state import OpenRun, State
+
+_MOST_ROWS = 500
+_STEERS: Mapping[str, tuple[str, ...]] = {
+    "pause": (),
+    "resume": (),
+    "retry": (),
+    "stop": ("id",),
+    "limits": ("rpm", "max_in_flight", "max_run_cost_usd"),
+}
+
+
+class BadRequest(ValueError):
+    """Something in a request is wrong; the text names it."""
+
+
+class Query(NamedTuple):
+    """The parameters of a request, and the key of the run in its path."""
+
+    values: MultiMapping[str]
+    run: str
+
+    def text(self, name: str) -> str:
+        """A parameter that must be there."""
+        if not (value := self.values.get(name, "")):
+            raise BadRequest(f"give {name}=...")
+        return value
+
+    def whole(self, name: str, default: int, most: int | None = None) -> int:
+        """A whole number from 0 to `most`."""
+        given = self.values.get(name, str(default))
+        if not given.isascii() or not given.isdecimal():
+            raise BadRequest(f"{name}={given}: must be a whole number")
+        number = int(given)
+        return number if most is None else min(number, most)
+
+
+def list_runs(state: State, query: Query, body: Any) -> dict[str, Any]:
+    """All runs, the latest first."""
+    runs = [run_json(run) for run in state.places.runs()]
+    return {
+        "who": state.who,
+        "version": metadata.version("batch-trajectories"),
+        "runs": sorted(runs, key=lambda run: -(run["begun"] or 0.0)),
+    }
+
+
+def about_run(state: State, query: Query, body: Any) -> dict[str, Any]:
+    """One run: its options, what its rows can be filtered by."""
+    run = state.open(query.run)
+    identity = read_run_json(run.place.path)
+    dataset = identity["dataset"]
+    table = run.index.look()
+    source = (dataset.get("source") or {}).get("source") or dataset["path"]
+    return {
+        "run": run_json(run.place),
+        "index": run.index.to_json(),
+        "columns": [{"name": name, "kind": kind} for name, (kind, _) in KINDS.items()],
+        "choices": run.choices(table),
+        "identity": {
+            "created": identity["created"],
+            "dataset": source if source.startswith(HUB_PREFIX) else PurePath(source).name,
+            "rows": dataset["rows"],
+            "bad_rows": dataset["bad_rows"],
+            "samples": identity["config"].get("num_samples"),
+            **{name: identity.get(name) for name in ("meaning", "history", "versions")},
+        },
+        "facts": None,
+        "labels": run.agreement(table),
+    }
+
+
+class _Selected(NamedTuple):
+    run: OpenRun
+    table: Table
+    filters: Filters
+    masks: Masks
+
+
+def _selected(state: State, query: Query) -> _Selected:
+    run = state.open(query.run)
+    table = run.index.look()
+    run.labels.look()
+    filters = read_filters(query.values)
+    return _Selected(run, table, filters, run.select(table, filters))
+
+
+def _order(selected: _Selected, query: Query) -> Any:
+    by = query.values.get("order") or None
+    if by is not None and (by not in KINDS or KINDS[by][0] == "list"):
+        raise BadRequest(f"order={by}: no column to sort by; {did_you_mean(by, KINDS) or ''}")
+    down = query.values.get("down", "") not in ("", "0", "false")
+    return selected.run.order(selected.table, selected.masks, selected.filters, by, down=down)
+
+
+def rows(state: State, query: Query, body: Any) -> dict[str, Any]:
+    """A page of the rows that match."""
+    selected = _selected(state, query)
+    run, table = selected.run, selected.table
+    ordered = _order(selected, query)
+    offset = query.whole("offset", 0)
+    numbers = ordered[offset : offset + query.whole("limit", 100, _MOST_ROWS)].to_pylist()
+    return {
+        "total": count_of(table.counting),
+        "matching": len(ordered),
+        "offset": offset,
+        "rows": [_with_labels(run, row) for row in table.rows(numbers)],
+        "index": run.index.to_json(),
+        "text": None,
+        "version": run.version,
+    }
+
+
+def _with_labels(run: OpenRun, row: dict[str, Any]) -> dict[str, Any]:
+    labels = run.labels.look()
+    of_row = [] if labels is None else labels.of(row["record"])
+    return {**row, "labels": labels_json(of_row), "verdict": verdict_of(of_row)}
+
+
+def charts(state: State, query: Query, body: Any) -> dict[str, Any]:
+    """Numbers of the rows that match."""
+    selected = _selected(state, query)
+    counts = selected.run.label_counts(selected.table, selected.masks)
+    return {**charts_of(selected.table, selected.masks), "labels": counts}
+
+
+def record(state: State, query: Query, body: Any) -> dict[str, Any]:
+    """One conversation, and what stands around it in the list."""
+    selected = _selected(state, query)
+    run, table = selected.run, selected.table
+    found = find_record(table, query.text("id"))
+    stored = read_found(run.place, table, found, run.labels.look())
+    number = table.number(found)
+    (row,) = table.rows([number])
+    ordered = _order(selected, query)
+    place = ordered.index(number).as_py()
+    around = [None if place < 0 else _id_at(table, ordered, at) for at in (place - 1, place + 1)]
+    return {
+        "row": _with_labels(run, row),
+        "record": orjson.Fragment(stored.spliced({})),
+        "form": orjson.Fragment(form_of(run.place, stored)),
+        "requests": requests_of(stored),
+        "around": {
+            "place": None if place < 0 else place,
+            "matching": len(ordered),
+            **dict(zip(("before", "after"), around, strict=True)),
+        },
+    }
+
+
+def _id_at(table: Table, ordered: Any, at: int) -> str | None:
+    if not 0 <= at < len(ordered):
+        return None
+    return str(table.value(table.place(ordered[at].as_py()), "id"))
+
+
+def request(state: State, query: Query, body: Any) -> dict[str, Any]:
+    """The request of one turn."""
+    run = state.open(query.run)
+    table = run.index.look()
+    stored = read_found(run.place, table, find_record(table, query.text("id")), None)
+    return request_of(stored, query.values.get("part", "main"), query.whole("turn", 1))
+
+
+def siblings(state: State, query: Query, body: Any) -> dict[str, Any]:
+    """The samples of the same prompt."""
+    run = state.open(query.run)
+    table = run.index.look()
+    found = find_record(table, query.text("id"))
+    return {"siblings": siblings_of(run.place, table, found, run.labels.look())}
+
+
+def in_flight(state: State, query: Query, body: Any) -> dict[str, Any]:
+    """The conversations that have not ended."""
+    run = state.open(query.run)
+    return {"conversations": live.in_flight(run.place, run.index.look())}
+
+
+def live_conversation(state: State, query: Query, body: Any) -> dict[str, Any]:
+    """What the journals have of a conversation."""
+    run = state.open(query.run)
+    return live.conversation(run.place, run.index.look(), query.text("id"))
+
+
+def agreement(state: State, query: Query, body: Any) -> dict[str, Any]:
+    """The verdicts, and how reviewers agree."""
+    run = state.open(query.run)
+    found = run.agreement(run.index.look())
+    if run.labels.error is not None:
+        raise RunDirError(run.labels.error)
+    return {"version": run.version, "labels": found}
+
+
+def label(state: State, query: Query, body: Any) -> dict[str, Any]:
+    """Decide about a record."""
+    given = _object(body)
+    run = state.open(query.run)
+    if run.place.url is not None:
+        raise RunDirError("this is a copy of a mirror; label the run itself")
+    refuse_strangers(run.place.path)
+    table = run.index.look()
+    labels = run.labels.look()
+    if run.labels.error is not None:
+        raise RunDirError(run.labels.error)
+    found = read_found(run.place, table, find_record(table, _text(given, "id")), labels)
+    if given.get("record") not in (None, score_key(found)):
+        raise RunDirError(f"{found.id}: was made again since you opened it; look at it again")
+    who = given.get("who") or state.who
+    if not isinstance(who, str) or len(who) > NAME_CHARS or not who.isprintable():
+        raise BadRequest(f"who: must be a name of up to {NAME_CHARS} characters")
+    over = given.get("over") or []
+    if not isinstance(over, list) or not all(isinstance(one, str) for one in over):
+        raise BadRequest("over: must be a list of ids")
+    others = [read_found(run.place, table, find_record(table, one), None) for one in over]
+    try:
+        before = decide(run.place.path, found, others, given, who)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise BadRequest(str(error)) from error
+    now = run.labels.look()
+    of_record = [] if now is None else now.of(score_key(found))
+    return {
+        "labels": labels_json(of_record),
+        "verdict": verdict_of(of_record),
+        "before": before,
+        "version": run.version,
+    }
+
+
+def steer_run(state: State, query: Query, body: Any) -> dict[str, Any]:
+    """Ask the process that works on a run."""
+    given = _object(body)
+    do = _text(given, "do")
+    if do not in _STEERS:
+        raise BadRequest(f"do: {do!r} must be one of {', '.join(_STEERS)}")
+    run = state.places.find(query.run)
+    if run.url is not None:
+        raise RunDirError("this is a copy of a mirror; steer the run where it works")
+    values = {name: given[name] for name in _STEERS[do] if given.get(name) is not None}
+    if do == "stop":
+        values["id"] = _text(given, "id")
+    return {"answer": steer(run.path, holder_of(run.path), do, **values)}
+
+
+def _object(body: Any) -> Mapping[str, Any]:
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be an object")
+    return body
+
+
+def _text(given: Mapping[str, Any], name: str) -> str:
+    value = given.get(name)
+    if not isinstance(value, str) or not value:
+        raise BadRequest(f"{name}: must be a text")
+    return value
+
+
+_RUN = "/api/runs/{run}"
+READS: Mapping[str, Callable[[State, Query, Any], Any]] = {
+    "/api/runs": list_runs,
+    _RUN: about_run,
+    f"{_RUN}/rows": rows,
+    f"{_RUN}/charts": charts,
+    f"{_RUN}/record": record,
+    f"{_RUN}/request": request,
+    f"{_RUN}/siblings": siblings,
+    f"{_RUN}/in_flight": in_flight,
+    f"{_RUN}/live": live_conversation,
+    f"{_RUN}/labels": agreement,
+}
+WRITES: Mapping[str, Callable[[State, Query, Any], Any]] = {
+    f"{_RUN}/labels": label,
+    f"{_RUN}/steer": steer_run,
+}

@@ -1,0 +1,154 @@
+"""One conversation of a run: its record, its training row, its requests, the samples beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import orjson
+
+from batch_trajectories.basics import exact_json
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.row_json import dumps_row
+from batch_trajectories.export.segments.views import View, parts_of
+from batch_trajectories.export.training_files import style_of_run
+from batch_trajectories.report.page.writer import masks_of_dataset, training_form
+from batch_trajectories.runs.directory.run_dir import read_run_json
+from batch_trajectories.runs.store.reader import open_records, read_record
+from batch_trajectories.runs.store.record_types import Record, StoredMessage
+from batch_trajectories.runs.store.scores import NAME as SCORES
+from batch_trajectories.runs.store.scores import Labels, score_key, with_scores_at
+from batch_trajectories.view.index.table import Found, Table
+from batch_trajectories.view.runs import RunPlace
+
+_MOST_SIBLINGS = 64
+
+
+class NoSuchRecord(LookupError):
+    """No record has this id."""
+
+
+def find_record(table: Table, id: str) -> Found:
+    """Where the record with an id is; of several, the last. Raises `NoSuchRecord`."""
+    found = table.find("id", id)
+    if not found:
+        raise NoSuchRecord(
+            f"{id!r}: no record with this id here. A conversation has a record once it has ended"
+        )
+    return found[-1]
+
+
+def read_found(run: RunPlace, table: Table, found: Found, labels: Labels | None) -> Record:
+    """The record of a row, with its scores and labels.
+
+    Raises `UnreadableRecord` if it is damaged or has been replaced.
+    """
+    offset, length, key, places = (
+        table.value(found, name) for name in ("offset", "length", "key", "score_places")
+    )
+    with open_records(run.path) as records:
+        record = read_record(records, offset, length, key)
+    record = with_scores_at(run.path / SCORES, record, places)
+    if labels is None:
+        return record
+    return msgspec.structs.replace(record, labels=labels.of(score_key(record)))
+
+
+def form_of(run: RunPlace, record: Record) -> bytes:
+    """The record's training row, as JSON; see `training_form`.
+
+    A function of the user that masks turns is not called: the run may be anybody's.
+    """
+    style = style_of_run(read_run_json(run.path)["config"])
+    masks = masks_of_dataset(run.path, calls_functions=False)
+    return dumps_row(training_form(record, Own(record), style=style, masks=masks, key_of=str))
+
+
+def requests_of(record: Record) -> list[dict[str, Any]]:
+    """What the requests of each conversation of a record were; see the API's `requests`."""
+    return [
+        {
+            "part": part.name,
+            "unknown": part.unknown,
+            "turns": [
+                {
+                    "turn": view.turn.turn,
+                    "messages": len(view.messages),
+                    "plain": list(view.messages)
+                    == list(part.conversation.messages[: len(view.messages)]),
+                }
+                for view in part.views
+            ],
+        }
+        for part in parts_of(record)
+    ]
+
+
+def request_of(record: Record, part: str, turn: int) -> dict[str, Any]:
+    """The request that a turn answered. Raises `NoSuchRecord` if the record does not say it."""
+    for shown in parts_of(record):
+        if shown.name == part and (view := _view_of(shown.views, turn)) is not None:
+            return {
+                "messages": _json(list(view.messages)),
+                "tools": exact_json.loads(exact_json.dumps(list(view.tools))),
+                "reply": _json(view.reply),
+            }
+    raise NoSuchRecord(f"{record.id!r}: the record does not say what turn {turn} of {part} saw")
+
+
+def _view_of(views: Sequence[View], turn: int) -> View | None:
+    return next((view for view in views if view.turn.turn == turn), None)
+
+
+def _json(value: Any) -> orjson.Fragment:
+    return orjson.Fragment(msgspec.json.encode(value))
+
+
+def siblings_of(
+    run: RunPlace, table: Table, found: Found, labels: Labels | None
+) -> list[dict[str, Any]]:
+    """The samples of the same prompt, and where they part from this one."""
+    own = table.value(found, "id")
+    same = table.find("prompt_id", table.value(found, "prompt_id"))[:_MOST_SIBLINGS]
+    said = {place: list(_steps(read_found(run, table, place, None))) for place in {*same, found}}
+    rows = table.rows([table.number(place) for place in same])
+    keys = ("id", "sample", "status", "passed", "reward", "turns", "calls", "cost_usd", "record")
+    siblings = [
+        {
+            **{key: row[key] for key in keys},
+            "verdict": verdict_in(labels, row["record"]),
+            "same_turns": _same(said[found], said[place]),
+            "is_this": row["id"] == own,
+        }
+        for place, row in zip(same, rows, strict=True)
+    ]
+    return sorted(siblings, key=lambda sibling: sibling["sample"])
+
+
+def verdict_in(labels: Labels | None, record: str) -> str | None:
+    """The verdict of the reviewers of a record."""
+    from batch_trajectories.runs.store.scores import verdict_of
+
+    return None if labels is None else verdict_of(labels.of(record))
+
+
+def _steps(record: Record) -> Iterator[tuple[Any, ...]]:
+    """What the model did in each turn."""
+    replies = [message for message in record.messages if message.role == "assistant"]
+    for reply in replies[len(replies) - len(record.turns) :]:
+        yield _step(reply)
+
+
+def _step(reply: StoredMessage) -> tuple[Any, ...]:
+    calls = tuple((call.function.name, call.function.arguments) for call in reply.tool_calls)
+    return reply.content, calls
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
+    same = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        same += 1
+    return same

@@ -1,0 +1,10 @@
+"""The index of a run: facts of its records as columns, so that a million can be filtered at once.
+
+run_index  the index of a run, kept up to date
+parts      its files
+making     what other processes make
+columns    facts of a record as columns
+table      the columns as a table
+filters    filters of a request
+charts     numbers of the rows that match
+"""

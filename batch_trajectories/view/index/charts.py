@@ -1,0 +1,155 @@
+"""The numbers of the report's charts, of the rows that a filter leaves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batch_trajectories.view.index.filters import COMPUTED
+from batch_trajectories.view.index.table import Masks, Table, count_of
+
+_STEPS = 24
+_TIMES = 48
+_GROWS_ABOVE = 60
+"""Values that are as far apart are shown in growing steps."""
+
+_SUMMED = (
+    *("turns", "calls", "failed_calls", "reasoned", "input_tokens", "cached_tokens"),
+    *("output_tokens", "cost_usd", "reward", "duration_s"),
+)
+_KNOWN = ("input_tokens", "cached_tokens", "output_tokens", "cost_usd", "reward", "passed")
+_HISTOGRAMS = ("turns", "duration_s", "input_tokens", "output_tokens", "cost_usd", "reward")
+_NEEDED = (
+    *_SUMMED,
+    *("passed", "status", "model", "finished_at", "tool_names", "tool_calls", "tool_failed"),
+    *("failure_kinds", "failure_calls", "flags"),
+)
+
+
+def charts_of(table: Table, masks: Masks) -> dict[str, Any]:
+    """See the API's `charts`; JSON-ready."""
+    columns = table.columns(masks, _NEEDED)
+    turns, reasoned, passed = columns["turns"], columns["reasoned"], columns["passed"]
+    has_turns = pc.greater(turns, 0)
+    all_reasoned = pc.and_(has_turns, pc.equal(reasoned, turns))
+    none_reasoned = pc.and_(has_turns, pc.equal(reasoned, 0))
+    some = _count(has_turns) - _count(all_reasoned) - _count(none_reasoned)
+    return {
+        "count": count_of(masks),
+        "completed": _count(pc.equal(columns["status"], "completed")),
+        "passed": _count(passed),
+        "not_passed": _count(pc.invert(passed)),
+        "unjudged": columns["reward"].null_count,
+        "sums": {name: pc.sum(columns[name]).as_py() or 0 for name in _SUMMED},
+        "known": {name: len(columns[name]) - columns[name].null_count for name in _KNOWN},
+        "statuses": counts_of(columns["status"]),
+        "models": counts_of(columns["model"]),
+        "tools": _tools(columns),
+        "failures": _summed(columns["failure_kinds"], columns["failure_calls"]),
+        "flags": counts_of(pc.list_flatten(columns["flags"])),
+        "reasoning": {"all": _count(all_reasoned), "some": some, "none": _count(none_reasoned)},
+        "over_time": _over_time(columns["finished_at"]),
+        "histograms": {
+            name: histogram(columns[name], is_whole=name == "turns") for name in _HISTOGRAMS
+        },
+    }
+
+
+def choices_of(table: Table) -> dict[str, list[list[Any]]]:
+    """What the rows of the whole run can be filtered by, with counts, most frequent first."""
+    masks = table.counting
+    names = ("status", "model", "error", "exported", "tool_names", "flags")
+    columns = table.columns(masks, names)
+    computed = [[name, count_of(table.select(choice))] for name, choice in COMPUTED.items()]
+    flags = [*computed, *counts_of(pc.list_flatten(columns["flags"]))]
+    return {
+        **{name: counts_of(columns[name]) for name in ("status", "model", "error", "exported")},
+        "tool": counts_of(pc.list_flatten(columns["tool_names"])),
+        "flag": sorted((flag for flag in flags if flag[1]), key=lambda flag: -flag[1]),
+    }
+
+
+def counts_of(column: pa.ChunkedArray) -> list[list[Any]]:
+    """Known values and how often they are there, most frequent first."""
+    counts = pc.value_counts(column)
+    pairs = zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True)
+    known = [[value, count] for value, count in pairs if value is not None]
+    return sorted(known, key=lambda pair: (-pair[1], pair[0]))
+
+
+def _count(column: pa.ChunkedArray) -> int:
+    return int(pc.sum(column).as_py() or 0)
+
+
+def _tools(columns: dict[str, pa.ChunkedArray]) -> list[list[Any]]:
+    lists = {
+        "name": pc.list_flatten(columns["tool_names"]),
+        "calls": pc.list_flatten(columns["tool_calls"]),
+        "failed": pc.list_flatten(columns["tool_failed"]),
+    }
+    summed = pa.table(lists).group_by("name").aggregate([("calls", "sum"), ("failed", "sum")])
+    values = [summed[name].to_pylist() for name in ("name", "calls_sum", "failed_sum")]
+    rows = zip(*values, strict=True)
+    return sorted(map(list, rows), key=lambda tool: (-tool[1], tool[0]))
+
+
+def _summed(names: pa.ChunkedArray, numbers: pa.ChunkedArray) -> list[list[Any]]:
+    lists = {"name": pc.list_flatten(names), "number": pc.list_flatten(numbers)}
+    summed = pa.table(lists).group_by("name").aggregate([("number", "sum")])
+    rows = zip(summed["name"].to_pylist(), summed["number_sum"].to_pylist(), strict=True)
+    return sorted(map(list, rows), key=lambda pair: (-pair[1], pair[0]))
+
+
+def _over_time(times: pa.ChunkedArray) -> dict[str, Any] | None:
+    ends = pc.min_max(times).as_py()
+    first, last = ends["min"], ends["max"]
+    if first is None:
+        return None
+    span = (last - first) or 1.0
+    steps = pc.floor(pc.multiply(pc.divide(pc.subtract(times, first), span), float(_TIMES)))
+    return {"first": first, "last": last, "heights": _heights(steps, _TIMES)}
+
+
+def _heights(steps: pa.ChunkedArray, number: int) -> list[int]:
+    heights = [0] * number
+    for step, count in counts_of(steps.cast(pa.int64())):
+        heights[min(number - 1, max(0, step))] += count
+    return heights
+
+
+def histogram(values: pa.ChunkedArray, *, is_whole: bool) -> dict[str, Any]:
+    """How often values lie where: in equal steps, or growing ones where they are far apart.
+
+    As the report's `histogram`; medians of many values are approximate.
+    """
+    values = values.drop_null()
+    known = len(values)
+    result: dict[str, Any] = {"known": known, "missing": 0, "low": None, "high": None}
+    if not known:
+        return result | {"median": None, "p90": None, "grows": False, "edges": [], "heights": []}
+    ends = pc.min_max(values).as_py()
+    low, high = ends["min"], ends["max"]
+    quantiles = pc.tdigest(values, q=[0.5, 0.9]).to_pylist()
+    median, p90 = (round(q) if is_whole else q for q in quantiles)
+    result |= {"low": low, "high": high, "median": median, "p90": p90, "grows": False}
+    if low == high:
+        return result | {"edges": [], "heights": []}
+    positive = pc.min(values.filter(pc.greater(values, 0))).as_py() or 1
+    grows = not is_whole and high / positive > _GROWS_ABOVE
+    steps = max(1, min(_STEPS, int(high - low + 1))) if is_whole else _STEPS
+    width = high - low + (1 if is_whole else 0)
+    numbers = values.cast(pa.float64())
+    if grows:
+        scale = math.log(high / positive)
+        at = pc.divide(
+            pc.ln(pc.divide(pc.max_element_wise(numbers, float(positive)), float(positive))), scale
+        )
+        edges = [positive * (high / positive) ** (n / steps) for n in range(steps + 1)]
+    else:
+        at = pc.divide(pc.subtract(numbers, float(low)), float(width))
+        edges = [low + width * n / steps for n in range(steps + 1)]
+    heights = _heights(pc.floor(pc.multiply(at, float(steps))), steps)
+    return result | {"grows": grows, "edges": edges, "heights": heights}

@@ -1,0 +1,308 @@
+"""The index of a run: columns of its records in files, each for a range of records.jsonl.
+
+    rows-BEGIN-END.arrow     columns of the records whose lines are in these bytes
+    text-BEGIN-END.sqlite    their words, for the search in whole conversations
+
+in a directory of the user's cache, not of the run, which may be read-only, or somebody's else: what
+is opened here, this program has written. All of it is derived and can be deleted. A file has its
+name only once it is whole, so what is there can be used while the rest is made.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from batch_trajectories.basics.parts import Advance, in_parts
+from batch_trajectories.export.training_files import style_of_run
+from batch_trajectories.runs.directory.run_dir import read_run_json
+from batch_trajectories.runs.store.checksum import DamagedLine
+from batch_trajectories.runs.store.files import alone_in, make_directory
+from batch_trajectories.runs.store.record_types import decode_record
+from batch_trajectories.runs.store.records import lines_from
+from batch_trajectories.runs.store.scores import NAME as SCORES
+from batch_trajectories.runs.store.scores import Scores
+from batch_trajectories.view.index.columns import FORMAT, SCHEMA, Place, batch_of, values_of
+
+RANGE_BYTES = 8 << 20
+"""Of records.jsonl in one part of a new index."""
+
+_BATCH_ROWS = 1 << 16
+_SMALL_BYTES = 256 << 10
+"""Parts of this size are merged with any that follow."""
+
+_UNREADABLE = b"unreadable"
+
+
+class Part(NamedTuple):
+    """A file of the index, by its name."""
+
+    begin: int
+    end: int
+    path: Path
+
+
+class Origin(NamedTuple):
+    """What an index is made of: another one is needed where this differs."""
+
+    device: int
+    inode: int
+    """Of records.jsonl: `repair` replaces it."""
+    scores: int
+    """The size of scores.jsonl."""
+
+    @property
+    def name(self) -> str:
+        """Of the directory with this index."""
+        return f"{FORMAT}-{self.device:x}-{self.inode:x}-{self.scores:x}"
+
+    @property
+    def name_of_texts(self) -> str:
+        """Of the directory with its texts, which do not depend on scores."""
+        return f"texts-{FORMAT}-{self.device:x}-{self.inode:x}"
+
+
+def origin_of(run_dir: Path) -> Origin | None:
+    """What the index of a run is made of now; None without records."""
+    try:
+        status = (run_dir / "records.jsonl").stat()
+    except FileNotFoundError:
+        return None
+    try:
+        scores = (run_dir / SCORES).stat().st_size
+    except FileNotFoundError:
+        scores = 0
+    return Origin(status.st_dev, status.st_ino, scores)
+
+
+def cache_of(run_dir: Path) -> Path:
+    """The directory for the indexes of a run, created if need be.
+
+    Below the user's cache, or the directory for temporary files where that cannot be written.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = run_dir.resolve()
+    key = blake2b(os.fsencode(path), digest_size=8).hexdigest()
+    own = f"batch-trajectories-{os.geteuid()}"
+    for place in (base / "batch-trajectories", Path(gettempdir()) / own):
+        directory = place / "view" / key
+        try:
+            make_directory(directory, is_inside=False, parents=True)
+            if place.stat().st_uid != os.geteuid():
+                continue  # somebody else's could hold anything
+            (directory / "run").write_bytes(os.fsencode(path))
+        except OSError:
+            continue
+        return directory
+    raise OSError(f"neither {base} nor {gettempdir()} can be written; set XDG_CACHE_HOME")
+
+
+def remove_old(cache: Path, origin: Origin) -> None:
+    """Remove what is no part of the indexes of this origin."""
+    for path in cache.iterdir():
+        if path.is_dir() and path.name not in (origin.name, origin.name_of_texts):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def parts_in(directory: Path, kind: str = "rows") -> list[Part]:
+    """The whole files of a kind, in order, without those that a merged one has replaced."""
+    found = []
+    suffix = "arrow" if kind == "rows" else "sqlite"
+    for path in directory.glob(f"{kind}-*.{suffix}"):
+        begin, end = path.stem.removeprefix(f"{kind}-").split("-")
+        found.append(Part(int(begin), int(end), path))
+    found.sort(key=lambda part: (part.begin, -part.end))
+    kept: list[Part] = []
+    for part in found:
+        if not kept or part.begin >= kept[-1].end:
+            kept.append(part)
+    return kept
+
+
+def missing_in(parts: Sequence[Part], size: int) -> list[tuple[int, int]]:
+    """The ranges of the first `size` bytes that no part covers."""
+    gaps, at = [], 0
+    for part in parts:
+        if part.begin > at:
+            gaps.append((at, part.begin))
+        at = part.end
+    return [*gaps, (at, size)] if size > at else gaps
+
+
+def ranges_of(records: Path, gaps: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Gaps cut at the ends of lines, into ranges of about `RANGE_BYTES`; torn ends are left out."""
+    ranges = []
+    with records.open("rb") as file:
+        for begin, end in gaps:
+            while begin < end:
+                cut = min(begin + RANGE_BYTES, end)
+                stop = _after_line(file.fileno(), cut, end)
+                if stop is None or stop <= begin:
+                    break
+                ranges.append((begin, stop))
+                begin = stop
+    return ranges
+
+
+def _after_line(fd: int, at: int, end: int) -> int | None:
+    """The end of the line that the byte before `at` is in; None without a newline up to `end`."""
+    place = at - 1
+    while place < end:
+        block = os.pread(fd, min(1 << 16, end - place), place)
+        if not block:
+            return None
+        if (newline := block.find(b"\n")) >= 0:
+            return place + newline + 1
+        place += len(block)
+    # A line that is still being written: what is before it counts.
+    return _last_line_end(fd, at)
+
+
+def _last_line_end(fd: int, at: int) -> int | None:
+    block = os.pread(fd, min(at, RANGE_BYTES), max(0, at - RANGE_BYTES))
+    newline = block.rfind(b"\n")
+    return None if newline < 0 else max(0, at - RANGE_BYTES) + newline + 1
+
+
+def extend(run_dir: Path, cache: Path, origin: Origin, *, upto: int | None = None) -> None:
+    """Make the parts that the index of a run lacks, for records up to a byte (None: all).
+
+    Raises `RunLocked` if another process makes them, `RunDirError` and `OSError`.
+    """
+    directory = cache / origin.name
+    make_directory(directory, is_inside=False)
+    with alone_in(directory, f"{directory}: another process makes this index"):
+        records = run_dir / "records.jsonl"
+        size = records.stat().st_size if upto is None else upto
+        ranges = ranges_of(records, missing_in(parts_in(directory), size))
+        maker = _RowsMaker(run_dir, directory, origin)
+
+        def do(some: Sequence[tuple[int, int]], advance: Advance) -> None:
+            for begin, end in some:
+                maker.make(begin, end)
+                advance(1)
+
+        in_parts(ranges, do, doing=f"index of {run_dir.name}", enough=2)
+        merge(directory)
+
+
+class _RowsMaker:
+    """Makes parts with columns."""
+
+    def __init__(self, run_dir: Path, directory: Path, origin: Origin) -> None:
+        self._records = run_dir / "records.jsonl"
+        self._directory = directory
+        self._style = style_of_run(read_run_json(run_dir)["config"])
+        self._scores = Scores(run_dir) if origin.scores else None
+
+    def make(self, begin: int, end: int) -> None:
+        """Make the part of one range."""
+        values: list[dict[str, Any]] = []
+        unreadable = 0
+        for offset, line in lines_from(self._records, begin):
+            if offset >= end:
+                break
+            try:
+                values.append(self._values(line, offset))
+            except DamagedLine:
+                unreadable += 1
+        try:
+            batch = batch_of(values)
+        except (pa.ArrowException, OverflowError, TypeError):
+            storable = [one for one in values if _is_storable(one)]
+            unreadable += len(values) - len(storable)
+            batch = batch_of(storable)
+        write_part(self._directory, begin, end, [batch], unreadable)
+
+    def _values(self, line: bytes, offset: int) -> dict[str, Any]:
+        record = decode_record(line)
+        places: Sequence[int] = ()
+        if self._scores is not None:
+            places = self._scores.places_of(record)
+            record = self._scores.added_to(record)
+        try:
+            return values_of(record, Place(offset, len(line), places), self._style)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise DamagedLine(str(error)) from error  # a field that is no part of the type
+
+
+def _is_storable(values: dict[str, Any]) -> bool:
+    try:
+        batch_of([values])
+    except (pa.ArrowException, OverflowError, TypeError):
+        return False
+    return True
+
+
+def write_part(
+    directory: Path, begin: int, end: int, batches: Iterator[pa.RecordBatch] | list[Any], bad: int
+) -> Path:
+    """Write a part; it has its name once it is whole."""
+    path = directory / f"rows-{begin}-{end}.arrow"
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    schema = SCHEMA.with_metadata({_UNREADABLE: str(bad).encode()})
+    try:
+        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def open_part(path: Path) -> tuple[list[pa.RecordBatch], int]:
+    """The batches of a part, whose memory is the file, and the number of unreadable lines."""
+    reader = pa.ipc.open_file(pa.memory_map(str(path), "r"))
+    bad = int((reader.schema.metadata or {}).get(_UNREADABLE, b"0"))
+    return [reader.get_batch(n) for n in range(reader.num_record_batches)], bad
+
+
+def merge(directory: Path) -> None:
+    """Merge the last parts as long as each is not much larger than those after it together.
+
+    Readers that have the old files open keep them.
+    """
+    parts = parts_in(directory)
+    first, size = len(parts), 0
+    while first > 0:
+        own = parts[first - 1].path.stat().st_size
+        follows = first == len(parts) or parts[first - 1].end == parts[first].begin
+        if not follows or (size and own > max(2 * size, _SMALL_BYTES)):
+            break
+        first, size = first - 1, size + own
+    some = parts[first:]
+    if len(some) < 2:
+        return
+    opened = [open_part(part.path) for part in some]
+    bad = sum(count for _, count in opened)
+    batches = _rebatched(batch for part, _ in opened for batch in part)
+    write_part(directory, some[0].begin, some[-1].end, batches, bad)
+    for part in some:
+        part.path.unlink()
+
+
+def _rebatched(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of a good size, one in memory at a time."""
+    held: list[pa.RecordBatch] = []
+    rows = 0
+    for batch in batches:
+        if held and rows + batch.num_rows > _BATCH_ROWS:
+            yield _joined(held)
+            held, rows = [], 0
+        held.append(batch)
+        rows += batch.num_rows
+    yield _joined(held)
+
+
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    schema = SCHEMA
+    plain = [pa.RecordBatch.from_arrays(batch.columns, schema=schema) for batch in batches]
+    return plain[0] if len(plain) == 1 else pa.concat_batches(plain)

@@ -1,0 +1,171 @@
+"""The parts of an index, opened as one table of batches whose memory is the files.
+
+Selections are lists of masks, one per batch, so that a filter needs a bit per record.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batch_trajectories.view.index.columns import SCHEMA, rows_of
+from batch_trajectories.view.index.parts import Part, open_part
+
+_POOL = ThreadPoolExecutor(2, thread_name_prefix="columns")
+"""Arrow's functions let other threads run."""
+
+_KEYS_AT_ONCE = 1 << 16
+
+Masks = list[pa.BooleanArray]
+"""For each batch, which of its rows are selected."""
+
+
+class Found(NamedTuple):
+    """A row of the table."""
+
+    batch: int
+    row: int
+
+
+class Table:
+    """The rows of an index at one moment."""
+
+    def __init__(self, parts: Sequence[Part], before: Table | None = None) -> None:
+        """Open the parts; `before` is the table so far, whose work is used again."""
+        self.parts = list(parts)
+        known = {} if before is None else before._opened
+        self._opened: dict[Path, tuple[list[pa.RecordBatch], int]] = {
+            part.path: known[part.path] if part.path in known else open_part(part.path)
+            for part in self.parts
+        }
+        self.batches = [batch for found, _ in self._opened.values() for batch in found]
+        self.unreadable = sum(bad for _, bad in self._opened.values())
+        self.bytes = sum(part.end - part.begin for part in self.parts)
+        """Of records.jsonl."""
+        self._starts = [0, *accumulate(batch.num_rows for batch in self.batches)]
+        self.counting = self._counting()
+        """The rows that no later record of the same task replaces."""
+
+    def _counting(self) -> Masks:
+        """Compare keys, last first, so that of several records of a task the last counts."""
+        masks = []
+        for number, batch in enumerate(self.batches):
+            replaced = self._replaced_by.get(number)
+            every = pa.repeat(pa.scalar(True), batch.num_rows)
+            masks.append(every if replaced is None else pc.invert(replaced))
+        return masks
+
+    @cached_property
+    def _replaced_by(self) -> dict[int, pa.BooleanArray]:
+        """Of each batch with replaced rows, which ones are: there are few, if any."""
+        keys = pa.chunked_array([batch.column("key") for batch in self.batches], pa.binary(16))
+        if len(keys) == 0 or pc.count_distinct(keys).as_py() == len(keys):
+            return {}
+        counts = pc.value_counts(keys)
+        repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+        found: dict[int, pa.BooleanArray] = {}
+        seen: set[bytes] = set()
+        for number in range(len(self.batches) - 1, -1, -1):
+            column = self.batches[number].column("key")
+            places = pc.indices_nonzero(pc.is_in(column, value_set=repeated)).to_pylist()
+            flags = [False] * len(column)
+            for place in reversed(places):
+                key = column[place].as_py()
+                flags[place] = key in seen
+                seen.add(key)
+            if any(flags):
+                found[number] = pa.array(flags, pa.bool_())
+        return found
+
+    def select(self, chooses: Callable[[pa.RecordBatch], Any] | None) -> Masks:
+        """The counting rows of each batch that a filter chooses; None chooses all."""
+        if chooses is None:
+            return self.counting
+
+        def masked(pair: tuple[pa.RecordBatch, Any]) -> Any:
+            batch, counts = pair
+            return pc.and_(pc.fill_null(chooses(batch), False), counts)
+
+        return [*_POOL.map(masked, zip(self.batches, self.counting, strict=True))]
+
+    def columns(self, masks: Masks, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
+        """These columns of the selected rows."""
+
+        def of(name: str) -> pa.ChunkedArray:
+            chunks = [
+                batch.column(name).filter(mask)
+                for batch, mask in zip(self.batches, masks, strict=True)
+            ]
+            return pa.chunked_array(chunks, SCHEMA.field(name).type)
+
+        return dict(zip(names, _POOL.map(of, names), strict=True))
+
+    def order(self, masks: Masks, by: str | None, *, down: bool) -> pa.Array:
+        """The numbers of the selected rows in an order; None: as they were written.
+
+        Unknown values come last.
+        """
+        chosen = pc.indices_nonzero(pa.chunked_array(masks, pa.bool_()))
+        if by is None:
+            return chosen[::-1] if down else chosen
+        values = self.columns(masks, [by])[by]
+        if pa.types.is_boolean(values.type):
+            values = values.cast(pa.int8())
+        known = values.is_valid()
+        unknown = chosen.filter(pc.invert(known))
+        chosen, values = chosen.filter(known), values.drop_null()
+        direction = "descending" if down else "ascending"
+        places = pc.sort_indices(pa.table({"value": values}), [("value", direction)])
+        return pa.concat_arrays([_one(chosen.take(places)), _one(unknown)])
+
+    def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """The rows with these numbers, in their order."""
+        by_batch: dict[int, list[tuple[int, int]]] = {}
+        for at, number in enumerate(numbers):
+            place = self.place(number)
+            by_batch.setdefault(place.batch, []).append((at, place.row))
+        made: dict[int, dict[str, Any]] = {}
+        for batch, some in by_batch.items():
+            rows = rows_of(self.batches[batch], [row for _, row in some])
+            made |= {at: row for (at, _), row in zip(some, rows, strict=True)}
+        return [made[at] for at in range(len(numbers))]
+
+    def place(self, number: int) -> Found:
+        """Where the row with a number is."""
+        batch = bisect_right(self._starts, number) - 1
+        return Found(batch, number - self._starts[batch])
+
+    def number(self, found: Found) -> int:
+        """The number of a row."""
+        return int(self._starts[found.batch]) + found.row
+
+    def find(self, column: str, value: Any) -> list[Found]:
+        """The counting rows with a value in a column."""
+        scalar = pa.scalar(value, SCHEMA.field(column).type)
+        masks = self.select(lambda batch: pc.equal(batch.column(column), scalar))
+        return [
+            Found(number, row)
+            for number, mask in enumerate(masks)
+            for row in pc.indices_nonzero(mask).to_pylist()
+        ]
+
+    def value(self, found: Found, column: str) -> Any:
+        """One value of a row."""
+        return self.batches[found.batch].column(column)[found.row].as_py()
+
+
+def _one(array: Any) -> pa.Array:
+    return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+
+
+def count_of(masks: Masks) -> int:
+    """The number of selected rows."""
+    return sum(int(mask.true_count) for mask in masks)

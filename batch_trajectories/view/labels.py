@@ -1,0 +1,131 @@
+"""What people decide: read from labels.jsonl, and appended to it as the command `label` does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from batch_trajectories.basics.errors import RunDirError
+from batch_trajectories.export.agreement import Agreement
+from batch_trajectories.runs.store.record_types import Label, Record
+from batch_trajectories.runs.store.scores import (
+    DISPUTED,
+    LABELS,
+    Labels,
+    append_label,
+    label_change,
+    score_key,
+    verdict_of,
+)
+
+NAME_CHARS = 100
+_DECIDES = ("verdict", "no_loss", "note", "over")
+
+
+class RunLabels:
+    """The labels of one run, in memory, as people decide about thousands; thread-safe."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._lock = threading.Lock()
+        self._labels: Labels | None = None
+        self._inode: int | None = None
+        self.size = 0
+        self.error: str | None = None
+        """Why they cannot be read."""
+
+    def look(self) -> Labels | None:
+        """The labels there are now; None without any, or if they cannot be read."""
+        with self._lock:
+            try:
+                status = (self._run_dir / LABELS).stat()
+            except FileNotFoundError:
+                self._labels, self._inode, self.size, self.error = None, None, 0, None
+                return None
+            if status.st_ino == self._inode and status.st_size == self.size:
+                return self._labels
+            try:
+                if (
+                    self._labels is None
+                    or status.st_ino != self._inode
+                    or status.st_size < self.size
+                ):
+                    self._labels = Labels(self._run_dir)
+                else:
+                    self._labels.read_on()
+                self.error = None
+            except RunDirError as error:
+                self._labels, self.error = None, str(error)
+            self._inode, self.size = status.st_ino, status.st_size
+            return self._labels
+
+
+def keys_by_label(labels: Labels | None) -> dict[str, list[bytes]]:
+    """The records by what was said of them: verdicts, `any`, `note`, `no_loss`, `preferred`."""
+    found: dict[str, list[bytes]] = {}
+    for record, of_record in labels.by_record() if labels is not None else ():
+        names = {"any"} if any(map(_says, of_record)) else set()
+        if (verdict := verdict_of(of_record)) is not None:
+            names.add(verdict)
+        for name, attribute in (("note", "note"), ("no_loss", "no_loss"), ("preferred", "over")):
+            if any(getattr(label, attribute) for label in of_record):
+                names.add(name)
+        for name in names:
+            found.setdefault(name, []).append(bytes.fromhex(record))
+    return found
+
+
+VERDICTS = ("keep", "reject", "fix", DISPUTED)
+
+
+def _says(label: Label) -> bool:
+    return any(getattr(label, name) for name in _DECIDES)
+
+
+def labels_json(labels: Sequence[Label]) -> list[dict[str, Any]]:
+    """The labels of a record, one per reviewer who says anything."""
+    return [
+        {"who": label.who, "at": label.at, **{name: getattr(label, name) for name in _DECIDES}}
+        for label in labels
+        if _says(label)
+    ]
+
+
+def decide(
+    run_dir: Path, record: Record, others: Sequence[Record], given: Mapping[str, Any], who: str
+) -> dict[str, Any]:
+    """Append what a reviewer decides about a record; what he had said of the same things before.
+
+    `given` has the keys of a label; for `over`, `others` are the records of its ids. Raises
+    `ValueError` for what is wrong in it, and what `append_label` raises.
+    """
+    said = {name: given[name] for name in _DECIDES if name in given}
+    if said.get("over") is not None:
+        strange = [one.id for one in others if one.prompt_id != record.prompt_id]
+        if strange or any(one.id == record.id for one in others):
+            raise ValueError(
+                f"over: {(strange or [record.id])[0]!r} is no other sample of its prompt"
+            )
+        said["over"] = {one.id: score_key(one) for one in others} or None
+    said |= {name: said[name] or None for name in ("no_loss", "note") if name in said}
+    change = label_change(said)
+    turns = change.no_loss if isinstance(change.no_loss, list) else []
+    if beyond := [turn for turn in turns if turn > len(record.turns)]:
+        raise ValueError(f"no_loss: there is no turn {beyond[0]}")
+    before = next((label for label in record.labels if label.who == who), Label(who=who))
+    append_label(run_dir, score_key(record), record.id, who, change)
+    was = {name: getattr(before, name) for name in _DECIDES if name in given}
+    if was.get("over") is not None:
+        was["over"] = list(was["over"])
+    return was
+
+
+def agreement_of(records: Sequence[Record]) -> dict[str, Any]:
+    """How reviewers agree on these records; see `export.agreement`."""
+    agreement = Agreement()
+    for record in records:
+        agreement.add(record)
+    labels: dict[str, Any] = agreement.to_json().get("labels", {})
+    return labels

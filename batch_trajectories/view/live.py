@@ -1,0 +1,81 @@
+"""Conversations that have not ended, from the journals of the workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+from agent.messages.message import Message
+from agent.state.trajectory import Trajectory
+from batch_trajectories.api.stored_run import conversations_in_flight
+from batch_trajectories.basics.errors import RunError
+from batch_trajectories.runs.dataset.row import opening_messages
+from batch_trajectories.runs.dataset.scan import tasks
+from batch_trajectories.runs.store.files import StorageError
+from batch_trajectories.runs.store.journal import Inflight, segments
+from batch_trajectories.view.index.table import Table
+from batch_trajectories.view.runs import RunPlace
+
+
+class Ended(Container[bytes]):
+    """The tasks that have a record, as far as the table knows."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._known: dict[bytes, bool] = {}
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, bytes)
+        if key not in self._known:
+            self._known[key] = bool(self._table.find("key", key))
+        return self._known[key]
+
+
+def in_flight(run: RunPlace, table: Table) -> list[dict[str, Any]]:
+    """See `StoredRun.in_flight`."""
+    return conversations_in_flight(run.path / "inflight", settled=Ended(table), now=time.time())
+
+
+def signature(run_dir: Path) -> tuple[tuple[str, int], ...]:
+    """Changes when a journal does."""
+    found = []
+    for segment in segments(run_dir / "inflight"):
+        try:
+            found.append((segment.name, segment.stat().st_size))
+        except FileNotFoundError:  # its last task has a record now
+            continue
+    return tuple(sorted(found))
+
+
+def conversation(run: RunPlace, table: Table, id: str) -> dict[str, Any]:
+    """What the journals have of a conversation; see the API's `live`."""
+    journals = Inflight(run.path / "inflight", read_only=True)
+    journals.read(settled=Ended(table))
+    for key in journals.tasks():
+        try:
+            if journals.task_id(key) != id:
+                continue
+            events = journals.events(key)
+        except StorageError:
+            continue  # its record was just written
+        found = Trajectory(_opening(run, key), events).to_record()
+        return {"id": id, "is_over": False, **found}
+    return {"id": id, "is_over": True, "messages": [], "turns": [], "tool_calls": []}
+
+
+def _opening(run: RunPlace, key: bytes) -> list[Message]:
+    """The prompt, which no journal has; nothing if the dataset cannot be read any more."""
+    try:
+        stored = run.stored()
+        scan = stored.scan
+        at = scan.keys.find(key)
+        while at % 16:
+            at = scan.keys.find(key, at + 1)
+        if at < 0:
+            return []
+        columns = next(tasks(scan, [at // 16])).columns
+        return opening_messages(columns, stored.config.system_prompt)
+    except (RunError, OSError, ValueError):
+        return []

@@ -1,0 +1,4 @@
+"""The page of `view`.
+
+view.html  the frame
+"""

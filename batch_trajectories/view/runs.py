@@ -1,0 +1,220 @@
+"""The runs of the places that a server shows, by keys, and what the list of runs says of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batch_trajectories.api.stored_run import StoredRun, open_run
+from batch_trajectories.basics.errors import RunDirError, RunError
+from batch_trajectories.export.health import problems_in
+from batch_trajectories.runs.config.option_types import is_url
+from batch_trajectories.runs.directory.run_dir import read_run_json, runs_in
+from batch_trajectories.runs.directory.run_lock import holder_of
+from batch_trajectories.runs.store.files import read_json
+from batch_trajectories.runs.store.records import load_index
+from batch_trajectories.runs.supervisor.progress import PROGRESS_FILE, describe
+
+_SHOWN_OF_PROCESS = (
+    *("pid", "at", "running", "tasks_per_min", "turns_per_s", "input_tokens_per_s"),
+    *("output_tokens_per_s", "left_s", "forecast_usd", "limit", "messages"),
+)
+
+_LARGE_INDEX = 2 << 20
+"""Bytes of records.idx."""
+
+
+class NoSuchRun(LookupError):
+    """No run has this key."""
+
+
+class RunPlace(NamedTuple):
+    """Where a run is."""
+
+    key: str
+    """In the addresses of the API."""
+    path: Path
+    """Its directory; of a mirror that of the copy."""
+    place: str
+    """What was given to the command."""
+    url: str | None = None
+    """The mirror that it is a copy of."""
+
+    def stored(self) -> StoredRun:
+        """The run. Raises `RunDirError`."""
+        return StoredRun(self.path, url=self.url)
+
+
+class Places:
+    """Directories of runs, run directories, and URLs of mirrored runs."""
+
+    def __init__(self, places: Sequence[str]) -> None:
+        """Raises `RunDirError` for one that is no directory, or a mirror without a run."""
+        self._places = list(dict.fromkeys(places))
+        self._mirrors: dict[str, Path] = {}
+        for place in self._places:
+            if is_url(place):
+                self._mirrors[place] = open_run(place).path
+            elif not Path(place).is_dir():
+                raise RunDirError(
+                    f"{place}: no such directory; give a directory of runs, a run, or the URL of a "
+                    "mirrored run"
+                )
+
+    def runs(self) -> Iterator[RunPlace]:
+        """All runs there are now."""
+        for number, place in enumerate(self._places):
+            if place in self._mirrors:
+                path = self._mirrors[place]
+                yield RunPlace(_key(path.name, number), path, place, place)
+                continue
+            directory = Path(place)
+            if (directory / "run.json").exists():
+                name = directory.resolve().name
+                yield RunPlace(_key(name, number), directory, place)
+                continue
+            for name in runs_in(directory):
+                yield RunPlace(_key(name, number), directory / name, place)
+
+    def find(self, key: str) -> RunPlace:
+        """The run with a key. Raises `NoSuchRun`.
+
+        Keys are compared with those of the runs, so none leads out of the places.
+        """
+        for run in self.runs():
+            if run.key == key:
+                return run
+        raise NoSuchRun(f"{key!r}: no such run here (any more); the list has all")
+
+    def bring_mirrors(self) -> None:
+        """Bring the copies of mirrors up to date. Raises `RunDirError` and `BucketFailed`."""
+        for url in self._mirrors:
+            open_run(url)
+
+
+def _key(name: str, number: int) -> str:
+    return name if number == 0 else f"{name}@{number + 1}"
+
+
+def is_own(path: Path) -> bool:
+    """Whether a directory belongs to the user of this process."""
+    return path.stat().st_uid == os.geteuid()
+
+
+def run_json(run: RunPlace) -> dict[str, Any]:
+    """What the list of runs says of a run: from small files, without its records."""
+    unknown: dict[str, Any] = dict.fromkeys(
+        (
+            *("error", "begun", "model", "tasks", "done", "failed", "pending", "passed"),
+            *("checked", "pass_rate", "cost_usd", "health", "now"),
+        )
+    )
+    about: dict[str, Any] = {"key": run.key, "name": run.path.name, "place": run.place}
+    about |= {"is_mirror": run.url is not None, "is_audit": False, "cost_unknown": False}
+    about |= {"can_steer": False, "can_label": False}
+    try:
+        identity = read_run_json(run.path)
+        holder = run.stored().holder if run.url else holder_of(run.path)
+    except (RunDirError, OSError, TypeError, KeyError) as error:
+        return {**unknown, **about, "state": "unreadable", "error": str(error)}
+    config = identity["config"]
+    own = run.url is None and is_own(run.path)
+    found = {
+        "state": "not running" if holder is None else "running",
+        "begun": identity["created"],
+        "model": config.get("model"),
+        "is_audit": bool(config.get("audit")),
+        "can_label": own,
+        "can_steer": own and holder is not None,
+    }
+    state = _progress(run.path) if holder is not None and run.url is None else None
+    if state is not None:
+        found |= _of_process(state)
+    else:
+        found |= _of_end(run.path, identity)
+    statistics = read_json(run.path / "statistics.json") or {}
+    if isinstance(health := statistics.get("health"), list):
+        found["health"] = problems_in(health)
+    return {**unknown, **about, **found}
+
+
+def _progress(path: Path) -> Mapping[str, Any] | None:
+    state = read_json(path / PROGRESS_FILE)
+    return state if state is not None and "total" in state else None
+
+
+def _of_process(state: Mapping[str, Any]) -> dict[str, Any]:
+    failed = sum(state["failed"].values())
+    checked = state.get("checked")
+    steered = state.get("steered") or {}
+    return {
+        **({"state": "paused"} if steered.get("is_paused") else {}),
+        "tasks": state["total"],
+        "done": state["done"],
+        "failed": failed,
+        "pending": state["total"] - state["done"] - failed,
+        "passed": state.get("passed"),
+        "checked": checked,
+        "pass_rate": state["passed"] / checked if checked else None,
+        "cost_usd": state["cost_usd"],
+        "cost_unknown": bool(state["cost_unknown"]),
+        "now": {
+            **{name: state.get(name) for name in _SHOWN_OF_PROCESS},
+            "line": describe(state),
+        },
+    }
+
+
+def _of_end(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What the last end of the run wrote; of one that was killed, what its index says."""
+    summary = read_json(path / "summary.json")
+    if summary is None or _is_older(path / "summary.json", path / "records.jsonl"):
+        return _of_index(path, identity)
+    checks = summary.get("checks") or {}
+    rate = checks.get("pass_rate")
+    return {
+        **{name: summary.get(name) for name in ("tasks", "done", "failed", "pending")},
+        "passed": checks.get("passed"),
+        "checked": checks.get("checked"),
+        "pass_rate": None if rate is None else rate / 100,
+        "cost_usd": summary.get("spent_usd"),
+        "cost_unknown": bool(summary.get("spent_unknown")),
+    }
+
+
+def _is_older(one: Path, other: Path) -> bool:
+    try:
+        return one.stat().st_mtime < other.stat().st_mtime
+    except FileNotFoundError:
+        return False
+
+
+def _of_index(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts of the records of a small run; of a large one it would take seconds."""
+    try:
+        if (path / "records.idx").stat().st_size > _LARGE_INDEX:
+            return {}
+        index = load_index(path, lenient=True)
+    except (OSError, RunError):
+        return {}
+    sums = index.sums(index.counting_rows())
+    ended = sums.endings
+    failed = sum(count for ending, count in ended.items() if ending.status == "failed")
+    config = identity["config"]
+    is_fixed = config.get("until_passed") is None
+    tasks = identity["dataset"]["rows"] * config["num_samples"] if is_fixed else None
+    done = ended.total() - failed
+    judged = [verdict for verdict in index.passed(index.counting_rows()) if verdict is not None]
+    return {
+        "tasks": tasks,
+        "done": done,
+        "failed": failed,
+        "pending": None if tasks is None else tasks - done - failed,
+        "passed": sum(judged),
+        "checked": len(judged),
+        "pass_rate": sum(judged) / len(judged) if judged else None,
+        "cost_usd": sums.cost_usd,
+        "cost_unknown": bool(sums.cost_unknown),
+    }

@@ -1,0 +1,81 @@
+"""Serve the page until it is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+
+from aiohttp import web
+
+from batch_trajectories.basics.console import say, show
+from batch_trajectories.basics.errors import ConfigError, RunDirError
+from batch_trajectories.view.guard import Guard, is_loopback
+from batch_trajectories.view.runs import Places
+from batch_trajectories.view.server import Server
+from batch_trajectories.view.state import State
+
+_PATIENCE_S = 2.0
+_PASSWORD_CHARS = 12
+
+
+def serve(places: list[str], *, host: str, port: int, password: str | None, who: str) -> None:
+    """Serve the runs of some places, and print the address.
+
+    Raises `RunDirError` if there are no such places or the address cannot be used.
+    """
+    state = State(Places(places), who)
+    guard = Guard(host, password)
+    try:
+        asyncio.run(_serve(Server(state, guard), guard, host, port))
+    finally:
+        state.close()
+
+
+def password_of(host: str, variable: str | None) -> str | None:
+    """The password in an environment variable.
+
+    Raises `ConfigError` if it is empty, or if the address needs one and none is named.
+    """
+    if variable is None:
+        if not is_loopback(host):
+            raise ConfigError(
+                f"--host={host}: others could reach the page there; give it a password by "
+                "--password_env=NAME, or keep 127.0.0.1 and forward its port (ssh -L)"
+            )
+        return None
+    password = os.environ.get(variable, "")
+    if len(password) < _PASSWORD_CHARS:
+        raise ConfigError(
+            f"--password_env={variable}: this variable must hold at least {_PASSWORD_CHARS} "
+            "characters"
+        )
+    return password
+
+
+async def _serve(server: Server, guard: Guard, host: str, port: int) -> None:
+    runner = web.AppRunner(
+        server.application(),
+        access_log=None,
+        shutdown_timeout=_PATIENCE_S,
+        handler_cancellation=True,
+    )
+    await runner.setup()
+    try:
+        try:
+            site = web.TCPSite(runner, host, port)
+            await site.start()
+        except (OSError, socket.gaierror, OverflowError) as error:
+            raise RunDirError(
+                f"cannot listen on {host} port {port}: {error}; give another --port or --host"
+            ) from error
+        taken = runner.addresses[0][1]
+        name = f"[{host}]" if ":" in host else host
+        token = "" if guard.has_password else f"?token={guard.token}"
+        show(f"http://{name}:{taken}/{token}")
+        say("open this address; Ctrl-C ends it")
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()

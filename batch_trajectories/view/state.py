@@ -1,0 +1,169 @@
+"""What a server keeps of the runs that are looked at: of the few latest, so memory has a limit."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batch_trajectories.runs.store.record_types import Record
+from batch_trajectories.runs.store.records import UnreadableRecord
+from batch_trajectories.view.conversation import read_found
+from batch_trajectories.view.index.charts import choices_of
+from batch_trajectories.view.index.filters import Choice, Filters, either, in_keys, inverted
+from batch_trajectories.view.index.run_index import RunIndex
+from batch_trajectories.view.index.table import Masks, Table, count_of
+from batch_trajectories.view.labels import VERDICTS, RunLabels, agreement_of, keys_by_label
+from batch_trajectories.view.runs import Places, RunPlace
+
+_RUNS_OPEN = 4
+_SELECTIONS_KEPT = 4
+_MOST_JUDGED = 20_000
+"""Labelled records that are read for the agreement of reviewers."""
+
+
+class OpenRun:
+    """A run that is looked at."""
+
+    def __init__(self, place: RunPlace) -> None:
+        self.place = place
+        self.index = RunIndex(place.path)
+        self.labels = RunLabels(place.path)
+        self._lock = threading.Lock()
+        self._selected: OrderedDict[Any, Masks] = OrderedDict()
+        self._ordered: tuple[Any, pa.Array] | None = None
+        self._choices: tuple[str, dict[str, Any]] | None = None
+        self._agreement: tuple[str, dict[str, Any]] | None = None
+
+    @property
+    def version(self) -> str:
+        """Changes with rows and labels."""
+        return f"{self.index.version}-{self.labels.size:x}"
+
+    def select(self, table: Table, filters: Filters, more: Sequence[Choice] = ()) -> Masks:
+        """The rows that the filters leave; the last selections are kept."""
+        key = (self.version, filters.source)
+        with self._lock:
+            if key in self._selected and not more:
+                self._selected.move_to_end(key)
+                return self._selected[key]
+        choices = [*more, *self._of_labels(filters)]
+        masks = table.select(filters.joined(choices))
+        if not more:
+            with self._lock:
+                self._selected[key] = masks
+                while len(self._selected) > _SELECTIONS_KEPT:
+                    self._selected.popitem(last=False)
+        return masks
+
+    def _of_labels(self, filters: Filters) -> list[Choice]:
+        if not filters.labels:
+            return []
+        keys = keys_by_label(self.labels.look())
+        choices: list[Choice] = []
+        for name in filters.labels:
+            if name == "none":
+                judged = [key for verdict in VERDICTS for key in keys.get(verdict, ())]
+                choices.append(inverted(in_keys("record", judged)))
+            else:
+                choices.append(in_keys("record", keys.get(name, ())))
+        return [either(choices)]
+
+    def order(
+        self, table: Table, masks: Masks, filters: Filters, by: str | None, *, down: bool
+    ) -> pa.Array:
+        """The numbers of the selected rows in order; the last order is kept."""
+        key = (self.version, filters.source, by, down)
+        with self._lock:
+            if self._ordered is not None and self._ordered[0] == key:
+                return self._ordered[1]
+        ordered = table.order(masks, by, down=down)
+        with self._lock:
+            self._ordered = key, ordered
+        return ordered
+
+    def choices(self, table: Table) -> dict[str, Any]:
+        """What the rows can be filtered by, and how many there are of each."""
+        version = self.index.version
+        if self._choices is None or self._choices[0] != version:
+            self._choices = version, choices_of(table)
+        keys = keys_by_label(self.labels.look())
+        found = {
+            name: count_of(table.select(in_keys("record", of_name)))
+            for name, of_name in keys.items()
+        }
+        ordered = sorted(found.items(), key=lambda pair: -pair[1])
+        return {**self._choices[1], "label": [[*pair] for pair in ordered if pair[1]]}
+
+    def label_counts(self, table: Table, masks: Masks) -> list[list[Any]]:
+        """The verdicts among the selected rows."""
+        keys = keys_by_label(self.labels.look())
+        found = []
+        for name in VERDICTS:
+            if of_name := keys.get(name):
+                chosen = table.select(in_keys("record", of_name))
+                both = sum(
+                    pc.and_(one, other).true_count for one, other in zip(chosen, masks, strict=True)
+                )
+                found.append([name, both])
+        return [pair for pair in found if pair[1]]
+
+    def agreement(self, table: Table) -> dict[str, Any]:
+        """How the reviewers agree; of at most 20,000 records. See `export.agreement`."""
+        labels = self.labels.look()
+        if labels is None:
+            return {}
+        version = self.version
+        if self._agreement is None or self._agreement[0] != version:
+            keys = keys_by_label(labels)
+            judged = [key for verdict in VERDICTS for key in keys.get(verdict, ())]
+            masks = table.select(in_keys("record", judged[:_MOST_JUDGED]))
+            numbers = table.order(masks, None, down=False).to_pylist()
+            records = [record for number in numbers if (record := self._read(table, number))]
+            self._agreement = version, agreement_of(records)
+        return self._agreement[1]
+
+    def _read(self, table: Table, number: int) -> Record | None:
+        try:
+            return read_found(self.place, table, table.place(number), self.labels.look())
+        except UnreadableRecord:
+            return None  # `verify` names it
+
+    def close(self) -> None:
+        """End what works for it."""
+        self.index.close()
+
+
+class State:
+    """The runs of a server."""
+
+    def __init__(self, places: Places, who: str) -> None:
+        """`who` is the name of the reviewer unless a request says another."""
+        self.places = places
+        self.who = who
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, OpenRun] = OrderedDict()
+
+    def open(self, key: str) -> OpenRun:
+        """The run with a key. Raises `NoSuchRun`."""
+        place = self.places.find(key)
+        with self._lock:
+            found = self._open.pop(key, None)
+            if found is None or found.place != place:
+                if found is not None:
+                    found.close()
+                found = OpenRun(place)
+            self._open[key] = found
+            while len(self._open) > _RUNS_OPEN:
+                self._open.popitem(last=False)[1].close()
+            return found
+
+    def close(self) -> None:
+        """End all that works."""
+        with self._lock:
+            for run in self._open.values():
+                run.close()
