@@ -21,6 +21,6 @@ scoring/        scores given after the run
 dataset/        the datasets of `export --format`
 parity/         chat templates: whether they train what inference saw
 
-Other rooms import by_model, funnel, health, reasons, record_order, reward_statistics,
-run_statistics, statistics, training_files.
+Other rooms import agreement, by_model, funnel, health, reasons, record_order,
+reward_statistics, run_statistics, statistics, training_files.
 """

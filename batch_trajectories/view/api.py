@@ -29,7 +29,7 @@ from batch_trajectories.view.conversation import (
 )
 from batch_trajectories.view.index.charts import charts_of
 from batch_trajectories.view.index.columns import KINDS
-from batch_trajectories.view.index.filters import Filters, read_filters
+from batch_trajectories.view.index.filters import RowFilters, read_filters
 from batch_trajectories.view.index.table import Masks, Table, count_of
 from batch_trajectories.view.labels import NAME_CHARS, decide, labels_json
 from batch_trajectories.view.runs import run_json
@@ -108,7 +108,7 @@ def about_run(state: State, query: Query, body: Any) -> dict[str, Any]:
 class _Selected(NamedTuple):
     run: OpenRun
     table: Table
-    filters: Filters
+    filters: RowFilters
     masks: Masks
 
 

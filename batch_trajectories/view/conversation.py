@@ -19,7 +19,7 @@ from batch_trajectories.runs.store.reader import open_records, read_record
 from batch_trajectories.runs.store.record_types import Record, StoredMessage
 from batch_trajectories.runs.store.scores import NAME as SCORES
 from batch_trajectories.runs.store.scores import Labels, score_key, with_scores_at
-from batch_trajectories.view.index.table import Found, Table
+from batch_trajectories.view.index.table import RowPlace, Table
 from batch_trajectories.view.runs import RunPlace
 
 _MOST_SIBLINGS = 64
@@ -29,7 +29,7 @@ class NoSuchRecord(LookupError):
     """No record has this id."""
 
 
-def find_record(table: Table, id: str) -> Found:
+def find_record(table: Table, id: str) -> RowPlace:
     """Where the record with an id is; of several, the last. Raises `NoSuchRecord`."""
     found = table.find("id", id)
     if not found:
@@ -39,7 +39,7 @@ def find_record(table: Table, id: str) -> Found:
     return found[-1]
 
 
-def read_found(run: RunPlace, table: Table, found: Found, labels: Labels | None) -> Record:
+def read_found(run: RunPlace, table: Table, found: RowPlace, labels: Labels | None) -> Record:
     """The record of a row, with its scores and labels.
 
     Raises `UnreadableRecord` if it is damaged or has been replaced.
@@ -106,7 +106,7 @@ def _json(value: Any) -> orjson.Fragment:
 
 
 def siblings_of(
-    run: RunPlace, table: Table, found: Found, labels: Labels | None
+    run: RunPlace, table: Table, found: RowPlace, labels: Labels | None
 ) -> list[dict[str, Any]]:
     """The samples of the same prompt, and where they part from this one."""
     own = table.value(found, "id")

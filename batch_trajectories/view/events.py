@@ -10,7 +10,7 @@ from aiohttp import web
 
 from batch_trajectories.basics.errors import RunError
 from batch_trajectories.view import live
-from batch_trajectories.view.guard import HEADERS, Refused
+from batch_trajectories.view.guard import HEADERS, AccessRefused
 from batch_trajectories.view.runs import NoSuchRun, run_json
 from batch_trajectories.view.state import State
 
@@ -26,7 +26,7 @@ async def events(request: web.Request, state: State) -> web.StreamResponse:
     """Answer with events until the page is closed."""
     global _streams
     if _streams >= _MOST_STREAMS:
-        raise Refused(409, f"{_MOST_STREAMS} pages are open already; close one")
+        raise AccessRefused(409, f"{_MOST_STREAMS} pages are open already; close one")
     response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
     await response.prepare(request)
     watch = _Watch(state, request.query.get("run"), request.query.get("id"))

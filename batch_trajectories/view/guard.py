@@ -35,7 +35,7 @@ _OWN_SITE = ("same-origin", "none")
 """`none`: the user typed the address or followed a bookmark."""
 
 
-class Refused(Exception):
+class AccessRefused(Exception):
     """A request that is not answered."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -43,7 +43,7 @@ class Refused(Exception):
         self.status = status
 
 
-class Guard:
+class AccessGuard:
     """What the requests of one server must have."""
 
     def __init__(self, host: str, password: str | None) -> None:
@@ -63,27 +63,27 @@ class Guard:
         return self._password is not None
 
     def check_origin(self, request: web.Request) -> None:
-        """Raise `Refused` for a request by another name of this machine, or from another site."""
+        """Raise `AccessRefused` for another name of this machine, and pages of other sites."""
         if not self._knows(request.headers.get("Host", "")):
-            raise Refused(
+            raise AccessRefused(
                 403, "this server does not answer to this name; open the address that it printed"
             )
         if request.path != "/" and request.headers.get("Sec-Fetch-Site", "none") not in _OWN_SITE:
-            raise Refused(403, "a page of another site may not ask this server")
+            raise AccessRefused(403, "a page of another site may not ask this server")
         origin = request.headers.get("Origin")
         if origin is not None and urlsplit(origin).netloc != request.headers.get("Host"):
-            raise Refused(403, "a page of another origin may not ask this server")
+            raise AccessRefused(403, "a page of another origin may not ask this server")
         is_json = request.content_type == "application/json"
         if request.method not in ("GET", "HEAD") and not is_json:
-            raise Refused(415, "send JSON, with Content-Type: application/json")
+            raise AccessRefused(415, "send JSON, with Content-Type: application/json")
 
     def check_access(self, request: web.Request) -> None:
-        """Raise `Refused` unless the request has the cookie or the token."""
+        """Raise `AccessRefused` unless the request has the cookie or the token."""
         cookie = request.cookies.get(self._cookie_of(request), "")
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         is_token = kind.lower() == "bearer" and not self.has_password and _same(given, self.token)
         if not (_same(cookie, self._session) or is_token):
-            raise Refused(
+            raise AccessRefused(
                 401,
                 "give the password"
                 if self.has_password

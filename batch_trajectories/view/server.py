@@ -16,7 +16,7 @@ from batch_trajectories.basics.errors import RunError
 from batch_trajectories.view import api
 from batch_trajectories.view.conversation import NoSuchRecord
 from batch_trajectories.view.events import events
-from batch_trajectories.view.guard import HEADERS, Guard, Refused
+from batch_trajectories.view.guard import HEADERS, AccessGuard, AccessRefused
 from batch_trajectories.view.index.filters import BadFilter
 from batch_trajectories.view.runs import NoSuchRun
 from batch_trajectories.view.state import State
@@ -32,10 +32,10 @@ _PAGES = {"": "batch_trajectories.view.page", "report/": "batch_trajectories.rep
 T = TypeVar("T")
 
 
-class Server:
+class ViewServer:
     """Answers requests about the runs of a `State`."""
 
-    def __init__(self, state: State, guard: Guard) -> None:
+    def __init__(self, state: State, guard: AccessGuard) -> None:
         self._state, self._guard = state, guard
         self._logins = asyncio.Lock()
 
@@ -66,7 +66,7 @@ class Server:
             response = await handler(request)
         except web.HTTPException as error:
             response = _refusal(error.status, error.reason)
-        except Refused as error:
+        except AccessRefused as error:
             needs = {"login": self._guard.has_password} if error.status == 401 else {}
             response = _refusal(error.status, str(error), **needs)
         except (NoSuchRun, NoSuchRecord) as error:
@@ -99,7 +99,9 @@ class Server:
         """The page; with the token of the printed address, a cookie first."""
         if (token := request.query.get("token")) is not None:
             if not self._guard.is_token(token):
-                raise Refused(401, "this token is of another start; open the address printed last")
+                raise AccessRefused(
+                    401, "this token is of another start; open the address printed last"
+                )
             response = web.Response(status=303, headers={"Location": "/"})
             self._guard.give_access(request, response)
             return response
@@ -115,7 +117,7 @@ class Server:
         async with self._logins:  # one at a time, so that guessing takes long
             if not isinstance(password, str) or not self._guard.is_password(password):
                 await asyncio.sleep(_LOGIN_PAUSE_S)
-                raise Refused(401, "this is not the password")
+                raise AccessRefused(401, "this is not the password")
         response = web.json_response({})
         self._guard.give_access(request, response)
         return response

@@ -11,9 +11,9 @@ from aiohttp import web
 
 from batch_trajectories.basics.console import say, show
 from batch_trajectories.basics.errors import ConfigError, RunDirError
-from batch_trajectories.view.guard import Guard, is_loopback
+from batch_trajectories.view.guard import AccessGuard, is_loopback
 from batch_trajectories.view.runs import Places
-from batch_trajectories.view.server import Server
+from batch_trajectories.view.server import ViewServer
 from batch_trajectories.view.state import State
 
 _PATIENCE_S = 2.0
@@ -26,9 +26,9 @@ def serve(places: list[str], *, host: str, port: int, password: str | None, who:
     Raises `RunDirError` if there are no such places or the address cannot be used.
     """
     state = State(Places(places), who)
-    guard = Guard(host, password)
+    guard = AccessGuard(host, password)
     try:
-        asyncio.run(_serve(Server(state, guard), guard, host, port))
+        asyncio.run(_serve(ViewServer(state, guard), guard, host, port))
     finally:
         state.close()
 
@@ -54,7 +54,7 @@ def password_of(host: str, variable: str | None) -> str | None:
     return password
 
 
-async def _serve(server: Server, guard: Guard, host: str, port: int) -> None:
+async def _serve(server: ViewServer, guard: AccessGuard, host: str, port: int) -> None:
     runner = web.AppRunner(
         server.application(),
         access_log=None,

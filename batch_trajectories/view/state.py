@@ -14,7 +14,7 @@ from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.records import UnreadableRecord
 from batch_trajectories.view.conversation import read_found
 from batch_trajectories.view.index.charts import choices_of
-from batch_trajectories.view.index.filters import Choice, Filters, either, in_keys, inverted
+from batch_trajectories.view.index.filters import Choice, RowFilters, either, in_keys, inverted
 from batch_trajectories.view.index.run_index import RunIndex
 from batch_trajectories.view.index.table import Masks, Table, count_of
 from batch_trajectories.view.labels import VERDICTS, RunLabels, agreement_of, keys_by_label
@@ -44,7 +44,7 @@ class OpenRun:
         """Changes with rows and labels."""
         return f"{self.index.version}-{self.labels.size:x}"
 
-    def select(self, table: Table, filters: Filters, more: Sequence[Choice] = ()) -> Masks:
+    def select(self, table: Table, filters: RowFilters, more: Sequence[Choice] = ()) -> Masks:
         """The rows that the filters leave; the last selections are kept."""
         key = (self.version, filters.source)
         with self._lock:
@@ -60,7 +60,7 @@ class OpenRun:
                     self._selected.popitem(last=False)
         return masks
 
-    def _of_labels(self, filters: Filters) -> list[Choice]:
+    def _of_labels(self, filters: RowFilters) -> list[Choice]:
         if not filters.labels:
             return []
         keys = keys_by_label(self.labels.look())
@@ -74,7 +74,7 @@ class OpenRun:
         return [either(choices)]
 
     def order(
-        self, table: Table, masks: Masks, filters: Filters, by: str | None, *, down: bool
+        self, table: Table, masks: Masks, filters: RowFilters, by: str | None, *, down: bool
     ) -> pa.Array:
         """The numbers of the selected rows in order; the last order is kept."""
         key = (self.version, filters.source, by, down)

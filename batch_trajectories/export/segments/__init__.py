@@ -4,5 +4,5 @@ views     what each call of a record was shown
 segments  calls joined, as long as each one only adds to what the one before was shown
 rows      segments as conversations that formats can render
 
-Other rooms import rows.
+Other rooms import rows, views.
 """

@@ -60,7 +60,7 @@ _SEARCHED = ("id", "prompt", "answer", "reason", "error", "model")
 _SHOWN = [name for name in SCHEMA.names if name not in ("key", "search", "offset", "length")]
 
 
-class Place(NamedTuple):
+class LinePlace(NamedTuple):
     """Where a record is, and its scores in scores.jsonl."""
 
     offset: int
@@ -68,7 +68,7 @@ class Place(NamedTuple):
     scores: Sequence[int] = ()
 
 
-def values_of(record: Record, place: Place, style: Style) -> dict[str, Any]:
+def values_of(record: Record, place: LinePlace, style: Style) -> dict[str, Any]:
     """The columns of one record."""
     own = Own(record)
     form = training_form(record, own, style=style, key_of=len)

@@ -63,7 +63,7 @@ class BadFilter(ValueError):
 
 
 @dataclass(slots=True)
-class Filters:
+class RowFilters:
     """What a request filters by."""
 
     choices: list[Choice] = field(default_factory=list)
@@ -89,9 +89,9 @@ class Filters:
         return chooses
 
 
-def read_filters(query: MultiMapping[str]) -> Filters:
+def read_filters(query: MultiMapping[str]) -> RowFilters:
     """The filters in the query of a request. Raises `BadFilter`."""
-    filters = Filters()
+    filters = RowFilters()
     filters.source = tuple(sorted((key, query_value) for key, query_value in query.items()))
     filters.source = tuple(pair for pair in filters.source if pair[0] in KNOWN)
     for name in _CATEGORIES:

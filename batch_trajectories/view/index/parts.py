@@ -29,7 +29,7 @@ from batch_trajectories.runs.store.record_types import decode_record
 from batch_trajectories.runs.store.records import lines_from
 from batch_trajectories.runs.store.scores import NAME as SCORES
 from batch_trajectories.runs.store.scores import Scores
-from batch_trajectories.view.index.columns import FORMAT, SCHEMA, Place, batch_of, values_of
+from batch_trajectories.view.index.columns import FORMAT, SCHEMA, LinePlace, batch_of, values_of
 
 RANGE_BYTES = 8 << 20
 """Of records.jsonl in one part of a new index."""
@@ -41,7 +41,7 @@ _SMALL_BYTES = 256 << 10
 _UNREADABLE = b"unreadable"
 
 
-class Part(NamedTuple):
+class IndexPart(NamedTuple):
     """A file of the index, by its name."""
 
     begin: int
@@ -111,22 +111,22 @@ def remove_old(cache: Path, origin: Origin) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def parts_in(directory: Path, kind: str = "rows") -> list[Part]:
+def parts_in(directory: Path, kind: str = "rows") -> list[IndexPart]:
     """The whole files of a kind, in order, without those that a merged one has replaced."""
     found = []
     suffix = "arrow" if kind == "rows" else "sqlite"
     for path in directory.glob(f"{kind}-*.{suffix}"):
         begin, end = path.stem.removeprefix(f"{kind}-").split("-")
-        found.append(Part(int(begin), int(end), path))
+        found.append(IndexPart(int(begin), int(end), path))
     found.sort(key=lambda part: (part.begin, -part.end))
-    kept: list[Part] = []
+    kept: list[IndexPart] = []
     for part in found:
         if not kept or part.begin >= kept[-1].end:
             kept.append(part)
     return kept
 
 
-def missing_in(parts: Sequence[Part], size: int) -> list[tuple[int, int]]:
+def missing_in(parts: Sequence[IndexPart], size: int) -> list[tuple[int, int]]:
     """The ranges of the first `size` bytes that no part covers."""
     gaps, at = [], 0
     for part in parts:
@@ -228,7 +228,7 @@ class _RowsMaker:
             places = self._scores.places_of(record)
             record = self._scores.added_to(record)
         try:
-            return values_of(record, Place(offset, len(line), places), self._style)
+            return values_of(record, LinePlace(offset, len(line), places), self._style)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedLine(str(error)) from error  # a field that is no part of the type
 

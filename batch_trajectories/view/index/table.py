@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batch_trajectories.view.index.columns import SCHEMA, rows_of
-from batch_trajectories.view.index.parts import Part, open_part
+from batch_trajectories.view.index.parts import IndexPart, open_part
 
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="columns")
 """Arrow's functions let other threads run."""
@@ -28,7 +28,7 @@ Masks = list[pa.BooleanArray]
 """For each batch, which of its rows are selected."""
 
 
-class Found(NamedTuple):
+class RowPlace(NamedTuple):
     """A row of the table."""
 
     batch: int
@@ -38,7 +38,7 @@ class Found(NamedTuple):
 class Table:
     """The rows of an index at one moment."""
 
-    def __init__(self, parts: Sequence[Part], before: Table | None = None) -> None:
+    def __init__(self, parts: Sequence[IndexPart], before: Table | None = None) -> None:
         """Open the parts; `before` is the table so far, whose work is used again."""
         self.parts = list(parts)
         known = {} if before is None else before._opened
@@ -138,26 +138,26 @@ class Table:
             made |= {at: row for (at, _), row in zip(some, rows, strict=True)}
         return [made[at] for at in range(len(numbers))]
 
-    def place(self, number: int) -> Found:
+    def place(self, number: int) -> RowPlace:
         """Where the row with a number is."""
         batch = bisect_right(self._starts, number) - 1
-        return Found(batch, number - self._starts[batch])
+        return RowPlace(batch, number - self._starts[batch])
 
-    def number(self, found: Found) -> int:
+    def number(self, found: RowPlace) -> int:
         """The number of a row."""
         return int(self._starts[found.batch]) + found.row
 
-    def find(self, column: str, value: Any) -> list[Found]:
+    def find(self, column: str, value: Any) -> list[RowPlace]:
         """The counting rows with a value in a column."""
         scalar = pa.scalar(value, SCHEMA.field(column).type)
         masks = self.select(lambda batch: pc.equal(batch.column(column), scalar))
         return [
-            Found(number, row)
+            RowPlace(number, row)
             for number, mask in enumerate(masks)
             for row in pc.indices_nonzero(mask).to_pylist()
         ]
 
-    def value(self, found: Found, column: str) -> Any:
+    def value(self, found: RowPlace, column: str) -> Any:
         """One value of a row."""
         return self.batches[found.batch].column(column)[found.row].as_py()
 
