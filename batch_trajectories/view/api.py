@@ -30,12 +30,14 @@ from batch_trajectories.view.conversation import (
 from batch_trajectories.view.index.charts import charts_of
 from batch_trajectories.view.index.columns import KINDS
 from batch_trajectories.view.index.filters import RowFilters, read_filters
+from batch_trajectories.view.index.run_index import made_by
 from batch_trajectories.view.index.table import Masks, Table, count_of
-from batch_trajectories.view.labels import NAME_CHARS, decide, labels_json
+from batch_trajectories.view.labels import NAME_CHARS, decide, decided_by, labels_json
 from batch_trajectories.view.runs import run_json
 from batch_trajectories.view.state import OpenRun, State
 
 _MOST_ROWS = 500
+_MOST_COMPARED = 6
 _STEERS: Mapping[str, tuple[str, ...]] = {
     "pause": (),
     "resume": (),
@@ -86,6 +88,7 @@ def about_run(state: State, query: Query, body: Any) -> dict[str, Any]:
     identity = read_run_json(run.place.path)
     dataset = identity["dataset"]
     table = run.index.look()
+    facts, why = run.facts()
     source = (dataset.get("source") or {}).get("source") or dataset["path"]
     return {
         "run": run_json(run.place),
@@ -100,7 +103,8 @@ def about_run(state: State, query: Query, body: Any) -> dict[str, Any]:
             "samples": identity["config"].get("num_samples"),
             **{name: identity.get(name) for name in ("meaning", "history", "versions")},
         },
-        "facts": None,
+        "facts": facts,
+        "facts_error": why,
         "labels": run.agreement(table),
     }
 
@@ -141,7 +145,7 @@ def rows(state: State, query: Query, body: Any) -> dict[str, Any]:
         "offset": offset,
         "rows": [_with_labels(run, row) for row in table.rows(numbers)],
         "index": run.index.to_json(),
-        "text": None,
+        "text": run.texts.state if selected.filters.text else None,
         "version": run.version,
     }
 
@@ -179,8 +183,26 @@ def record(state: State, query: Query, body: Any) -> dict[str, Any]:
             "place": None if place < 0 else place,
             "matching": len(ordered),
             **dict(zip(("before", "after"), around, strict=True)),
+            **_undecided(selected, query, ordered, number),
         },
     }
+
+
+def _undecided(
+    selected: _Selected, query: Query, ordered: Any, number: int
+) -> dict[str, str | None]:
+    """The next row, from this one on and then from the first, without a verdict of `who`."""
+    if not (who := query.values.get("who")):
+        return {}
+    table = selected.table
+    decided = set(decided_by(selected.run.labels.look(), who))
+    at = ordered.index(number).as_py()
+    for part in (ordered[at + 1 :], ordered[: max(at, 0)]):
+        for other in part:
+            place = table.place(other.as_py())
+            if table.value(place, "record") not in decided:
+                return {"undecided": str(table.value(place, "id"))}
+    return {"undecided": None}
 
 
 def _id_at(table: Table, ordered: Any, at: int) -> str | None:
@@ -203,6 +225,24 @@ def siblings(state: State, query: Query, body: Any) -> dict[str, Any]:
     table = run.index.look()
     found = find_record(table, query.text("id"))
     return {"siblings": siblings_of(run.place, table, found, run.labels.look())}
+
+
+def compare(state: State, query: Query, body: Any) -> dict[str, Any]:
+    """The first run with each other one."""
+    keys = list(dict.fromkeys(query.values.getall("run", [])))
+    if not 2 <= len(keys) <= _MOST_COMPARED:
+        raise BadRequest(f"run: name 2 to {_MOST_COMPARED} runs, as run=A&run=B")
+    first, *others = [state.places.find(key) for key in keys]
+    return {
+        "comparisons": [
+            {
+                **orjson.loads(made_by("compare", first.path, other.path)),
+                "first": first.key,
+                "second": other.key,
+            }
+            for other in others
+        ]
+    }
 
 
 def in_flight(state: State, query: Query, body: Any) -> dict[str, Any]:
@@ -292,6 +332,7 @@ def _text(given: Mapping[str, Any], name: str) -> str:
 _RUN = "/api/runs/{run}"
 READS: Mapping[str, Callable[[State, Query, Any], Any]] = {
     "/api/runs": list_runs,
+    "/api/compare": compare,
     _RUN: about_run,
     f"{_RUN}/rows": rows,
     f"{_RUN}/charts": charts,

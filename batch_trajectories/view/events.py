@@ -85,6 +85,10 @@ class _Watch:
         run = self._state.open(key)
         table = run.index.look()
         found = self._new("index", key, run.index.to_json())
+        found += self._new("text", key, run.texts.look()) if run.texts.state else []
+        facts, why = run.facts()
+        as_of = None if facts is None else facts["as_of"]
+        found += self._new("facts", key, {"as_of": as_of, "error": why})
         run.labels.look()
         found += self._new("labels", key, {"version": run.version, "size": run.labels.size})
         journals = live.signature(run.place.path)

@@ -77,6 +77,15 @@ def keys_by_label(labels: Labels | None) -> dict[str, list[bytes]]:
     return found
 
 
+def decided_by(labels: Labels | None, who: str) -> list[bytes]:
+    """The records that a reviewer has given a verdict."""
+    return [
+        bytes.fromhex(record)
+        for record, of_record in (labels.by_record() if labels is not None else ())
+        if any(label.who == who and label.verdict is not None for label in of_record)
+    ]
+
+
 VERDICTS = ("keep", "reject", "fix", DISPUTED)
 
 

@@ -14,10 +14,19 @@ from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.records import UnreadableRecord
 from batch_trajectories.view.conversation import read_found
 from batch_trajectories.view.index.charts import choices_of
+from batch_trajectories.view.index.facts import read_facts
 from batch_trajectories.view.index.filters import Choice, RowFilters, either, in_keys, inverted
-from batch_trajectories.view.index.run_index import RunIndex
+from batch_trajectories.view.index.parts import cache_of
+from batch_trajectories.view.index.run_index import Maker, RunIndex
+from batch_trajectories.view.index.run_texts import RunTexts
 from batch_trajectories.view.index.table import Masks, Table, count_of
-from batch_trajectories.view.labels import VERDICTS, RunLabels, agreement_of, keys_by_label
+from batch_trajectories.view.labels import (
+    VERDICTS,
+    RunLabels,
+    agreement_of,
+    decided_by,
+    keys_by_label,
+)
 from batch_trajectories.view.runs import Places, RunPlace
 
 _RUNS_OPEN = 4
@@ -32,7 +41,10 @@ class OpenRun:
     def __init__(self, place: RunPlace) -> None:
         self.place = place
         self.index = RunIndex(place.path)
+        self.texts = RunTexts(place.path)
         self.labels = RunLabels(place.path)
+        self._facts: Maker | None = None
+        self._facts_failed: str | None = None
         self._lock = threading.Lock()
         self._selected: OrderedDict[Any, Masks] = OrderedDict()
         self._ordered: tuple[Any, pa.Array] | None = None
@@ -46,12 +58,15 @@ class OpenRun:
 
     def select(self, table: Table, filters: RowFilters, more: Sequence[Choice] = ()) -> Masks:
         """The rows that the filters leave; the last selections are kept."""
-        key = (self.version, filters.source)
+        found = self.texts.find(filters.text) if filters.text else None
+        key = (self.version, filters.source, found and found.version)
         with self._lock:
             if key in self._selected and not more:
                 self._selected.move_to_end(key)
                 return self._selected[key]
         choices = [*more, *self._of_labels(filters)]
+        if found is not None:
+            choices.append(found.choice)
         masks = table.select(filters.joined(choices))
         if not more:
             with self._lock:
@@ -61,8 +76,13 @@ class OpenRun:
         return masks
 
     def _of_labels(self, filters: RowFilters) -> list[Choice]:
+        decided: list[Choice] = []
+        if filters.undecided_by:
+            decided = [
+                inverted(in_keys("record", decided_by(self.labels.look(), filters.undecided_by)))
+            ]
         if not filters.labels:
-            return []
+            return decided
         keys = keys_by_label(self.labels.look())
         choices: list[Choice] = []
         for name in filters.labels:
@@ -71,13 +91,19 @@ class OpenRun:
                 choices.append(inverted(in_keys("record", judged)))
             else:
                 choices.append(in_keys("record", keys.get(name, ())))
-        return [either(choices)]
+        return [*decided, either(choices)]
 
     def order(
         self, table: Table, masks: Masks, filters: RowFilters, by: str | None, *, down: bool
     ) -> pa.Array:
         """The numbers of the selected rows in order; the last order is kept."""
-        key = (self.version, filters.source, by, down)
+        key = (
+            self.version,
+            filters.source,
+            by,
+            down,
+            self.texts.state and self.texts.state["bytes"],
+        )
         with self._lock:
             if self._ordered is not None and self._ordered[0] == key:
                 return self._ordered[1]
@@ -133,9 +159,24 @@ class OpenRun:
         except UnreadableRecord:
             return None  # `verify` names it
 
+    def facts(self) -> tuple[dict[str, Any] | None, str | None]:
+        """What is known of the whole run, and why it is not; has it made if need be."""
+        with self._lock:
+            if self._facts is not None and self._facts.is_over():
+                self._facts_failed = self._facts.problem()
+                self._facts.stop()
+                self._facts = None
+            found, is_due = read_facts(cache_of(self.place.path), self.place.path)
+            if is_due and self._facts is None and self._facts_failed is None:
+                self._facts = Maker("facts", self.place.path)
+            return found, self._facts_failed
+
     def close(self) -> None:
         """End what works for it."""
         self.index.close()
+        self.texts.close()
+        if self._facts is not None:
+            self._facts.stop()
 
 
 class State:

@@ -54,7 +54,7 @@ _COMPARE = {
 _OTHER_OPS = ("has", "null", "notnull")
 KNOWN = (
     *(*_CATEGORIES, "tool", "flag", "label", "passed", "reward_min", "reward_max"),
-    *("q", "text", "where", "ids"),
+    *("q", "text", "where", "ids", "undecided_by"),
 )
 
 
@@ -69,6 +69,8 @@ class RowFilters:
     choices: list[Choice] = field(default_factory=list)
     """Those that columns alone decide."""
     labels: list[str] = field(default_factory=list)
+    undecided_by: str = ""
+    """A reviewer: the rows without a verdict of theirs."""
     text: str = ""
     """Words of whole conversations."""
     source: tuple[tuple[str, str], ...] = ()
@@ -112,6 +114,7 @@ def read_filters(query: MultiMapping[str]) -> RowFilters:
             filters.choices.append(_compares("reward", compare, limit))
     for word in query.get("q", "").lower().split():
         filters.choices.append(_has("search", word))
+    filters.undecided_by = query.get("undecided_by", "")
     filters.text = query.get("text", "").strip()
     for condition in _given(query, "where"):
         filters.choices.append(_where(condition))
@@ -124,6 +127,11 @@ def in_keys(column: str, keys: Collection[bytes]) -> Choice:
     """The rows whose key in a column is one of these."""
     wanted = pa.array(list(keys), pa.binary(16))
     return lambda batch: pc.is_in(batch.column(column), value_set=wanted)
+
+
+def in_offsets(offsets: pa.Array) -> Choice:
+    """The rows of the records at these places in records.jsonl."""
+    return lambda batch: pc.is_in(batch.column("offset"), value_set=offsets)
 
 
 def inverted(choice: Choice) -> Choice:

@@ -1,6 +1,6 @@
 """What other processes do for the server.
 
-    python -m batch_trajectories.view.index.making WHAT RUN
+    python -m batch_trajectories.view.index.making WHAT RUN [RUN]
 
 Their memory is gone when they end, and they may fork, as no other thread runs in them.
 """
@@ -8,8 +8,10 @@ Their memory is gone when they end, and they may fork, as no other thread runs i
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from batch_trajectories.basics.console import show
 from batch_trajectories.basics.errors import RunError, RunLocked, machine_failures_as_stops
 from batch_trajectories.view.index.parts import cache_of, extend, origin_of
 
@@ -21,12 +23,34 @@ def rows(run_dir: Path) -> None:
         extend(run_dir, cache_of(run_dir), origin)
 
 
-def main(what: str, run: str) -> int:
+def texts(run_dir: Path) -> None:
+    """Make its text index."""
+    from batch_trajectories.view.index.texts import extend_texts
+
+    origin = origin_of(run_dir)
+    if origin is not None:
+        extend_texts(run_dir, cache_of(run_dir), origin)
+
+
+def facts(run_dir: Path) -> None:
+    """Read the whole run for what is known of it."""
+    from batch_trajectories.view.index.facts import make_facts
+
+    make_facts(run_dir, cache_of(run_dir))
+
+
+def compare(first: Path, second: Path) -> None:
+    """Print how two runs differ."""
+    from batch_trajectories.view.index.differences import differences
+
+    show(differences(first, second))
+
+
+def main(what: str, *runs: str) -> int:
     """Make what is named; the exit code."""
-    run_dir = Path(run)
     try:
         with machine_failures_as_stops():
-            _MAKES[what](run_dir)
+            _MAKES[what](*map(Path, runs))
     except RunLocked:
         return 0  # another process makes the same
     except (RunError, OSError) as error:
@@ -35,7 +59,12 @@ def main(what: str, run: str) -> int:
     return 0
 
 
-_MAKES = {"rows": rows}
+_MAKES: Mapping[str, Callable[..., None]] = {
+    "rows": rows,
+    "texts": texts,
+    "facts": facts,
+    "compare": compare,
+}
 
 
 if __name__ == "__main__":

@@ -136,13 +136,15 @@ def missing_in(parts: Sequence[IndexPart], size: int) -> list[tuple[int, int]]:
     return [*gaps, (at, size)] if size > at else gaps
 
 
-def ranges_of(records: Path, gaps: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Gaps cut at the ends of lines, into ranges of about `RANGE_BYTES`; torn ends are left out."""
+def ranges_of(
+    records: Path, gaps: Sequence[tuple[int, int]], size: int = RANGE_BYTES
+) -> list[tuple[int, int]]:
+    """Gaps cut at the ends of lines, into ranges of about `size`; torn ends are left out."""
     ranges = []
     with records.open("rb") as file:
         for begin, end in gaps:
             while begin < end:
-                cut = min(begin + RANGE_BYTES, end)
+                cut = min(begin + size, end)
                 stop = _after_line(file.fileno(), cut, end)
                 if stop is None or stop <= begin:
                     break

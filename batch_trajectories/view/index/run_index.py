@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from batch_trajectories.basics.console import silenced
-from batch_trajectories.basics.errors import RunError, RunLocked
+from batch_trajectories.basics.errors import RunDirError, RunError, RunLocked
 from batch_trajectories.runs.store.files import refuse_strange_files
 from batch_trajectories.view.index.parts import (
     Origin,
@@ -71,6 +71,18 @@ class Maker:
             self._process.terminate()
             self._process.wait()
         self._said.close()
+
+
+def made_by(what: str, *run_dirs: Path) -> bytes:
+    """What another process prints, which ends before this returns. Raises `RunDirError`."""
+    module = "batch_trajectories.view.index.making"
+    paths = [str(path.resolve()) for path in run_dirs]
+    command = [sys.executable, "-m", module, what, *paths]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if ended.returncode:
+        lines = ended.stderr.decode(errors="replace").strip().splitlines()
+        raise RunDirError(lines[-1] if lines else f"{what} ended with {ended.returncode}")
+    return ended.stdout
 
 
 class RunIndex:

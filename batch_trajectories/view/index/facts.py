@@ -1,0 +1,103 @@
+"""What is known of a whole run, as the report says it: funnel, problems, rewards, money.
+
+Another process reads all records for it, and keeps the result beside the index. It is shown until
+a new one is made, as of so many records.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batch_trajectories.api.stored_run import StoredRun
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.health import HEALTH_CHECKS, Health, problems_in
+from batch_trajectories.export.reward_statistics import RewardStatistics
+from batch_trajectories.runs.directory.run_totals import spent_by, spent_by_judges
+from batch_trajectories.runs.store.failures import NO_LIMIT, failures_by_class, stored_failures
+from batch_trajectories.runs.store.files import read_json, replace_file
+from batch_trajectories.runs.store.reader import SomeRecords, over_records
+
+NAME = "facts.json"
+
+_READ = ("records.jsonl", "failures.jsonl", "scores.jsonl", "exports/dataset/manifest.json")
+_WAITS = 20
+"""A run that grows is read again after so many times as long as that takes."""
+
+
+class _Part:
+    """Of some records."""
+
+    def __init__(self, samples: int, rule: Any) -> None:
+        self.rewards, self.health = RewardStatistics(samples, rule), Health(samples)
+        self.records = 0
+
+
+def make_facts(run_dir: Path, cache: Path) -> None:
+    """Read the whole run and write its facts. Raises `RunError` and `OSError`."""
+    began = time.monotonic()
+    state = state_of(run_dir)
+    stored = StoredRun(run_dir)
+    config = stored.identity["config"]
+    samples, rule = config["num_samples"], stored.rule
+
+    def collect(some: SomeRecords) -> _Part:
+        part = _Part(samples, rule)
+        for record in some.records:
+            own = Own(record)
+            part.rewards.add(record)
+            part.health.add(record, own)
+            part.records += 1
+        return part
+
+    whole, *others = over_records(run_dir, collect, doing="facts")
+    for part in others:
+        whole.rewards.merge(part.rewards)
+        whole.health.merge(part.health)
+        whole.records += part.records
+    whole.health.add_failures(stored_failures(run_dir))
+    health = whole.health.to_json()
+    funnel, why = stored.funnel_if_known()
+    facts = {
+        "as_of": {"records": whole.records, "at": time.time()},
+        "funnel": funnel,
+        "funnel_unknown": why,
+        "errors": failures_by_class(run_dir),
+        "spent": spent_by(run_dir, config.get("max_attempts", NO_LIMIT))._asdict(),
+        "judges": spent_by_judges(run_dir)._asdict(),
+        "rewards": whole.rewards.to_json(),
+        "health": problems_in(health),
+        "health_checked": sum(one["of"] >= HEALTH_CHECKS[one["name"]].least for one in health),
+    }
+    content = {"state": state, "took_s": time.monotonic() - began, "facts": facts}
+    replace_file(cache / NAME, orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS))
+
+
+def state_of(run_dir: Path) -> list[list[int]]:
+    """Changes when the facts do."""
+    found = []
+    for name in (
+        "records.jsonl",
+        "failures.jsonl",
+        "scores.jsonl",
+        "exports/dataset/manifest.json",
+    ):
+        try:
+            status = (run_dir / name).stat()
+        except FileNotFoundError:
+            found.append([0, 0])
+            continue
+        found.append([status.st_ino, status.st_size])
+    return found
+
+
+def read_facts(cache: Path, run_dir: Path) -> tuple[dict[str, Any] | None, bool]:
+    """The facts that were made last, and whether it is time to make new ones."""
+    made = read_json(cache / NAME)
+    if made is None or not {"state", "took_s", "facts"} <= made.keys():
+        return None, True
+    age = time.time() - made["facts"]["as_of"]["at"]
+    return made["facts"], made["state"] != state_of(run_dir) and age > _WAITS * made["took_s"]

@@ -1,0 +1,146 @@
+"""The words of whole conversations, for `text=`: full-text tables of SQLite without the texts.
+
+Each file has the records of a range of records.jsonl; a row is the offset of its record. They are
+made when somebody first searches.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pyarrow as pa
+
+from batch_trajectories.basics.parts import Advance, in_parts
+from batch_trajectories.runs.store.checksum import DamagedLine
+from batch_trajectories.runs.store.files import alone_in, make_directory
+from batch_trajectories.runs.store.record_types import Record, StoredConversation, decode_record
+from batch_trajectories.runs.store.records import lines_from
+from batch_trajectories.view.index.parts import IndexPart, Origin, missing_in, parts_in, ranges_of
+
+RANGE_BYTES = 64 << 20
+"""Of records.jsonl in one file of a new index."""
+
+_KIND = "text"
+_AT_ONCE = 500
+_WORD = re.compile(r'"([^"]*)"|(\S+)')
+_PARTS = re.compile(r"\w+", re.UNICODE)
+
+
+class NothingToFind(ValueError):
+    """A search has no word in it."""
+
+
+def extend_texts(run_dir: Path, cache: Path, origin: Origin) -> None:
+    """Make the files that are missing. Raises `RunLocked` if another process makes them."""
+    directory = cache / origin.name_of_texts
+    make_directory(directory, is_inside=False)
+    with alone_in(directory, f"{directory}: another process makes this index"):
+        records = run_dir / "records.jsonl"
+        _drop_small(directory)
+        missing = missing_in(parts_in(directory, _KIND), records.stat().st_size)
+        ranges = ranges_of(records, missing, RANGE_BYTES)
+
+        def do(some: Sequence[tuple[int, int]], advance: Advance) -> None:
+            for begin, end in some:
+                _make(records, directory, begin, end)
+                advance(1)
+
+        in_parts(ranges, do, doing=f"texts of {run_dir.name}", enough=2)
+
+
+def _drop_small(directory: Path) -> None:
+    """Drop the last files that are together smaller than one before them: they are made as one."""
+    parts = parts_in(directory, _KIND)
+    size = 0
+    for part in reversed(parts):
+        own = part.end - part.begin
+        if own >= RANGE_BYTES or (size and own > 2 * size):
+            return
+        size += own
+        part.path.unlink()
+
+
+def _make(records: Path, directory: Path, begin: int, end: int) -> None:
+    path = directory / f"{_KIND}-{begin}-{end}.sqlite"
+    temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with closing(sqlite3.connect(temporary, isolation_level=None)) as base:
+            base.execute("pragma journal_mode=off")
+            base.execute("pragma synchronous=off")
+            base.execute("create virtual table words using fts5(said, content='', columnsize=0)")
+            base.execute("begin")
+            some: list[tuple[int, str]] = []
+            for offset, line in lines_from(records, begin):
+                if offset >= end:
+                    break
+                try:
+                    text = "\n".join(texts_of(decode_record(line)))
+                except DamagedLine:
+                    continue
+                some.append((offset, text.encode(errors="replace").decode()))
+                if len(some) >= _AT_ONCE:
+                    base.executemany("insert into words(rowid, said) values (?, ?)", some)
+                    some.clear()
+            base.executemany("insert into words(rowid, said) values (?, ?)", some)
+            base.execute("commit")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def texts_of(record: Record) -> Iterator[str]:
+    """All that was said in a conversation, and in those inside it, and what its check printed."""
+    yield record.id
+    yield from _said(record)
+    if record.check is not None:
+        printed = (record.check.stdout, record.check.stderr)
+        yield from (text for text in printed if isinstance(text, str))
+    if record.error is not None and record.error.message is not None:
+        yield record.error.message
+
+
+def _said(part: StoredConversation) -> Iterator[str]:
+    for message in part.messages:
+        yield message.content
+        if message.reasoning:
+            yield message.reasoning
+        for call in message.tool_calls:
+            yield call.function.name
+            yield call.function.arguments
+    for inner in part.inner:
+        yield from _said(inner)
+
+
+def question_of(words: str) -> str:
+    """The words of a search in the language of SQLite: all of them, phrases, beginnings with `*`.
+
+    Raises `NothingToFind`.
+    """
+    found = []
+    for match in _WORD.finditer(words):
+        said = match[1] if match[1] is not None else match[2]
+        parts = _PARTS.findall(said.replace("_", " "))
+        if parts:
+            phrase = " ".join(parts)
+            star = "*" if match[1] is None and said.endswith("*") else ""
+            found.append(f'"{phrase}"{star}')
+    if not found:
+        raise NothingToFind(f"text={words}: has no word; give words of letters and digits")
+    return " AND ".join(found)
+
+
+def offsets_of(parts: Sequence[IndexPart], question: str) -> pa.Array:
+    """The offsets of the records that have what is asked for."""
+    found: list[pa.Array] = []
+    for part in parts:
+        with closing(
+            sqlite3.connect(f"{part.path.as_uri()}?mode=ro&immutable=1", uri=True)
+        ) as base:
+            rows = base.execute("select rowid from words where words match ?", (question,))
+            found.append(pa.array([offset for (offset,) in rows], pa.int64()))
+    return pa.concat_arrays(found) if found else pa.array([], pa.int64())
