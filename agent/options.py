@@ -160,6 +160,7 @@ class AgentOptions(BaseModel):
     repeat_limit: NonNegativeInt = meaning(
         3,
         "Equal calls with equal results in a row that end a conversation; 0: no limit.",
+        is_limit=True,
         is_inherited=True,
     )
     max_reasks: NonNegativeInt = meaning(

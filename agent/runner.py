@@ -5,6 +5,7 @@ Workers, `AIAgent` and subagents all use it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -192,17 +193,27 @@ class ConversationRunner:
         return await inner.run_inner(), inner.trajectory
 
     async def _ask_user(self) -> Finish | None:
-        """Have the simulated user write its next message; returns an ending if that failed."""
-        from agent.loop.simulated_user import UsersModel, seen_by_user, stored_opening
+        from agent.loop.simulated_user import seen_by_user
 
         user = self.spec.options.simulated_user
         assert user is not None
-        key = user_key(self.trajectory.notes_of(USER_TURN) + 1)
+        written = self.trajectory.notes_of(USER_TURN)
         seen = seen_by_user(user, self.trajectory)
+        return await self.ask_user(user_key(written + 1), seen, written)
+
+    async def ask_user(self, key: str, seen: Sequence[Message], written: int) -> Finish | None:
+        """Have the simulated user write a message as the inner conversation `key`.
+
+        It sees `seen`, and has `written` so many before. Returns an ending if that failed.
+        """
+        from agent.loop.simulated_user import UsersModel, stored_opening
+
+        user = self.spec.options.simulated_user
+        assert user is not None
         opening = stored_opening(seen, self.trajectory)
         options = inherited_from(self.spec.options, max_turns=1)
         inner = self._inner(key, SIMULATED_USER, opening, options)
-        model = self.host.user_model(user, self.trajectory) or self.model
+        model = self.host.user_model(user, inner.trajectory, written) or self.model
         inner = replace(
             inner,
             model=UsersModel(model, seen),
@@ -217,6 +228,32 @@ class ConversationRunner:
         if end.status == "context_exceeded":
             return Finish("user_context_exceeded", f"the simulated user ended as {end.describe()}")
         return Finish("errors", f"the simulated user ended as {end.describe()}")
+
+    async def further_message(
+        self, said: Sequence[str], answers: Sequence[str]
+    ) -> str | Finish | None:
+        """The user's next message to an agent that runs as a command; None if there is none.
+
+        `said` are the user's messages so far, the task first, and `answers` the agent's to each. A
+        simulated user is asked again only if these differ from those of an earlier start. Returns
+        an ending if asking failed.
+        """
+        written = len(said) - 1
+        user = self.spec.options.simulated_user
+        if user is None:
+            return next(iter(self.spec.user_turns[written:]), None)
+        if written >= user.max_turns:
+            return None
+        from agent.loop.simulated_user import message_in, seen_of_agent
+
+        seen = seen_of_agent(user, said, answers)
+        texts = "\0".join(message["content"] for message in seen)
+        digest = hashlib.sha256(texts.encode("utf-8", "replace")).hexdigest()[:12]
+        key = f"{user_key(written + 1)}.{digest}"
+        if end := await self.ask_user(key, seen, written):
+            return end
+        text = message_in(self.trajectory, key)
+        return None if not text or user.stop in text else text
 
     def _is_prepared(self) -> bool:
         return self.trajectory.is_reopened or bool(self.trajectory.replies)

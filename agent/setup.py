@@ -12,9 +12,7 @@ from agent.loop.tools import Approve, check_names, offered
 from agent.messages.message import (
     PREPARATION,
     SIMULATED_USER,
-    USER_TURN,
     is_cost_only,
-    user_key,
 )
 from agent.models.client.pool import ModelPool
 from agent.models.model import Model, ModelSettings
@@ -252,13 +250,13 @@ class Home:
         settings = self.setup.subagents[agent.name].settings
         return self._own_model(settings, agent.script, replies_played(conversation, self.setup))
 
-    def user_model(self, user: SimulatedUser, conversation: Trajectory) -> Model | None:
-        """The model that plays the user of a conversation; None: the conversation's own."""
-        written = conversation.notes_of(USER_TURN)
-        inner = conversation.inner.get(user_key(written + 1))
-        if inner is not None:
-            written += replies_played(inner.trajectory, self.setup)
-        return self._own_model(self.setup.user, user.script, written)
+    def user_model(self, user: SimulatedUser, begun: Trajectory, written: int) -> Model | None:
+        """The model that plays the user, who has written so many messages; None: the agent's.
+
+        `begun` is the conversation in which it writes the next one.
+        """
+        start = written + replies_played(begun, self.setup)
+        return self._own_model(self.setup.user, user.script, start)
 
     def _own_model(self, settings: ModelSettings | None, script: Any, start: int) -> Model | None:
         if settings is None:

@@ -5,7 +5,9 @@ holds [NAME steps=N] gets N replies that each run a shell command by whatever to
 offers for that, then a text. With run=all they do what coding agents do: read, write and edit
 files, keep a list, make several calls at once, make calls that fail, start subagents, and show a
 picture at the last step. With full=N the reply to step N reports a context that is nearly full, and
-an agent that then asks for a summary gets one. Ids of calls are random, as those of real models.
+an agent that then asks for a summary gets one. A later message that holds [more steps=N] raises
+the number of steps. A request whose instructions hold [user N] is a user's, who asks N times for
+two more steps each. Ids of calls are random, as those of real models.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from testing.fake_script import JSON, Reply
 from testing.fake_tokens import Template, add_tokens, refusal
 
 _TASK = re.compile(r"\[(\w+) steps=(\d+)(?: run=(\w+))?(?: full=(\d+))?\]")
+_MORE = re.compile(r"\[more steps=(\d+)\]")
+_USER = re.compile(r"\[user (\d+)\]")
 _ID = re.compile(r"call_(\d+)_[0-9a-f]{16}")
 _SHELLS = (
     "Bash",
@@ -53,6 +57,7 @@ _SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _COMMANDS = {
     None: "echo {name}-{step} >> notes.txt && cat notes.txt",
     "clock": "date +%s%N",
+    "same": "echo took $(date +%s%N) ns",
     "fix": "sed -i s/-/+/ pkg/calc.py && cat pkg/calc.py",
     "log": "cd /workspace && echo {name}-{step} >> {name}.log && cat {name}.log",
 }
@@ -348,6 +353,10 @@ def _due(request: JSON) -> tuple[str, list[JSON]]:
     body = _json_of(request)
     task = _TASK.search(body)
     tools = dict(_tools(request))
+    if user := _USER.search(body):
+        written = sum(item.get("role") == "assistant" for item in _items(request))
+        more = f"Please go on. [more steps={2 * written + 2}]"
+        return more if written <= int(user[1]) else "###STOP###", []
     if task is not None and task[4] and _asks_for_summary(request):
         # The id of a call says how many steps were made.
         steps = max(map(int, _STEP.findall(body)), default=_steps_made(request, body))
@@ -355,7 +364,8 @@ def _due(request: JSON) -> tuple[str, list[JSON]]:
         return f"<summary>Work on [{task[1]} steps={task[2]} run={task[3]}]; {made}.</summary>", []
     if task is None or not any(name in tools for name in _SHELLS):
         return "A title", []
-    name, steps, run = task[1], int(task[2]), task[3]
+    name, run = task[1], task[3]
+    steps = max(int(task[2]), *(int(more) for more in _MORE.findall(body)), 0)
     step = _steps_made(request, body) + 1
     if step <= steps and run == ALL:
         calls = [_call(tools, kind, given, name, step) for kind, given in _DEEDS[step - 1]]

@@ -1,8 +1,9 @@
 """A small agent that runs as a command: it asks the model and runs the commands it calls for.
 
-    python -m testing.scripted_agent DIALECT [--stream] [--by_id] PROMPT
+    python -m testing.scripted_agent DIALECT [--stream] [--by_id] [--continue] PROMPT
 
-With --by_id, the dialect responses sends only what is new, and the id of the reply before.
+With --by_id, the dialect responses sends only what is new, and the id of the reply before. With
+--continue it goes on with what it has kept in HOME, as each start keeps its conversation.
 DIALECT is chat, messages or responses. It knows only what the environment says (OPENAI_BASE_URL,
 ANTHROPIC_BASE_URL), runs with the standard library alone, and prints the last text.
 """
@@ -16,6 +17,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 JSON = dict[str, Any]
@@ -148,6 +150,9 @@ def main() -> None:
         "responses": Responses(),
     }[kind]  # type: ignore[assignment]
     history = dialect.opening(prompt)
+    session = Path.home() / "session.json"
+    if "--continue" in flags:
+        history = [*json.loads(session.read_text()), history[-1]]
     by_id = None
     while True:
         try:
@@ -160,6 +165,7 @@ def main() -> None:
             by_id = events[-1].get("response", events[-1])["id"]
             history = []
         if not calls:
+            session.write_text(json.dumps(history))
             print(text)
             return
         results: list[tuple[str, str]] = []

@@ -4,6 +4,7 @@ command_agent  an agent that users run as a command
 answers        replies on their way to agents, who asked for them again; lists of models
 sending        what is sent to the endpoint for a call
 relay          makes the calls of an agent, and records them
+stalls         whether it repeats a call with the same result
 server         the HTTP server that agents talk to
 
 Other rooms import answers, command_agent, relay, server.

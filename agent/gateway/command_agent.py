@@ -39,7 +39,7 @@ directory that the command starts in, and its HOME."""
 PER_ROW = ("command", "stdin", "env", "files", "final_call")
 """What a row can set for itself in its column `agent`."""
 
-NO_MEANING = frozenset({"programs", "memory_mb", "version", "volatile"})
+NO_MEANING = frozenset({"programs", "memory_mb", "version", "volatile", "continues"})
 """Fields that do not affect the data: runs continue where a preset changes them."""
 
 _VARIABLES: Mapping[str, str] = {
@@ -100,6 +100,9 @@ class CommandAgent(BaseModel):
     """Its program, on the PATH or with a path, and arguments."""
     stdin: _Text = ""
     """Its standard input."""
+    continues: _Command = ()
+    """The command that goes on with its latest session, where `{prompt}` is the user's next
+    message; (): it takes one message."""
     env: dict[_Variable, _Text | None] = {}
     """Variables besides those that all agents get (PATH, HOME, URLs and keys of the gateway)."""
     files: dict[Annotated[str, AfterValidator(_relative)], str] = {}
@@ -125,7 +128,17 @@ class CommandAgent(BaseModel):
         texts = (*self.command, self.stdin, *self.files.values(), *self.env.values())
         if not any("{prompt}" in (text or "") for text in texts):
             raise ValueError("{prompt} is missing: give it in `command`, `stdin`, `env` or `files`")
+        if self.continues and "{prompt}" not in " ".join((*self.continues, self.stdin)):
+            raise ValueError("{prompt} is missing: give it in `continues` or `stdin`")
         return self
+
+    @property
+    def why_one_message(self) -> str:
+        """Why it takes no further messages of a user, and what to do."""
+        return (
+            f"agent {self.name!r} has no `continues`, the command that goes on with its session, "
+            "so it takes one message"
+        )
 
     @property
     def found(self) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from agent.gateway.answers import Answer, Answers, Refusal
 from agent.gateway.sending import AgentCall, free, request_of
+from agent.gateway.stalls import stalled
 from agent.loop.rules import unknown_use
 from agent.loop.steps import Finish
 from agent.messages.message import (
@@ -69,6 +70,8 @@ class CallLimits:
     max_calls: int | None = None
     max_tokens: int | None = None
     max_cost_usd: float | None = None
+    repeats: int = 0
+    """Equal calls of tools with equal results in a row; 0: no limit."""
 
     @classmethod
     def of(cls, options: AgentOptions, *, has_turn_limit: bool = True) -> CallLimits:
@@ -159,7 +162,7 @@ class Relay:
             wire, body, reply = call.wire, known["body"], self.answers.begin(wanted)
             reply.finish(wire.stream_of(body) if wanted.is_stream else [wire.whole(body)])
             return reply
-        if refusal := self._limit():
+        if refusal := self._limit(wanted):
             return Answer(refusal)
         try:
             route = self._route(call.wire.api, wanted.model)
@@ -217,9 +220,11 @@ class Relay:
             return Refusal(_STOP, self.ending.status, self.ending.reason or "no more model calls")
         return None
 
-    def _limit(self) -> Refusal | None:
+    def _limit(self, wanted: WireRequest) -> Refusal | None:
         """The refusal of a new call, if a limit is reached."""
         self.ending = self._reached()
+        if self.ending is None and self._limits.repeats:
+            self.ending = stalled(wanted.messages, self._limits.repeats, self._volatile)
         if self.ending is None:
             return None
         self.ended.set()

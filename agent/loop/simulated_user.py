@@ -24,7 +24,12 @@ _GREETING = "Hello! How can I help you?"
 
 def users_message(t: Trajectory, number: int) -> str:
     """Message `number` (from 1) of the simulated user; "" if it is missing, or was cut."""
-    inner = t.inner.get(user_key(number))
+    return message_in(t, user_key(number))
+
+
+def message_in(t: Trajectory, key: str) -> str:
+    """The message that the inner conversation `key` wrote; "" if it is missing, or was cut."""
+    inner = t.inner.get(key)
     if inner is None or not inner.trajectory.replies:
         return ""
     # Some servers say `tool_calls` of a reply without any.
@@ -54,12 +59,28 @@ def stored_opening(seen: Sequence[Message], t: Trajectory) -> list[Message]:
     return [] if any(inner.trajectory.messages for inner in users) else list(seen[:1])
 
 
-def seen_by_user(user: SimulatedUser, t: Trajectory) -> list[Message]:
-    """The conversation as the simulated user sees it, with the roles exchanged."""
-    seen = [
+def first_seen(user: SimulatedUser) -> list[Message]:
+    """What a simulated user sees before the first message."""
+    return [
         Message(role="system", content=user.instructions()),
         Message(role="user", content=_GREETING),
     ]
+
+
+def seen_of_agent(
+    user: SimulatedUser, said: Sequence[str], answers: Sequence[str]
+) -> list[Message]:
+    """What the user of an agent that runs as a command sees: their messages, and its answers."""
+    seen = first_seen(user)
+    for message, answer in zip(said, answers, strict=True):
+        seen.append(Message(role="assistant", content=message))
+        seen.append(Message(role="user", content=split_inline_reasoning(answer).rest))
+    return seen
+
+
+def seen_by_user(user: SimulatedUser, t: Trajectory) -> list[Message]:
+    """The conversation as the simulated user sees it, with the roles exchanged."""
+    seen = first_seen(user)
 
     between = ""
     """What separates an answer from the one before; nothing from the beginning that was cut."""

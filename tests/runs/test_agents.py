@@ -12,11 +12,15 @@ from agent.models.model import ModelSettings
 from agent.wires.canonical import cut
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.presets import CONFIGS, presets
-from batch_trajectories.runs.config.fingerprint import digest_of, meaning_of, with_defaults
+from batch_trajectories.runs.config.fingerprint import (
+    digest_of,
+    meaning_of,
+    stored_meaning,
+    with_defaults,
+)
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.models import set_up_models
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.config.sandboxes import problem_of_sandbox
 from batch_trajectories.runs.worker.agents.agent_program import (
     check_agent_of_node,
     free_memory_mb,
@@ -166,9 +170,16 @@ def test_what_cannot_be_done_is_refused(options: dict[str, Any], message: str) -
         config(**options)
 
 
-def test_a_sandbox_that_cannot_show_its_program_is_refused() -> None:
-    problem = str(problem_of_sandbox(config(sandbox="docker", workspace="image")))
-    assert "sandbox docker: agents that are commands cannot run in it; use bwrap" in problem
+def test_runs_of_before_had_no_limit_on_repeats() -> None:
+    """It stood in their fingerprints, and meant nothing."""
+    today = config()
+    before = {"agent": {**today.to_json()["agent"]}, "base_url": today.base_url}
+    del before["agent"]["continues"]
+    meaning = {**meaning_of(today), "repeat_limit": 3}
+    assert meaning_of(today)["repeat_limit"] == 0
+    assert stored_meaning({"meaning": meaning, "config": before})["repeat_limit"] == 0
+    own = {"meaning": meaning, "config": today.to_json()}
+    assert stored_meaning(own)["repeat_limit"] == 3
 
 
 def test_limits_of_an_agent_are_its_own_unless_they_are_given() -> None:

@@ -119,11 +119,6 @@ def test_further_paths_are_shown(tmp_path: Path) -> None:
         find_program(str(program), [tmp_path / "gone"])
 
 
-def test_docker_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SandboxError, match="agents that are commands cannot run in it"):
-        make_sandbox("docker", Workspace(tmp_path), Limits(), extras=Extras())
-
-
 @needs_bwrap
 def test_a_runtime_may_map_more_memory_than_it_uses(tmp_path: Path) -> None:
     """Garbage collectors reserve; what is used is still limited, in sum."""

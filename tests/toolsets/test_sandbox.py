@@ -24,7 +24,7 @@ from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.sandbox_conformance import cut_off
 from tests.running import PATIENCE_S, ROOT
 from toolsets.sandbox import SANDBOXES
-from toolsets.sandbox.base import ExecResult, Limits, SandboxError
+from toolsets.sandbox.base import ExecResult, Extras, Limits, SandboxError
 from toolsets.sandbox.bwrap import end_orphans, launch
 from toolsets.sandbox.factory import ENTRY_POINTS, make_sandbox, sandbox_kind, sandbox_problem
 from toolsets.sandbox.inside.outputs import HeadTail
@@ -265,6 +265,7 @@ PLUG_IN = """
 from toolsets.sandbox.local import LocalSandbox
 class Near(LocalSandbox):
     name = "near"
+    takes_extras = False
 """
 
 
@@ -298,6 +299,8 @@ def test_a_package_adds_a_sandbox(
         if message is None:
             assert problem is None
             assert make_sandbox("near", Workspace(tmp_path / "ws"), Limits()).name == "near"
+            with pytest.raises(SandboxError, match="agents that are commands cannot run in it"):
+                make_sandbox("near", Workspace(tmp_path / "ws"), Limits(), extras=Extras())
         else:
             assert message in str(problem)
     finally:

@@ -158,6 +158,8 @@ class Sandbox(ABC):
     """What lasts until the next sandbox of a conversation lies in the workspace's directory."""
     takes_extras: ClassVar[bool] = False
     """It can show `Extras`, so that agents that are commands run in it."""
+    has_own_loopback: ClassVar[bool] = False
+    """Its 127.0.0.1 is not this machine's, even where it has a network."""
 
     @classmethod
     def problem(cls, settings: SandboxSettings) -> str | None:

@@ -63,6 +63,8 @@ class DockerSandbox(ServedSandbox):
     name = "docker"
     needs_image = True
     limits_itself = True
+    takes_extras = True
+    has_own_loopback = True
     home = HOME
 
     @classmethod
@@ -79,10 +81,9 @@ class DockerSandbox(ServedSandbox):
         extras: Extras | None = None,
     ) -> DockerSandbox:
         """See `Sandbox`. Whether the engine has the image shows when it starts."""
-        del extras
         if settings.image is None:
             raise SandboxError("sandbox docker: no image was named")
-        return DockerSandbox(workspace, limits, settings, settings.image)
+        return DockerSandbox(workspace, limits, settings, settings.image, extras)
 
     @classmethod
     def in_images(cls, settings: SandboxSettings, run_dir: Path) -> ImageSandboxes:
@@ -90,10 +91,15 @@ class DockerSandbox(ServedSandbox):
         return _EngineImages(settings, run_dir)
 
     def __init__(
-        self, workspace: Workspace, limits: Limits, settings: SandboxSettings, image: str
+        self,
+        workspace: Workspace,
+        limits: Limits,
+        settings: SandboxSettings,
+        image: str,
+        extras: Extras | None = None,
     ) -> None:
         """`image` is one that the engine has; it is not pulled."""
-        super().__init__(workspace, limits)
+        super().__init__(workspace, limits, extras)
         self._settings = settings
         self._engine = settings.engine
         self._image = image
@@ -110,6 +116,8 @@ class DockerSandbox(ServedSandbox):
             *("--env", f"HOME={HOME}", "--env", "LANG=C.UTF-8", "--env", "MPLBACKEND=Agg"),
             *("--entrypoint", ""),
         ]
+        if self._extras is not None and (own := self._extras.home) is not None:
+            options += ["--tmpfs", f"{own}:rw,exec,mode=1777,size={self._limits.tmp_mb}m"]
         return Launch(
             argv=[program, *options, self._image, *argv], env=engine_environment(), cwd="/"
         )
@@ -124,7 +132,13 @@ class DockerSandbox(ServedSandbox):
             *("--network", "bridge" if network else "none"),
             *("--security-opt", "no-new-privileges"),
             *("--memory", f"{limits.memory_mb}m", "--pids-limit", str(limits.processes)),
+            *self._mounts(),
         ]
+
+    def _mounts(self) -> list[str]:
+        """What of this machine the container sees, read-only."""
+        binds = {} if self._extras is None else self._extras.binds
+        return [item for at, path in binds.items() for item in ("--volume", f"{path}:{at}:ro")]
 
 
 class _EngineImages(ImageSandboxes):
@@ -154,12 +168,18 @@ class _EngineImages(ImageSandboxes):
         self, workspace: Workspace, limits: Limits, spec: ImageSpec, extras: Extras | None = None
     ) -> DockerImageSandbox:
         """See `ImageSandboxes`."""
-        del extras
         settings = self._settings
         config, digest = image_config(settings.engine, spec.reference, settings.pull)
         run = run_label(self._run_dir)
         return DockerImageSandbox(
-            workspace, limits, settings, spec=spec, run=run, config=config, digest=digest
+            workspace,
+            limits,
+            settings,
+            spec=spec,
+            run=run,
+            config=config,
+            digest=digest,
+            extras=extras,
         )
 
     def remove_leftovers(self) -> int:
@@ -192,9 +212,13 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
         run: str,
         config: Mapping[str, Any],
         digest: str,
+        extras: Extras | None = None,
     ) -> None:
-        """`run` names the run among all on this machine; `config` and `digest` are the image's."""
-        super().__init__(workspace, limits, settings, spec.reference)
+        """`run` names the run among all on this machine; `config` and `digest` are the image's.
+
+        HOME is that of the image's user, whatever `extras` say.
+        """
+        super().__init__(workspace, limits, settings, spec.reference, extras)
         self._spec = spec
         self._run = run
         self._config = config
@@ -281,12 +305,17 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
             options += ["--cap-add", capability]
         if self._spec.user is not None:
             options += ["--user", self._spec.user]
-        for source, target in inside_python().mounts:
-            options += ["--volume", f"{source}:{target}:ro"]
         for name, text in env.items():
             options += ["--env", f"{name}={text}"]
         # The server goes to the workspace, which commands may have removed when it starts again.
         return [*options, "--workdir", "/"]
+
+    def _mounts(self) -> list[str]:
+        """See `DockerSandbox`; also the Python that the server runs in."""
+        mounts = {at: path for path, at in inside_python().mounts}
+        if self._extras is not None:
+            mounts |= self._extras.binds
+        return [item for at, path in mounts.items() for item in ("--volume", f"{path}:{at}:ro")]
 
     def _state(self) -> Any:
         done = ask_engine(self._engine, ["container", "inspect", self._container])

@@ -28,8 +28,8 @@ ENTRY_POINTS = "batch_trajectories.sandboxes"
 """The entry point group in which installed packages offer subclasses of `Sandbox` by name."""
 
 NO_AGENTS = (
-    "agents that are commands cannot run in it; use bwrap (with --workspace=image and --images=DIR "
-    "for container images)"
+    "agents that are commands cannot run in it; use bwrap, or for container images bwrap with "
+    "--workspace=image and --images=DIR, or docker"
 )
 
 

@@ -10,7 +10,7 @@ from agent.options import LIMITS, AgentOptions, parse_json
 from batch_trajectories.basics.presets import preset_or_path
 from batch_trajectories.runs.config.endpoints import is_secret
 
-DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0}
+DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0, "repeat_limit": 0}
 """Of options whose usual defaults are for conversations of this program."""
 
 _NOT_OF_AGENTS = (
@@ -49,7 +49,10 @@ def _read(value: Any) -> Any:
 
 def check_options(agent: CommandAgent, given: Collection[str]) -> None:
     """Raise `ValueError` if an option of `given`, not at its default, means nothing to `agent`."""
-    own = [name for name in AgentOptions.model_fields if name not in LIMITS]
+    allowed = {*LIMITS, *(["simulated_user"] if agent.continues else ())}
+    if "simulated_user" in given and not agent.continues:
+        raise ValueError(f"simulated_user: {agent.why_one_message}")
+    own = [name for name in AgentOptions.model_fields if name not in allowed]
     for name in (*own, *_NOT_OF_AGENTS):
         if name in given:
             raise ValueError(

@@ -83,6 +83,8 @@ def stored_meaning(run: Mapping[str, Any]) -> dict[str, Any]:
     """The fingerprint in a run.json, in the form in which fingerprints are compared."""
     fixed = {name: run["meaning"][name] for name in FIXED.keys() & run["meaning"].keys()}
     meaning = in_todays_words(run["meaning"], run["config"].get("base_url"))
+    if "continues" not in (run["config"].get("agent") or {"continues": ()}):
+        meaning["repeat_limit"] = 0  # agents had none then, whatever it says
     return with_defaults(meaning | fixed)
 
 

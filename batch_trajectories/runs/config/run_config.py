@@ -27,7 +27,6 @@ from agent.options import (
     meaning,
     parse_json,
 )
-from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.validation import bucket_url
 from batch_trajectories.runs.config.endpoints import BaseUrl, Effort, ExtraBody, PriceConfig
 from batch_trajectories.runs.config.option_types import (
@@ -49,7 +48,6 @@ from batch_trajectories.runs.config.option_types import (
 from batch_trajectories.runs.config.sample_options import SampleOptions
 from batch_trajectories.runs.dataset.row import ColumnUse, RowRules
 from batch_trajectories.runs.dataset.shards import plain_shard
-from toolsets.sandbox.base import SandboxError
 
 if TYPE_CHECKING:
     from toolsets.catalog.distributions import Distribution
@@ -294,7 +292,7 @@ class RunConfig(SampleOptions):
                 for name, field in type(self).model_fields.items()
                 if getattr(self, name) != field.get_default(call_default_factory=True)
             }
-            check_options(self.agent, given - ({"docker_image"} if self.is_inside else set()))
+            check_options(self.agent, given - ({"docker_image"} if self.uses_images else set()))
         return self
 
     @model_validator(mode="before")
@@ -404,13 +402,7 @@ class RunConfig(SampleOptions):
         return "needed" if self.script_file is None else "allowed"
 
     def _image_use(self) -> ColumnUse:
-        from toolsets.sandbox.factory import sandbox_kind  # --help does without sandboxes
-
-        try:
-            takes_image = self.is_inside or sandbox_kind(self.sandbox).needs_image
-        except SandboxError as error:  # a stored run whose package is not installed here
-            raise ConfigError(str(error)) from error
-        if not takes_image:
+        if not self.uses_images:
             return "ignored"
         return "needed" if self.docker_image is None else "allowed"
 

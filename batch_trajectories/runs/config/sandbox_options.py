@@ -7,8 +7,9 @@ from typing import Literal
 from pydantic import model_validator
 
 from agent.options import AgentOptions, PositiveFloat, PositiveInt, meaning
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.runs.config.option_types import LocalPath, Names, Place, running
-from toolsets.sandbox.base import Engine, Pull, SandboxSettings
+from toolsets.sandbox.base import Engine, Pull, SandboxError, SandboxSettings
 
 
 class SandboxOptions(AgentOptions):
@@ -110,3 +111,18 @@ class SandboxOptions(AgentOptions):
     def is_inside(self) -> bool:
         """The workspace is a directory of an image."""
         return self.workspace == "image"
+
+    @property
+    def uses_images(self) -> bool:
+        """Whether commands run in container images, whose programs are not this machine's.
+
+        Raises `ConfigError` for a sandbox that is not installed here, as of a stored run.
+        """
+        if self.is_inside:
+            return True
+        from toolsets.sandbox.factory import sandbox_kind  # --help does without sandboxes
+
+        try:
+            return sandbox_kind(self.sandbox).needs_image
+        except SandboxError as error:
+            raise ConfigError(str(error)) from error

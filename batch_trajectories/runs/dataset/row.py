@@ -384,8 +384,8 @@ def _agent_of(
         raise ValueError(
             f"`{ROW_COLUMN}.{other[0]}`: means nothing with an agent that runs as a command"
         )
-    if other := [name for name in (TURNS_COLUMN, USER_COLUMN) if columns.get(name)]:
-        raise ValueError(f"`{other[0]}`: means nothing with an agent that runs as a command")
+    if not agent.continues and columns.get(TURNS_COLUMN):
+        raise ValueError(f"`{TURNS_COLUMN}`: {agent.why_one_message}")
     if len(opening) > 1:
         roles = [message["role"] for message in opening]
         raise ValueError(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from batch_trajectories.runs.scoring.functions import Inside
     from toolsets.browser.process import Browsers
     from toolsets.net.web_settings import WebSettings
-    from toolsets.sandbox.base import ImageSandboxes, ImageSpec
+    from toolsets.sandbox.base import ImageSandboxes, ImageSpec, SandboxSettings
     from toolsets.sandbox.image_files import ImageSandbox
 
 LOST = "the workspace was lost"
@@ -166,13 +166,12 @@ class Workspaces:
         root = context.workspace.root
         limits = replace(self._limits(row), timeout_s=timeout_s, output_bytes=output_bytes)
         if self._in_images is None:
-            sandbox = make_sandbox(
-                self._setup.config.sandbox, Workspace(root), limits, extras=extras
-            )
-            return sandbox, None
+            settings = self._settings(row)
+            kind = self._setup.config.sandbox
+            return make_sandbox(kind, Workspace(root), limits, settings, extras=extras), None
         inside = await self._sandbox_in_image(root, row, self._spec_of(row), limits, extras)
         await self._made(inside)
-        return inside, inside.user_home
+        return inside, inside.user_home or await _home_of_user(inside)
 
     async def reopened(
         self, context: ToolContext, row: RowTask, *, starts_entrypoint: bool = True
@@ -406,8 +405,10 @@ class Workspaces:
         kind = self._setup.provenance.sandbox
         if kind is None:
             return None
-        settings = self._setup.config.sandbox_settings(row.image.reference if row.image else None)
-        return make_sandbox(kind, workspace, limits or self._limits(row), settings)
+        return make_sandbox(kind, workspace, limits or self._limits(row), self._settings(row))
+
+    def _settings(self, row: RowTask) -> SandboxSettings:
+        return self._setup.config.sandbox_settings(row.image.reference if row.image else None)
 
     def _limits(self, row: RowTask) -> Limits:
         config = self._setup.config
@@ -420,6 +421,14 @@ class Workspaces:
             workspace_mb=min(config.workspace_mb, disk_mb or config.workspace_mb),
             network=config.network and self._in_images is None,
         )
+
+
+async def _home_of_user(sandbox: ImageSandbox) -> str:
+    """HOME of the user that commands run as, asked inside with a Python that is always there."""
+    from toolsets.sandbox.programs import inside_python
+
+    code = "import os; print(os.environ.get('HOME') or '/', end='')"
+    return (await sandbox.exec([*inside_python().command, "-I", "-S", "-c", code])).stdout
 
 
 async def _set_up(context: ToolContext, setup: RowSetup) -> None:

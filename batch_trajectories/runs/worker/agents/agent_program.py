@@ -50,7 +50,7 @@ def with_checked_agent(config: RunConfig) -> RunConfig:
                 "prints it)"
             )
         # Each image may have another one: its worker asks.
-        asks = agent.version_command and not config.is_inside
+        asks = agent.version_command and not config.uses_images
         version = version_of(agent, config) if asks else None
     except (NotInstalled, SandboxError) as error:
         raise ConfigError(f"agent {agent.name!r}: {error}") from error
@@ -120,7 +120,7 @@ def program_of(agent: CommandAgent, config: RunConfig) -> Installed:
 
     An image has it itself; what of this machine is shown there beside it is in `programs`.
     """
-    if not config.is_inside:
+    if not config.uses_images:
         return find_program(agent.command[0], agent.programs)
     for path in agent.programs:
         if not path.exists():
@@ -130,18 +130,22 @@ def program_of(agent: CommandAgent, config: RunConfig) -> Installed:
 
 
 def extras_of(
-    installed: Installed, socket: Path | None = None, *, in_image: bool = False
+    installed: Installed,
+    socket: Path | None = None,
+    *,
+    in_image: bool = False,
+    home: str | None = HOME,
 ) -> Extras:
     """What the sandbox of an agent shows: its program, and the directory of its socket.
 
-    In an image also the Python that forwards its calls.
+    In an image also the Python that forwards its calls. `home` None: the image's user has one.
     """
     binds = dict(installed.binds)
     if socket is not None:
         binds[SOCKET_DIR] = str(socket.parent)
-    if not in_image:
-        return Extras(binds, HOME)
-    return Extras(binds | {at: path for path, at in inside_python().mounts})
+    if in_image:
+        binds |= {at: path for path, at in inside_python().mounts}
+    return Extras(binds, home)
 
 
 def path_of(installed: Installed) -> str:

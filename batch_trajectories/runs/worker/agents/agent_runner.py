@@ -11,12 +11,12 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent.gateway.answers import names_only
 from agent.gateway.command_agent import CommandAgent, fill
@@ -24,6 +24,7 @@ from agent.gateway.relay import CallLimits, RefusedModel, Relay, Route
 from agent.gateway.server import Gateway
 from agent.loop.steps import Finish
 from agent.messages.message import AgentExitEvent, AgentRestartedEvent, Event, ReplyEvent
+from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.setup import Setup
 from agent.state.trajectory import Trajectory
@@ -51,6 +52,9 @@ from toolsets.sandbox.factory import sandbox_kind
 from toolsets.sandbox.programs import forwarding
 from toolsets.workspace.removal import remove_tree
 
+if TYPE_CHECKING:
+    from batch_trajectories.runs.worker.agents.users import FurtherMessage
+
 _PORT = 8800
 _SOCKET = "socket"
 _LAST_WORDS_S = 10.0
@@ -62,6 +66,18 @@ _SHOWN = 300
 
 _ENDED = ExecResult(None, "", "", timed_out=False, truncated=False, duration_s=0.0)
 """The result of a command that was ended because it could get no more replies."""
+
+
+class _Ran(NamedTuple):
+    """How the last command of a start ended."""
+
+    result: ExecResult
+    agent: CommandAgent
+    """With the version that it has."""
+    before: frozenset[int]
+    """The calls of the commands before it."""
+    end: Finish | None
+    """Why there was no further message, where that ends the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +127,11 @@ class AgentRunner:
             task.record(AgentRestartedEvent(kind="agent_restarted", at=time.time()))
         gateway = self._gateway(task)
         try:
-            result, agent = await self._run_command(task, gateway)
+            ran = await self._run_commands(task, gateway)
         except (SandboxError, NotInstalled) as error:
             raise AgentFailed(f"agent {task.agent.name!r}: {error}") from error
-        return _ending(task, gateway.relay, result), agent
+        end = ran.end or _ending(task, gateway.relay, ran.result, ran.before)
+        return end, ran.agent
 
     def _gateway(self, task: AgentTask) -> Gateway:
         options = task.row.spec.options
@@ -137,7 +154,7 @@ class AgentRunner:
             trajectory=task.trajectory,
             journal=task.journal,
             kept=task.kept,
-            limits=CallLimits.of(options),
+            limits=replace(CallLimits.of(options), repeats=options.repeat_limit),
             volatile=task.agent.what_varies,
             is_stopping=lambda: self._stops.is_stopping,
         )
@@ -145,39 +162,43 @@ class AgentRunner:
         models = names_only([setup.settings.name, *aliases])
         return Gateway(relay, wires=task.agent.speaks, models=models)
 
-    async def _run_command(
-        self, task: AgentTask, gateway: Gateway
-    ) -> tuple[ExecResult, CommandAgent]:
+    async def _run_commands(self, task: AgentTask, gateway: Gateway) -> _Ran:
+        """Run the agent for the task, and again for each further message of the user."""
         config, workspace, agent = self._config, task.context.workspace, task.agent
         installed = program_of(agent, config)
         async with _home_beside(workspace.root) as beside:
-            is_isolated = sandbox_kind(config.sandbox).is_isolated
-            is_alone = is_isolated and not self._spaces.has_network(task.row)
-            socket = beside / _SOCKET if is_alone else None
+            kind, in_image = sandbox_kind(config.sandbox), config.uses_images
+            shares_loopback = not kind.has_own_loopback and self._spaces.has_network(task.row)
+            socket = beside / _SOCKET if kind.is_isolated and not shares_loopback else None
             url, key = f"http://127.0.0.1:{_PORT}", "placeholder"
             if socket is not None:
                 # By a short name: the path of a socket may have 107 bytes.
                 with _open_directory(beside) as fd:
                     await gateway.serve_unix(Path(f"/proc/self/fd/{fd}/{_SOCKET}"))
+                # A container's user may be another one; nobody else gets into the run directory.
+                socket.chmod(0o666)
+                beside.chmod(0o711)
             else:
                 port, key = await gateway.serve_tcp()
                 url = f"http://127.0.0.1:{port}"
-            extras = extras_of(installed, socket, in_image=config.is_inside)
+            own_home = None if config.is_inside else HOME
+            extras = extras_of(installed, socket, in_image=in_image, home=own_home)
+            left_s = task.row.spec.options.max_conversation_s or _NO_LIMIT_S
             sandbox = None
             try:
                 sandbox, home = await self._spaces.for_agent(
                     task.context,
                     task.row,
                     extras,
-                    timeout_s=task.row.spec.options.max_conversation_s or _NO_LIMIT_S,
+                    timeout_s=left_s,
                     output_bytes=_OUTPUT_BYTES,
                 )
-                if config.is_inside and agent.version_command:
+                if in_image and agent.version_command:
                     asking = self._begin(
                         sandbox, agent.version_command, timeout_s=VERSION_TIMEOUT_S
                     )
                     agent = agent.with_found(printed_version(agent, await self._result(asking)))
-                home = home or (HOME if is_isolated else str(beside))
+                home = home or (HOME if kind.is_isolated else str(beside))
                 values = {
                     "prompt": task.row.opening[-1]["content"],
                     "gateway": url,
@@ -186,30 +207,55 @@ class AgentRunner:
                     "workspace": str(Path(sandbox.home) / workspace.start_dir),
                     "home": home,
                 }
-                own = {
-                    "HOME": home,
-                    "PATH": path_of(installed),
-                    "LANG": "C.UTF-8",
-                    "TERM": "dumb",
-                    "USER": "user",
-                }
-                terms: dict[str, Any] = {
-                    "argv": [installed.path, *(fill(text, values) for text in agent.command[1:])],
-                    "env": ({} if config.is_inside else own) | agent.environment(values),
-                    "inherits": config.is_inside,
-                    "cwd": values["workspace"],
-                    "stdin": fill(agent.stdin, values),
-                    "files": {f"{home}/{path}": fill(t, values) for path, t in agent.files.items()},
-                    "socket": None if socket is None else f"{SOCKET_DIR}/{_SOCKET}",
-                    "port": _PORT,
-                }
-                argv, stdin = forwarding(terms, in_image=config.is_inside)
-                command = self._begin(sandbox, argv, stdin=stdin)
-                return await self._ended(task, gateway, command), agent
+                own = {"HOME": home}
+                if not in_image:
+                    own |= {"PATH": path_of(installed), "LANG": "C.UTF-8"}
+                    own |= {"TERM": "dumb", "USER": "user"}
+                further = self._further_messages(task)
+                said, answers = [values["prompt"]], list[str]()
+                before: frozenset[int] = frozenset()
+                while True:
+                    words = agent.continues if answers else agent.command
+                    program = installed.path if words[0] == agent.command[0] else words[0]
+                    terms: dict[str, Any] = {
+                        "argv": [program, *(fill(text, values) for text in words[1:])],
+                        "env": own | agent.environment(values),
+                        "inherits": in_image,
+                        "cwd": values["workspace"],
+                        "stdin": fill(agent.stdin, values),
+                        "files": {}
+                        if answers
+                        else {f"{home}/{path}": fill(t, values) for path, t in agent.files.items()},
+                        "socket": None if socket is None else f"{SOCKET_DIR}/{_SOCKET}",
+                        "port": _PORT,
+                    }
+                    argv, stdin = forwarding(terms, in_image=in_image)
+                    command = self._begin(sandbox, argv, stdin=stdin, timeout_s=max(left_s, 0.001))
+                    result = await self._ended(task, gateway, command)
+                    left_s -= result.duration_s
+                    ran = _Ran(result, agent, before, None)
+                    if further is None or not _has_answered(task, gateway.relay, ran):
+                        return ran
+                    answers.append(_last_text(task))
+                    message = await further(said, answers)
+                    if message is None or isinstance(message, Finish):
+                        return ran._replace(end=message)
+                    said.append(message)
+                    values["prompt"] = message
+                    assert task.trajectory.agent_calls is not None
+                    before = frozenset(task.trajectory.agent_calls.live)
             finally:
                 if sandbox is not None:
                     await sandbox.stop()
                 await gateway.close()
+
+    def _further_messages(self, task: AgentTask) -> FurtherMessage | None:
+        spec = task.row.spec
+        if not spec.user_turns and spec.options.simulated_user is None:
+            return None
+        from batch_trajectories.runs.worker.agents.users import further_messages
+
+        return further_messages(task, self._config, self._calls, self._stops)
 
     def _begin(
         self, sandbox: Sandbox, argv: Sequence[str], **given: Any
@@ -256,7 +302,7 @@ class AgentRunner:
         That in an image is found when it runs. Raises `AgentFailed`.
         """
         command = agent.version_command
-        if agent.found is not None or not command or self._config.is_inside:
+        if agent.found is not None or not command or self._config.uses_images:
             return agent
         if command not in self._versions:
             try:
@@ -267,12 +313,14 @@ class AgentRunner:
         return agent.with_found(self._versions[command])
 
 
-def _last_reply(task: AgentTask) -> ReplyEvent | None:
-    """The last reply of the main conversation; None if the agent made no call."""
+def _last_reply(task: AgentTask, before: Collection[int] = ()) -> ReplyEvent | None:
+    """The last reply of the main conversation; None if the agent has made no call since."""
     if (calls := task.trajectory.agent_calls) is None:
         return None
     main = lines_of(calls, task.row.opening[-1]["content"]).main
-    return None if main is None else calls.exchanges[main.numbers[-1]]["reply"]
+    if main is None or main.numbers[-1] in before:
+        return None
+    return calls.exchanges[main.numbers[-1]]["reply"]
 
 
 @asynccontextmanager
@@ -315,13 +363,31 @@ def _exit_event(result: ExecResult) -> AgentExitEvent:
     )
 
 
-def _ending(task: AgentTask, relay: Relay, result: ExecResult) -> Finish:
-    """How the conversation ended, as the relay saw it. Raises `AgentFailed`."""
+def _has_answered(task: AgentTask, relay: Relay, ran: _Ran) -> bool:
+    """Whether a command ended with an answer, so that the user may write again."""
+    try:
+        return _ending(task, relay, ran.result, ran.before).status == "completed"
+    except (AgentFailed, ModelError):
+        return False
+
+
+def _last_text(task: AgentTask) -> str:
+    reply = _last_reply(task)
+    return "" if reply is None else reply["message"]["content"]
+
+
+def _ending(
+    task: AgentTask, relay: Relay, result: ExecResult, before: Collection[int] = ()
+) -> Finish:
+    """How the conversation ended, as the relay saw it. Raises `AgentFailed`.
+
+    `before` are calls of earlier commands of this start: the main conversation must go on.
+    """
     if relay.ending is not None:
         return relay.ending
     if result.timed_out:
         return Finish("time_limit", f"{result.duration_s:.1f} s are over the limit")
-    last = _last_reply(task)
+    last = _last_reply(task, before)
     # A command that was ended was not done, even after a final reply.
     if last is not None and not result.was_filling:
         match last["finish_reason"]:
@@ -338,7 +404,9 @@ def _ending(task: AgentTask, relay: Relay, result: ExecResult) -> Finish:
             return Finish("context_exceeded", str(relay.last_error))
         raise relay.last_error
     how = "was ended" if result.exit_code is None else f"ended with exit code {result.exit_code}"
-    when = "before its first model call" if last is None else "before a final answer"
+    when = "before a final answer" if last is not None else "before its first model call"
+    if last is None and before:
+        when = "without going on with its conversation (`continues`)"
     if result.was_filling:
         how = "was ended because its workspace is over --workspace_mb:"
         when = f"it holds {result.full_mb} MB"
