@@ -209,10 +209,13 @@ def play_events(events: list[Any]) -> int:
     return sum(event["kind"] == "reply" for event in inner)
 
 
-def test_an_agent_that_is_a_command_has_one_message() -> None:
+def test_an_agent_that_is_a_command_has_one_message_unless_it_continues() -> None:
     agent = CommandAgent(name="a", command=("agent", "{prompt}"), speaks=("openai_chat",))
-    with pytest.raises(ValueError, match="`user_turns`: means nothing with an agent"):
+    with pytest.raises(ValueError, match="`user_turns`: agent 'a' has no `continues`"):
         RowRules(agent=agent).read({"prompt": "x", "user_turns": ["a"]})
+    agent = agent.model_copy(update={"continues": ("agent", "-c", "{prompt}")})
+    read = RowRules(agent=agent).read({"prompt": "x", "user_turns": ["a"]})
+    assert read.spec.user_turns == ("a",)
 
 
 RULES = RowRules(options=AgentOptions(simulated_user=SimulatedUser(model="openai:m", stop="STOP")))
