@@ -1,6 +1,7 @@
 """Model calls of agents that run as commands: relayed to the run's endpoint, and recorded.
 
 command_agent  an agent that users run as a command
+task_servers   MCP servers of a task, as agents are told of them
 answers        replies on their way to agents, who asked for them again; lists of models
 sending        what is sent to the endpoint for a call
 relay          makes the calls of an agent, and records them

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -30,6 +30,7 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.validation import Pattern
 
 if TYPE_CHECKING:
+    from agent.gateway.task_servers import Server
     from agent.wires.wire import Volatile
 
 PLACEHOLDERS = ("prompt", "gateway", "key", "model", "workspace", "home")
@@ -39,7 +40,7 @@ directory that the command starts in, and its HOME."""
 PER_ROW = ("command", "stdin", "env", "files", "final_call")
 """What a row can set for itself in its column `agent`."""
 
-NO_MEANING = frozenset({"programs", "memory_mb", "version", "volatile", "continues"})
+NO_MEANING = frozenset({"programs", "memory_mb", "version", "volatile", "continues", "mcp"})
 """Fields that do not affect the data: runs continue where a preset changes them."""
 
 _VARIABLES: Mapping[str, str] = {
@@ -73,6 +74,9 @@ def _relative(value: str) -> str:
     return str(path)
 
 
+Form = Literal["mcpServers", "codex"]
+"""How MCP servers are written: a JSON object of that key, or tables of TOML."""
+
 _Text = Annotated[str, AfterValidator(_plain)]
 _Command = Annotated[tuple[_Text, ...], BeforeValidator(_split_command)]
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -87,6 +91,17 @@ class VolatileConfig(BaseModel):
     """Dotted paths of fields of request bodies."""
     texts: tuple[Pattern, ...] = ()
     """Regular expressions; what they match in messages and tools is ignored."""
+
+
+class McpFile(BaseModel):
+    """Where an agent reads which MCP servers there are."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    file: Annotated[str, AfterValidator(_relative)]
+    """Its path in HOME; what `files` say of it stays."""
+    form: Form
+    """See `task_servers`."""
 
 
 class CommandAgent(BaseModel):
@@ -114,6 +129,8 @@ class CommandAgent(BaseModel):
     aliases: dict[str, str] = {}
     """Models by the names that it asks for, as `--model`; `*` stands for all other names."""
     volatile: VolatileConfig = Field(default_factory=VolatileConfig)
+    mcp: McpFile | None = None
+    """How it is told of the MCP servers of a task; None: it cannot be."""
     final_call: Pattern | None = None
     """Where it ends by a tool call instead of a text: what the arguments of that call match."""
     programs: tuple[Path, ...] = ()
@@ -168,10 +185,27 @@ class CommandAgent(BaseModel):
         given = {**_VARIABLES, **self.env}
         return {name: fill(text, values) for name, text in given.items() if text is not None}
 
-    def of_row(self, own: Any) -> CommandAgent:
-        """The agent of a row whose column `agent` is `own`. Raises `ValueError`."""
-        if own is None:
-            return self
+    def of_row(self, own: Any, servers: Sequence[Server] = ()) -> CommandAgent:
+        """The agent of a row whose column `agent` is `own`, with the MCP servers of its task.
+
+        Raises `ValueError`.
+        """
+        agent = self if own is None else self._of_row(own)
+        if not servers:
+            return agent
+        if agent.mcp is None:
+            raise ValueError(
+                f"agent {agent.name!r} is not told of MCP servers; say in its file where it reads "
+                "them (`mcp`)"
+            )
+        from agent.gateway.task_servers import with_servers
+
+        at = agent.mcp.file
+        text = with_servers(agent.files.get(at, ""), agent.mcp.form, servers)
+        told = agent.model_copy(update={"files": {**agent.files, at: text}})
+        return told.with_found(agent.found)
+
+    def _of_row(self, own: Any) -> CommandAgent:
         if not isinstance(own, dict):
             raise ValueError(f"`agent` must be an object with {', '.join(PER_ROW)}")
         if other := sorted(own.keys() - set(PER_ROW)):

@@ -173,8 +173,8 @@ def test_what_cannot_be_done_is_refused(options: dict[str, Any], message: str) -
 def test_runs_of_before_had_no_limit_on_repeats() -> None:
     """It stood in their fingerprints, and meant nothing."""
     today = config()
-    before = {"agent": {**today.to_json()["agent"]}, "base_url": today.base_url}
-    del before["agent"]["continues"]
+    agent = {k: v for k, v in today.to_json()["agent"].items() if k != "continues"}
+    before = {"agent": agent, "base_url": today.base_url}
     meaning = {**meaning_of(today), "repeat_limit": 3}
     assert meaning_of(today)["repeat_limit"] == 0
     assert stored_meaning({"meaning": meaning, "config": before})["repeat_limit"] == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.basics.presets import presets
+from batch_trajectories.runs.config.agents import agent_of
 from batch_trajectories.runs.dataset.row import RowRules, RowTask
 from batch_trajectories.runs.dataset.row_check import Artifact, Check, Collect
 from batch_trajectories.runs.dataset.row_files import Executable
@@ -197,12 +200,57 @@ REFUSED: dict[str, tuple[str, dict[str, str | None], str]] = {
     "mcp": (
         SIMPLE + '[[environment.mcp_servers]]\nname = "m"',
         {},
-        "task.toml:3: environment.mcp_servers: MCP servers of a task are not supported",
+        "task.toml:3: environment.mcp_servers: m: sse needs `url`",
+    ),
+    "mcp-transport": (
+        SIMPLE + 'mcp_servers = [{name = "m", transport = "pigeon"}]',
+        {},
+        "task.toml:3: environment.mcp_servers: m: the transport 'pigeon' is not known",
+    ),
+    "mcp-headers": (
+        SIMPLE + 'mcp_servers = [{name = "m", url = "http://localhost", headers = {A = "${B}"}}]',
+        {},
+        "task.toml:3: environment.mcp_servers: m: headers are not supported: no key enters a",
+    ),
+    "mcp-host": (
+        SIMPLE + 'network_mode = "no-network"\nmcp_servers = [{name = "m", url = "http://db/mcp"}]',
+        {},
+        "task.toml:4: environment.mcp_servers: m: db needs a network, which the task has not",
+    ),
+    "mcp-without-agent": (
+        SIMPLE + 'mcp_servers = [{name = "m", transport = "stdio", command = "serve"}]',
+        {},
+        "`mcp_servers`: only agents that run as commands use the MCP servers of a task",
     ),
     "health": (
         SIMPLE + '[environment.healthcheck]\ncommand = "true"\nretries = "3"',
         {},
         "task.toml:5: environment.healthcheck.retries: '3' is not a number of seconds or retries",
+    ),
+    "verifier-os": (
+        SIMPLE + '[verifier.environment]\ndocker_image = "v"\nos = "windows"',
+        {},
+        "task.toml:5: verifier.environment.os: windows is not supported",
+    ),
+    "shared-environment": (
+        SIMPLE + '[verifier]\nenvironment_mode = "shared"\n[verifier.environment]\nos = "linux"',
+        {},
+        "task.toml:4: verifier.environment_mode: a shared verifier has no environment of its own",
+    ),
+    "artifact-above": (
+        'artifacts = ["/a/../b"]\n' + SIMPLE,
+        {},
+        "task.toml:1: artifacts: '/a/../b' must not contain `..`",
+    ),
+    "artifact-exclude": (
+        'artifacts = [{source = "/a", exclude = 3}]\n' + SIMPLE,
+        {},
+        "task.toml:1: artifacts: `exclude` must be a list of patterns",
+    ),
+    "two-sizes": (
+        SIMPLE + 'memory_mb = 100\nmemory = "2G"',
+        {},
+        "task.toml:4: environment.memory: '2G' is not what `memory_mb` says",
     ),
     "steps": (
         SIMPLE + '[[steps]]\nname = "one"',
@@ -243,7 +291,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> 
     task, files, message = REFUSED[name]
     error = refusal(write_task(tmp_path / name, task, **files))
     assert message in error
-    if name != "variable":
+    if name not in ("variable", "mcp-without-agent"):
         assert error.startswith(f"{name}/task.toml")
 
 
@@ -290,8 +338,68 @@ timeout_sec = 5
 """
 
 
+SERVERS = """\
+[environment]
+docker_image = "org/task:1"
+network_mode = "no-network"
+[[environment.mcp_servers]]
+name = "notes"
+transport = "stdio"
+command = "python3"
+args = ["/srv/notes.py", "say \\"hi\\""]
+[[environment.mcp_servers]]
+name = "web"
+transport = "http"
+url = "http://localhost:9000/mcp"
+"""
+
+
+class TestServers:
+    """MCP servers of a task, in the files of the agent."""
+
+    def files_of(self, tmp_path: Path, agent: str, task: str = SERVERS) -> dict[str, str]:
+        rules = replace(INSIDE, agent=agent_of(agent))
+        read_task = read(write_task(tmp_path / "t", task), rules)
+        assert read_task.agent is not None
+        return read_task.agent.files
+
+    def test_claude_code_reads_them_in_its_json(self, tmp_path: Path) -> None:
+        assert json.loads(self.files_of(tmp_path, "claude-code")[".claude.json"]) == {
+            "mcpServers": {
+                "notes": {
+                    "type": "stdio",
+                    "command": "python3",
+                    "args": ["/srv/notes.py", 'say "hi"'],
+                },
+                "web": {"type": "http", "url": "http://localhost:9000/mcp"},
+            }
+        }
+
+    def test_codex_reads_them_in_its_toml(self, tmp_path: Path) -> None:
+        told = tomllib.loads(self.files_of(tmp_path, "codex")[".codex/config.toml"])
+        assert told["model"] == "{model}"
+        assert told["mcp_servers"] == {
+            "notes": {"command": "python3", "args": ["/srv/notes.py", 'say "hi"']},
+            "web": {"url": "http://localhost:9000/mcp"},
+        }
+
+    def test_an_agent_that_cannot_be_told_of_them_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="'mini-swe-agent' is not told of MCP servers"):
+            self.files_of(tmp_path, "mini-swe-agent")
+        older = SERVERS.replace('"http"', '"sse"')
+        with pytest.raises(ValueError, match="'web': codex does not know `sse`"):
+            self.files_of(tmp_path, "codex", older)
+
+
 class TestSeparateVerifier:
     """A check in a container of its own."""
+
+    def test_it_has_limits_of_its_own(self, tmp_path: Path) -> None:
+        """Without an environment of its own, those of the task."""
+        own = SIMPLE + 'memory_mb = 9\n[verifier.environment]\ndocker_image = "v"\nmemory_mb = 700'
+        assert check_of(read(write_task(tmp_path / "own", own))).limits == RowLimits(700)
+        copied = SIMPLE + 'memory_mb = 9\n[verifier]\nenvironment_mode = "separate"'
+        assert check_of(read(write_task(tmp_path / "copied", copied))).limits == RowLimits(9)
 
     def test_it_is_a_fresh_copy_of_the_tasks(self, tmp_path: Path) -> None:
         check = check_of(read(write_task(tmp_path / "t", SEPARATE)))

@@ -11,6 +11,9 @@ MODEL_COLUMN = "model"
 
 AGENT_COLUMN = "agent"
 
+MCP_COLUMN = "mcp_servers"
+"""MCP servers of a Harbor task, which agents that run as commands start or call."""
+
 TURNS_COLUMN = "user_turns"
 """Further messages of the user, each sent after an answer."""
 

@@ -22,6 +22,7 @@ from batch_trajectories.runs.dataset.column_names import (
     FORK_COLUMN,
     IMAGE_COLUMNS,
     INSIDE_COLUMNS,
+    MCP_COLUMN,
     MODEL_COLUMN,
     SETUP_COLUMNS,
     TURNS_COLUMN,
@@ -157,6 +158,11 @@ class RowRules:
             from batch_trajectories.runs.dataset.row_image import read_limits
 
             limits = read_limits(columns.get("limits"))
+        if self.agent is None and _servers(columns):
+            raise ValueError(
+                f"`{MCP_COLUMN}`: only agents that run as commands use the MCP servers of a task; "
+                "give --agent=claude-code or codex, or another whose file has `mcp`"
+            )
         agent = self.agent and _agent_of(self.agent, columns, opening)
         return RowTask(opening, spec, image, setup, fork, limits, agent)
 
@@ -192,7 +198,7 @@ class RowRules:
         if self.with_forks:
             names.append(FORK_COLUMN)
         if self.agent is not None:
-            names.append(AGENT_COLUMN)
+            names += [AGENT_COLUMN, MCP_COLUMN]
         columns = with_plain_prompt(columns)
         return {name: columns[name] for name in names if name in columns}
 
@@ -392,9 +398,19 @@ def _agent_of(
             f"an agent that runs as a command takes the text of one user message (got {roles})"
         )
     try:
-        return agent.of_row(columns.get(AGENT_COLUMN))
+        return agent.of_row(columns.get(AGENT_COLUMN), _servers(columns))
     except ValidationError as error:
         raise ValueError(mistakes_in(error)[0].describe(AGENT_COLUMN)) from error
+
+
+def _servers(columns: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The MCP servers of a Harbor task, which the reader of tasks has checked."""
+    servers = columns.get(MCP_COLUMN) or []
+    if not isinstance(servers, list) or not all(
+        isinstance(server, dict) and server.keys() & {"command", "url"} for server in servers
+    ):
+        raise ValueError(f"`{MCP_COLUMN}` must be a list of servers with `command` or `url`")
+    return servers
 
 
 def _replies(columns: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@
     in           `same`: the workspace as the model left it; `fresh`: the image with only the diff
     image        the check runs in this image, which has of the workspace only the `artifacts`
     workdir      of that image
+    limits       of that image's container, as in the column `limits`; default: those of the row
     artifacts    paths, or {path, exclude: [PATTERN, ...]}; those that do not exist are left out
     collect      commands, or {command, timeout_s}, that run first, where the model worked; what
                  they end with does not count
@@ -29,7 +30,14 @@ from typing import Any, Literal, NamedTuple
 
 from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.dataset.row_files import read_files, read_path
-from batch_trajectories.runs.dataset.row_image import read_env, read_flag, read_image, read_user
+from batch_trajectories.runs.dataset.row_image import (
+    RowLimits,
+    read_env,
+    read_flag,
+    read_image,
+    read_limits,
+    read_user,
+)
 from toolsets.sandbox.base import ImageSpec
 
 CheckPlace = Literal["same", "fresh"]
@@ -44,7 +52,7 @@ PYTHON_FILES = (
 
 _INSIDE_KEYS = (
     *("in", "user", "network", "from_image"),
-    *("image", "workdir", "artifacts", "collect"),
+    *("image", "workdir", "limits", "artifacts", "collect"),
 )
 """Keys that need an image: elsewhere the check runs as the conversation did."""
 _KEYS = frozenset(
@@ -106,6 +114,8 @@ class Check(NamedTuple):
     """The image that it runs in; None: that of the conversation."""
     artifacts: tuple[Artifact, ...] = ()
     collect: tuple[Collect, ...] = ()
+    limits: RowLimits | None = None
+    """Of the container of `image`; None: those of the row."""
 
 
 def read_check(
@@ -157,12 +167,13 @@ def read_check(
         image,
         _artifacts(raw.get("artifacts"), image),
         collect,
+        None if raw.get("limits") is None else read_limits(raw["limits"], "check.limits"),
     )
 
 
 def _image(raw: Mapping[str, Any]) -> ImageSpec | None:
     if (reference := raw.get("image")) is None:
-        for name in ("workdir", "artifacts"):
+        for name in ("workdir", "limits", "artifacts"):
             if raw.get(name) is not None:
                 raise ValueError(f"`check.{name}` needs `check.image`: the image that it is for")
         return None

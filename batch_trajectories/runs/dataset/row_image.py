@@ -75,20 +75,22 @@ def image_columns(columns: Mapping[str, Any]) -> list[str]:
     return list(IMAGE_COLUMNS[: max(2, place + 1)])
 
 
-def read_limits(raw: Any) -> RowLimits:
-    """The column `limits`. Raises `ValueError` with the reason."""
+def read_limits(raw: Any, column: str = "limits") -> RowLimits:
+    """The column `limits`, or what is like it. Raises `ValueError` with the reason."""
     if raw is None:
         return RowLimits()
     if not isinstance(raw, dict) or (unknown := raw.keys() - {*RowLimits._fields}):
         names = f" (got {', '.join(sorted(map(str, unknown)))})" if isinstance(raw, dict) else ""
-        raise ValueError(f"`limits` must be an object with memory_mb, disk_mb and cpus{names}")
+        raise ValueError(f"`{column}` must be an object with memory_mb, disk_mb and cpus{names}")
     limits = {}
     for name, value in raw.items():
         least, unit = (_LEAST_CPUS, "CPUs") if name == "cpus" else (1, "megabytes")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and least <= value < 2**31):
             shown = clip(repr(value), max_chars=50)
-            raise ValueError(f"`limits.{name}`: {shown} is not a number of {unit}, {least} or more")
+            raise ValueError(
+                f"`{column}.{name}`: {shown} is not a number of {unit}, {least} or more"
+            )
         limits[name] = int(value) if value is not None and name != "cpus" else value
     return RowLimits(**limits)
 

@@ -4,9 +4,9 @@ A dataset is a directory of task directories, at most three levels deep, or a si
 `id` (the path of the directory), `instruction`, `task` (what task.toml holds), `image`, `network`,
 `check_network`, `check_user`, `limits`, `tests` (files by their path in the container),
 `interpreter` (of tests/test.sh), `health` (the command that waits until services answer),
-`collect` (what runs before the check) and `artifacts` (true if the task keeps files); where the
-verifier has a container of its own also `verifier` (see `_verifier`); for audits also `solution`
-(see `runs.audit.reference`). A task that needs what is not supported becomes a row with
+`collect` (what runs before the check), `mcp_servers` and `artifacts` (true if the task keeps
+files); where the verifier has a container of its own also `verifier` (see `_verifier`); for audits
+also `solution` (see `runs.audit.reference`). A task that needs what is not supported becomes a row with
 `row_error`: it is refused before anything runs.
 """
 
@@ -17,7 +17,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +33,10 @@ from batch_trajectories.runs.sources.harbor_settings import (
     is_separate,
     jsonable,
     limits_of,
+    mcp_servers_of,
     network_of,
     network_of_verifier,
+    with_published,
 )
 
 TASK_FILE = "task.toml"
@@ -57,7 +59,6 @@ _UNSUPPORTED: dict[tuple[str, ...], str] = {
     ("environment", "gpus"): "GPUs",
     ("environment", "gpu_types"): "GPUs",
     ("environment", "tpu"): "TPUs",
-    ("environment", "mcp_servers"): "MCP servers of a task",
     ("environment", "skills_dir"): "skills of a task",
     ("environment", "allowed_hosts"): "lists of allowed hosts",
     ("agent", "allowed_hosts"): "lists of allowed hosts",
@@ -164,8 +165,11 @@ class HarborTask(NamedTuple):
             row["collect"] = collect
         if (health := environment.get("healthcheck")) is not None:
             row["health"] = health_command(health)
+        if servers := mcp_servers_of(environment, has_network=row["network"]):
+            row["mcp_servers"] = servers
+        artifacts = artifacts_of(task)
         if is_separate(verifier):
-            row["verifier"] = self._verifier(task, image)
+            row["verifier"] = self._verifier(task, image, artifacts)
             by_default = network_of_verifier(verifier, default=by_default)
             row["check_network"] = network_of(verifier, "verifier", default=by_default)
             if not self._brings_tests(verifier.get("environment", {})):
@@ -173,7 +177,7 @@ class HarborTask(NamedTuple):
             user = verifier.get("user")
         else:
             row |= {"tests": self._tests(), "interpreter": self._interpreter()}
-            if task.get("artifacts"):
+            if artifacts:
                 row["artifacts"] = True
             user = verifier.get("user", "root" if agent.get("user") else None)
         if user is not None:
@@ -198,12 +202,20 @@ class HarborTask(NamedTuple):
             if value:
                 raise TaskRefused(f"{what} are not supported", keys)
         environment = task.get("environment", {})
-        if str(system := environment.get("os", "linux")).lower() != "linux":
-            raise TaskRefused(f"{system} is not supported", ("environment", "os"))
-        mode = task.get("verifier", {}).get("environment_mode", "shared")
+        verifier = task.get("verifier", {})
+        for table, keys in (
+            (environment, ("environment", "os")),
+            (verifier.get("environment"), ("verifier", "environment", "os")),
+        ):
+            system = table.get("os", "linux") if isinstance(table, dict) else "linux"
+            if str(system).lower() != "linux":
+                raise TaskRefused(f"{system} is not supported", keys)
+        mode = verifier.get("environment_mode", "shared")
+        keys = ("verifier", "environment_mode")
         if mode not in ("shared", "separate"):
-            keys = ("verifier", "environment_mode")
             raise TaskRefused(f"{mode} verifiers are not supported", keys)
+        if "environment" in verifier and not is_separate(verifier):
+            raise TaskRefused("a shared verifier has no environment of its own", keys)
         version = str(task.get("schema_version", task.get("version", "1")))
         if version.partition(".")[0] != "1":
             raise TaskRefused(f"version {version} of the format is not known", ("schema_version",))
@@ -223,15 +235,19 @@ class HarborTask(NamedTuple):
     def _image(self, environment: Mapping[str, Any], folder: str) -> str:
         """What an environment names, or what is built from the Dockerfile of its folder."""
         if image := environment.get("docker_image"):
-            return str(image)
+            if not isinstance(image, str):
+                raise TaskRefused(f"{image!r} is not the name of an image", ("docker_image",))
+            return image
         if not (self.path / folder / _DOCKERFILE).is_file():
             raise TaskRefused(f"no image: neither environment.docker_image nor {folder}/Dockerfile")
         return self._built_image(folder)
 
-    def _verifier(self, task: Mapping[str, Any], image: str) -> dict[str, Any]:
+    def _verifier(
+        self, task: Mapping[str, Any], image: str, artifacts: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
         """The verifier's own container.
 
-        `image`, `workdir`, `env`, and `artifacts`: what it gets of the conversation's container.
+        `image`, `workdir`, `limits`, `env`, and `artifacts`: what it gets of the conversation's container.
         Without an environment of its own it is a fresh copy of the task's.
         """
         own = task["verifier"].get("environment", {})
@@ -243,8 +259,9 @@ class HarborTask(NamedTuple):
         return {
             "image": self._image(own, _TESTS) if brings_tests else image,
             "workdir": environment.get("workdir"),
+            "limits": limits_of(environment),
             "env": {**environment.get("env", {}), **task["verifier"].get("env", {})},
-            "artifacts": artifacts_of(task),
+            "artifacts": with_published(artifacts),
         }
 
     def _brings_tests(self, own: Mapping[str, Any]) -> bool:

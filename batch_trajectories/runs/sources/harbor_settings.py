@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
@@ -41,6 +42,8 @@ until $limit sh -c "$command" >/dev/null 2>&1; do
     sleep {interval_sec}
 done
 """
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _NETWORK_MODES = {"public": True, "no-network": False}
 
@@ -85,8 +88,10 @@ def limits_of(environment: Mapping[str, Any]) -> dict[str, float]:
                 unit = "m" if key.endswith("_mb") else size and size[2].lower()
                 if size is None or not 0 < float(size[1]) < _MAX_SIZE:
                     raise TaskRefused(f"{raw!r} is not a size", ("environment", key))
-                limits[name] = max(1, int(float(size[1]) * _MEGABYTES[unit or ""]))
-                break
+                said = max(1, int(float(size[1]) * _MEGABYTES[unit or ""]))
+                if limits.get(name, said) != said:
+                    raise TaskRefused(f"{raw!r} is not what `{keys[0]}` says", ("environment", key))
+                limits[name] = said
     return limits
 
 
@@ -115,19 +120,62 @@ def hooks_of(verifier: Mapping[str, Any], agent: Mapping[str, Any]) -> list[dict
     return commands
 
 
+def mcp_servers_of(environment: Mapping[str, Any], *, has_network: bool) -> list[dict[str, Any]]:
+    """The MCP servers that the agent is told of; of several with a name the last."""
+    keys = ("environment", "mcp_servers")
+    servers = {}
+    for raw in _tables(environment.get("mcp_servers"), keys):
+        name, args = raw.get("name"), raw.get("args", [])
+        transport = raw.get("transport", "sse")
+        transport = "streamable-http" if transport == "http" else transport
+        if not isinstance(name, str) or not name:
+            raise TaskRefused("each needs a `name`", keys)
+        if raw.get("headers"):
+            raise TaskRefused(f"{name}: headers are not supported: no key enters a sandbox", keys)
+        if transport == "stdio":
+            if not isinstance(raw.get("command"), str) or not raw["command"]:
+                raise TaskRefused(f"{name}: stdio needs `command`", keys)
+            if not isinstance(args, list) or not all(isinstance(item, str) for item in args):
+                raise TaskRefused(f"{name}: `args` must be a list of texts", keys)
+            server = {"command": raw["command"], "args": args}
+        elif transport in ("sse", "streamable-http"):
+            url = raw.get("url")
+            host = urlsplit(url).hostname if isinstance(url, str) else None
+            if host is None:
+                raise TaskRefused(f"{name}: {transport} needs `url`", keys)
+            if not has_network and host not in _LOOPBACK:
+                raise TaskRefused(f"{name}: {host} needs a network, which the task has not", keys)
+            server = {"url": url}
+        else:
+            raise TaskRefused(f"{name}: the transport {transport!r} is not known", keys)
+        servers[name] = {"name": name, "transport": transport, **server}
+    return [*servers.values()]
+
+
 def artifacts_of(task: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the verifier's container gets, with /logs/artifacts, which it always gets."""
+    """The files of the agent's container that a task keeps; where they go on the host is ours."""
     found = []
-    for raw in task.get("artifacts", []):
+    entries = task.get("artifacts", [])
+    for raw in entries if isinstance(entries, list) else [entries]:
         entry = {"source": raw} if isinstance(raw, str) else raw
         if not isinstance(entry, dict) or not isinstance(entry.get("source"), str):
             raise TaskRefused("must be a list of paths, or of tables with `source`", ("artifacts",))
         if entry.get("service", _MAIN) != _MAIN:
             raise TaskRefused("services of compose are not supported", ("artifacts",))
-        found.append({"path": entry["source"], "exclude": entry.get("exclude", [])})
-    if not any(entry["path"].rstrip("/") == _PUBLISHED for entry in found):
-        found.insert(0, {"path": _PUBLISHED})
+        exclude = entry.get("exclude", [])
+        if not isinstance(exclude, list) or not all(isinstance(text, str) for text in exclude):
+            raise TaskRefused("`exclude` must be a list of patterns", ("artifacts",))
+        if ".." in entry["source"].split("/"):
+            raise TaskRefused(f"{entry['source']!r} must not contain `..`", ("artifacts",))
+        found.append({"path": entry["source"], "exclude": exclude})
     return found
+
+
+def with_published(artifacts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a verifier's container gets: also /logs/artifacts, which it always gets."""
+    if any(entry["path"].rstrip("/") == _PUBLISHED for entry in artifacts):
+        return [*artifacts]
+    return [{"path": _PUBLISHED}, *artifacts]
 
 
 def health_command(raw: Any) -> str:

@@ -270,7 +270,7 @@ class Workspaces:
         self, context: ToolContext, row: RowTask, check: Check, root: Path, user: str | None
     ) -> ToolContext:
         """The workspace in `root` in a sandbox for a check, as a user of its image."""
-        limits = self._limits(row)
+        limits = self._limits(row if check.limits is None else row._replace(limits=check.limits))
         limits = replace(limits, timeout_s=check.timeout_s or limits.timeout_s)
         if self._in_images is None:
             workspace = Workspace(root)
