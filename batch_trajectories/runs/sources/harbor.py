@@ -6,8 +6,8 @@ A dataset is a directory of task directories, at most three levels deep, or a si
 `interpreter` (of tests/test.sh), `health` (the command that waits until services answer),
 `collect` (what runs before the check), `mcp_servers` and `artifacts` (true if the task keeps
 files); where the verifier has a container of its own also `verifier` (see `_verifier`); for audits
-also `solution` (see `runs.audit.reference`). A task that needs what is not supported becomes a row with
-`row_error`: it is refused before anything runs.
+also `solution` (see `runs.audit.reference`). A task that needs what is not supported becomes a row
+with `row_error`: it is refused before anything runs.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class HarborTask(NamedTuple):
     ) -> dict[str, Any]:
         """The verifier's own container.
 
-        `image`, `workdir`, `limits`, `env`, and `artifacts`: what it gets of the conversation's container.
+        `image`, `workdir`, `limits`, `env`, and `artifacts`: what it gets of the conversation's.
         Without an environment of its own it is a fresh copy of the task's.
         """
         own = task["verifier"].get("environment", {})
