@@ -12,6 +12,7 @@ test_diffs          what a conversation changed, as fresh checks judge it
 test_image_runs     runs whose rows name images: checks, diffs, kills and resumes
 test_entrypoints    what images start by themselves
 test_agent_images   agents that are commands, in the images of their rows
+test_podman_agents  agents that are commands, in containers of a real Podman
 test_podman_runs    the same runs in containers of a real Podman
 test_ray_runs       the same runs on nodes of a Ray cluster
 test_dockerfile     the image of the program itself

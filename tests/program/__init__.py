@@ -2,6 +2,7 @@
 
 test_api            runs from Python
 test_agent_runs     agents that run as commands: recorded, killed, resumed, limited
+test_agent_users    agents that get several messages, or repeat one call
 test_record         the calls of programs that run elsewhere
 test_run            runs from start to end, killed and resumed
 test_user_turns     conversations with several messages of the user: kills, checks

@@ -255,7 +255,17 @@ class AgentRunner:
             return None
         from batch_trajectories.runs.worker.agents.users import further_messages
 
-        return further_messages(task, self._config, self._calls, self._stops)
+        return further_messages(
+            task.row,
+            task.trajectory,
+            setup=task.setup,
+            context=task.context,
+            journal=task.journal,
+            kept=task.kept,
+            config=self._config,
+            calls=self._calls,
+            stops=self._stops,
+        )
 
     def _begin(
         self, sandbox: Sandbox, argv: Sequence[str], **given: Any
