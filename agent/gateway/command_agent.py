@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -24,13 +24,13 @@ from pydantic import (
     model_validator,
 )
 
+from agent.gateway.task_servers import Form, Server, with_servers
 from agent.models.providers import Api
 from agent.options import PositiveInt, split_commas
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.validation import Pattern
 
 if TYPE_CHECKING:
-    from agent.gateway.task_servers import Server
     from agent.wires.wire import Volatile
 
 PLACEHOLDERS = ("prompt", "gateway", "key", "model", "workspace", "home")
@@ -73,9 +73,6 @@ def _relative(value: str) -> str:
         raise ValueError(f"{value!r}: must be a path relative to HOME")
     return str(path)
 
-
-Form = Literal["mcpServers", "codex"]
-"""How MCP servers are written: a JSON object of that key, or tables of TOML."""
 
 _Text = Annotated[str, AfterValidator(_plain)]
 _Command = Annotated[tuple[_Text, ...], BeforeValidator(_split_command)]
@@ -198,8 +195,6 @@ class CommandAgent(BaseModel):
                 f"agent {agent.name!r} is not told of MCP servers; say in its file where it reads "
                 "them (`mcp`)"
             )
-        from agent.gateway.task_servers import with_servers
-
         at = agent.mcp.file
         text = with_servers(agent.files.get(at, ""), agent.mcp.form, servers)
         told = agent.model_copy(update={"files": {**agent.files, at: text}})

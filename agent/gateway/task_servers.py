@@ -8,10 +8,12 @@ Claude Code (`mcpServers` in ~/.claude.json) and of Codex (`mcp_servers` in ~/.c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from agent.gateway.command_agent import Form
 from batch_trajectories.basics import exact_json
+
+Form = Literal["mcpServers", "codex"]
+"""How they are written: a JSON object of that key, or tables of TOML."""
 
 Server = Mapping[str, Any]
 
