@@ -1,7 +1,7 @@
 """A Ray cluster of two nodes on this machine, in processes of its own, for tests.
 
 Ran as a program it obeys the lines on its standard input and answers each with one line:
-`remove` takes the second node away at once, `add JSON` adds a node that has the custom resource
+`remove` takes the latest node away at once, `add JSON` adds a node that has the custom resource
 `other` and these variables. It ends with its standard input.
 """
 
@@ -31,8 +31,8 @@ class TwoNodes:
         """Their directory for temporary files."""
         self.address = self._answer()
 
-    def remove_second(self) -> None:
-        """Take the second node away, with all that runs there."""
+    def remove_latest(self) -> None:
+        """Take the node away that came last, with all that runs there."""
         self._ask("remove")
 
     def add(self, **variables: str) -> None:
@@ -95,20 +95,21 @@ def _serve() -> None:
 
     head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": _MEMORY}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    second = cluster.add_node(num_cpus=2, object_store_memory=_MEMORY)
+    added = [cluster.add_node(num_cpus=2, object_store_memory=_MEMORY)]
     sys.stdout.write(f"{cluster.address}\n")
     sys.stdout.flush()
     for line in sys.stdin:
         order, _, variables = line.strip().partition(" ")
         if order == "remove":
-            cluster.remove_node(second, allow_graceful=False)
+            cluster.remove_node(added.pop(), allow_graceful=False)
         else:
-            cluster.add_node(
+            node = cluster.add_node(
                 num_cpus=1,
                 resources={"other": 1},
                 object_store_memory=_MEMORY,
                 env_vars=json.loads(variables),
             )
+            added.append(node)
         sys.stdout.write("done\n")
         sys.stdout.flush()
     cluster.shutdown()

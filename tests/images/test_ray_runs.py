@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from testing.agent_endpoint import AgentEndpoint
 from testing.ray_cluster import TwoNodes, actors, two_nodes
 from tests.images.conftest import podman
+from tests.images.test_agent_images import FIXED as FIXED_BY_AGENT
+from tests.images.test_agent_images import in_image, work
 from tests.images.test_image_runs import FIXED, FIXES, OPTIONS, records, row, terminal
 from tests.running import run, started, wait_until, write_rows
 from toolsets.sandbox.base import SandboxSettings
@@ -92,6 +95,32 @@ def test_conversations_of_killed_actors_continue_with_their_files(
         return len(list(cluster.temporary.glob("*/*/r/workspaces/*/upper/testbed/begun")))
 
     kill_actors_in_second_turn(tmp_path, given, begun)
+    assert_nothing_is_left(cluster, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["driver", "shared"])
+def test_agents_work_in_images_of_nodes(
+    images: Path, tmp_path: Path, cluster: TwoNodes, storage: str
+) -> None:
+    """Also where an actor dies: the agent begins again in its image, and pays nothing twice."""
+    rows = [work(name, "python:1", steps=3, check=FIXED_BY_AGENT) for name in "abcd"]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    with AgentEndpoint() as endpoint:
+        given = {**in_image(images, endpoint), "num_workers": 2, "batch_size": 2}
+        given |= {"executor": "ray", "ray_address": cluster.address, "ray_storage": storage}
+        endpoint.answers = 6
+        with started(tmp_path, "--row_setup", **given) as process:
+            wait_until(lambda: len(endpoint.exchanges) == 6, timeout_s=120)
+            os.kill(actors()[0], signal.SIGKILL)
+            endpoint.answer_all()
+            assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
+        found = records(tmp_path)
+        assert passed_in(tmp_path) == dict.fromkeys("abcd", True)
+        assert {record["diverged_at"] for record in found.values()} == {None}
+        assert sum(record["api_calls"] for record in found.values()) == 4 * 4
+        assert len(endpoint.exchanges) <= 4 * 4 + 2, "two conversations were in flight there"
+    assert max(record["agent"]["starts"] for record in found.values()) == 2
     assert_nothing_is_left(cluster, tmp_path)
 
 

@@ -373,10 +373,11 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
             f"the checks of {rows:,} rows ask for a network, which they do not get without "
             "--check_network; what they cannot download makes them fail"
         )
-    if rows := largest.get("artifacts", 0):
+    if (rows := largest.get("artifacts", 0)) and config.keep_workspaces is None:
         yield (
-            f"{plural(rows, 'task')} would keep files (`artifacts`), which are not kept; rewards "
-            "do not depend on them"
+            f"{plural(rows, 'task')} would keep files (`artifacts`), which are not kept without "
+            "--keep_workspaces=MB, which keeps all that a conversation changed; rewards do not "
+            "depend on them"
         )
     for name, option, limit in (
         ("memory_mb", "command_memory_mb", config.command_memory_mb),

@@ -55,22 +55,31 @@ _BUILD_TIMEOUT_S = 600.0
 _COMPOSE = re.compile(r"(docker-)?compose([.-][\w.-]+)?\.ya?ml")
 
 
-_UNSUPPORTED: dict[tuple[str, ...], str] = {
-    ("environment", "gpus"): "GPUs",
-    ("environment", "gpu_types"): "GPUs",
-    ("environment", "tpu"): "TPUs",
-    ("environment", "skills_dir"): "skills of a task",
-    ("environment", "allowed_hosts"): "lists of allowed hosts",
-    ("agent", "allowed_hosts"): "lists of allowed hosts",
-    ("verifier", "allowed_hosts"): "lists of allowed hosts",
-    ("verifier", "environment", "gpus"): "GPUs",
-    ("verifier", "environment", "gpu_types"): "GPUs",
-    ("verifier", "environment", "tpu"): "TPUs",
-    ("verifier", "environment", "healthcheck"): "health checks of verifiers",
-    ("verifier", "environment", "allowed_hosts"): "lists of allowed hosts",
-    ("steps",): "tasks of several steps",
+_ACCELERATORS = "leave the key out if the task also runs without them"
+_HOSTS = 'say network_mode = "public" or "no-network"'
+
+_UNSUPPORTED: dict[tuple[str, ...], tuple[str, str]] = {
+    ("environment", "gpus"): ("GPUs", _ACCELERATORS),
+    ("environment", "gpu_types"): ("GPUs", _ACCELERATORS),
+    ("environment", "tpu"): ("TPUs", _ACCELERATORS),
+    ("environment", "skills_dir"): (
+        "skills of a task",
+        "name them as `files` of the agent, and leave the key out",
+    ),
+    ("environment", "allowed_hosts"): ("lists of allowed hosts", _HOSTS),
+    ("agent", "allowed_hosts"): ("lists of allowed hosts", _HOSTS),
+    ("verifier", "allowed_hosts"): ("lists of allowed hosts", _HOSTS),
+    ("verifier", "environment", "gpus"): ("GPUs", _ACCELERATORS),
+    ("verifier", "environment", "gpu_types"): ("GPUs", _ACCELERATORS),
+    ("verifier", "environment", "tpu"): ("TPUs", _ACCELERATORS),
+    ("verifier", "environment", "healthcheck"): (
+        "health checks of verifiers",
+        "wait at the beginning of tests/test.sh",
+    ),
+    ("verifier", "environment", "allowed_hosts"): ("lists of allowed hosts", _HOSTS),
+    ("steps",): ("tasks of several steps", "make a task of each step"),
 }
-"""What a task may name in task.toml, if it is empty, and what it means."""
+"""What a task may name in task.toml, if it is empty: what it means, and what to do instead."""
 
 
 class HarborTask(NamedTuple):
@@ -195,12 +204,12 @@ class HarborTask(NamedTuple):
             raise TaskRefused("not TOML: nested too deeply") from error
 
     def _refuse_unsupported(self, task: Mapping[str, Any]) -> None:
-        for keys, what in _UNSUPPORTED.items():
+        for keys, (what, remedy) in _UNSUPPORTED.items():
             value: Any = task
             for key in keys:
                 value = value.get(key) if isinstance(value, dict) else None
             if value:
-                raise TaskRefused(f"{what} are not supported", keys)
+                raise TaskRefused(f"{what} are not supported; {remedy}", keys)
         environment = task.get("environment", {})
         verifier = task.get("verifier", {})
         for table, keys in (
@@ -221,16 +230,22 @@ class HarborTask(NamedTuple):
             raise TaskRefused(f"version {version} of the format is not known", ("schema_version",))
         self._refuse_compose(_ENVIRONMENT)
         if (self.path / "steps").exists():
-            raise TaskRefused("steps/: tasks of several steps are not supported")
+            raise TaskRefused(
+                "steps/: tasks of several steps are not supported; make a task of each step"
+            )
         if (self.path / "trajectory.json").exists():
             raise TaskRefused(
-                "trajectory.json: tasks that continue a conversation are not supported"
+                "trajectory.json: tasks that continue a conversation are not supported; remove the "
+                "file if the instruction says enough without it"
             )
 
     def _refuse_compose(self, folder: str) -> None:
         for path in sorted((self.path / folder).glob("*")):
             if _COMPOSE.fullmatch(path.name):
-                raise TaskRefused(f"{folder}/{path.name}: compose is not supported")
+                raise TaskRefused(
+                    f"{folder}/{path.name}: compose is not supported; have the ENTRYPOINT of one "
+                    "image start the services"
+                )
 
     def _image(self, environment: Mapping[str, Any], folder: str) -> str:
         """What an environment names, or what is built from the Dockerfile of its folder."""

@@ -62,7 +62,9 @@ def network_of(table: Mapping[str, Any], name: str, *, default: bool) -> bool:
     if mode is None:
         return default
     if not isinstance(mode, str) or mode not in _NETWORK_MODES:
-        raise TaskRefused(f"{mode} is not supported", (name, "network_mode"))
+        raise TaskRefused(
+            f"{mode} is not supported; say public or no-network", (name, "network_mode")
+        )
     return _NETWORK_MODES[mode]
 
 
