@@ -1,6 +1,6 @@
 """Tests by room and level; each folder names its files.
 
-toolsets/ agent/ runs/ export/ report/ agent_check/ cli/   tests of the room of that name
+toolsets/ agent/ runs/ export/ report/ view/ agent_check/ cli/   tests of the room of that name
 stored_runs/        runs of earlier commits go on
 images/             working in container images
 mirror/             runs with a copy in a bucket

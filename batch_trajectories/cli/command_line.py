@@ -98,7 +98,7 @@ class LocalPath(click.Path):
             self.fail(str(error), param, ctx)
 
 
-class Place(click.Path):
+class PlacePath(click.Path):
     """A path of this machine, or the URL of a bucket."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

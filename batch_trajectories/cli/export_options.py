@@ -12,7 +12,7 @@ import click
 from batch_trajectories.basics.console import say, show
 from batch_trajectories.basics.text import join_commas, plural
 from batch_trajectories.basics.validation import UrlPath
-from batch_trajectories.cli.command_line import LocalPath, Place
+from batch_trajectories.cli.command_line import LocalPath, PlacePath
 
 if TYPE_CHECKING:
     from batch_trajectories.export.dataset.runs import Source
@@ -63,7 +63,7 @@ _OPTIONS = (
 )
 
 
-_TYPES: Mapping[str, Any] = {"FILE": LocalPath(), "PLACE": Place(path_type=Path)}
+_TYPES: Mapping[str, Any] = {"FILE": LocalPath(), "PLACE": PlacePath(path_type=Path)}
 
 
 class ExportCommand(click.Command):

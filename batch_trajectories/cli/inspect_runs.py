@@ -10,7 +10,7 @@ import click
 
 from batch_trajectories.basics.console import say, show
 from batch_trajectories.basics.text import plural
-from batch_trajectories.cli.command_line import LocalPath, Place
+from batch_trajectories.cli.command_line import LocalPath, PlacePath
 from batch_trajectories.cli.exit_codes import PROBLEMS, errors_as_exit_codes
 from batch_trajectories.cli.export_options import ExportCommand, dataset_options, make_dataset
 from batch_trajectories.cli.shared import (
@@ -118,7 +118,7 @@ def verify(run: str, output_dir: Path, read_data: bool, repair: bool, as_json: b
     default=Path("trajectories"),
     help="Directory of the new run and of RUNs given by name.  [default: trajectories]",
 )
-@click.option("--dataset_file", type=Place(path_type=Path), help="Dataset with all rows.")
+@click.option("--dataset_file", type=PlacePath(path_type=Path), help="Dataset with all rows.")
 @click.option("--drop_unfinished", is_flag=True, help="Leave unfinished conversations out.")
 @click.option("--allow_gaps", is_flag=True, help="Leave tasks of missing shards pending.")
 def merge(

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from batch_trajectories.basics.console import show
-from batch_trajectories.cli.command_line import Place
+from batch_trajectories.cli.command_line import PlacePath
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes
 
 _EXAMINED = 1000
@@ -22,7 +22,7 @@ _REASONS = 20
 
 
 @click.command()
-@click.argument("source", type=Place(path_type=Path))
+@click.argument("source", type=PlacePath(path_type=Path))
 @click.option("--columns", metavar="COLUMN=SOURCE_COLUMN,...", help="As for `run`.")
 @click.option(
     "--rows",

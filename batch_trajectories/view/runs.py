@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from batch_trajectories.api.stored_run import StoredRun, open_run
 from batch_trajectories.basics.errors import RunDirError, RunError
+from batch_trajectories.basics.validation import is_url
 from batch_trajectories.export.health import problems_in
-from batch_trajectories.runs.config.option_types import is_url
 from batch_trajectories.runs.directory.run_dir import read_run_json, runs_in
 from batch_trajectories.runs.directory.run_lock import holder_of
 from batch_trajectories.runs.store.files import read_json

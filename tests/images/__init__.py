@@ -9,6 +9,7 @@ test_task_runs      runs of software-engineering tasks, from their rows to their
 test_leaks          runs whose model looks for the fix in the history of the repository
 test_replaced_images  runs whose images are replaced between two starts
 test_diffs          what a conversation changed, as fresh checks judge it
+test_image_urls     images in a bucket
 test_image_runs     runs whose rows name images: checks, diffs, kills and resumes
 test_entrypoints    what images start by themselves
 test_agent_images   agents that are commands, in the images of their rows
