@@ -574,7 +574,7 @@ class TestDataset:
         assert shown.returncode == 0, shown.stderr
         assert "tasks: 5 of 12 rows can be used" in shown.stdout
         assert (
-            "1 row: environment.gpus: GPUs are not supported; leave the key out if the task also runs "
-            "without them (the first: gpus/task.toml:3)" in shown.stdout
+            "1 row: environment.gpus: GPUs are not supported; leave the key out if the task also "
+            "runs without them (the first: gpus/task.toml:3)" in shown.stdout
         )
         assert "To run it: --dataset_file=tasks --rows=harbor" in shown.stdout
