@@ -16,5 +16,6 @@ test_agent_images   agents that are commands, in the images of their rows
 test_podman_agents  agents that are commands, in containers of a real Podman
 test_podman_runs    the same runs in containers of a real Podman
 test_ray_runs       the same runs on nodes of a Ray cluster
+test_image_urls     images in a bucket
 test_dockerfile     the image of the program itself
 """

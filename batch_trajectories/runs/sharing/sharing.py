@@ -15,14 +15,17 @@ second.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
+from batch_trajectories.basics.buckets.bucket import patiently
 from batch_trajectories.basics.errors import EnvironmentStop, RunLocked
 from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.sharing.ledger import Ledger, Member
@@ -45,6 +48,8 @@ _LAG_S = 60.0
 """A ledger that fails for so long stops the run."""
 _FAILURES = 3
 _CLOSE_S = 15.0
+_TURN_S = 0.2
+"""Runs that want to write at once try again within this."""
 _SETTLE_S = 1.0
 """Workers use a smaller part of the rates after this."""
 
@@ -93,7 +98,7 @@ class SharedLimits:
         Raises `EnvironmentStop` and `RunDirError`.
         """
         while True:
-            self._ledger.refresh()
+            patiently(self._ledger.refresh)
             before = self._ledger.members.get(self._id)
             account = spent
             if before is not None and not self._is_same_disk:
@@ -102,7 +107,7 @@ class SharedLimits:
             self._account = account
             beat = 0 if before is None else before.beat
             me = Member(self._run_dir.name, self._start, beat)
-            if self._write(me, share=0.0, account=account):
+            if patiently(partial(self._write, me, share=0.0, account=account)):
                 return account
 
     def begin(self) -> None:
@@ -167,7 +172,7 @@ class SharedLimits:
         while not self._is_stopping and self.problem is None:
             try:
                 while not self._look():
-                    pass
+                    time.sleep(random.uniform(0, _TURN_S))  # others want to write, too
                 self._fine_at = time.monotonic()
                 self._failures = 0
             except RunLocked as error:
