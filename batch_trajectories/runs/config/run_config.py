@@ -59,8 +59,8 @@ class RunConfig(SampleOptions):
 
     dataset_file: Place = running(
         ...,
-        "Prompts: a JSONL, JSON, CSV, TSV or Parquet file (or .gz, .zst), a directory of "
-        "such or of `save_to_disk`, a URL (s3, gs, az), or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
+        "Prompts: JSONL, JSON, CSV, TSV or Parquet (.gz and .zst too), a directory of such or of "
+        "`save_to_disk`, a URL (s3, gs, az), or hf:ORG/NAME[/CONFIG][:SPLIT][@REVISION].",
     )
     columns: Annotated[dict[str, str], BeforeValidator(parse_columns)] = running(
         {},
