@@ -213,6 +213,35 @@ def test_calls_are_undone_after_a_loss_of_power(tmp_path: Path) -> None:
     check_undone(tmp_path, undone(0.5)["terminal"], prompts=8, kills=2, after=lose_power)
 
 
+@pytest.mark.slow
+def test_after_a_loss_of_power_what_may_have_begun_is_not_repeated(tmp_path: Path) -> None:
+    """It takes the lines that say which calls began, and results; effects elsewhere stay."""
+    draw = random.Random(2)
+    killed = kill_in_calls(tmp_path, act(0.5), draw, prompts=16, kills=3, after=lose_last_calls)
+    ran = Counter((tmp_path / "done").read_text().split())
+    assert set(ran.values()) == {1}, "a call with effects elsewhere was repeated"
+    assert sum(map(interrupted, killed.records)) >= killed.begun > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [0.1, 5])
+@pytest.mark.parametrize("prompts", [64, 256])
+def test_20_kills_never_repeat_calls_with_effects_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: float, prompts: int
+) -> None:
+    cut_off = kills = runs = 0
+    while kills < 20:
+        cwd = tmp_path / str(runs)
+        cwd.mkdir()
+        draw = random.Random(runs)
+        killed = kill_in_calls(cwd, act(seconds), draw, prompts=prompts, kills=20 - kills)
+        check_acts(cwd, killed)
+        cut_off, kills, runs = cut_off + killed.begun, kills + killed.kills, runs + 1
+    with capsys.disabled():
+        what = f"own, undeclared, {seconds:g} s, {prompts} in flight"
+        print(f"\n{what}: {runs} runs, {cut_off} calls cut off, none repeated")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seconds", [0.1, 5])
 @pytest.mark.parametrize("name", undone(0))
@@ -259,6 +288,28 @@ def check_undone(
 
 def lose_power(run_dir: Path) -> None:
     """What a loss of power leaves: another start of the machine, journals and files cut."""
+
+    def cut(later: list[bytes]) -> None:
+        while later and b'"kind":"began"' in later.pop():
+            pass  # files lose their ends: what begins is not synced
+
+    change_journals(run_dir, cut)
+    for file in run_dir.glob("workspaces/*/log"):
+        file.write_bytes(b"")
+
+
+def lose_last_calls(run_dir: Path) -> None:
+    """The same where the replies have just been synced: what follows the last one is lost."""
+
+    def cut(later: list[bytes]) -> None:
+        while later and (b'"kind":"began"' in later[-1] or b'"kind":"result"' in later[-1]):
+            later.pop()
+
+    change_journals(run_dir, cut)
+
+
+def change_journals(run_dir: Path, cut: Callable[[list[bytes]], None]) -> None:
+    """Have journals be of another start of the machine, and their later lines be cut."""
     for journal in run_dir.glob("inflight/*.jsonl"):
         if not (content := journal.read_bytes()):
             continue  # a kill can leave one without a line
@@ -267,11 +318,8 @@ def lose_power(run_dir: Path) -> None:
         if entry["boot"] == "another":
             continue  # of an earlier start: it was synced long ago
         entry["boot"] = "another"
-        while later and b'"kind":"began"' in later.pop():
-            pass  # files lose their ends: what begins is not synced
+        cut(later)
         journal.write_bytes(b"".join([with_checksum(orjson.dumps(entry)), *later]))
-    for file in run_dir.glob("workspaces/*/log"):
-        file.write_bytes(b"")
 
 
 LATE = '''
