@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from importlib import resources
 from typing import Any, TypeVar
 
 import orjson
@@ -18,6 +17,7 @@ from batch_trajectories.view.conversation import NoSuchRecord
 from batch_trajectories.view.events import events
 from batch_trajectories.view.guard import HEADERS, AccessGuard, AccessRefused
 from batch_trajectories.view.index.filters import BadFilter
+from batch_trajectories.view.page import frame
 from batch_trajectories.view.runs import NoSuchRun
 from batch_trajectories.view.state import State
 
@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 MOST_BYTES = 1 << 20
 """Of a request's body."""
 _LOGIN_PAUSE_S = 1.0
-_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
-_PAGES = {"": "batch_trajectories.view.page", "report/": "batch_trajectories.report.page"}
 
 T = TypeVar("T")
 
@@ -45,7 +43,9 @@ class ViewServer:
         app.add_routes(
             [
                 web.get("/", self._page),
-                web.get("/static/{name:.+}", self._static),
+                web.get("/favicon.ico", self._nothing),
+                web.get("/static/page.js", self._script),
+                web.get("/static/page.css", self._style),
                 web.post("/api/login", self._login),
                 web.get("/api/events", self._events),
                 *(web.get(path, self._in_thread(read)) for path, read in api.READS.items()),
@@ -105,11 +105,17 @@ class ViewServer:
             response = web.Response(status=303, headers={"Location": "/"})
             self._guard.give_access(request, response)
             return response
-        return _file("", "view.html")
+        return _text(frame.html(), "text/html")
 
-    async def _static(self, request: web.Request) -> web.Response:
-        folder, _, name = request.match_info["name"].rpartition("/")
-        return _file(f"{folder}/" if folder else "", name)
+    async def _nothing(self, request: web.Request) -> web.Response:
+        """What browsers ask for on their own."""
+        return web.Response(status=204)
+
+    async def _script(self, request: web.Request) -> web.Response:
+        return _text(frame.script(), "text/javascript")
+
+    async def _style(self, request: web.Request) -> web.Response:
+        return _text(frame.style(), "text/css")
 
     async def _login(self, request: web.Request) -> web.Response:
         body = await _body(request)
@@ -132,6 +138,10 @@ def _refusal(status: int, text: str, **more: Any) -> web.Response:
     )
 
 
+def _text(content: bytes, content_type: str) -> web.Response:
+    return web.Response(body=content, content_type=content_type, charset="utf-8")
+
+
 def _json(value: Any) -> bytes:
     try:
         return orjson.dumps(value)
@@ -144,13 +154,3 @@ async def _body(request: web.Request) -> Any:
         return orjson.loads(await request.read())
     except orjson.JSONDecodeError as error:
         raise api.BadRequest(f"the body is not JSON: {error}") from None
-
-
-def _file(folder: str, name: str) -> web.Response:
-    """A file of the page. Names are compared with those that are there."""
-    place = resources.files(_PAGES[folder]) if folder in _PAGES else None
-    found = [] if place is None else [file for file in place.iterdir() if file.name == name]
-    suffix = f".{name.rpartition('.')[2]}"
-    if not found or suffix not in _TYPES:
-        raise web.HTTPNotFound(reason=f"no file {name!r} of the page")
-    return web.Response(body=found[0].read_bytes(), content_type=_TYPES[suffix], charset="utf-8")

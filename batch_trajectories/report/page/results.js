@@ -55,8 +55,9 @@ function valuesBlock(values, kind = "", draw = (value) => textBlock(typeof value
 function resultBlock(text) {
   const value = parsed(text);
   if (isObject(value) && Object.keys(value).length) return valuesBlock(value, "result", valueBlock);
-  if (Array.isArray(value)) return fill(valueBlock(value), { class: "text result" }, []);
-  return plainBlock(text, "result");
+  const block = Array.isArray(value) ? valueBlock(value) : plainBlock(text);
+  block.classList.add("result");
+  return block;
 }
 
 function valueBlock(value) {

@@ -1,0 +1,309 @@
+// The source of the view: runs, rows and conversations of a server, and its events.
+
+const PAGE = "runs"; // in titles of the window
+const PAGE_ROWS = 200;
+const PAGES_KEPT = 50;
+const REFRESH_MS = 2000;
+
+const runs = new Map(); // key → run
+let about = null; // what is known of the run that is shown: the answer of /api/runs/KEY
+let pages = new Map(); // number → rows, the latest last
+const coming = new Map(); // number → promise
+let query = new URLSearchParams(); // filters and order of the rows
+let events = null;
+let heard = ""; // the address of `events`
+
+Object.assign(filters, { label: "", inside: false, where: "" });
+
+async function ask(path, body) {
+  const post = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  let answer;
+  try {
+    answer = await fetch(path, body === undefined ? {} : post);
+  } catch {
+    throw new Error("The server does not answer. See whether `view` still runs, then reload this page.");
+  }
+  const said = await answer.json().catch(() => ({ error: `The server answered with ${answer.status}.` }));
+  if (answer.status === 401 && said.login) showLogin();
+  if (!answer.ok) throw Object.assign(new (answer.status === 404 ? Missing : Error)(said.error), { said });
+  return said;
+}
+
+// The form for the password of a server that others can reach.
+function showLogin() {
+  if ($("password")) return;
+  const password = h("input", { type: "password", id: "password", autocomplete: "current-password", required: true });
+  const signIn = async (event) => {
+    event.preventDefault();
+    try {
+      await ask("/api/login", { password: password.value });
+      location.reload();
+    } catch (error) {
+      trouble(error.message);
+    }
+  };
+  showPlace("login");
+  $("login").append(h("form", { submit: signIn, class: "bar" },
+    h("input", { type: "text", hidden: true, autocomplete: "username", value: "reviewer" }), h("label", {}, "Password ", password), h("button", {}, "Sign in")));
+  password.focus();
+}
+
+const runPath = (rest = "") => `/api/runs/${encodeURIComponent(about.run.key)}${rest}`;
+const keyLink = (key) => `#${encodeURIComponent(key)}`;
+
+// A heading of the window, and which of the places is shown.
+function showPlace(name) {
+  for (const id of ["login", "runs", "compare", "list", "reader"]) $(id).hidden = id !== name;
+}
+
+function metaOf({ run, identity, facts, choices: known }) {
+  const flags = new Set((known.flag ?? []).map(([name]) => name));
+  return {
+    ...identity, run_name: run.name, is_audit: run.is_audit, is_counting: facts === null,
+    is_checked: ["passed", "not passed", "check without result"].some((name) => flags.has(name)) || run.checked > 0,
+    has_leaks: flags.has("a suspected leak"), has_labels: (known.label ?? []).some(([name]) => name !== "none"),
+    tasks: facts?.tasks ?? run.tasks, funnel: facts?.funnel ?? null, errors: facts?.errors ?? [],
+    health: facts?.health ?? run.health ?? [], rewards: facts?.rewards, spent: facts?.spent, judges: facts?.judges,
+  };
+}
+
+const VERDICT_WORDS = { keep: "✓ keep", reject: "✗ reject", fix: "✎ fix-me", disputed: "≠ disputed" };
+const VERDICT_KINDS = { keep: "good", reject: "bad", fix: "fair", disputed: "fair" };
+
+const verdictMark = (verdict) => verdict && h("span", { class: `verdict ${VERDICT_KINDS[verdict]}` }, VERDICT_WORDS[verdict]);
+
+const LABEL_COLUMN = { key: "verdict", name: "Decided", isShown: () => meta.has_labels, cell: (row) => verdictMark(row.verdict) };
+COLUMNS.splice(2, 0, LABEL_COLUMN);
+
+const LABEL_CHOICES = ["none", "keep", "reject", "fix", "disputed", "note", "no_loss", "preferred"];
+
+async function openRun(key) {
+  const isNew = about?.run.key !== key;
+  about = await ask(`/api/runs/${encodeURIComponent(key)}`);
+  runs.set(key, about.run);
+  meta = metaOf(about);
+  source.choices = Object.fromEntries(["status", "tool", "flag", "model"].map((name) => [name, (about.choices[name] ?? []).map(([value]) => value)]));
+  if (isNew) {
+    for (const name of Object.keys(filters)) filters[name] = "";
+    Object.assign(order, { key: null, down: false });
+    pages = new Map();
+    matching = 0;
+  }
+  choices("by-label", LABEL_CHOICES);
+  $("crumb")?.remove();
+  $("home").after(h("a", { id: "crumb", href: keyLink(key) }, about.run.name));
+  startTable();
+  describeRun();
+  showRunState();
+  showAgreement();
+  if (isNew) await applyFilters();
+}
+
+// The filters as the server takes them. Raises an error that says what cannot be read.
+function queryOf({ query: words, inside, where, ...named }) {
+  const found = new URLSearchParams();
+  for (const [name, value] of Object.entries(named)) if (value) found.append(name, value);
+  if (words.trim()) found.append(inside ? "text" : "q", words);
+  const conditions = where.split(/,|\band\b/).map((part) => part.trim()).filter(Boolean);
+  for (const condition of conditions) found.append("where", conditionOf(condition));
+  return found;
+}
+
+const OPERATORS = { "=": "eq", "==": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge", has: "has", is: "null" };
+
+function conditionOf(text) {
+  const [, column, sign, value] = /^(\w+)\s*(==|=|!=|<=|>=|<|>|\bhas\b|\bis\b)\s*(.+)$/.exec(text) ?? [];
+  const names = about.columns.map(({ name }) => name);
+  if (!column) throw new Error(`"${text}" is no condition; write one as: turns > 5, reward <= 0.5, model has mini, reward is unknown`);
+  if (!names.includes(column)) throw new Error(`There is no column "${column}". Columns are: ${names.join(", ")}`);
+  if (sign === "is") return `${column}:${/^(null|unknown|none)$/.test(value) ? "null" : "notnull"}:`;
+  return `${column}:${OPERATORS[sign]}:${value}`;
+}
+
+function listen(run, id) {
+  const parts = new URLSearchParams(Object.entries({ run, id }).filter(([, value]) => value != null));
+  const address = `/api/events?${parts}`;
+  if (heard === address && events?.readyState !== EventSource.CLOSED) return;
+  events?.close();
+  heard = address;
+  events = new EventSource(address);
+  for (const [name, does] of Object.entries(EVENTS)) {
+    events.addEventListener(name, (event) => does(JSON.parse(event.data)));
+  }
+}
+
+let refreshAt = null;
+
+// Rows have come or changed: once in a while, the same rows again.
+function refreshSoon() {
+  refreshAt ??= setTimeout(() => {
+    refreshAt = null;
+    if (!$("list").hidden) applyFilters({ stays: true });
+  }, REFRESH_MS);
+}
+
+const EVENTS = {
+  run(run) {
+    runs.set(run.key, run);
+    showRun(run);
+    if (about?.run.key !== run.key) return;
+    about.run = run;
+    showRunState();
+  },
+  gone({ key }) {
+    runs.delete(key);
+    drawRuns();
+  },
+  index(index) {
+    const before = about.index;
+    about.index = index;
+    if (before.rows !== index.rows || before.is_complete !== index.is_complete) refreshSoon();
+    if (open?.live?.is_over) reread();
+  },
+  text(text) {
+    showText(text);
+    if (filters.inside && filters.query) refreshSoon();
+  },
+  async facts() {
+    about = await ask(runPath());
+    meta = metaOf(about);
+    describeRun();
+    refreshSoon();
+  },
+  labels() {
+    showAgreement();
+    refreshSoon();
+    if (open && !open.live) othersDecided();
+  },
+  in_flight: (flight) => showFlight(flight),
+  live: (live) => showLive(live),
+};
+
+function showText(text) {
+  $("text-words").textContent = !text || text.is_complete ? "" : text.error ?? `reading conversations: ${percent(text.bytes, text.of_bytes)}`;
+}
+
+function pageOf(place) {
+  return Math.floor(place / PAGE_ROWS);
+}
+
+function put(number, list) {
+  pages.delete(number);
+  pages.set(number, list);
+  if (pages.size > PAGES_KEPT) pages.delete(pages.keys().next().value);
+}
+
+async function rowsOf(number) {
+  const parts = new URLSearchParams(query);
+  parts.append("offset", number * PAGE_ROWS);
+  parts.append("limit", PAGE_ROWS);
+  return ask(runPath(`/rows?${parts}`));
+}
+
+const source = {
+  total: 0,
+  choices: { status: [], tool: [], flag: [], model: [] },
+
+  async start() {
+    const { who, runs: list } = await ask("/api/runs");
+    for (const run of list) runs.set(run.key, run);
+    startRuns();
+    startDeciding(who);
+    startSteering();
+  },
+
+  parse(hash) {
+    const [key, id, turn] = hash.slice(1).split("/").map(decoded);
+    if (key === "=compare") return { id: null, compared: hash.slice(1).split("/").slice(1).map(decoded) };
+    return { key, id: id || null, turn: Number(turn) || null };
+  },
+
+  async enter({ key, id, compared }) {
+    if (key) {
+      if (about?.run.key !== key || meta === null) {
+        showPlace("list");
+        await openRun(key);
+      }
+      listen(key, id);
+      return true;
+    }
+    listen(null, null);
+    $("about").textContent = "";
+    $("crumb")?.remove();
+    meta = null;
+    showPlace(compared ? "compare" : "runs");
+    document.title = compared ? "Compared runs" : "Runs";
+    if (compared) await drawComparison(compared);
+    else drawRuns();
+    return false;
+  },
+
+  link(id, turn) {
+    const parts = [about.run.key, id, turn].filter((part) => part != null);
+    return `#${parts.map(encodeURIComponent).join("/")}`;
+  },
+  has: () => true,
+  isOpen: (read) => read.key === about.run.key,
+
+  // `around` are the places in view: rows that are there stay until the new ones come.
+  async find(wanted, { key, down }, around) {
+    query = queryOf(wanted);
+    if (key) query.append("order", key);
+    if (key && down) query.append("down", "1");
+    const numbers = [...new Set(around.map(pageOf))];
+    const answers = await Promise.all(numbers.map((number) => rowsOf(number)));
+    pages = new Map();
+    coming.clear();
+    answers.forEach((answer, n) => put(numbers[n], answer.rows));
+    this.total = answers[0].total;
+    showText(answers[0].text);
+    return { matching: answers[0].matching, summary: ask(runPath(`/charts?${queryOf(wanted)}`)) };
+  },
+
+  rowAt(place) {
+    return pages.get(pageOf(place))?.[place % PAGE_ROWS];
+  },
+
+  async load(from, to) {
+    const numbers = [...new Set([pageOf(from), pageOf(Math.max(from, to - 1))])].filter((number) => !pages.has(number));
+    const into = pages;
+    await Promise.all(numbers.map((number) => {
+      const asked = coming.get(number) ?? rowsOf(number).finally(() => coming.delete(number));
+      coming.set(number, asked);
+      return asked.then((answer) => pages === into && put(number, answer.rows));
+    }));
+  },
+
+  async read(id) {
+    const parts = new URLSearchParams(query);
+    parts.append("id", id);
+    parts.append("who", reviewer());
+    try {
+      const read = await ask(runPath(`/record?${parts}`));
+      return { key: about.run.key, ...read, siblings: null };
+    } catch (error) {
+      const live = error instanceof Missing && (await ask(runPath(`/live?${new URLSearchParams({ id })}`)));
+      if (!live?.state) throw error;
+      return { key: about.run.key, ...liveRead(live) };
+    }
+  },
+
+  besideTurn: (turn, read) => [requestOf(turn, read), turnMark(turn)],
+  beforeMessages: (read) => (read.live ? liveWords(read) : siblingsOf(read)),
+  afterMessages: (read) => (read.live ? null : decisions(read)),
+
+  keys: {
+    list: { g: () => { location.hash = "#"; }, n: () => nextUndecided(), u: () => undo() },
+    reader: {
+      g: () => { location.hash = "#"; },
+      n: () => nextUndecided(), u: () => undo(), x: () => markTurn(), m: () => $("note")?.focus(), s: () => nextSibling(),
+      1: () => decideVerdict("keep"), 2: () => decideVerdict("reject"), 3: () => decideVerdict("fix"),
+      4: () => prefer(true), 5: () => prefer(false),
+    },
+    other: {
+      g: () => { location.hash = "#"; },
+      j: () => stepRun(1), k: () => stepRun(-1), ArrowDown: () => stepRun(1), ArrowUp: () => stepRun(-1),
+      x: () => chooseRun(), c: () => compareChosen(), "/": () => {},
+    },
+  },
+};

@@ -1,0 +1,403 @@
+"""The page of `view` in a browser, against a real server."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import pytest
+
+from batch_trajectories.export.dataset.runs import Source
+from batch_trajectories.runs.dataset.scan import scan
+from testing.fake_endpoint import FakeEndpoint
+from tests.exporting import rows
+from tests.running import command, lines, started, wait_until, write_prompts
+from tests.view.page_runs import PAYLOADS, make_hostile, make_pairs, make_rich
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.browser
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+AXE = Path(os.environ.get("AXE_CORE", ".ci/axe/node_modules/axe-core/axe.min.js"))
+PATIENCE_MS = 30_000
+SCHEMES = ("light", "dark")
+PHONE, WIDE = {"width": 390, "height": 844}, {"width": 1920, "height": 1080}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
+    if CHROMIUM is None:
+        pytest.skip("needs a Chromium in PATH (Debian: apt install chromium)")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM)
+        yield chromium
+        chromium.close()
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a server for the runs in a folder."""
+    process = subprocess.Popen(
+        command("view", folder, who="ann"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().decode().strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("view")
+    make_rich(folder)
+    make_hostile(folder)
+    make_pairs(folder, 100)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(browser: Browser, folder: Path) -> Iterator[str]:
+    with served(folder) as address:
+        yield address
+
+
+@contextmanager
+def opened(browser: Browser, address: str, place: str, **options: Any) -> Iterator[Page]:
+    """The opened page; at the end it must have complained of nothing, and asked only its server."""
+    context = browser.new_context(**{"viewport": {"width": 1200, "height": 800}, **options})
+    context.set_default_timeout(PATIENCE_MS)
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: complaints.append(dialog.message))
+    urls: list[str] = []
+    page.on("request", lambda request: urls.append(request.url))
+    page.goto(address)
+    go(page, place)
+    yield page
+    assert complaints == []
+    here = address.partition("?")[0]
+    assert all(url.startswith(here) for url in urls)
+    assert page.evaluate("window.pwned ?? parent.pwned ?? ({}).pwned") is None
+    context.close()
+
+
+def go(page: Page, place: str) -> None:
+    page.wait_for_selector("html[data-ready]", state="attached")
+    page.evaluate("hash => { location.hash = hash }", place)
+
+
+def ids(page: Page) -> list[str]:
+    return [text or "" for text in page.locator("#rows a").all_text_contents()]
+
+
+def read(page: Page, run: str, id: str) -> None:
+    """Go to a conversation."""
+    go(page, f"#{run}/{quote(id, safe='')}")
+    page.locator("#reader-title", has_text=re.compile(f"^{re.escape(id)} ")).wait_for()
+
+
+def source_of(run_dir: Path, samples: int) -> Source:
+    dataset = run_dir.with_name(f"{run_dir.name}_prompts.jsonl")
+    return Source(run_dir, scan(dataset, max_samples=None, num_samples=samples), samples)
+
+
+def test_runs_are_listed_and_compared_by_keyboard(browser: Browser, address: str) -> None:
+    with opened(browser, address, "#") as page:
+        page.locator("#runs-rows a").first.wait_for()
+        names = page.locator("#runs-rows th a").all_text_contents()
+        assert sorted(names) == ["hostile", "pairs", "rich"]
+        for key in ("j", "x", "j", "x", "c"):
+            page.keyboard.press(key)
+        page.locator("#compare table.sums").wait_for()
+        heads = page.locator("#compare table.sums thead th").all_text_contents()
+        assert heads == names[:2]
+
+
+def test_filters_are_of_the_server_and_charts_follow(browser: Browser, address: str) -> None:
+    with opened(browser, address, "#rich") as page:
+        page.locator("#found", has_text="12 shown").wait_for()
+        page.get_by_role("button", name="Filter by not passed: 6").click()
+        page.locator("#found", has_text="6 of 12 shown").wait_for()
+        page.locator("#tiles dd", has_text="6of").wait_for()
+        assert ids(page) == [f"t{n}#s1" for n in range(6)]
+        page.get_by_role("button", name="Clear").click()
+        page.fill("#by-where", "turns > 5")
+        page.keyboard.press("Enter")
+        page.locator("#found", has_text="6 of 12 shown").wait_for()
+        assert ids(page) == [f"t{n}" for n in range(6)]
+        page.fill("#by-where", "mood = good")
+        page.keyboard.press("Enter")
+        page.get_by_text('There is no column "mood"').wait_for()
+        page.get_by_role("button", name="Clear").click()
+        page.check("#by-inside")
+        page.fill("#query", "primes.py::test_one")
+        page.locator("#found", has_text=re.compile("^[06] of 12 shown")).wait_for()
+        page.get_by_role("button", name="Clear").click()
+        page.get_by_role("button", name="Turns").click()
+        page.locator('#heads th[aria-sort="descending"]').wait_for()
+        page.locator("#rows tr[data-place='0'] a", has_text=re.compile(r"^t\d$")).wait_for()
+
+
+def test_a_conversation_shows_results_as_what_they_are(browser: Browser, address: str) -> None:
+    with opened(browser, address, "#") as page:
+        read(page, "rich", "t0")
+        turn = page.locator("#reader > .messages > article")
+        assert page.locator(".diff .added").all_text_contents()[-1].startswith("+    return n > 1")
+        tables = page.locator(".as-table table")
+        assert tables.count() == 2
+        assert tables.first.locator("td").all_text_contents()[:3] == [
+            "Oslo",
+            "717710",
+            "cold, nice",
+        ]
+        page.locator(".as-table button").first.click()
+        assert tables.count() == 1
+        page.locator(".tree summary", has_text="step 3: 2 keys").click()
+        page.locator(".tree .tree summary", has_text="lines: 2 items").wait_for()
+        page.get_by_text("output of the check").click()
+        page.locator("details.check dd", has_text="3 passed").wait_for()
+        assert "900 in · 60 out" in (turn.nth(2).text_content() or "")
+        page.get_by_text("request of this turn: 4 messages, those above").click()
+        page.locator("details.request article", has_text="How many primes").wait_for()
+
+
+def test_samples_stand_side_by_side(browser: Browser, address: str) -> None:
+    with opened(browser, address, "#") as page:
+        read(page, "rich", "t0")
+        page.locator("#siblings tr", has_text="t0#s1").wait_for()
+        page.keyboard.press("s")
+        page.locator("#pair").wait_for()
+        assert page.locator("#pair article.parts").evaluate_all(
+            "all => all.map(one => one.dataset.turn)"
+        ) == ["2", "2"]
+        page.keyboard.press("s")
+        page.locator("#pair").wait_for(state="detached")
+
+
+def test_decisions_are_labels_and_can_be_undone(
+    browser: Browser, address: str, folder: Path
+) -> None:
+    labels = folder / "rich" / "labels.jsonl"
+    with opened(browser, address, "#") as page:
+        read(page, "rich", "t1")
+        said = page.locator("#decide-words")
+        page.keyboard.press("1")
+        said.get_by_text("decided: keep").wait_for()
+        page.keyboard.press("j")
+        page.keyboard.press("j")
+        page.keyboard.press("j")
+        page.keyboard.press("x")
+        said.get_by_text("no loss on turn 1").wait_for()
+        page.keyboard.press("m")
+        page.keyboard.type("short, and right")
+        page.keyboard.press("Enter")
+        said.get_by_text("note kept").wait_for()
+        page.fill("#who", "bob")
+        page.keyboard.press("Tab")
+        page.locator(".labels", has_text="ann: ").wait_for()
+        page.locator("body").click(position={"x": 2, "y": 2})
+        page.keyboard.press("2")
+        page.locator(".labels", has_text="they differ").wait_for()
+        page.keyboard.press("u")
+        said.get_by_text("undone: decided: reject").wait_for()
+        shown = page.locator(".labels li").all_inner_texts()
+        assert shown == ["ann: ✓ keep · no loss on 1 · “short, and right”"]
+    told = [(line["who"], line.get("verdict", "-")) for line in lines(labels)]
+    assert told == [
+        *(("ann", "keep"), ("ann", "-"), ("ann", "-")),
+        *(("bob", "reject"), ("bob", None)),
+    ]
+
+
+@pytest.mark.slow
+def test_a_review_by_keyboard_alone_ends_as_training_data(
+    browser: Browser, address: str, folder: Path
+) -> None:
+    """Of 200 conversations, two samples of each prompt: the files hold what was decided."""
+    with opened(browser, address, "#pairs") as page:
+        page.locator("#found", has_text="200 shown").wait_for()
+        page.keyboard.press("n")
+        kept, pairs = [], []
+        for number in range(200):
+            prompt, sample = divmod(number, 2)
+            id = f"t{prompt}" + ("#s1" if sample else "")
+            page.locator("#reader-title", has_text=re.compile(f"^{id} ")).wait_for()
+            key = "1" if number % 3 == 0 else "2" if number % 3 == 1 else "3"
+            page.keyboard.press(key)
+            page.locator(
+                f'#decide button[aria-keyshortcuts="{key}"][aria-pressed="true"]'
+            ).wait_for()
+            if key == "1":
+                kept.append(id)
+            if sample == 0 and prompt % 4 == 0:
+                page.locator("#siblings tr", has_text="#s1").wait_for()
+                page.keyboard.press("4" if prompt % 8 == 0 else "5")
+                page.locator("#decide-words", has_text="is better than").wait_for()
+                pairs.append(
+                    (
+                        f"Answer {number + (prompt % 8 != 0)}.",
+                        f"Answer {number + (prompt % 8 == 0)}.",
+                    )
+                )
+            page.keyboard.press("n")
+        page.locator("#decide-words", has_text="left undecided").wait_for()
+    source = source_of(folder / "pairs", 2)
+    sft = rows(source, "openai", filters={"label": "keep"})
+    assert sorted(row["id"] for row in sft) == sorted(kept)
+    dpo = rows(source, "dpo", preference={"by": "label"})
+    made = [
+        tuple(
+            row[side][-1]["content"][-len(a) :]
+            for side, a in zip(("chosen", "rejected"), pair, strict=True)
+        )
+        for row, pair in zip(dpo, pairs, strict=True)
+    ]
+    assert made == pairs
+
+
+def test_hostile_texts_stay_texts(browser: Browser, address: str) -> None:
+    """In the table, filters, conversation, request and samples; each fold is unfolded."""
+    with opened(browser, address, "#hostile") as page:
+        page.locator("#found", has_text=f"{len(PAYLOADS)} shown").wait_for()
+        for number, text in enumerate(PAYLOADS):
+            read(page, "hostile", f"t{number}")
+            for _ in range(2):
+                page.locator("#reader details").evaluate_all(
+                    "all => all.forEach(one => { one.open = true })"
+                )
+            page.locator("#reader details.request .inner").first.wait_for()
+            made = "img, script, iframe, form, style, b, a[href^='javascript'], [onload], [onerror]"
+            assert page.locator(f"#reader :is({made})").count() == 0
+            shown = page.locator("#reader").text_content() or ""
+            assert not set("\x1b\u202e\u2066\x07") & set(shown)
+            assert visible(text[:200]) in shown
+            assert page.evaluate("document.documentElement.scrollWidth") <= 1200
+
+
+def visible(text: str) -> str:
+    return re.sub(r"[\x1b\x07\u202a\u202e\u2066\u200f]", lambda c: f"⟨U+{ord(c[0]):04X}⟩", text)
+
+
+def test_a_run_that_works_moves_and_is_steered(browser: Browser, tmp_path: Path) -> None:
+    """It is paused and resumed, one conversation is stopped, and its end is seen as it comes."""
+    write_prompts(tmp_path / "p.jsonl", 6)
+    with FakeEndpoint(turns=3, latency_s=0.0, answers=0) as endpoint:
+        given: dict[str, Any] = {
+            **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
+            **{"key_env": "none", "num_workers": 1, "batch_size": 6, "model": "openai:m"},
+            **{"enabled_toolsets": "none"},
+        }
+        with started(tmp_path, **given) as process, served(tmp_path / "trajectories") as address:
+            wait_until(lambda: int(endpoint.journal()["requests"]) >= 6)
+            with opened(browser, address, "#r") as page:
+                answer = page.locator("#steer-answer")
+                page.locator("#flight-count", has_text="6").wait_for()
+                page.locator("#pause").click()
+                answer.get_by_text("paused").wait_for()
+                page.locator("#pause", has_text="Resume").wait_for()
+                page.locator("#pause").click()
+                page.locator("#pause", has_text="Pause").wait_for()
+                page.fill("#limit-max_in_flight", "2")
+                page.locator("#limits button").click()
+                answer.get_by_text(re.compile("in flight|limit", re.I)).wait_for()
+                page.locator("#flight > summary").click()
+                page.get_by_role("button", name="stop p0005").click()
+                answer.get_by_text("p0005").wait_for()
+                go(page, "#r/p0000")
+                page.locator("#live").wait_for()
+                endpoint.answer(None)
+                page.locator("#decide").wait_for()
+                assert page.locator("#live").count() == 0
+                page.keyboard.press("g")
+                page.locator("#runs-rows td", has_text="5 of 6, 1 failed").wait_for()
+            assert process.wait(60) == 1
+
+
+PLACES = {
+    "runs": "#", "run": "#rich", "conversation": "#rich/t0", "hostile": "#hostile/t11",
+    "comparison": "#=compare/rich/pairs",
+}  # fmt: skip
+
+
+def settled(page: Page, name: str) -> None:
+    """Wait until a place is drawn, and open what it can show."""
+    waits = {
+        "runs": "#runs-rows a", "run": "#tiles dd", "conversation": "#siblings tr",
+        "hostile": "#reader article", "comparison": "#compare table",
+    }  # fmt: skip
+    page.locator(waits[name]).first.wait_for()
+    if name == "conversation":
+        page.keyboard.press("s")
+        page.locator("#pair").wait_for()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nothing_stands_in_the_way_of_screen_readers(
+    browser: Browser, address: str, scheme: str
+) -> None:
+    if not AXE.exists():
+        pytest.skip(f"needs axe-core: npm install --prefix .ci/axe axe-core ({AXE})")
+    for view in (PHONE, WIDE):
+        with opened(browser, address, "#", color_scheme=scheme, viewport=view) as page:
+            page.evaluate(AXE.read_text())
+            for name, place in PLACES.items():
+                go(page, place)
+                settled(page, name)
+                check(page, name)
+                if name == "conversation":
+                    page.keyboard.press("s")
+                    page.locator("#reader details").evaluate_all(
+                        "all => all.forEach(one => { one.open = true })"
+                    )
+                    page.locator("#reader details.request .inner").first.wait_for()
+                    page.keyboard.press("1")
+                    page.locator(".labels").wait_for()
+                    check(page, "unfolded")
+                    page.keyboard.press("u")
+            page.keyboard.press("?")
+            check(page, "keys")
+
+
+def check(page: Page, name: str) -> None:
+    found = page.evaluate("axe.run()")
+    said = [
+        (rule["id"], [node["target"] for node in rule["nodes"]][:4], rule["nodes"][0]["any"][:1])
+        for rule in found["violations"]
+    ]
+    assert said == [], name
+
+
+def test_the_page_fits_a_phone_and_a_wide_screen(
+    browser: Browser, address: str, tmp_path: Path
+) -> None:
+    """Pictures for people; SCREENSHOTS names a directory that keeps them."""
+    directory = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    directory.mkdir(parents=True, exist_ok=True)
+    for scheme in SCHEMES:
+        for kind, view in (("phone", PHONE), ("wide", WIDE)):
+            with opened(browser, address, "#", color_scheme=scheme, viewport=view) as page:
+                for name, place in PLACES.items():
+                    go(page, place)
+                    settled(page, name)
+                    assert page.evaluate("document.documentElement.scrollWidth") <= view["width"]
+                    picture = directory / f"view-{name}-{kind}-{scheme}.png"
+                    page.screenshot(path=picture)
+                    assert picture.stat().st_size > 8_000
