@@ -90,12 +90,16 @@ def make_rich(folder: Path) -> Path:
         *(first, ("Now the cities.", shell("cat cities.csv"), TABLE)),
         *(("And as JSON.", shell("cities --json"), RECORDS), ("The plan.", shell("plan"), TREE)),
         ("Run it.", shell("pytest -q"), '{"exit_code": 0, "stdout": "3 passed\\n", "stderr": ""}'),
-        **{"answer": "There are 10 primes below 30.", "check": passing, "finished_at": 1790000100},
+        answer="There are 10 primes below 30.",
+        check=passing,
+        finished_at=1790000100,
     )
     bad = talk(
         first,
         ("I guess.", shell("echo 9"), '{"exit_code": 0, "stdout": "9\\n", "stderr": ""}'),
-        **{"answer": "There are 9.", "check": failing, "finished_at": 1790000160},
+        answer="There are 9.",
+        check=failing,
+        finished_at=1790000160,
     )
     return make(folder, [good, bad] * 6, samples=2, name="rich")
 
@@ -106,7 +110,9 @@ def make_hostile(folder: Path) -> Path:
         talk(
             (text, json.dumps({"command": text, text[:50]: text}), text),
             ("again", text, json.dumps([{text[:40]: text[:200], "__proto__": text[:200]}] * 3)),
-            **{"answer": text, "status_reason": text[:500], "finished_at": 1790000100 + n},
+            answer=text,
+            status_reason=text[:500],
+            finished_at=1790000100 + n,
         )
         for n, text in enumerate(PAYLOADS)
     ]
@@ -118,7 +124,8 @@ def make_pairs(folder: Path, prompts: int) -> Path:
     records = [
         talk(
             ("First.", shell(f"count {n}"), f"{n}\n"),
-            **{"answer": f"Answer {n}.", "finished_at": 1790000000 + n},
+            answer=f"Answer {n}.",
+            finished_at=1790000000 + n,
         )
         for n in range(2 * prompts)
     ]

@@ -53,7 +53,7 @@ function stepBlock(part) {
     leaks: found && (found.map(({ what }) => what).join("\n") || "none"), ...judged,
   });
   const name = `${step} ${way ?? repetition ?? ""}`;
-  return h("section", { class: `call${against ? " is-error" : ""}`, tabindex: -1, "aria-label": name },
+  return h("section", { class: `call${against ? " is-error" : ""}`, role: "group", tabindex: -1, "aria-label": name },
     h("h4", {}, h("code", {}, name), h("span", { class: "soft" }, [setup != null && `set-up ${seconds(setup)}`, took && `check ${seconds(took)}`].filter(Boolean).join(", ")),
       against && h("strong", { class: "mark" }, "against the task")),
     h("div", { class: "sides" },
@@ -70,7 +70,7 @@ function taskOfAudit(record, row, around) {
       ["image", record.image && `${record.image.reference} (${record.image.digest})`],
       ["longest set-up", seconds(record.times.setup_s)], ["longest check", seconds(record.times.check_s)],
     ]),
-    h("div", { class: "folds" }, fold("facts raw", "raw JSON", () => h("pre", { class: "text" }, jsonText(record)))),
+    h("div", { class: "folds" }, fold("facts raw", "raw JSON", () => h("pre", { class: "text", tabindex: 0 }, jsonText(record)))),
     h("div", { class: "messages" }, record.steps.map(stepBlock)),
   ].flat();
 }

@@ -30,12 +30,13 @@ function bars(title, words, items) {
       keydown: (event) => ["Enter", " "].includes(event.key) && (event.preventDefault(), item.pick()),
     };
     const name = item.name.length > MOST_NAME ? `${item.name.slice(0, MOST_NAME - 1)}…` : item.name;
-    return svg("g", { transform: `translate(0 ${n * 23})`, ...pick },
+    // What is picked lies over the words, and has a name of its own.
+    return svg("g", { transform: `translate(0 ${n * 23})` },
       svg("title", {}, `${item.name}: ${item.words}`),
-      svg("rect", { class: "hit", width: WIDTH, height: 23 }),
       svg("text", { x: NAMES - 6, y: 16, "text-anchor": "end" }, name),
       parts,
-      svg("text", { class: "amount", x: x + 5, y: 16 }, item.words));
+      svg("text", { class: "amount", x: x + 5, y: 16 }, item.words),
+      svg("rect", { class: "hit", width: WIDTH, height: 23, ...pick }));
   });
   const hidden = items.length - shown.length;
   const text = hidden > 0 ? `${words} · ${hidden} more not drawn` : words;

@@ -23,7 +23,7 @@ function callBlock(call, result, facts, inner) {
   const failure = result?.is_error && (result.details?.failure ?? "reported");
   const state = !result ? "no result" : failure ? `failed: ${failure}` : "";
   const details = result?.details && Object.keys(result.details).length ? result.details : null;
-  return h("section", { class: `call${failure ? " is-error" : ""}`, "aria-label": `call of ${call.function.name}` },
+  return h("section", { class: `call${failure ? " is-error" : ""}`, role: "group", "aria-label": `call of ${call.function.name}` },
     h("h4", {}, h("code", {}, call.function.name), facts && h("span", { class: "soft" }, seconds(facts.duration_s)),
       state && h("strong", { class: "mark" }, state)),
     h("div", { class: "sides" },
@@ -253,7 +253,7 @@ function conversation(read) {
       record.check && fold("facts check", "output of the check", () => checkBlock(record.check)),
       record.turns.length > 1 && fold("facts", "tokens of each turn", () => tokensOf(record.turns)),
       form && fold("facts training", trainingWords(form), () => trainingForm(form)),
-      fold("facts raw", "raw JSON", () => h("pre", { class: "text" }, jsonText(record)))),
+      fold("facts raw", "raw JSON", () => h("pre", { class: "text", tabindex: 0 }, jsonText(record)))),
     source.beforeMessages?.(read),
     messagesOf(record, read),
     source.afterMessages?.(read),

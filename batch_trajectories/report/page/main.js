@@ -135,7 +135,7 @@ function onKey(event) {
 // Each step of the funnel, and below it why some did not reach the next.
 function funnelRows({ steps, samples, exports, not_needed: notNeeded }) {
   const line = (name, amount, words) => h("tr", {},
-    h("th", { scope: "row" }, name), h("td", { class: "number" }, amount === null ? "" : count(amount)), h("td", {}, words));
+    name ? h("th", { scope: "row" }, name) : h("td"), h("td", { class: "number" }, amount === null ? "" : count(amount)), h("td", {}, words));
   const lost = (part) => Object.entries(part.lost).map(([reason, n]) => line("", n, `left out: ${visible(reason)}`));
   const masked = (part) => part.masked ? [
     line("", part.masked.turns, `of ${count(part.masked.of)} turns carry no loss`),

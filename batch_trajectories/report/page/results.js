@@ -6,7 +6,9 @@ const SHOWN_LINES = 24; // of JSON, which is folded beyond
 
 // Text as it is; a very long one in part, until the rest is asked for. `draw` makes its content.
 function textBlock(text, kind = "", draw = visible) {
-  const block = h("pre", { class: `text ${kind}` });
+  // What may be higher than its place is scrolled by keys, too.
+  const isHigh = text.length > 2000 || text.split("\n", SHOWN_LINES).length === SHOWN_LINES;
+  const block = h("pre", { class: `text ${kind}`, tabindex: isHigh ? 0 : null });
   if (text.length <= SHOWN_CHARS * 1.5) return fill(block, {}, [draw(text)]);
   const more = h("button", { type: "button", class: "more", click: () => block.replaceChildren(...[draw(text)].flat()) },
     `… show all ${count(text.length)} characters`);
@@ -127,7 +129,7 @@ function tableBlock({ heads, cells, rows }, text, kind = "") {
   const table = h("table", { class: "plain" },
     h("thead", {}, h("tr", {}, heads.map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, cells.map((fields) => h("tr", {}, fields.map((field, n) => h("td", { class: numbers[n] && "number" }, field.slice(0, 500)))))));
-  return fill(box, {}, [h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "table" }, table), asText]);
+  return fill(box, {}, [h("div", { class: "wide", tabindex: 0, role: "group", "aria-label": "table" }, table), asText]);
 }
 
 function isLong(value) {
