@@ -89,7 +89,8 @@ api
 report  report/page
 
 view/index
-view  view/page
+view/page
+view
 
 agent_check
 

@@ -9,6 +9,6 @@ comparison         two runs side by side
 rejudged           the verdicts of a run that `check` changed
 page/              the report page
 
-Other rooms import comparison, conversation_text, facts, formatting, live, page/writer, rejudged,
-status.
+Other rooms import comparison, conversation_text, facts, formatting, live, page/frame,
+page/writer, rejudged, status.
 """

@@ -1,4 +1,7 @@
-"""Tests of view/: the server of the page for all runs.
+"""Tests of view/: the page for all runs, and its server.
 
-serving      starts the server for tests
+test_page     the page in a browser
+
+serving       starts the server for tests
+page_runs     runs to look at in the page
 """
