@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,26 @@ def read_yaml_nodes(path: Path, kind: str, *, shown: str) -> tuple[bytes, yaml.N
         node = _compose(content)
         construct(node)
         return content, node
+
+
+def line_of(path: Path, keys: Sequence[str]) -> int | None:
+    """The line where the value at these keys begins, or the last of them that is there.
+
+    None without any of them. Dashes in keys are as underscores. Raises `OSError` and `YAMLError`.
+    """
+    node, line = _compose(_read(path)), None
+    for key in keys:
+        if isinstance(node, yaml.SequenceNode) and key.isdecimal() and int(key) < len(node.value):
+            node = node.value[int(key)]
+            line = node.start_mark.line + 1
+            continue
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        named = [(k, v) for k, v in pairs if str(k.value).replace("-", "_") == key]
+        if not named:
+            break
+        (found, node) = named[-1]
+        line = found.start_mark.line + 1
+    return line
 
 
 def construct(node: yaml.Node | None) -> Any:

@@ -124,6 +124,16 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return self.command_of(cmd_name) if cmd_name in COMMANDS else None
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if not ctx.resilient_parsing and args[0] not in COMMANDS:
+            from batch_trajectories.basics.validation import did_you_mean
+
+            meant = did_you_mean(args[0], COMMANDS) or "options of a run begin with `--`"
+            ctx.fail(f"no such command {args[0]!r}; {meant}")
+        return super().resolve_command(ctx, args)
+
     def command_of(self, name: str) -> click.Command:
         """Import a command; a start uses one, and the others import much that it does not need."""
         module, _, function = COMMANDS[name].partition(".")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from agent.options import AgentOptions
 from batch_runner import main
@@ -205,3 +206,13 @@ def test_urls_are_no_paths(args: list[str], tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "must be a path of this machine: URLs are not supported" in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("exprot", "did you mean 'export'?"), ("prompts.jsonl", "options of a run begin with `--`")],
+)
+def test_a_command_that_is_none_says_what_may_be_meant(word: str, meant: str) -> None:
+    done = CliRunner().invoke(main, [word, "x"])
+    assert done.exit_code == 2
+    assert f"no such command '{word}'; {meant}" in done.stderr

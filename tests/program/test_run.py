@@ -715,7 +715,7 @@ BAD_INPUT: list[tuple[dict[str, object], str]] = [
     ({"base_url": "localhost:8000"}, "must start with http"),
     ({"sandbox": "none"}, "--sandbox"),
     ({"config": "absent.yaml"}, "absent.yaml: cannot read this config file"),
-    ({"config": "bad.yaml"}, "bad.yaml: max_turn: unknown option; did you mean 'max_turns'?"),
+    ({"config": "bad.yaml"}, "bad.yaml:1: max_turn: unknown option; did you mean 'max_turns'?"),
     ({"on_bad_row": "fail", "dataset_file": "mixed.jsonl"}, "no model call was made"),
     ({"frobnicate": "1"}, "No such option"),
 ]

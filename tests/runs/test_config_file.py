@@ -34,13 +34,23 @@ def test_a_key_that_is_given_twice_is_an_error_that_names_it(tmp_path: Path) -> 
 
 def test_a_key_that_is_given_with_and_without_dashes_is_named(tmp_path: Path) -> None:
     said = refused(tmp_path, "num-workers: 8\nnum_workers: 1\n")
-    assert said == "run.yaml: num_workers: given twice, once with dashes"
+    assert said == "run.yaml:2: num_workers: given twice, once with dashes"
+
+
+def test_a_mistake_is_named_with_its_line(tmp_path: Path) -> None:
+    text = (
+        "model: openai:m\n\nprices:\n  m: {output: 1,\n    input: much}\nmax-turns: x\nmodell: y\n"
+    )
+    said = refused(tmp_path, text).splitlines()
+    assert [line.partition(": ")[0] for line in said] == ["run.yaml:6", "run.yaml:5", "run.yaml:7"]
+    (missing,) = refused(tmp_path, "prices:\n  m:\n    input: 1\n").splitlines()
+    assert missing == "run.yaml:2: prices, in m.output: Field required"
 
 
 @pytest.mark.parametrize("key", ["max_turns", "num_samples", "max_cost_usd", "temperature"])
 def test_true_is_not_the_number_1(tmp_path: Path, key: str) -> None:
     assert refused(tmp_path, f"{key}: yes\n").startswith(
-        f"run.yaml: {key}: must be a number, not true or false"
+        f"run.yaml:1: {key}: must be a number, not true or false"
     )
 
 
@@ -93,7 +103,7 @@ def test_the_first_of_several_merged_mappings_wins(tmp_path: Path) -> None:
     [
         ("{<<: 1}", "run.yaml:1:18: not YAML: `<<` merges a mapping, or a list of mappings"),
         ("&b {a: *b}", "run.yaml:1:20: not YAML: an alias inside of its anchor"),
-        ("{a: !!binary aGVsbG8=}", "run.yaml: extra_body, in a"),
+        ("{a: !!binary aGVsbG8=}", "run.yaml:1: extra_body, in a"),
         ("[" * 3000 + "]" * 3000, "run.yaml: cannot read this config file: nested too deeply"),
     ],
 )
@@ -140,9 +150,9 @@ def test_a_flag_in_other_bytes_than_utf8_is_named(tmp_path: Path) -> None:
         ('"\\ud800": 1', "1:1: not YAML: half of a surrogate pair"),
         ("models: &a {x: *a}", "1:16: not YAML: an alias inside of its anchor"),
         ("seed: 1\nmodel: a\x07", "2:9: not YAML: the character U+0007 is not allowed"),
-        ('output_dir: "a\\0"', " output_dir: holds the character NUL"),
-        ('prefill_messages: "a\\0"', " prefill_messages: holds the character NUL"),
-        ("extra_body: {a: [.nan]}", " extra_body: holds a number that JSON cannot represent"),
+        ('output_dir: "a\\0"', "1: output_dir: holds the character NUL"),
+        ('prefill_messages: "a\\0"', "1: prefill_messages: holds the character NUL"),
+        ("extra_body: {a: [.nan]}", "1: extra_body: holds a number that JSON cannot represent"),
     ],
 )
 def test_values_that_nothing_could_write_are_refused_with_their_place(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -90,9 +90,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     for written, value in read_mapping(path, "config file").items():
         key = written.replace("-", "_")
         if key in loaded:
-            raise ConfigError(f"{path}: {key}: given twice, once with dashes")
+            place = _with_line(path, (key,))
+            raise ConfigError(f"{place}: {key}: given twice, once with dashes")
         if holds_nul(value):
-            raise ConfigError(f"{path}: {key}: holds the character NUL (U+0000)")
+            place = _with_line(path, (key,))
+            raise ConfigError(f"{place}: {key}: holds the character NUL (U+0000)")
         loaded[key] = value
     loaded = with_todays_names(loaded)
     for key in _INPUT_PATHS:
@@ -117,11 +119,20 @@ def _place(place: Any, directory: Path) -> Any:
     return str(directory / place) if file.endswith(".py") else place
 
 
+def _with_line(config_file: Path, keys: Sequence[str]) -> str:
+    from batch_trajectories.basics.yaml_file import line_of  # which has read this file
+
+    line = line_of(config_file, keys)
+    return str(config_file) if line is None else f"{config_file}:{line}"
+
+
 def _explain(mistake: Mistake, config_file: Path | None, flags: Mapping[str, Any]) -> str:
     if not mistake.keys:
         return mistake.reason
     key, *inside = mistake.keys
-    place = f"--{key}" if key in flags or config_file is None else f"{config_file}: {key}"
+    place = f"--{key}"
+    if key not in flags and config_file is not None:
+        place = f"{_with_line(config_file, mistake.keys)}: {key}"
     if inside:
         place += f", in {'.'.join(inside)}"
     elif mistake.kind == "missing":
