@@ -1,4 +1,4 @@
-"""Where attempts of model calls wait for their turn, and for the money that they may cost."""
+"""Where model call attempts wait for their turn, and for their share of the budget."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from agent.models.model import Completion
 
 
 class CostEstimate(NamedTuple):
-    """What one attempt may use at most, as far as that is known before it."""
+    """The most that one attempt can use, as far as is known beforehand."""
 
     usd: float | None
-    """At most; None where the price of the model is unknown."""
+    """Maximum dollars; None where the price of the model is unknown."""
     tokens: int | None
-    """At most, in and out; None where no limit on the reply's tokens is sent."""
+    """Maximum tokens, in and out; None where the request does not limit the reply."""
     likely_input_tokens: int
 
 
 class Permit(Protocol):
-    """One attempt that may be made now."""
+    """Permission for one attempt."""
 
     @property
     def sent_at(self) -> float:
-        """When it was given, by the machine's monotonic clock."""
+        """When it was granted (monotonic clock)."""
         ...
 
     def leave(self, outcome: Completion | ModelError | None) -> None:
-        """The attempt is over: its reply, why it failed, or None where it was cancelled."""
+        """End the attempt with its reply or its failure; None if it was cancelled."""
         ...
 
 
 class CallAdmission(Protocol):
-    """Lets the attempts of one endpoint through."""
+    """Admits attempts at one endpoint."""
 
     @property
     def has_answered(self) -> bool:

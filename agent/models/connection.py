@@ -13,12 +13,12 @@ from urllib.parse import SplitResult, urlsplit
 KEY_REFRESH_S = 600.0
 
 DIRECT = "none"
-"""What `proxy` says of an endpoint to which no proxy leads."""
+"""The value of `proxy` for a direct connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """What an endpoint of a config says of its requests. Names secrets, and holds none."""
+    """How a configured endpoint's requests are sent. Names secrets but holds none."""
 
     headers: Mapping[str, str] = field(default_factory=dict, hash=False)
     headers_env: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -46,7 +46,7 @@ class Connection:
 
     @property
     def command_id(self) -> str:
-        """Names the key command between parent and workers; "" where there is none."""
+        """The id of the key command in messages between parent and workers; "" without one."""
         if not self.key_command:
             return ""
         return _digest((self.key_command, self.key_refresh_s))
@@ -67,7 +67,7 @@ def _digest(said: object) -> str:
 
 
 DIRECT_CONNECTION = Connection()
-"""That of an endpoint of which a config says nothing of the kind."""
+"""The default: nothing configured."""
 
 
 class UnusableProxy(ValueError):
@@ -79,9 +79,9 @@ class EndpointProxy(NamedTuple):
 
     url: str
     description: str
-    """How messages name it: without its password, and with the variable that names it."""
+    """Its name in messages: without password, with the variable that sets it."""
     instead: str
-    """What to do where it cannot be used, after "Correct it, "."""
+    """What else to do if it cannot be used; follows "Correct it, "."""
 
 
 def proxy_for(base_url: str, own: str | None = None) -> EndpointProxy | None:
@@ -110,7 +110,7 @@ _HOST = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-
 
 
 def _is_address(proxy: SplitResult) -> bool:
-    """Whether there can be such a host and port at all."""
+    """Whether host and port are possible at all."""
     try:
         port = proxy.port
         host = (proxy.hostname or "").encode("idna").decode()

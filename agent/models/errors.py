@@ -1,4 +1,4 @@
-"""What can go wrong with a model call, and what each failure asks of the caller: one table."""
+"""The failures of model calls, and what the caller has to do about each: one table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Kind = Literal[
 
 
 class Rule(NamedTuple):
-    """What a failure of one kind leads to, and what it means in a user's words."""
+    """The consequence of one kind of failure, and its meaning in the user's words."""
 
     action: Action
     meaning: str
@@ -102,7 +102,7 @@ _KINDS: Mapping[Kind, tuple[str, ...]] = {
     "rate_limited": ("ramp_limit_exceeded",),
     "overloaded": ("request_body_timeout",),
 }
-"""The codes that say more than the status which they come with, or something else."""
+"""Codes that are more specific than their status, or contradict it."""
 
 _KIND_OF_CODE = {code: kind for kind, codes in _KINDS.items() for code in codes}
 
@@ -153,7 +153,7 @@ class ModelError(Exception):
         self.endpoint: str | None = None
         """The base URL that was asked, where it is known."""
         self.paid: Completion | None = None
-        """What the reply that could not be used cost all the same, where it says so; no text."""
+        """What an unusable reply still cost, where it says so; without its text."""
         self.reply: tuple[int, bytes] | None = None
         """Status and body by which the endpoint refused the request, if that is how it failed."""
         self.has_answered_others = False
@@ -165,7 +165,7 @@ class ModelError(Exception):
 
     @property
     def action(self) -> Action:
-        """What the caller has to do."""
+        """The action that the caller has to take."""
         return RULES[self.kind].action
 
     @property

@@ -16,7 +16,7 @@ MARK = "[API key]"
 _SHORTEST = 8
 
 _PLACEHOLDERS = frozenset({"dummy-key", "fake-key", "lm-studio", "no-key-required", "not-needed"})
-"""What people give to servers that need no key, and what replies may well hold."""
+"""Keys that people give to servers that need none; replies may well contain such words."""
 
 
 _WIDE = ("utf-16-le", "utf-16-be")
@@ -50,7 +50,7 @@ class Key:
         return text
 
     def _is_spelt_out(self, body: bytes) -> bool:
-        """Whether it is there in letters that JSON need not escape but may, or in UTF-16."""
+        """Whether it occurs with needless JSON escapes, or in UTF-16."""
         if any(form in body for form in self._wide):
             return True
         try:

@@ -176,7 +176,7 @@ class ModelSettings:
 
     @property
     def endpoint(self) -> str:
-        """Whose limits the calls count against: one base URL, asked with one key."""
+        """The endpoint whose limits the calls count against: one base URL with one key."""
         return endpoint_id(self.base_url, self.key_env, self.connection)
 
     @property

@@ -1,4 +1,4 @@
-"""What a call cost: by the user's own prices, else by the price table of genai-prices.
+"""The cost of a call: by the user's own prices, else by the table of genai-prices.
 
 Unknown stays unknown, never 0.
 """
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _UNSEEN_TOKENS = 1000
-"""Room for what providers add to a request themselves, such as their words about tools."""
+"""Allowance for what providers add to a request, such as their text about tools."""
 
 _BYTES_PER_TOKEN = 4
-"""Of English text and code, about."""
+"""Roughly, for English text and code."""
 
 _MILLION = 1_000_000
 
@@ -38,7 +38,7 @@ _DATE = re.compile(r"-(?:\d{8}|\d{4}-\d\d-\d\d)$")
 
 
 _BATCH = {"processing": "batch"}
-"""What the table calls calls that come by a batch."""
+"""The table's name for calls in batches."""
 
 _BATCH_SHARE = 0.5
 """Of the price, where the table does not know: both providers' documented discount."""
@@ -221,7 +221,7 @@ def _find(name: str, provider: str | None) -> PriceCalculation | None:
 
 @lru_cache(maxsize=64)
 def _warn(name: str) -> None:
-    """Once per model, which is what the cache is for."""
+    """Warn once per model: that is what the cache is for."""
     log.warning(
         "the price of model %s is unknown, and so is what its calls cost; the config can give it "
         "under `prices`",

@@ -16,7 +16,7 @@ ONLY_RELAYED: frozenset[str] = frozenset({"gemini"})
 """Those only for agents that run as commands: this program writes no requests in them."""
 
 NO_KEY = "none"
-"""What `key_env` says of an endpoint that needs no key."""
+"""The value of `key_env` for an endpoint that needs no key."""
 
 
 class Provider(NamedTuple):
@@ -39,7 +39,7 @@ class Provider(NamedTuple):
     client: str | None = None
     """See `Connection.client`."""
     other_credentials: str = ""
-    """What a client uses where the variable is not set."""
+    """The credentials that a client uses if the variable is not set."""
     url_env: str = ""
     """The variable by which its SDK finds another base URL."""
     is_own_server: bool = False
@@ -118,7 +118,7 @@ PROVIDERS: Mapping[str, Provider] = {
 """By prefix."""
 
 CLIENTS = tuple(row.client for row in PROVIDERS.values() if row.client is not None)
-"""The clients that are known by name."""
+"""Clients known by name."""
 
 FIRST = ("openai", "responses", "anthropic", "openrouter")
 """Prefixes that hold at any `--base_url`, and that no endpoint of a config may have as its name.

@@ -49,7 +49,7 @@ FORMS = (
     "give PROVIDER:NAME, such as openai:NAME, anthropic:NAME or openrouter:VENDOR/NAME (`python "
     "batch_runner.py endpoints` lists the providers), or NAME and --base_url for a server"
 )
-"""How a model is named."""
+"""The forms in which a model can be named."""
 
 _SERVER = Provider("", NO_KEY)
 """A server of the user's own."""
@@ -150,7 +150,7 @@ def _url_in_environment(row: Provider) -> str | None:
 
 
 def habits_of(row: Provider) -> dict[str, Any]:
-    """What a provider calls things, as fields of `ModelSettings`."""
+    """A provider's names for things, as fields of `ModelSettings`."""
     return {
         "usual_max_tokens_name": row.max_tokens_name,
         "reasoning_field": row.reasoning_field,

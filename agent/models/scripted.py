@@ -107,7 +107,7 @@ _NO_USAGE: Usage = {
     "cache_write_tokens": 0,
     "reasoning_tokens": 0,
 }
-"""No model ran, so the counts are really zero, not unknown."""
+"""No model ran, so the counts are zero, not unknown."""
 
 
 def _to_call(call: ScriptedCall, id: str) -> ToolCall:

@@ -1,4 +1,4 @@
-"""The part of a record that an agent's calls make up."""
+"""The part of a record that an agent's calls add."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent.wires.shown import Patches, changes
 from agent.wires.threads import Threads
 
 MAIN = "main"
-"""What the main conversation is called among the threads."""
+"""The name of the main conversation among the threads."""
 
 
 def agent_record(threads: Threads, prompt: str) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _set_aside(event: ExchangeEvent) -> dict[str, Any]:
 
 
 def _facts(threads: Threads) -> dict[str, Any]:
-    """What is known of the agent from its calls and its end."""
+    """Facts about the agent, from its calls and its exit."""
     stripped = {name for event in threads.exchanges for name in event.get("stripped", ())}
     ended = {} if threads.exit is None else dict(threads.exit)
     ended.pop("kind", None)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """When something began, and how long it has taken."""
+    """Measures when something began and how long it took."""
 
     def __init__(self) -> None:
         self.started_at = time.time()
@@ -150,7 +150,7 @@ def exchange_event(
     body: dict[str, Any],
     clock: Clock,
 ) -> ExchangeEvent:
-    """The call of an agent, once its whole reply is there: `body`, and what it says."""
+    """An agent's call, once its reply is complete: `body`, and its content."""
     placed = threads.place(request)
     before = threads.token_chain(placed.after)
     reply = reply_event(placed.turn, completion, clock, discarded=None, before=before)

@@ -21,13 +21,13 @@ from agent.messages.message import (
 from batch_trajectories.basics import exact_json
 
 _NO_FAULT = frozenset({"not_run", "interrupted", "denied"})
-"""Failures that are no fault of the model or the tool."""
+"""Failures that are not the fault of the model or the tool."""
 
 MALFORMED = frozenset({"unknown_tool", "invalid_arguments", "unknown_reference"})
 """Failures of a call that never reached its tool."""
 
 _COUNTED = MALFORMED | {"exception", "timeout"}
-"""Failures that count as errors. A failure that a tool reports itself does not."""
+"""Failures that count as errors; those that a tool itself reports do not."""
 
 
 class Tally:

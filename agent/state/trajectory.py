@@ -107,7 +107,7 @@ class Trajectory:
         self.noted: list[NoteEvent] = []
         """The notes since the last reply."""
         self.is_reopened = False
-        """The conversation does not start with the messages of its prompt."""
+        """The conversation no longer starts with the messages of its prompt."""
         self._results_of_turn: dict[int, ResultEvent] = {}
         self._notes_of: Counter[str] = Counter()
         self._text_before = ""
@@ -441,4 +441,4 @@ Journal = Callable[[Event], None]
 """Makes an event durable before it is used: once it returns, a killed process does not lose it."""
 
 Kept = Callable[[], Awaitable[None]] | None
-"""Waits until the events so far are on disk; None where they are at once."""
+"""Waits until all events so far are on disk; None where they always are."""

@@ -41,9 +41,9 @@ class Line:
     has_tools: bool
     """Its last call offered some."""
     name: str = ""
-    """What it is; "" for the main conversation."""
+    """Its kind; "" for the main conversation."""
     is_about: bool = False
-    """It ends with a call about another line, which had ended."""
+    """It ends with a call about another line that had already ended."""
     own: set[int] = field(default_factory=set)
     """The calls that are part of no line before this one."""
 
@@ -72,11 +72,11 @@ class Rewritten:
     start: int
     end: int
     messages: list[Message]
-    """What they were shown instead of the line's messages from `start` to before `end`."""
+    """The messages shown instead of those of the line from `start` to before `end`."""
     until: int
     """The position in the line of the reply to the last of them."""
     shown: Line
-    """They as they were shown."""
+    """The same calls, with what they were shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _is_about(other: Line, line: Line) -> bool:
 
 
 def _difference(line: Line, later: Line) -> Rewritten:
-    """What the calls of a line were shown, where it is not what the later line has there."""
+    """What the calls of a line were shown where the later line has something else."""
     at = next(at for at, number in later.replies if number == line.numbers[-1])
     shown, instead = line.messages[:-1], later.messages[:at]
     start = _common(shown, instead)
@@ -282,7 +282,7 @@ def _repeats_a_reply(line: Line, threads: Threads, before: int) -> bool:
 
 
 def _plain(line: Line, threads: Threads) -> str | None:
-    """What a line is that is no chat."""
+    """The kind of a line that is not a chat; None for a chat."""
     dialect = threads.exchanges[line.numbers[0]]["dialect"]
     return dialect if dialect in PLAIN else None
 

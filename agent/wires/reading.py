@@ -42,7 +42,7 @@ class Layout(NamedTuple):
     """Reads a piece of the messages, which follows these calls. Raises `WireError`."""
     read_tool: Callable[[Mapping[str, Any]], Schemas]
     read_elsewhere: frozenset[str]
-    """Fields of the body that are read otherwise, or do not decide the reply."""
+    """Fields of the body that are read elsewhere, or do not affect the reply."""
     messages: str
     """The field with the messages, for errors."""
     has_instructions: bool = False
@@ -112,7 +112,8 @@ def read_request(
 
 
 def unknown_earlier(api: str, id: str) -> Message:
-    """Stands for what a call continues by an id and its model did not see, or nobody knows."""
+    """Stands for messages that a call continues by an id, and that its model did not see or nobody
+    knows."""
     message = Message(role="system", content=f"[earlier response {id}: unknown]")
     message["provider_blocks"] = {"api": api, "blocks": [{"type": EARLIER, "id": id}]}
     return message
@@ -160,7 +161,7 @@ def custom_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def placeholder(part: Mapping[str, Any]) -> str:
-    """What the text of a message says instead of an image or an unknown part of its content."""
+    """The text that stands for an image or an unknown part in a message."""
     written = exact_json.dumps(without_marks(part), option=orjson.OPT_SORT_KEYS)
     kind = part.get("type") or next(iter(part), "part")
     return f"[{kind}: {len(written)} bytes, digest {digest_of_bytes(written).hex()}]"
@@ -302,7 +303,7 @@ def _read_part(layout: Layout, piece: Any, calls: CallsInOrder, volatile: Volati
 
 
 def _check_depth(value: Any) -> None:
-    """Refuse what could not be recorded."""
+    """Refuse values that are nested too deeply to be recorded."""
     try:
         is_too_deep = exact_json.is_nested_too_deep(exact_json.dumps(value))
     except TypeError:

@@ -34,12 +34,12 @@ class _Reply(NamedTuple):
         return _names(self.calls)
 
     def alike(self, digests: Sequence[bytes]) -> int:
-        """How many messages before it are those of another conversation."""
+        """How many of the messages before it are also in another conversation."""
         return sum(map(eq, self.digests[: self.at], digests))
 
 
 class Found(NamedTuple):
-    """What was found in the messages of a request."""
+    """The recorded replies found in the messages of a request."""
 
     messages: list[Message]
     digests: list[bytes]

@@ -1,4 +1,4 @@
-"""What a request shows otherwise than its thread has it.
+"""The differences between a request and its recorded thread.
 
 Agents write calls again, drop reasoning or text, put results in another order, and texts that
 change from start to start stand in their requests as they are now. A thread keeps each message as
@@ -27,7 +27,7 @@ Patches = Mapping[int, Patch]
 
 
 def patch_of(known: Message, shown: Message, ids: Mapping[str, str]) -> Patch:
-    """What turns `known` into `shown`; `ids` are the record's ids by those that the agent got."""
+    """The patch that turns `known` into `shown`; `ids` maps the agent's ids to the record's."""
     patch: Patch = {}
     if known["content"] != shown["content"] and (
         known["content"].strip() != shown["content"].strip()
@@ -47,7 +47,7 @@ def patch_of(known: Message, shown: Message, ids: Mapping[str, str]) -> Patch:
 def moved_results(
     recorded: Sequence[Message], shown: Sequence[Message], first: int
 ) -> dict[int, int]:
-    """The results, from position `first` on, that a request shows at the place of another one.
+    """The results, from position `first` on, that a request shows in another one's place.
 
     By their positions in `shown`, the positions in `recorded`.
     """
@@ -71,7 +71,7 @@ def same_first(one: Sequence[Message], other: Sequence[Message]) -> int:
 
 
 def changes(before: Patches, now: Patches) -> dict[int, Patch]:
-    """What turns the patches of an earlier request into those of a later one."""
+    """The change from the patches of an earlier request to those of a later one."""
     if before == now:
         return {}
     places = sorted({*before, *now})
@@ -79,7 +79,7 @@ def changes(before: Patches, now: Patches) -> dict[int, Patch]:
 
 
 def changed(before: Patches, change: Patches) -> Patches:
-    """The opposite of `changes`."""
+    """Apply the result of `changes`."""
     if not change:
         return before
     return {n: patch for n, patch in {**before, **change}.items() if patch}

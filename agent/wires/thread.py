@@ -25,7 +25,7 @@ class Thread:
             self.replies = [reply for reply in parent.replies if reply[0] < shared]
         patches = parent.shown.items() if parent else ()
         self.shown: Patches = {at: patch for at, patch in patches if at < shared}
-        """What its latest call was shown otherwise."""
+        """The patches of its latest call."""
         self._digests: list[bytes] = []
         self._own_digests: list[bytes] = []
         self._calls = CallsInOrder()
@@ -52,7 +52,8 @@ class Thread:
 
 
 def before_results(messages: Sequence[Message], end: int) -> int:
-    """Where results begin that `end` would part: their order is not that of their digests."""
+    """`end`, or the start of the run of results that it would split: their order differs from that
+    of their digests."""
     if end < len(messages) and messages[end]["role"] == "tool":
         while end > 0 and messages[end - 1]["role"] == "tool":
             end -= 1

@@ -62,7 +62,7 @@ class Placement:
 
 
 class _Recent(NamedTuple):
-    """A call that the next ones of its thread are compared with."""
+    """The call with which the next ones of its thread are compared."""
 
     request: WireRequest
     repeated: Found
@@ -85,7 +85,7 @@ class Threads:
         self.exit: AgentExitEvent | None = None
         """How the last start ended, if it did."""
         self.parts = Parts()
-        """Those that events have whole; later ones have digests of them."""
+        """Parts that events hold in full; later events refer to them by digest."""
         self._repeats = Repeats()
         self._recent_of: dict[int, _Recent] = {}
         self._by_id: dict[str, int] = {}
@@ -151,7 +151,7 @@ class Threads:
         return self._tools[number]
 
     def shown_to(self, number: int) -> Patches:
-        """What a call was shown otherwise than its thread has it."""
+        """The patches of one call."""
         return self._shown[number]
 
     def start_of(self, number: int) -> int:

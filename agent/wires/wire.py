@@ -73,7 +73,7 @@ _NO_OFFER = Offer(None, [], (), b"")
 
 @dataclass(frozen=True, slots=True)
 class WireRequest:
-    """What the body of one model call says."""
+    """The content of one model call's body."""
 
     api: str
     model: str
@@ -93,7 +93,7 @@ class WireRequest:
     digests: list[bytes] = field(default_factory=list, repr=False)
     """One per message, those of results in the order of calls; see `agent.wires.canonical`."""
     parts: Sequence[Part] = field(default=(), repr=False)
-    """What its messages were read from."""
+    """The parts that its messages were read from."""
     pieces: list[Any] = field(default_factory=list, repr=False)
     """The `raw` of all parts."""
     offer: Offer = field(default=_NO_OFFER, repr=False)

@@ -38,7 +38,7 @@ _TYPES: Mapping[int, str] = {
 }
 
 SERVER_ERROR = "server_error"
-"""What OpenAI calls an error that may pass."""
+"""OpenAI's type for a temporary error."""
 
 
 def sse(data: Any, *, event: str = "") -> bytes:
@@ -53,7 +53,7 @@ def type_of(status: int) -> str:
 
 
 def lower_of(limit: int, given: Any) -> int:
-    """The limit on a reply where a body asks for at most `given`, if that is a number."""
+    """The lower of the limit and `given`, if that is a number."""
     return min(limit, given) if type(given) is int else limit
 
 
@@ -69,7 +69,7 @@ class Wire(ABC):
     keepalive = b": keepalive\n\n"
     """What can be sent in a stream at any time to show that it is alive: a comment."""
     call_path: str
-    """How the paths of model calls end."""
+    """The end of the paths of model calls."""
     count_path = ""
     """What follows `call_path` in a request to count tokens, if the API has such requests."""
     headers = frozenset[str]()

@@ -36,7 +36,7 @@ class CompletionsWire(ChatWire):
     limits: tuple[str, ...] = ("max_tokens",)
     server_field = ""
     given = "prompt"
-    """The field that has the texts."""
+    """The field with the texts."""
 
     def __init__(self, dialect: str = COMPLETION) -> None:
         known = frozenset({"model", self.given, "stream", "stream_options", "user"})
@@ -150,7 +150,7 @@ class _TextAssembly:
 
 
 def _read_as_chat(reply: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> Completion:
-    """Only what a record needs of the reply: its body is kept as it came."""
+    """The parts of the reply that a record needs; the body itself is kept as it came."""
     known = {key: reply[key] for key in ("id", "model", "usage") if key in reply}
     return read_reply(CHAT, exact_json.dumps({**known, "choices": choices}))
 

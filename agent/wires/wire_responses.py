@@ -112,7 +112,7 @@ _EMPTY: Mapping[str, Mapping[str, Any]] = {
     "function_call": {"arguments": "", "status": "in_progress"},
     "custom_tool_call": {"input": ""},
 }
-"""What an item has at its beginning."""
+"""The empty fields of an item that has just begun."""
 
 
 def _begun(item: Mapping[str, Any]) -> dict[str, Any]:

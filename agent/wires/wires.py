@@ -20,6 +20,6 @@ _BESIDE = (CompletionsWire(), EmbeddingsWire())
 
 
 def wires_of(apis: Collection[str]) -> list[Wire]:
-    """All that agents send that speak these APIs."""
+    """The wires of agents that speak these APIs."""
     is_openai = any(api.startswith("openai") for api in apis)
     return [*(WIRES[api] for api in apis), *(_BESIDE if is_openai else ())]

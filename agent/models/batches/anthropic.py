@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _HEAD, _TAIL = b'{"requests":[', b"]}"
 
 _SKEW_S = 3600
-"""How much the clocks here and there may differ."""
+"""Maximum difference in seconds between our clock and the provider's."""
 
 
 class AnthropicBatches:

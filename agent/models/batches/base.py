@@ -13,7 +13,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """How far a batch is."""
+    """The progress of a batch."""
 
     is_over: bool
     failure: str = ""
@@ -30,7 +30,7 @@ class ItemResult:
     reply: bytes | None
     """The body that a live call would have got, None where there is none."""
     why: str = ""
-    """Why there is none."""
+    """Why there is no reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class LostBatch:
 
     name: str
     upload: str
-    """What `upload` gave."""
+    """The result of `upload`."""
     ids: frozenset[str]
     sent_at: float
     """Epoch seconds before it can have been created."""
@@ -54,7 +54,7 @@ class Batches(Protocol):
 
     max_items: int
     max_bytes: int
-    """Of the lines of one batch."""
+    """Maximum bytes of the lines of one batch."""
 
     def line(self, id: str, body: bytes) -> bytes:
         """One item, as a line of a file of items; `body` is that of a live request."""
@@ -69,7 +69,7 @@ class Batches(Protocol):
         ...
 
     async def state(self, id: str) -> BatchState:
-        """How far a batch is."""
+        """The progress of a batch."""
         ...
 
     def results(self, id: str) -> AsyncIterator[ItemResult]:

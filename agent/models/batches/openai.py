@@ -31,10 +31,10 @@ _NO_ROOM = frozenset({"token_limit_exceeded", "request_limit_exceeded"})
 """Codes of batches that were refused because too much is queued already."""
 
 _SKEW_S = 3600
-"""How much the clocks here and there may differ."""
+"""Maximum difference in seconds between our clock and the provider's."""
 
 _NAME = "wave"
-"""The metadata under which a batch has our name for it."""
+"""The metadata key for our name of a batch."""
 
 
 class OpenAIBatches:

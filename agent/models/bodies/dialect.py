@@ -34,10 +34,10 @@ class Dialect(NamedTuple):
 
 
 RELAYED = get_args(Api)
-"""All, as `ModelSettings.api` names them."""
+"""All dialects, by their names in `ModelSettings.api`."""
 
 DIALECTS = tuple(api for api in RELAYED if api not in ONLY_RELAYED)
-"""Those that our own requests are sent in."""
+"""The dialects of our own requests."""
 
 
 @cache

@@ -32,7 +32,7 @@ FIELDS = (
     *("logprobs", "top_logprobs"),
     *("return_token_ids", "return_meta_info", "return_prompt_token_ids"),
 )
-"""All that a request may hold for them."""
+"""All fields of a request that ask for them."""
 
 _ASK_FOR_IDS = ("return_token_ids", "return_meta_info", "return_prompt_token_ids")
 
@@ -58,7 +58,7 @@ def _server(settings: ModelSettings) -> str:
 
 
 def request_fields(settings: ModelSettings, *, streams: bool) -> dict[str, Any]:
-    """What a request asks with; providers are asked only for what OpenAI's API has."""
+    """The fields that ask for tokens; known providers get only those of OpenAI's API."""
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 0}
     if provider_at(settings.base_url or "") is not None:
         return fields
@@ -231,7 +231,7 @@ def _take_logprobs(choice: dict[str, Any], sampled: Sampled, texts: dict[int, st
 
 
 def _is_held(token: Mapping[str, Any], *, has_ids: bool) -> bool:
-    """Whether log-probability and id, or text, are all that an entry says."""
+    """Whether an entry holds nothing but a log-probability and an id or text."""
     if not token.keys() <= _OF_TOKEN or token.get("top_logprobs"):
         return False
     if has_ids:

@@ -1,4 +1,4 @@
-"""What a reply holds beyond what is read of it: kept as it came, whether whole or in parts.
+"""The fields of a reply that are not read: kept as they came, whole or in parts.
 
 Parts are merged by one rule. Objects are merged field by field. Lists of tokens (`token_ids`, and
 all in `logprobs`) are joined; of other lists, one that begins with what is there takes its place,
@@ -19,7 +19,7 @@ _PIECES = frozenset({("audio", "data"), ("audio", "transcript"), ("function_call
 
 
 def unknown_in(fields: Mapping[str, Any], known: Set[str]) -> dict[str, Any]:
-    """The fields beside `known` ones, but for those that are null or empty and so say nothing."""
+    """The fields that are not `known`, except null and empty ones."""
     if fields.keys() <= known:
         return {}
     return {key: value for key, value in fields.items() if key not in known and _is_set(value)}

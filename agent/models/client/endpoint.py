@@ -42,7 +42,7 @@ class EndpointModel:
         return read_asked(settings, reply, body)
 
     async def _relay(self, request: RelayRequest, settings: ModelSettings) -> Completion:
-        """Ask for token ids, too, unless the endpoint refuses that."""
+        """Also ask for token ids, unless the endpoint refuses that."""
         if settings.token_ids and request.asking_for_tokens is not None:
             request = replace(request, body=request.asking_for_tokens)
         return request.read(await self._transport.relay(request, settings))

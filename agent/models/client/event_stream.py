@@ -1,4 +1,4 @@
-"""Server-sent events: the data in them, and the very bytes that they came in."""
+"""Server-sent events: their data, and their exact bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 _LINE_END = rb"(?:\r\n|\r(?!\n|\Z)|\n)"
-"""A carriage return that came last may be half of an end."""
+"""A trailing carriage return may be half of a line end."""
 _EVENT_END = re.compile(_LINE_END + _LINE_END)
 _LINES = re.compile("\r\n|\r|\n")
 
@@ -33,7 +33,7 @@ class EventSplitter:
         self._parts: list[bytes] = []
         self._size = 0
         self._tail = b""
-        """The last bytes, with which an event's end may begin."""
+        """The last bytes, which may be the start of an event's end."""
 
     def feed(self, part: bytes) -> list[ServerEvent]:
         """The events that end in this part of the stream.

@@ -18,13 +18,13 @@ from agent.models.errors import ModelError
 log = logging.getLogger(__name__)
 
 _MOST_S = 60.0
-"""For the command to print the key."""
+"""Maximum seconds for the command to print the key."""
 
 _MOST_BYTES = 64 * 2**10
-"""Of what a command may print; keys have a few thousand."""
+"""Maximum output of a command; keys have a few thousand bytes."""
 
 _RETRY_S = 10.0
-"""After a command has failed whose last key may still hold."""
+"""Seconds until a failed command is run again while its last key may still be valid."""
 
 
 class KeyCommandError(Exception):

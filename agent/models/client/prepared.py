@@ -23,19 +23,19 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import clip
 
 _KEPT_S = 60.0
-"""For how long the headers that a client has prepared are used."""
+"""Seconds for which headers prepared by a client are reused."""
 
 _CREDENTIALS = ("authorization", "api-key", "x-api-key", "x-amz-security-token")
 """Headers that hold secrets. Signatures are none: each is good for one body."""
 
 _NOT_KEPT = frozenset({"host", "connection", "content-length", "user-agent"})
-"""Headers that are aiohttp's to send."""
+"""Headers that aiohttp itself sends."""
 
 _SIGNED = "AWS4-"
 
 
 class Prepared(NamedTuple):
-    """A request as it is to be sent."""
+    """A request ready to be sent."""
 
     url: URL
     headers: Mapping[str, str]
@@ -91,7 +91,7 @@ def relayed_headers(
 
 
 def preparer_of(settings: ModelSettings, api_key: str | RenewableKey) -> Preparer | None:
-    """What prepares a model's requests; None where all of them have the same URL and headers."""
+    """The preparer of a model's requests; None where all of them have the same URL and headers."""
     connection = settings.connection
     if connection.client is not None:
         return ClientPreparer(settings)
@@ -143,15 +143,15 @@ class KeyPreparer:
 
 
 class _Template(NamedTuple):
-    """What a client makes of the requests to one path and model."""
+    """A client's changes to the requests for one path and model."""
 
     url: URL
     headers: Mapping[str, str]
     key: Key
     dropped: frozenset[str]
-    """Fields that it takes out of the body."""
+    """Fields that it removes from the body."""
     added: Mapping[str, Any]
-    """Fields that it puts in."""
+    """Fields that it adds."""
     until: float
 
 

@@ -19,33 +19,33 @@ from agent.models.prices import estimate_cost, priced
 from agent.models.stream_events import StreamEvent
 
 MAX_WAIT_S = 60.0
-"""Longest pause between two attempts, also where the endpoint asks for more."""
+"""Longest pause between two attempts, even if the endpoint asks for more."""
 
 _MAX_WAIT_FOR_REPLY_S = 8.0
-"""The same after a reply that was cut or malformed: longer pauses do not mend it."""
+"""Longest pause after a cut or malformed reply: waiting longer does not help."""
 
 _SHORT_WAIT_S = 0.5
-"""The same while the endpoint answers other calls."""
+"""Longest such pause while the endpoint answers other calls."""
 
 _RECENTLY_S = 1.0
-"""An answer up to that long before an attempt counts as one to another call meanwhile."""
+"""Another call's answer counts as simultaneous if it came at most so long before the attempt."""
 
 
 _LASTING_ATTEMPTS = 4
-"""Of a call that fails in a way which hardly passes, at an endpoint that has never answered: some
-ten seconds, in which a network may come up."""
+"""Attempts of a call with a lasting failure at an endpoint that has never answered: about ten
+seconds, in which a network may come up."""
 
 
 class Retry(NamedTuple):
-    """A failure that is waited out."""
+    """A failure after which the call is retried."""
 
     kind: Kind
     message: str
     attempt: int
-    """The number of the one that failed."""
+    """The number of the failed attempt."""
     wait_s: float
     left_s: float
-    """For about how long the call will still be tried."""
+    """Approximate seconds for which the call will still be retried."""
 
     def __str__(self) -> str:
         return (
@@ -55,7 +55,7 @@ class Retry(NamedTuple):
 
 
 class RetryingModel:
-    """A model whose passing failures are waited out, and whose replies carry their price."""
+    """A model whose temporary failures are retried, and whose replies carry their price."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class RetryingModel:
         return priced(completion, self.asked)
 
     def _most_attempts(self, error: ModelError) -> int:
-        """How often a call is tried that fails so, as far as failures count."""
+        """The maximum number of attempts for such a failure, where failures count."""
         limit = self.asked.call_attempts
         has_answered = self._answered_at > -math.inf
         answered = has_answered or (self._gate is not None and self._gate.has_answered)
@@ -169,11 +169,11 @@ class RetryingModel:
 
 
 def _discard(event: StreamEvent) -> None:
-    """The handler of a reply that is streamed for the connection's sake."""
+    """The handler of a reply that is streamed only to keep the connection alive."""
 
 
 class _Patience:
-    """How long one call is tried."""
+    """Decides how long one call is retried."""
 
     def __init__(self, settings: ModelSettings, max_attempts: Callable[[ModelError], int]) -> None:
         """`max_attempts` gives the maximum number of attempts for a kind of failure."""
@@ -212,7 +212,7 @@ class _Patience:
         return pause_s + random.uniform(0, 1)
 
     def retry(self, state: RetryCallState) -> Retry:
-        """What is said of a failure, once it is decided that it is waited out."""
+        """The report of a failure that will be retried."""
         error = _error(state)
         wait_s = state.next_action.sleep if state.next_action else 0.0
         left_s = self._left_s()
@@ -232,7 +232,7 @@ def _most_wait_s(error: ModelError) -> float:
 
 
 def _error(state: RetryCallState) -> ModelError:
-    """What failed the last attempt; nothing else is tried again."""
+    """The failure of the last attempt; nothing else is retried."""
     error = state.outcome.exception() if state.outcome else None
     assert isinstance(error, ModelError)
     return error

@@ -6,7 +6,7 @@ import asyncio
 import ssl
 
 _PROBE_S = 2.0
-"""For a server that did not speak TLS to answer without it."""
+"""Seconds for a server that did not speak TLS to answer without it."""
 
 _NAME = "use a name that it was issued for as the host of the URL"
 _TO_DO = {

@@ -45,22 +45,23 @@ from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
 log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 64 * 2**20
-"""Most bytes of one reply that are held, unpacked; real ones are a hundred times smaller."""
+"""Maximum bytes of one unpacked reply; real ones are a hundred times smaller."""
 
 _MAX_EVENT_BYTES = 8 * 2**20
-"""Most bytes of one event of a stream."""
+"""Maximum bytes of one event of a stream."""
 
 _CONNECT_S = 60.0
-"""For a connection to be made; one that takes longer will not come."""
+"""Seconds to connect; a connection that takes longer will not come."""
 
 _TAIL_S = 0.1
-"""For what follows the last event of a stream; without its end a connection is not used again."""
+"""Seconds for the rest of a stream after its last event; a connection is only reused once it has
+ended."""
 
 MOST_RENEWALS = 4
 """Of the credentials of one attempt: new ones may be replaced before it arrives with them."""
 
 _OF_GATEWAYS = frozenset({502, 503, 504})
-"""What a proxy says of an endpoint that it does not reach."""
+"""Statuses with which a proxy reports that it does not reach the endpoint."""
 
 _END_OF_STREAM = "[DONE]"
 
@@ -208,7 +209,7 @@ class Transport:
             self._timeouts.end(timeout)
 
     def clean(self, body: bytes, key: Key | None = None) -> bytes:
-        """What the endpoint sent, without the key of the request, which it may repeat anywhere."""
+        """The endpoint's bytes without the key of the request, which it may repeat anywhere."""
         cleaned = (key or self._key).out_of(body)
         if cleaned is not body and not self._was_echoed:
             self._was_echoed = True
@@ -296,7 +297,8 @@ class Transport:
     async def _of_the_connection(
         self, error: aiohttp.ClientError | OSError, key: Key
     ) -> ModelError | HostError:
-        """A failure to connect, a cut connection, or what came was no HTTP or beyond measure."""
+        """The error for a connection that failed or was cut, or a response that is no HTTP or too
+        large."""
         if isinstance(error, aiohttp.ClientHttpProxyError):
             return self._refusal_of_the_proxy(error.status, error.message)
         cause: BaseException = error

@@ -46,7 +46,7 @@ _OPTION_OF: Mapping[str, str] = {
 _REASONING = "reasoning_content"
 
 _MISSES_REASONING = re.compile(rf"{_REASONING}\b[^.;]{{0,60}}?\b(?:missing|must be passed)", re.I)
-"""As DeepSeek and Moonshot say it."""
+"""The wording of DeepSeek and Moonshot."""
 
 _CHAT_BOUNDS = frozenset({"max_tokens", "max_completion_tokens"})
 
@@ -71,7 +71,7 @@ it counts as a `param` alone."""
 
 
 class UnsupportedOptions:
-    """What the endpoint of one adapter refuses, as far as is known."""
+    """The options that the endpoint of one adapter is known to refuse."""
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
@@ -79,7 +79,7 @@ class UnsupportedOptions:
 
     @property
     def settings(self) -> ModelSettings:
-        """What the model is asked with now."""
+        """The settings in use now."""
         return without(self._settings, self._refused)
 
     async def ask(self, attempt: Callable[[ModelSettings], Awaitable[Completion]]) -> Completion:

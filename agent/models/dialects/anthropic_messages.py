@@ -39,7 +39,7 @@ FINISH_REASONS: Mapping[str, FinishReason] = {
     "pause_turn": "pause",
     "model_context_window_exceeded": "context_exceeded",
 }
-"""By the API's own words for why a reply ended."""
+"""By the API's stop reasons."""
 
 
 _REPLY_FIELDS = frozenset(

@@ -28,7 +28,7 @@ _MAX_OTHERS = 127
 """Further choices of one reply that are kept, which is all that OpenAI gives."""
 
 _TEXTS = ("reasoning_content", "reasoning", "content", "refusal")
-"""Of one part, reasoning comes first."""
+"""Within one part, reasoning comes first."""
 _DELTA_FIELDS = frozenset(
     {"role", "type", "tool_calls", "reasoning_details", "thinking_blocks", *_TEXTS}
 )

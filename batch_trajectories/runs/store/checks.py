@@ -102,7 +102,7 @@ def number_in(value: Any) -> float:
 
 
 def finite_number(value: Any) -> float:
-    """The same for text as well."""
+    """A finite number, also from text. Raises as `number_in`."""
     try:
         number = float(value)
     except (ValueError, OverflowError):
@@ -182,7 +182,7 @@ class Judgement(NamedTuple):
     """The result of the check and the scores of a record."""
 
     verdict: bool | None
-    """Of the check; None if there was none, or it gave only a reward."""
+    """The check's; None if there was no check, or it gave only a reward."""
     reward: float | None
     """None if it was neither checked nor scored."""
     error: str | None = None

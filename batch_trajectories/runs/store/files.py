@@ -34,7 +34,7 @@ _PLAIN_FILES = (
 MIRROR_NOTE = "mirror.json"
 """How much of a run its mirror has, and which journals came from there."""
 SHARED_NOTE = "shared.json"
-"""Names the run for others that share limits with it."""
+"""The id of a run among those that share limits."""
 MIRRORED_DATASET = "dataset.jsonl"
 """In a mirror: the user's own JSONL file, which is not in the run directory."""
 
@@ -64,7 +64,7 @@ def storage_error(path: Path, error: OSError) -> StorageError:
 
 
 def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
-    """Open a file of a run for writing; its descriptor.
+    """Open a file of a run for writing; return its descriptor.
 
     Raises `RunDirError` for a symbolic link: a run directory from elsewhere could have it write
     any file of this user.
@@ -186,7 +186,7 @@ class AppendFile:
 
 
 def repair_tail(path: Path, quarantine: Path) -> int:
-    """Set aside what follows the last newline of `path`; return its size in bytes.
+    """Set aside the bytes after the last newline of `path`; return how many were set aside.
 
     A line is appended in one write that ends with its newline, so a line without one was cut off
     by a crash before its content was used. If only the newline is missing, it is added and the
@@ -209,7 +209,7 @@ def repair_tail(path: Path, quarantine: Path) -> int:
 
 
 def tail_of(path: Path) -> bytes:
-    """What follows the last newline of a file; nothing if the file does not exist."""
+    """The bytes after the last newline of a file; empty if the file does not exist."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
@@ -333,7 +333,7 @@ def refuse_links(run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def alone_on(path: Path) -> Iterator[None]:
-    """Hold the lock of such a file, which is created; waits for other writers.
+    """Hold an exclusive lock on a file, creating the file if needed; waits for other writers.
 
     Raises `OSError`, and `RunDirError` for a symbolic link.
     """
@@ -349,7 +349,7 @@ def alone_on(path: Path) -> Iterator[None]:
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> int:
-    """Append a JSON object with a checksum; the size of the file after it. It is then durable.
+    """Append a JSON object with a checksum, durably; return the new size of the file.
 
     Raises `OSError`, `StorageError`, and `RunDirError` for a symbolic link.
     """

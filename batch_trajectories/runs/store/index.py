@@ -78,7 +78,7 @@ class IndexEntry(NamedTuple):
     output_tokens: int | None
     cost_usd: float | None
     error_class: str | None
-    """Why the task failed; of others `CHECK_FAILED` if their check did."""
+    """Why the task failed; `CHECK_FAILED` if only its check did."""
     verdict: bool | None
     """Of its check; see `runs.store.checks`."""
     reward: float | None
@@ -163,7 +163,7 @@ class RowMaker:
         endings = endings_in(memoryview(rows))
         self._numbers = {ending: number for number, ending in enumerate(endings)}
         self._known: dict[tuple[Any, ...], int] = {}
-        """The same numbers by status, error class and verdict, which need not be encoded again."""
+        """A cache of these numbers by status, error class and verdict: it saves encoding them."""
 
     def rows(self, fields: list[Any], offset: int, length: int) -> bytes:
         """The row of a record, preceded by a row for its ending if that is new.
@@ -264,7 +264,7 @@ class Index(Mapping[bytes, IndexEntry]):
         return len(self._view) // ROW_BYTES - 1 - len(self._endings)
 
     def counting(self) -> Iterator[tuple[bytes, IndexEntry]]:
-        """The record of each task that counts, in file order."""
+        """The record that counts for each task, in file order."""
         return ((self.key(row), self.entry(row)) for row in self.counting_rows())
 
     def counting_rows(self) -> array[int]:

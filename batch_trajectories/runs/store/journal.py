@@ -65,7 +65,7 @@ class Inflight:
         self._of_this_boot: set[Path] = set()
         """Segments that were written since the machine was started; see `JournalWriter`."""
         self._with_damage = {name.partition(":")[0] for name in damaged if name[-1].isdigit()}
-        """Names of segments that have lost a line which was whole."""
+        """Names of segments that lost a complete line."""
         self._quarantine = inflight.parent / "quarantine"
         self.damaged: list[str] = []
         """Unreadable lines that were found, as `worker-0-0.jsonl:7`."""
@@ -155,7 +155,7 @@ class Inflight:
         return _usable(events, unusable)
 
     def take_damaged(self) -> str:
-        """Says which damaged lines were found since the last call; "" if none were."""
+        """A message about the damaged lines found since the last call; "" if there are none."""
         if not self.damaged:
             return ""
         named, count = first_few(self.damaged), len(self.damaged)
@@ -212,7 +212,7 @@ def _fetched(run_dir: Path) -> frozenset[str]:
 
 
 def _usable(events: list[Event], unusable: list[Event]) -> list[Event]:
-    """The events that a conversation can continue from; paid replies among the rest, discarded."""
+    """The events that a conversation can continue from; later paid replies are discarded ones."""
     usable = usable_prefix(events)
     lost = [*events[len(usable) :], *unusable]
     if not lost:

@@ -252,7 +252,7 @@ def journal_line(
 
 @cache
 def boot_id() -> str:
-    """Names the start of this machine that lasts since; "" where that is unknown."""
+    """The id of the machine's current boot; "" where it is unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

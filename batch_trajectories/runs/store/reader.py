@@ -108,7 +108,7 @@ class SomeRecords(NamedTuple):
 
 
 def over_records(run_dir: Path, do: Callable[[SomeRecords], R], *, doing: str) -> list[R]:
-    """What `do` gives for the records of `stored_records`, in one or several parts, in order.
+    """The results of `do` for the records of `stored_records`, in one or several parts, in order.
 
     Large runs are divided among processes. `doing` names the work for its progress.
     """

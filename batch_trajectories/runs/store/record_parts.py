@@ -1,4 +1,4 @@
-"""Small parts of a record, of which nothing else is part; see `record_types`."""
+"""Small parts of a record, which have no parts of their own; see `record_types`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEPT_OF_STEPS = (
 
 
 class StoredPart(msgspec.Struct, gc=False, omit_defaults=True):
-    """A part of a record. It refers to nothing in a cycle, so the garbage collector skips it."""
+    """A part of a record. It is in no reference cycle, so the garbage collector skips it."""
 
 
 class UsageSums(TypedDict, total=False):
@@ -30,7 +30,7 @@ class UsageSums(TypedDict, total=False):
 
 
 class ToolRun(StoredPart):
-    """How the call number `call` (from 0) of a turn went."""
+    """The outcome of call number `call` (from 0) of a turn."""
 
     turn: int
     call: int

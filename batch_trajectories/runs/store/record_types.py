@@ -43,7 +43,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 _NONE = msgspec.Raw(b"")
-"""In the place of JSON that a record does not have."""
+"""Stands for JSON that a record lacks."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})  # shared: what a line lacks takes no time
 
 
@@ -357,7 +357,8 @@ class Record(StoredConversation, kw_only=True):
         return msgspec.json.encode(places)
 
     def as_dict(self) -> dict[str, Any]:
-        """All that the line holds, also keys that are no fields, with scores and check of this."""
+        """Everything in the line, including keys that are not fields, with this object's scores and
+        check."""
         given: dict[str, Any] = msgspec.to_builtins(self._given_later())
         return self._content() | given
 

@@ -310,7 +310,7 @@ def lines_from(path: Path, offset: int) -> Iterator[tuple[int, bytes]]:
 
 
 def watched_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """What `lines_from` gives, with its progress."""
+    """The lines of `lines_from`, with a progress line."""
     with LongWork(f"reading {path.name}", total=_size(path) - offset, unit="B") as work:
         for place, line in lines_from(path, offset):
             yield place, line

@@ -23,7 +23,7 @@ Texts = Sequence[tuple[list[Step], list[Step]]]
 
 
 def shared(record: dict[str, Any]) -> dict[str, Any]:
-    """The record as it is stored: without texts of its row that messages have, too."""
+    """The record as stored: without texts of its row that its messages also have."""
     in_row = dict(_long_texts(record["row"]))
     if not in_row:
         return record

@@ -52,12 +52,12 @@ _TAIL_BYTES = 256
 _KEY_BYTES = 16
 
 DISPUTED = "disputed"
-"""Stands for different verdicts of two reviewers."""
+"""The verdict of reviewers who disagree."""
 _NOTE_CHARS = 10_000
 
 
 def score_key(record: Record) -> str:
-    """Names a record: by its task and when it was finished, as a task can be run again."""
+    """Identifies a record by its task and the time it finished, as a task can be run again."""
     text = f"{record.input_digest} {record.id} {record.finished_at}"
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -91,7 +91,7 @@ class Scores:
         return with_scores_at(self._path, record, self.places_of(record))
 
     def places_of(self, record: Record) -> list[int]:
-        """Where in scores.jsonl the scores of a record are that count."""
+        """The places in scores.jsonl of the scores that count for a record."""
         if not self._by_source:
             return []
         key = bytes.fromhex(score_key(record))
@@ -185,7 +185,7 @@ def _judged(
 
 
 class LabelChange(msgspec.Struct, forbid_unknown_fields=True):
-    """What a line says of a record; what it leaves unset stays as it was."""
+    """One line's decisions about a record; unset fields keep their value."""
 
     verdict: Literal["keep", "reject", "fix"] | msgspec.UnsetType | None = msgspec.UNSET
     no_loss: list[int] | msgspec.UnsetType | None = msgspec.UNSET

@@ -45,11 +45,11 @@ class _WorkerShare:
     """It has nothing beyond these reservations."""
     wanted: Cost = field(default_factory=Cost)
     needs: list[Cost] = field(default_factory=list)
-    """Each of these amounts would let one of its calls go; empty if no call waits."""
+    """The amount that each waiting call needs; empty if no call waits."""
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it has nothing to return, and no grant is on its way to it."""
+        """Whether it has nothing to return and no grant is on its way."""
         return self.is_short and not self.calls and self.grants == self.grants_seen
 
 
@@ -84,7 +84,7 @@ class RunBudget:
         self._is_short = False
 
     def on_worker_budget(self, worker: WorkerHandle, report: dict[str, Any]) -> None:
-        """A worker reports what it has and wants; see `WorkerBudget`."""
+        """Handle a worker's report of what it has and needs; see `WorkerBudget`."""
         share = self._shares.setdefault(worker, _WorkerShare())
         share.grants_seen = report["grants"]
         share.calls = report["calls"]
@@ -124,7 +124,7 @@ class RunBudget:
                     worker.send(pack("reclaim"))
 
     def used_up(self, workers: Sequence[WorkerHandle]) -> str | None:
-        """A message that the budget is used up; None while some call can still be paid for."""
+        """Why the budget is used up; None while any call can still be paid for."""
         if not (needs := self._needs_of_all(workers)):
             return None
         if self._shared is not None and not self._shared.is_used_up:
@@ -146,22 +146,21 @@ class RunBudget:
         return "the budget of the run is used up: " + "; ".join(parts)
 
     def problem(self) -> str | None:
-        """Why the run must stop: the shared limits fail. Raises `RunLocked`."""
+        """Why failing shared limits must stop the run; None if they work. Raises `RunLocked`."""
         problem = None if self._shared is None else self._shared.problem
         if isinstance(problem, RunLocked):
             raise problem
         return None if problem is None else str(problem)
 
     def close(self) -> None:
-        """Return to other runs what this one has not spent, or say why that failed."""
+        """Return what was not spent to the other runs, or say why that failed."""
         if self._shared is not None:
             returned, self._left = self._left, Cost()
             if (problem := self._shared.close(returned)) is not None:
                 say(problem)
 
     def raise_to(self, usd: float) -> None:
-        """Raise the dollars of the budget. Raises `ValueError` without such a budget, or for
-        less."""
+        """Raise the budget in dollars. Raises `ValueError` without one, or for a lower amount."""
         if self.budget is None or not self.budget.usd:
             raise ValueError("this start has no max_run_cost_usd, so there is none to raise")
         if self._shared is not None:
@@ -182,7 +181,7 @@ class RunBudget:
     def _ask(
         self, shared: SharedLimits, unpaid: list[Cost], workers: Sequence[WorkerHandle]
     ) -> None:
-        """Ask for what is needed; what pays for no call is returned, so that others can use it."""
+        """Ask for what is needed; return what pays for no call, so that other runs can use it."""
         returned = Cost()
         if unpaid and shared.is_refused:
             self._is_short = True

@@ -67,10 +67,10 @@ class _Command:
         self._broadcast = broadcast
         self._key, self._number, self._problem = "", 0, ""
         self.inbox: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        """Numbers of keys that were rejected; None ends the thread."""
+        """Numbers of rejected keys; None ends the thread."""
 
     def begin(self) -> None:
-        """Run the command for the first time, then keep its key new."""
+        """Run the command for the first time, then keep its key fresh."""
         try:
             self._key, self._number = self._source.read(), 1
         except KeyCommandError as error:
@@ -78,7 +78,7 @@ class _Command:
         threading.Thread(target=self._keep, name="key command", daemon=True).start()
 
     def message(self) -> bytes:
-        """What workers are to know."""
+        """The message that gives workers the key."""
         fields = {"command": self._id, "number": self._number, "problem": self._problem}
         return pack("key", self._key.encode(), **fields)
 

@@ -21,7 +21,7 @@ _TURN_S = 1.0
 """How long a worker keeps an uneven remainder."""
 
 _BUSY = 0.85
-"""A worker that uses this share of a core is what limits its calls."""
+"""From this share of a core on, the worker itself limits its calls."""
 
 _LATELY = 0.2
 """The weight of a heartbeat in the moving average."""
@@ -72,7 +72,7 @@ class RunLimits:
             endpoint.change(rpm, in_flight)
 
     def share(self, workers: Sequence[WorkerHandle]) -> None:
-        """Send the workers their shares if these have changed."""
+        """Send the workers their shares where these have changed."""
         ready = [worker for worker in workers if worker.ready]
         for endpoint in self._endpoints.values():
             endpoint.share(ready)
@@ -241,7 +241,7 @@ _NEAR = 0.95
 """From this share of the limit of the last refusal on, the limit grows slowly."""
 
 _SLOWLY = 0.3
-"""Slow growth, in calls per round of calls."""
+"""Slow growth: calls per round of calls."""
 
 _FLOOR = 4
 _SURELY = 8
@@ -337,7 +337,7 @@ class Limiter:
             self._answered = self._refused = 0
 
     def on_failures(self, count: int) -> None:
-        """`count` calls failed by load otherwise; the limit should not grow for a while."""
+        """`count` calls failed under load in another way; the limit should not grow for a while."""
         highest = int(_MAX_HELD_UP_ROUNDS * self._limit) + _HELD_UP
         self._held_up = min(self._held_up + _HELD_UP * count, highest)
 

@@ -141,7 +141,7 @@ class Progress:
         self._move(-1)
 
     def add_tasks(self, count: int) -> None:
-        """There are so many more tasks than was known."""
+        """Add `count` tasks to the total."""
         self._total += count
         self._bar.total = self._total
 
@@ -196,7 +196,7 @@ class Progress:
                 self._say(f"{self._ended}/{self._total} {self._tasks}: {line}")
 
     def steer(self, steered: dict[str, Any]) -> None:
-        """Take what people have asked of the run, which is written with the next state, at once."""
+        """Write what people have asked of the run with the next state, at once."""
         self.steered = steered
         self._written_at = float("-inf")
 

@@ -1,4 +1,4 @@
-"""Tells of endpoints that do not answer, and holds failures back while one refuses everything.
+"""Reports endpoints that do not answer, and holds failures back while one refuses everything.
 
 If an endpoint has answered none, it is not the rows that are wrong: a server without a tool parser
 refuses every request with tools. Such a run stops, and no task is marked as failed.
@@ -59,7 +59,7 @@ class Refusals:
         """`endpoints` are those of the run; `has_answered`: they have answered earlier starts."""
         self._urls = sorted({*map(url_of, endpoints)})
         self._is_decided = has_answered or not endpoints
-        """A refusal is that of one row."""
+        """It is known that only single rows are refused."""
         self._held: list[Refused] = []
 
     def on_reply(self) -> None:

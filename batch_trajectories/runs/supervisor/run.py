@@ -297,7 +297,7 @@ class RunState(NamedTuple):
     spent: Cost
     """The part of the budget that is spent; 0 without a budget."""
     held: dict[bytes, dict[str, list[Any]]]
-    """Amounts of that reserved for calls in batches, by task and call; see `held_in`."""
+    """Of it, the amounts reserved for calls in batches, by task and call; see `held_in`."""
     cost_usd: float
     """Dollars that the run has spent, as far as known."""
     opening: Opening | None

@@ -1,4 +1,4 @@
-"""Do what people ask of a run while it works; see `runs.directory.control`."""
+"""Carries out what people ask of a running run; see `runs.directory.control`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from batch_trajectories.runs.supervisor.worker_pool import Start, WorkerPool
 log = logging.getLogger(__name__)
 
 _ANSWERS = 50
-"""Answers that are shown; a process that asks waits for its own for seconds."""
+"""Answers kept in progress.json; whoever asks waits seconds for its own."""
 
 
 class _Refused(ValueError):
-    """What is asked cannot be done."""
+    """The request cannot be carried out."""
 
 
 class Steering:
-    """What people have asked of one start of a run so far."""
+    """The requests that people have made of one start of a run."""
 
     def __init__(
         self, start: Start, pool: WorkerPool, limits: RunLimits, budget: RunBudget
@@ -43,7 +43,7 @@ class Steering:
         self.is_paused = False
 
     def tend(self) -> None:
-        """Do what was asked since the last call."""
+        """Carry out the requests made since the last call."""
         try:
             status = self._path.stat()
         except FileNotFoundError:

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _SYNC_EVERY_S = 0.02
-"""As the journals: a power loss takes no more of records than of replies."""
+"""As for journals: a power loss costs no more records than replies."""
 _FAILED_STARTS = 3
 
 
@@ -66,7 +66,7 @@ class Supervisor:
         self._kill_at: float | None = None
         self._steering: Steering | None = None
         self._due = 0.0
-        """When there is something to do besides assigning tasks and keeping records."""
+        """The time of the next job besides assigning tasks and keeping records."""
 
     def interrupt(self) -> None:
         """Stop the run: in good order, or at once if called again. For signal handlers."""
@@ -115,7 +115,7 @@ class Supervisor:
             pass
 
     def _tend(self) -> None:
-        """Do what is due: after each message but finished tasks, which wait for a common sync."""
+        """Do what is due, after each message but finished tasks, which wait for a common sync."""
         self._start.run_dir.check_is_there()
         if (problem := self._start.run_dir.problem()) is not None:
             self._stop(problem)
@@ -255,7 +255,7 @@ class Supervisor:
         return self._steering is not None and self._steering.is_paused
 
     def _steer(self) -> None:
-        """Do what people ask of the run."""
+        """Carry out what people ask of the run."""
         if self._steering is None:
             if not (self._start.run_dir.path / "control.jsonl").exists():
                 return

@@ -64,7 +64,7 @@ class TaskQueue:
         self.failed_now[key] = failure, model
 
     def retry(self) -> dict[bytes, str]:
-        """Queue the tasks that failed in this start again; their failure classes by key.
+        """Queue the tasks that failed in this start again; return their failure classes by key.
 
         Raises `DatasetChanged`.
         """

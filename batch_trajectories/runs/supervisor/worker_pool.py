@@ -1,4 +1,4 @@
-"""What a start works with, and its workers: start them, choose one with room, watch them, shut them
+"""The parts of one start, and its workers: start them, choose one with room, watch them, shut them
 down."""
 
 from __future__ import annotations
