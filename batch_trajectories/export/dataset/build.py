@@ -156,7 +156,6 @@ class _Making:
         self._read = read
         filters = recipe.filters
         self._compares = recipe.compares
-        self._chooses = self._compares or filters.max_per_toolsets is not None
         self._filters = _filters_of(recipe)
         self._near = (
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
@@ -187,7 +186,6 @@ class _Making:
         self._reject_lines = 0
         self._rejected: Counter[str] = Counter()
         self._selected: Counter[str] = Counter()
-        self._by_toolsets: Counter[tuple[str, ...]] = Counter()
         self._models: Counter[str] = Counter()
         self._statistics = Statistics()
 
@@ -356,7 +354,7 @@ class _Making:
     def _chosen(self, candidates: list[Loaded]) -> dict[str, tuple[str, str]]:
         """The candidates without rows of their own, by id, with the reason."""
         left_out: dict[str, tuple[str, str]] = {}
-        if not self._chooses:
+        if not self._compares:
             return left_out
         filters = self._recipe.filters
         ranked = []
@@ -371,17 +369,6 @@ class _Making:
         name = "first_n" if filters.first_n else "best_n"
         for candidate in ranked[count:]:
             left_out[candidate.record.id] = (name, f"{count} others of its prompt are kept")
-        if filters.max_per_toolsets is not None:
-            for candidate in candidates:
-                if candidate.record.id in left_out:
-                    continue
-                toolsets = tuple(candidate.record.toolsets)
-                self._by_toolsets[toolsets] += 1
-                if self._by_toolsets[toolsets] > filters.max_per_toolsets:
-                    detail = (
-                        f"{filters.max_per_toolsets} with {', '.join(toolsets) or 'no toolsets'}"
-                    )
-                    left_out[candidate.record.id] = ("max_per_toolsets", f"{detail} are kept")
         return left_out
 
     def _reject(self, named: _Named, reason: str, detail: str, format: Format | None) -> None:

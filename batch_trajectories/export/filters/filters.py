@@ -51,7 +51,7 @@ _OF_SEVERAL = frozenset(
     (
         *("control_tokens", "exact_duplicates", "near_duplicates"),
         *("evaluation_words", "evaluation_text", "evaluation_search"),
-        *("first_n", "best_n", "max_per_toolsets", "pass_rate", "max_per", "balance"),
+        *("first_n", "best_n", "pass_rate", "max_per", "balance"),
         *("min_length", "max_length", "tokenizer"),
     )
 )

@@ -129,8 +129,6 @@ class Filters(RecipePart):
     """Leave out exact copies of earlier conversations."""
     near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Leave out conversations at least this similar to an earlier one (Jaccard, word triples)."""
-    max_per_toolsets: PositiveInt | None = None
-    """Conversations to keep for each combination of toolsets."""
 
     @model_validator(mode="after")
     def _bounds_fit(self) -> Filters:
@@ -141,10 +139,13 @@ class Filters(RecipePart):
     @model_validator(mode="before")
     @classmethod
     def _with_todays_names(cls, values: Any) -> Any:
-        """Recipes of earlier versions name `passed`; their manifests hold `judge` with null."""
+        """Recipes of earlier versions name `passed` and `max_per_toolsets`; their manifests hold
+        `judge` with null."""
         if not isinstance(values, dict):
             return values
         read = {key: value for key, value in values.items() if (key, value) != ("judge", None)}
         if (passed := read.pop("passed", None)) is not None:
             read["require_passed"] = "judged" if passed else "failed"
+        if (limit := read.pop("max_per_toolsets", None)) is not None:
+            read["max_per"] = {**(read.get("max_per") or {}), "toolsets": limit}
         return read
