@@ -225,7 +225,7 @@ def test_rare_reasons_of_bad_rows_are_counted_together(tmp_path: Path) -> None:
     assert len(rows["lost"]) <= 11
 
 
-@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("samples", [pytest.param(1, marks=pytest.mark.slow), 3])
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,22 @@ from batch_trajectories.export.rows.recipe import FormatName, Recipe
 from tests.exporting import judged, make_run, worked
 from tests.running import lines
 
-datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="needs `datasets`")
 
 FORMATS: tuple[FormatName, ...] = ("hermes", "llamafactory", "openai", "dpo", "kto")
 
 
+def library() -> Any:
+    """`datasets`, whose import takes seconds: not where tests are only collected."""
+    import datasets
+
+    return datasets
+
+
 def loaded(directory: Path, name: str) -> dict[str, list[Any]]:
     """The rows of each split, as a user of the library sees them."""
-    found = datasets.load_from_disk(directory / f"{name}_hf")
-    return {split: list(rows) for split, rows in found.items()}
+    splits = library().load_from_disk(directory / f"{name}_hf")
+    return {split: list(rows) for split, rows in splits.items()}
 
 
 def written(directory: Path, name: str) -> dict[str, list[Any]]:
@@ -60,7 +68,7 @@ def test_alone_it_holds_rows_of_openai_in_shards(source: Source, tmp_path: Path)
     assert len(list((tmp_path / "d" / "openai_hf" / "train").glob("*.arrow"))) > 2
     assert not (tmp_path / "d" / "openai").exists()
     assert loaded(tmp_path / "d", "openai") == written(tmp_path / "lines", "openai")
-    by_card = datasets.load_dataset(str(tmp_path / "d"), cache_dir=str(tmp_path / "cache"))
+    by_card = library().load_dataset(str(tmp_path / "d"), cache_dir=str(tmp_path / "cache"))
     assert list(by_card["train"]) == loaded(tmp_path / "d", "openai")["train"]
 
 
@@ -71,7 +79,7 @@ def test_another_content_has_another_fingerprint(tmp_path: Path) -> None:
         source = make_run(tmp_path, worked(answer))
         export_dataset(source, Recipe(formats=("hf",)), tmp_path / "d")
         collected.append(
-            datasets.load_from_disk(tmp_path / "d" / "openai_hf")["train"]._fingerprint
+            library().load_from_disk(tmp_path / "d" / "openai_hf")["train"]._fingerprint
         )
     assert collected[0] != collected[1]
 
@@ -88,7 +96,7 @@ def test_tools_are_text_or_a_list_as_asked_for(source: Source, tmp_path: Path, f
         assert row["tools"] == line["tools"]
     (line, *_) = lines(tmp_path / "d" / "llamafactory" / "train.jsonl")
     assert isinstance(line["tools"], str)
-    by_card = datasets.load_dataset(
+    by_card = library().load_dataset(
         str(tmp_path / "d"), "openai", cache_dir=str(tmp_path / "cache"), split="train"
     )
     assert json.loads(by_card[0]["tools"])[0]["type"] == "function"
@@ -96,5 +104,5 @@ def test_tools_are_text_or_a_list_as_asked_for(source: Source, tmp_path: Path, f
 
 def test_a_list_of_tools_in_json_lines_loads_by_the_card(source: Source, tmp_path: Path) -> None:
     export_dataset(source, Recipe(formats=("openai",), tools="list"), tmp_path / "d")
-    by_card = datasets.load_dataset(str(tmp_path / "d"), cache_dir=str(tmp_path / "cache"))
+    by_card = library().load_dataset(str(tmp_path / "d"), cache_dir=str(tmp_path / "cache"))
     assert list(by_card["train"]) == lines(tmp_path / "d" / "openai" / "train.jsonl")

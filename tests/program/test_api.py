@@ -312,6 +312,7 @@ def test_settings_come_back_after_an_error() -> None:
     assert Path("/proc/self/environ").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_docs_run(tmp_path: Path) -> None:
     """One after the other, as a reader would paste them, against an endpoint on loopback."""
     page = (ROOT / "docs" / "api.md").read_text()

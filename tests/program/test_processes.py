@@ -93,7 +93,10 @@ def adopting(program: str, *argv: str) -> str:
 
 
 @BOTH
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending",
+    ["cut off", *(pytest.param(e, marks=pytest.mark.slow) for e in ENDINGS if e != "cut off")],
+)
 def test_a_sandbox_leaves_no_process_to_others(name: str, ending: str, tmp_path: Path) -> None:
     assert adopting(SANDBOX, name, str(tmp_path / "ws"), ENDINGS[ending]) == "none\n"
 

@@ -148,7 +148,9 @@ def test_a_damaged_index_is_repaired_from_the_records(tmp_path: Path, name: str)
     assert index.read_bytes() == right
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
+)
 def test_an_index_cut_anywhere_is_completed(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     write(tmp_path, seed, count=60)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, ToolResult
 from toolsets.toolbox import Toolbox
 from toolsets.workspace.workspace import Workspace
 
-pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
+pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the extra `mcp` is missing")
 
 RAW = [sys.executable, "-S", str(ROOT / "tests" / "raw_mcp_server.py")]
 

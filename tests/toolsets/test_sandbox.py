@@ -241,7 +241,7 @@ can_unshare = pytest.mark.skipif(
     ("proc", "message"),
     [
         ("true", "/proc shows the processes of another PID namespace"),
-        ("umount -l /proc", "/proc is not mounted"),
+        pytest.param("umount -l /proc", "/proc is not mounted", marks=pytest.mark.slow),
         ("mount -t proc proc /proc", "None"),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_trajectories.basics.errors import HostError
@@ -262,7 +262,6 @@ def test_walk_yields_paths_in_their_sorted_order(workspace: Workspace) -> None:
 names = st.sampled_from(["..", ".", "", "in", "out", "file", "abs", "up", "/workspace", "new"])
 
 
-@settings(max_examples=3 * settings().max_examples // 2)
 @given(parts=st.lists(names, min_size=1, max_size=7), absolute=st.booleans())
 def test_no_combination_of_links_and_dots_reaches_the_outside(
     tmp_path_factory: pytest.TempPathFactory, parts: list[str], absolute: bool
