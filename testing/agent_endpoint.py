@@ -43,11 +43,12 @@ _SHELLS = (
     "shell_command",
     "run_shell_command",
     "terminal",
+    "run_commands",
 )
 _STEP = re.compile(r"\bStep (\d+)\.")
 _SUMMARY = re.compile(
     r"detailed summary of (?:the|this|our) conversation|CONTEXT CHECKPOINT COMPACTION"
-    r"|<state_snapshot>|anchored summary|Summarize the conversation",
+    r"|<state_snapshot>|anchored summary|Summarize the conversation|Create a handoff summary",
     re.IGNORECASE,
 )
 """In the requests of agents that ask for a summary."""
@@ -68,21 +69,46 @@ PICTURE = (
     "RU5ErkJggg=="
 )
 """A red square, as PNG."""
-_PICTURE_FILE = {"file_path": "/workspace/{name}.png", "path": "/workspace/{name}.png"}
+_PICTURE_FILE = {
+    **{"file_path": "/workspace/{name}.png", "path": "/workspace/{name}.png"},
+    "command": "view",
+}
 _FILE = {"file_path": "/workspace/{name}.txt", "path": "/workspace/{name}.txt"}
+
+
+def _edit(old: str, new: str, *, every: bool = False) -> JSON:
+    """The arguments of an edit, by all the names that tools have for them."""
+    return {
+        **{**_FILE, "old_string": old, "new_string": new, "command": "str_replace"},
+        **({"replace_all": True} if every else {}),
+        "edits": [{"oldText": old, "newText": new}],
+    }
+
+
+_TEXT = "alpha\nbeta\nbeta\n"
 _DEEDS: Sequence[Sequence[tuple[str, JSON]]] = (
     [("shell", {"command": _COMMANDS["log"]})],
-    [("write", {**_FILE, "content": "alpha\nbeta\nbeta\n"})],
-    [("read", _FILE), ("shell", {"command": _COMMANDS["log"]}), ("list", {"path": "/workspace"})],
-    [("edit", {**_FILE, "old_string": "alpha", "new_string": "gamma"})],
-    [("edit", {**_FILE, "old_string": "beta", "new_string": "delta", "replace_all": True})],
-    [("edit", {**_FILE, "old_string": "no such text", "new_string": "none"})],
+    [("write", {**_FILE, "content": _TEXT, "new_string": _TEXT, "command": "create"})],
+    [
+        ("read", {**_FILE, "files": [_FILE], "command": "view"}),
+        ("shell", {"command": _COMMANDS["log"]}),
+        ("list", {"path": "/workspace"}),
+    ],
+    [("edit", _edit("alpha", "gamma"))],
+    [("edit", _edit("beta", "delta", every=True))],
+    [("edit", _edit("no such text", "none"))],
     [
         (
             "todo",
             {
-                "todos": [{"content": "Work", "status": "pending", "priority": "high", "id": "1"}],
+                "todos": [
+                    {
+                        **{"content": "Work", "title": "Work", "status": "pending"},
+                        **{"priority": "high", "id": "1"},
+                    }
+                ],
                 "checklist": "- [ ] Work",
+                **{"command": "plan", "task_list": [{"title": "Work", "status": "todo"}]},
             },
         )
     ],
@@ -106,13 +132,19 @@ STEPS = len(_DEEDS)
 """How many steps run=all has."""
 _TOOLS: Mapping[str, Sequence[str]] = {
     "shell": _SHELLS,
-    "write": ("Write", "write", "write_file"),
-    "read": ("Read", "read", "read_file"),
+    "write": ("Write", "write", "write_file", "editor", "file_editor"),
+    "read": ("Read", "read", "read_file", "read_files", "file_editor"),
     "list": ("Glob", "glob", "list_directory", "List"),
-    "picture": ("view_image", "ReadMediaFile", "Read", "read", "read_file", "vision_analyze"),
-    "edit": ("Edit", "edit", "replace", "patch"),
-    "todo": ("TodoWrite", "todowrite", "todo_write", "TaskCreate", "todo", "Checklist"),
-    "subagent": ("Agent", "agent", "task", "invoke_agent", "delegate_task"),
+    "picture": (
+        *("view_image", "ReadMediaFile", "Read", "read", "read_file", "vision_analyze"),
+        "file_editor",
+    ),
+    "edit": ("Edit", "edit", "replace", "patch", "editor", "file_editor"),
+    "todo": (
+        *("TodoWrite", "todowrite", "todo_write", "TaskCreate", "todo", "Checklist"),
+        *("TodoList", "task_tracker"),
+    ),
+    "subagent": ("Agent", "agent", "task", "invoke_agent", "delegate_task", "spawn_agent"),
 }
 """The names that agents give to tools."""
 _NAMES = {
@@ -128,10 +160,17 @@ _NAMES = {
     "newString": "new_string",
     "replaceAll": "replace_all",
     "allow_multiple": "replace_all",
+    "old_text": "old_string",
+    "new_text": "new_string",
+    "old_str": "old_string",
+    "new_str": "new_string",
+    "file_text": "content",
+    "commands": "command",
 }
 """The names that agents give to arguments, and those in `_DEEDS`."""
 _KINDS = {"task": "general", "invoke_agent": "generalist"}
-"""What a tool for subagents calls one that has all tools; "general-purpose" for others."""
+"""What a tool for subagents calls one that has all tools; "general-purpose" for others, but none
+where the tool has one by default."""
 _FILLERS = {"string": "step", "boolean": False, "integer": 1, "number": 1, "array": []}
 
 
@@ -437,14 +476,20 @@ def _call(tools: Mapping[str, JSON], kind: str, given: JSON, name: str, step: in
         tool = next(known for known in _SHELLS if known in tools)
         given = {"command": "echo {name} {step}"}
     known = tools[tool]["properties"]
-    given = {"subagent_type": _KINDS.get(tool, "general-purpose"), **given}
-    given["agent_name"] = given["subagent_type"]
+    kind_of_agent = (
+        "general-purpose" if "file_editor" in tools else _KINDS.get(tool, "general-purpose")
+    )
+    given = {"agent_name": kind_of_agent, **given}
+    if "default" not in _json_of(known.get("subagent_type", {})).lower():
+        given["subagent_type"] = kind_of_agent
     filled = orjson.dumps(given).replace(b"{name}", name.encode())
     given = orjson.loads(filled.replace(b"{step}", b"%d" % step))
     arguments = {key: given[_NAMES.get(key, key)] for key in known if _NAMES.get(key, key) in given}
     for key in ("command", "cmd"):
         if key in arguments and known[key].get("type") == "array":
             arguments[key] = ["bash", "-lc", arguments[key]]
+    if "commands" in arguments:
+        arguments["commands"] = [arguments["commands"]]
     if "todos" in arguments:
         parts = known["todos"]["items"]["properties"]
         arguments["todos"] = [
@@ -452,7 +497,7 @@ def _call(tools: Mapping[str, JSON], kind: str, given: JSON, name: str, step: in
         ]
     for required in tools[tool].get("required", ()):
         filler = _FILLERS[str(known[required].get("type", "string")).lower()]
-        arguments.setdefault(required, filler)
+        arguments.setdefault(required, known[required].get("enum", [filler])[0])
     return {"name": tool, "arguments": orjson.dumps(arguments).decode()}
 
 

@@ -3,7 +3,8 @@
     python -m testing.scripted_agent DIALECT [--stream] [--by_id] [--continue] PROMPT
 
 With --by_id, the dialect responses sends only what is new, and the id of the reply before. With
---continue it goes on with what it has kept in HOME, as each start keeps its conversation.
+--continue it goes on with what it has kept in HOME, as each start keeps its conversation. With
+--acp, prompts come by the Agent Client Protocol, and it asks for permission to run each command.
 DIALECT is chat, messages or responses. It knows only what the environment says (OPENAI_BASE_URL,
 ANTHROPIC_BASE_URL), runs with the standard library alone, and prints the last text.
 """
@@ -142,23 +143,15 @@ def ask(
         return [json.loads(line) for line in lines if line != b"[DONE]"]
 
 
-def main() -> None:
-    kind, *flags, prompt = sys.argv[1:]
-    dialect: Chat | Messages | Responses = {
-        "chat": Chat(),
-        "messages": Messages(),
-        "responses": Responses(),
-    }[kind]  # type: ignore[assignment]
+def work(dialect: Chat | Messages | Responses, flags: Sequence[str], prompt: str) -> str:
+    """Have the model work on a prompt; the last text."""
     history = dialect.opening(prompt)
     session = Path.home() / "session.json"
     if "--continue" in flags:
         history = [*json.loads(session.read_text()), history[-1]]
     by_id = None
     while True:
-        try:
-            events = ask(dialect, history, "--stream" in flags, by_id)
-        except urllib.error.HTTPError as error:
-            sys.exit(f"HTTP {error.code}: {error.read().decode()}")
+        events = ask(dialect, history, "--stream" in flags, by_id)
         echo, text, calls = dialect.read(events)
         history += echo
         if "--by_id" in flags:
@@ -166,16 +159,84 @@ def main() -> None:
             history = []
         if not calls:
             session.write_text(json.dumps(history))
-            print(text)
-            return
+            return text
         results: list[tuple[str, str]] = []
         for id, arguments in calls:
             command = json.loads(arguments)["command"]
+            if "--acp" in flags and not is_permitted(id, command):
+                results.append((id, "the user does not permit it"))
+                continue
             done = subprocess.run(
                 ["sh", "-c", command], capture_output=True, text=True, check=False
             )
             results.append((id, done.stdout + done.stderr))
         history += dialect.results(results)
+
+
+def send(message: JSON) -> None:
+    """A message of the Agent Client Protocol."""
+    print(json.dumps({"jsonrpc": "2.0", **message}), flush=True)
+
+
+def is_permitted(id: str, command: str) -> bool:
+    """Tell the client of a call, and ask whether it may be made."""
+    call = {"toolCallId": id, "title": command, "kind": "execute", "status": "pending"}
+    update = {"sessionUpdate": "tool_call", **call}
+    send({"method": "session/update", "params": {"sessionId": "s1", "update": update}})
+    options = [
+        {"optionId": f"id of {kind}", "name": kind, "kind": kind}
+        for kind in ("allow_always", "allow_once", "reject_once")
+    ]
+    params = {"sessionId": "s1", "toolCall": {"toolCallId": id}, "options": options}
+    send({"id": "p1", "method": "session/request_permission", "params": params})
+    outcome = json.loads(sys.stdin.readline())["result"]["outcome"]
+    return bool(outcome["optionId"] == "id of allow_once")
+
+
+def take_prompts(dialect: Chat | Messages | Responses, flags: Sequence[str]) -> None:
+    """Serve a client of the Agent Client Protocol until it has no more to say."""
+    print("a line that is no message", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        method, params = request["method"], request["params"]
+        if method == "initialize":
+            result: JSON = {"protocolVersion": 1, "agentCapabilities": {}, "authMethods": []}
+        elif method == "session/new":
+            os.chdir(params["cwd"])
+            result = {"sessionId": "s1"}
+        else:
+            send({"id": "f1", "method": "fs/read_text_file", "params": {"path": "/etc/passwd"}})
+            assert json.loads(sys.stdin.readline())["error"]["code"] == -32601
+            try:
+                text = work(dialect, flags, params["prompt"][0]["text"])
+            except urllib.error.HTTPError as error:
+                said = {"code": -32603, "message": f"HTTP {error.code}"}
+                send({"id": request["id"], "error": said})
+                continue
+            chunk = {
+                "sessionUpdate": "agent_message_chunk",
+                "content": {"type": "text", "text": text},
+            }
+            send({"method": "session/update", "params": {"sessionId": "s1", "update": chunk}})
+            result = {"stopReason": "end_turn"}
+        send({"id": request["id"], "result": result})
+
+
+def main() -> None:
+    kind, *rest = sys.argv[1:]
+    dialect: Chat | Messages | Responses = {
+        "chat": Chat(),
+        "messages": Messages(),
+        "responses": Responses(),
+    }[kind]  # type: ignore[assignment]
+    if "--acp" in rest:
+        take_prompts(dialect, rest)
+        return
+    *flags, prompt = rest
+    try:
+        print(work(dialect, flags, prompt))
+    except urllib.error.HTTPError as error:
+        sys.exit(f"HTTP {error.code}: {error.read().decode()}")
 
 
 if __name__ == "__main__":

@@ -32,11 +32,10 @@ import yaml
 from batch_trajectories.basics.presets import presets
 from testing.agent_endpoint import ALL, PICTURE, STEPS, AgentEndpoint
 from tests.running import ROOT, lines, session_of, wait_until, workers_of, write_rows
-from tests.wire_forms import in_reply, in_request, in_row, steps
+from tests.wire_forms import in_reply, in_request, in_row, in_sharegpt, of_model, steps
 from toolsets.sandbox.inside.processes import descendants
 
 _SECRET = "the-key-of-the-run"
-_APIS = {"claude-code": "anthropic_messages", "codex": "openai_responses", "gemini-cli": "gemini"}
 _CHAT = "openai_chat"
 _OWN = "own"
 _SHOWS_PICTURES = (
@@ -44,6 +43,7 @@ _SHOWS_PICTURES = (
     '"attachment": true, "modalities": {"input": ["text", "image"], "output": ["text"]}, "limit":',
 )
 """What opencode has to be told of a model that sees them."""
+_SHAREGPT = ("llamafactory", "hermes")
 _KILLS = ("group", "worker", "agent")
 _SILENCE_S = 300.0
 """Without a call of any agent in so long, the check fails."""
@@ -74,6 +74,14 @@ _OF_OWN = {
         ]
     ),
 }
+
+
+class Exported(NamedTuple):
+    """A format of a dataset."""
+
+    part: dict[str, Any]
+    """What the manifest says of it."""
+    rows: list[dict[str, Any]]
 
 
 class Outcome(NamedTuple):
@@ -163,12 +171,21 @@ def _output(directory: Path) -> str:
     return (directory / "output.txt").read_text()[-2000:]
 
 
+def _api_of(agent: str) -> str:
+    return _CHAT if agent == _OWN else str(_preset(agent)["speaks"])
+
+
+def _preset(agent: str) -> dict[str, Any]:
+    described = presets("agents")[agent].read_text().replace(*_SHOWS_PICTURES)
+    return dict(yaml.safe_load(described))
+
+
 def _command(agent: str, directory: Path, endpoint: AgentEndpoint, at_once: int) -> list[str]:
-    api = _APIS.get(agent, _CHAT)
+    api = _api_of(agent)
     root = endpoint.url if api in ("anthropic_messages", "gemini") else f"{endpoint.url}/v1"
     given: dict[str, Any] = {"sandbox": "bwrap", **_OF_OWN}
     if agent != _OWN:
-        preset = yaml.safe_load(presets("agents")[agent].read_text().replace(*_SHOWS_PICTURES))
+        preset = _preset(agent)
         preset["env"] = {**preset.get("env", {}), **_COMPACTING}
         file = directory / f"{agent}.yaml"
         file.write_text(yaml.safe_dump(preset))
@@ -288,7 +305,7 @@ def _check(
     assert learnt == recorded - set_aside, (learnt, recorded, set_aside)
     having = [record["id"] for record in records if _has_picture(record)]
     ids = 0
-    if _APIS.get(agent, _CHAT) == _CHAT:
+    if _api_of(agent) == _CHAT:
         ids = _check_ids(directory, endpoint)
         due = [record for record in records if record["id"] not in having]
         aside = sum(len(record.get("set_aside", ())) for record in due)
@@ -317,14 +334,18 @@ def _check(
     )
 
 
-def _export(directory: Path, *flags: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the manifest says of a format, and its rows."""
-    command = [sys.executable, str(ROOT / "batch_runner.py"), "export", "trajectories/r", *flags]
+def _export(directory: Path, formats: str, *flags: str) -> dict[str, Exported]:
+    """What the manifest says of each format, and its rows."""
+    command = [sys.executable, str(ROOT / "batch_runner.py"), "export", "trajectories/r"]
+    command += [f"--format={formats}", *flags]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     dataset = directory / "trajectories/r/exports/dataset"
-    (part,) = json.loads((dataset / "manifest.json").read_text())["formats"]
-    return part, lines(dataset / part["format"] / "train.jsonl")
+    parts = json.loads((dataset / "manifest.json").read_text())["formats"]
+    return {
+        part["format"]: Exported(part, lines(dataset / part["format"] / "train.jsonl"))
+        for part in parts
+    }
 
 
 def _has_picture(record: dict[str, Any]) -> bool:
@@ -334,7 +355,7 @@ def _has_picture(record: dict[str, Any]) -> bool:
 
 def _check_ids(directory: Path, endpoint: AgentEndpoint) -> int:
     """Compare rows of token ids with the endpoint's log; returns how many turns they learn."""
-    part, rows = _export(directory, "--format=rl", "--subagents")
+    part, rows = _export(directory, "rl", "--subagents")["rl"]
     assert part["turns_without_ids"] == part["subagents_left_out"] == 0, part
     logged = Counter(
         (tuple(one.reply["prompt_token_ids"]), tuple(one.reply["choices"][0]["token_ids"]))
@@ -358,23 +379,35 @@ def _turns_of(row: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], tuple[int,
 
 
 def _check_segments(directory: Path, endpoint: AgentEndpoint) -> int:
-    """Compare rows of segments with the endpoint's log; returns how many turns they learn."""
+    """Compare rows of segments with the endpoint's log; returns how many turns they learn.
+
+    Those of `openai` say all that the model was shown; those of ShareGPT are compared in what the
+    model said, for their system messages and results have forms of their own.
+    """
     accepted = "--accept_rows=unknown_tool,interrupted,has_images,has_files"
-    part, rows = _export(directory, "--format=openai", "--segments", accepted)
-    logged = {
-        steps([*in_request(endpoint.whole(one.request)), *in_reply(one.reply)])
+    exported = _export(directory, ",".join(("openai", *_SHAREGPT)), "--segments", accepted)
+    log = [
+        [*in_request(endpoint.whole(one.request)), *in_reply(one.reply)]
         for one in endpoint.exchanges
-    }
+    ]
+    logged = {steps(atoms) for atoms in log}
     learnt = 0
-    for row in rows:
+    for row in exported["openai"].rows:
         for n, message in enumerate(row["messages"], start=1):
             if message["role"] == "assistant" and message.get("weight") != 0:
                 learnt += 1
                 assert steps(in_row(row["messages"][:n])) in logged, (row["id"], n)
-    segments = part["segments"]
-    assert (segments["turns"], segments["unknown_turns"]) == (learnt, 0), segments
-    # What has another model, or a flaw, is named.
-    assert not segments["rejected"], segments
+    said = {of_model(atoms) for atoms in log}
+    for name in _SHAREGPT:
+        rows = exported[name].rows
+        assert len(rows) == learnt, (name, len(rows), learnt)
+        for row in rows:
+            assert of_model(in_sharegpt(row["conversations"])) in said, (name, row["id"])
+    for name, (part, _) in exported.items():
+        segments = part["segments"]
+        assert (segments["turns"], segments["unknown_turns"]) == (learnt, 0), (name, segments)
+        # What has another model, or a flaw, is named.
+        assert not segments["rejected"], (name, segments)
     return learnt
 
 

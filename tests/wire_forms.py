@@ -17,6 +17,8 @@ Atom = tuple[str, Any]
 
 
 _PICTURE = "[picture]"
+_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_CALLS = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\[\w+: \d+ bytes, digest [0-9a-f]+\]")
 
 
@@ -50,6 +52,28 @@ def in_row(messages: Iterable[Mapping[str, Any]]) -> Iterator[Atom]:
         yield "text", text
         for call in message.get("tool_calls") or ():
             yield "call", _made(call["function"]["name"], call["function"]["arguments"])
+
+
+def in_sharegpt(turns: Iterable[Mapping[str, Any]]) -> Iterator[Atom]:
+    """The turns of a row of `hermes` or `llamafactory`."""
+    for turn in turns:
+        value = turn["value"]
+        if turn["from"] not in ("gpt", "function_call"):
+            yield "said", value
+            continue
+        for thought in _THOUGHT.findall(value):
+            yield "thought", thought
+        value = _THOUGHT.sub("", value)
+        yield "text", _CALLS.sub("", value)
+        for text in _CALLS.findall(value):
+            made = json.loads(text)
+            for call in made if isinstance(made, list) else [made]:
+                yield "call", _made(call["name"], call["arguments"])
+
+
+def of_model(atoms: Iterable[Atom]) -> str:
+    """What the model alone said, in one form."""
+    return steps(atom for atom in atoms if atom[0] != "said")
 
 
 def in_request(request: Mapping[str, Any]) -> Iterator[Atom]:

@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -39,6 +39,21 @@ directory that the command starts in, and its HOME."""
 
 PER_ROW = ("command", "stdin", "env", "files", "final_call")
 """What a row can set for itself in its column `agent`."""
+
+ToolKind = Literal[
+    "read",
+    "edit",
+    "delete",
+    "move",
+    "search",
+    "execute",
+    "think",
+    "fetch",
+    "switch_mode",
+    "other",
+    "*",
+]
+"""Kinds of tools that the Agent Client Protocol knows; `*`: all."""
 
 NO_MEANING = frozenset({"programs", "memory_mb", "version", "volatile", "continues", "mcp"})
 """Fields that do not affect the data: runs continue where a preset changes them."""
@@ -115,6 +130,10 @@ class CommandAgent(BaseModel):
     continues: _Command = ()
     """The command that goes on with its latest session, where `{prompt}` is the user's next
     message; (): it takes one message."""
+    protocol: Literal["acp"] | None = None
+    """How it gets its prompt: `acp` (Agent Client Protocol); None: as `{prompt}`."""
+    rejects: Annotated[tuple[ToolKind, ...], BeforeValidator(split_commas)] = ()
+    """With `acp`: for which kinds of tools it gets no permission when it asks for one."""
     env: dict[_Variable, _Text | None] = {}
     """Variables besides those that all agents get (PATH, HOME, URLs and keys of the gateway)."""
     files: dict[Annotated[str, AfterValidator(_relative)], str] = {}
@@ -140,6 +159,14 @@ class CommandAgent(BaseModel):
     @model_validator(mode="after")
     def _gets_the_prompt(self) -> CommandAgent:
         texts = (*self.command, self.stdin, *self.files.values(), *self.env.values())
+        if self.protocol == "acp":
+            if self.stdin:
+                raise ValueError("`stdin` is taken by the Agent Client Protocol: leave it out")
+            if self.continues:
+                raise ValueError("`continues` means nothing with `protocol: acp`: leave it out")
+            return self
+        if self.rejects:
+            raise ValueError("`rejects` is for agents that ask for permission: `protocol: acp`")
         if not any("{prompt}" in (text or "") for text in texts):
             raise ValueError("{prompt} is missing: give it in `command`, `stdin`, `env` or `files`")
         if self.continues and "{prompt}" not in " ".join((*self.continues, self.stdin)):
@@ -182,6 +209,12 @@ class CommandAgent(BaseModel):
         given = {**_VARIABLES, **self.env}
         return {name: fill(text, values) for name, text in given.items() if text is not None}
 
+    def acp_terms(self, values: Mapping[str, str]) -> dict[str, Any] | None:
+        """What it is told by the Agent Client Protocol; None if it does not speak it."""
+        if self.protocol is None:
+            return None
+        return {"prompt": values["prompt"], "rejects": self.rejects}
+
     def of_row(self, own: Any, servers: Sequence[Server] = ()) -> CommandAgent:
         """The agent of a row whose column `agent` is `own`, with the MCP servers of its task.
 
@@ -215,14 +248,22 @@ class CommandAgent(BaseModel):
 
     def facts(self) -> dict[str, Any]:
         """What a record says of it."""
-        described = exact_json.dumps([self.command, self.stdin, self.env, self.files])
+        described = exact_json.dumps(
+            [self.command, self.stdin, self.env, self.files, *self._by_protocol().values()]
+        )
         digest = hashlib.sha256(described).hexdigest()[:16]
         return {"name": self.name, "version": self.found, "command": digest}
 
     def meaning(self) -> dict[str, Any]:
         """What affects the data, JSON-ready."""
-        fields = self.model_dump(mode="json", exclude={*NO_MEANING})
-        return {**fields, "found": self.found}
+        fields = self.model_dump(mode="json", exclude={*NO_MEANING, "protocol", "rejects"})
+        return {**fields, **self._by_protocol(), "found": self.found}
+
+    def _by_protocol(self) -> dict[str, Any]:
+        """What earlier versions did not know, where it is set."""
+        if self.protocol is None:
+            return {}
+        return {"protocol": self.protocol, "rejects": [*self.rejects]}  # as JSON has it
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:

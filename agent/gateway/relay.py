@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -142,6 +142,11 @@ class Relay:
         """The same, also for a model that nothing knows."""
         self.ended = asyncio.Event()
         """Set with `ending` or `failure`: the agent gets no more replies."""
+
+    @property
+    def exchanges(self) -> Sequence[ExchangeEvent]:
+        """The calls that were recorded, in order."""
+        return self._threads.exchanges
 
     @property
     def in_flight(self) -> int:

@@ -16,6 +16,7 @@ from aiohttp import web
 from agent.gateway.answers import Answer, List, Refusal, names_only
 from agent.gateway.relay import Relay
 from agent.gateway.sending import AgentCall
+from agent.gateway.stored_responses import StoredResponses
 from agent.wires.reading import path_of
 from agent.wires.wire import WireError
 from agent.wires.wire_base import Wire
@@ -57,6 +58,7 @@ class Gateway:
         self.relay = relay
         self._models = models
         self._wires = wires_of(wires)
+        self._stored = StoredResponses(relay)
         self._keepalive_s = keepalive_s
         self._key: str | None = None
         self._servers: list[tuple[asyncio.Server, web.Server]] = []
@@ -102,6 +104,8 @@ class Gateway:
         if operation == "other":
             if "upgrade" in request.headers:
                 return web.Response(status=426)  # clients then send the request in the usual way
+            if (stored := self._stored.operate(request.method, wire, path)) is not None:
+                return _whole(wire, stored)
             message = f"{request.method} {path}: the gateway answers model calls only"
             return _refused(wire, Refusal(404, "not_found", message))
         try:
@@ -109,7 +113,7 @@ class Gateway:
             if operation == "count_tokens":
                 reply = await self.relay.count_tokens(call)
             else:
-                reply = self.relay.answer(call)
+                reply = self._stored.answer(call)
         except WireError as error:
             return _refused(wire, Refusal(400, "bad_request", str(error)))
         except web.HTTPRequestEntityTooLarge:

@@ -55,6 +55,10 @@ def test_a_command_can_be_one_text() -> None:
         ({"final_call": "("}, ("final_call",), "not a regular expression"),
         ({"volatile": {"texts": ["["]}}, ("volatile", "texts", 0), "not a regular expression"),
         ({"comand": ["x"]}, ("comand",), "Extra inputs"),
+        ({"rejects": "fetch"}, (), "`protocol: acp`"),
+        ({"protocol": "acp", "rejects": "fech"}, ("rejects", 0), "Input should be 'read'"),
+        ({"protocol": "acp", "stdin": "{prompt}"}, (), "leave it out"),
+        ({"protocol": "acp", "continues": ["run", "{prompt}"]}, (), "leave it out"),
     ],
 )
 def test_a_mistake_is_named(fields: dict[str, Any], place: tuple[Any, ...], message: str) -> None:

@@ -108,6 +108,90 @@ def _command_lines() -> Iterator[bytes]:
             yield path.read_bytes()
 
 
+def by_acp(dialect: str = "chat", **fields: Any) -> dict[str, Any]:
+    """The same agent, which gets its prompt by the Agent Client Protocol."""
+    command = [PYTHON, str(SCRIPT), dialect, "--acp"]
+    return scripted(dialect, command=command, protocol="acp", **fields)
+
+
+@needs_bwrap
+def test_an_agent_of_the_client_protocol_gets_its_prompt_and_permissions(
+    tmp_path: Path, endpoint: AgentEndpoint
+) -> None:
+    write_rows(tmp_path / "p.jsonl", {"id": "p0", "prompt": prompt("t0", 2)})
+    done = run(tmp_path, **options(endpoint, by_acp()))
+    assert done.returncode == 0, done.stderr
+    (record,) = records(tmp_path)
+    assert (record["status"], record["agent"]["exit_code"]) == ("completed", 0)
+    results = [m["content"] for m in record["messages"] if m["role"] == "tool"]
+    assert results == ["t0-1\n", "t0-1\nt0-2\n"]
+    said = record["agent"]["stdout"].splitlines()
+    command = "[execute] echo t0-{n} >> notes.txt && cat notes.txt"
+    assert said == [
+        *("a line that is no message", command.format(n=1), command.format(n=2)),
+        "Finished t0 in 2 steps.",
+    ]
+
+
+@needs_bwrap
+def test_what_the_agents_file_rejects_it_may_not_do(
+    tmp_path: Path, endpoint: AgentEndpoint
+) -> None:
+    rows = [{"id": f"p{n}", "prompt": prompt(f"t{n}", 1)} for n in range(2)]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, **options(endpoint, by_acp(rejects=["execute", "fetch"])))
+    assert done.returncode == 0, done.stderr
+    for record in records(tmp_path):
+        results = [m["content"] for m in record["messages"] if m["role"] == "tool"]
+        assert results == ["the user does not permit it"]
+        assert "[rejected] echo" in record["agent"]["stdout"]
+
+
+@pytest.mark.slow
+@needs_bwrap
+def test_an_agent_of_the_client_protocol_is_killed_and_pays_once(
+    tmp_path: Path, endpoint: AgentEndpoint
+) -> None:
+    write_rows(tmp_path / "p.jsonl", {"id": "p0", "prompt": prompt("t0", 4)})
+    endpoint.answers = 3
+    given = options(endpoint, by_acp("messages"))
+    with started(tmp_path, **given):
+        wait_until(lambda: len(endpoint.exchanges) == 3 and endpoint.waiting == 1)
+    endpoint.answer_all()
+    done = run(tmp_path, **given)
+    assert done.returncode == 0, done.stderr
+    (record,) = records(tmp_path)
+    # The one that was in flight is paid twice.
+    assert len(record["turns"]) == 5
+    assert len(endpoint.exchanges) <= 6
+    assert record["agent"]["starts"] == 2
+    assert record.get("diverged_at") is None
+
+
+@pytest.mark.slow
+@needs_bwrap
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [
+        ("head -n 1 > /dev/null", "initialize: the agent ended without an answer"),
+        ("exit 3", "ended with exit code 3"),
+        (
+            'read line; echo \'{"jsonrpc": "2.0", "id": 1, "error": {"code": 7}}\'',
+            'initialize: {"code": 7}',
+        ),
+    ],
+)
+def test_an_agent_that_does_not_speak_the_client_protocol_fails_with_a_reason(
+    tmp_path: Path, endpoint: AgentEndpoint, agent: str, reason: str
+) -> None:
+    write_rows(tmp_path / "p.jsonl", {"id": "p0", "prompt": prompt("t0", 1)})
+    given = by_acp() | {"command": ["sh", "-c", agent]}
+    done = run(tmp_path, **options(endpoint, given, max_attempts=1))
+    assert done.returncode == 1
+    (failure,) = lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
+    assert reason in failure["message"]
+
+
 @needs_bwrap
 @pytest.mark.parametrize(
     ("dialect", "flags"),

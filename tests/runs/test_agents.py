@@ -71,6 +71,12 @@ UUID = "51180b64-6f44-4828-a5ab-{n:012}"
         ("qwen-code", "Exit Code: 0\nSignal: 0\nProcess Group PGID: 18{n}"),
         ("cn", "Today's date: 2026-11-2{n}"),
         ("hermes-agent", "Conversation started: Tuesday, November 2{n}, 2026"),
+        ("pi", "Current date: 2026-11-2{n}\nCurrent working directory: /workspace"),
+        ("kimi-code", "Exit code: 0\nWall time: 0.12{n}\n"),
+        ("kimi-code", f"/.kimi-code/sessions/w/session_{UUID}/agents/main/wire.jsonl"),
+        ("kimi-code", 'next_step: Use TaskOutput(task_id="bash-9vuu907{n}")'),
+        ("kimi-code", "├── task00.log\n└── task00{n}.log"),
+        ("openhands", "The current date and time is: 2026-11-27T19:07:37.74424{n}"),
         ("hermes-agent", "Host: Linux (6.18.4{n}-generic)"),
         ("qwen-code", "/home/user/.qwen/tmp/c52dd/run_shell_command_babbb251fa7{n}.output"),
         (
@@ -93,6 +99,16 @@ def test_a_run_continues_where_its_preset_knows_more() -> None:
     assert with_defaults(then) == with_defaults(meaning)
     other = {**meaning, "agent": {**meaning["agent"], "command": ["bash"]}}
     assert with_defaults(other) != with_defaults(meaning)
+
+
+def test_a_run_continues_where_its_agent_is_described_as_before_and_not_by_another_protocol() -> (
+    None
+):
+    """Stored configs of earlier versions have no protocol, and lists where we have tuples."""
+    meaning = meaning_of(config())
+    assert not {"protocol", "rejects"} & meaning["agent"].keys()
+    by_acp = meaning_of(config(agent={**AGENT, "protocol": "acp", "rejects": "fetch"}))
+    assert by_acp["agent"] == {**meaning["agent"], "protocol": "acp", "rejects": ["fetch"]}
 
 
 def test_an_agent_can_be_a_file_beside_the_config(tmp_path: Path) -> None:
@@ -257,6 +273,16 @@ def test_the_version_is_read_in_the_sandbox_and_fixed_for_the_run(tmp_path: Path
 
 
 @needs_bwrap
+def test_a_version_may_be_printed_as_errors_are(tmp_path: Path) -> None:
+    path = tmp_path / "agent"
+    path.write_text("#!/bin/sh\necho 0.73.1 >&2\n")
+    path.chmod(0o755)
+    agent = with_checked_agent(config(agent={**AGENT, "command": [str(path), "{prompt}"]})).agent
+    assert agent is not None
+    assert agent.found == "0.73.1"
+
+
+@needs_bwrap
 def test_another_version_on_a_node_is_refused(tmp_path: Path) -> None:
     path = program(tmp_path / "agent", "1.2.3")
     agent = {**AGENT, "command": [str(path), "{prompt}"]}
@@ -273,7 +299,7 @@ def test_another_version_on_a_node_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("exec sh -c 'echo broken >&2; exit 3'", "printed no version (exit code 3): broken"),
+        ("exec sh -c 'echo broken 1.2 >&2; exit 3'", "printed no version (exit code 3): broken"),
         ("cat /proc/version > /home/user/v && ls $HOME", "printed no version"),
     ],
 )

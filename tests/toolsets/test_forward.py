@@ -49,6 +49,7 @@ def start(
             "files": {},
             "socket": "/run/gateway/socket",
             "port": 8800,
+            "acp": None,
             **terms,
         }
         command, text = forwarding(given, in_image=False)

@@ -7,6 +7,7 @@ test_threads         calls become conversations
 test_agent_tokens    token ids of calls
 test_repeats         replies that agents repeat in other words
 test_continuing      calls that continue a response by its id
+test_stored_responses  responses in the background, and others that are asked for by their ids
 test_plain_calls     embeddings and legacy completions; how requests are packed
 test_agent_journals  calls in the journals of a run
 relaying             a gateway between an endpoint and an agent that tests play

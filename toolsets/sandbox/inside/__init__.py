@@ -15,4 +15,5 @@ namespaces   separates a forked sandbox from the machine and from others
 fork_server  forks sandboxes, each with a server
 system_calls  what the kernel refuses to all commands
 forward      starts a command whose model calls leave through a socket
+acp          gives a task to an agent by the Agent Client Protocol
 """

@@ -1,8 +1,9 @@
 """Starts a command whose model calls leave the sandbox through a socket of the worker.
 
 It reads two frames on standard input: its own source (see `boot`), and JSON with `argv`, `env`,
-`cwd`, `stdin` (text), `files` (path: text), `socket` (path of a Unix socket, or null), `port`, and
-`inherits` (whether the sandbox's own variables are added to `env`).
+`cwd`, `stdin` (text), `files` (path: text), `socket` (path of a Unix socket, or null), `port`,
+`inherits` (whether the sandbox's own variables are added to `env`), and `acp` (null, or the task of
+an agent that takes it by the Agent Client Protocol: see `acp`).
 Connections to that port of the loopback address are connected to the socket. The exit code is that
 of the command, or 128 + N for a command ended by signal N.
 """
@@ -16,11 +17,15 @@ import signal
 import socket
 import sys
 import threading
+import time
 from typing import Any, NoReturn
 
+from toolsets.sandbox.inside.acp import has_ended
 from toolsets.sandbox.inside.boot import LENGTH
 
 _CHUNK_BYTES = 1 << 16
+_END_S = 3.0
+"""For an agent to end once its task is done, and again once it is asked to."""
 
 
 def main() -> NoReturn:
@@ -38,13 +43,42 @@ def main() -> NoReturn:
             threading.Thread(target=_accept, args=(server, terms["socket"]), daemon=True).start()
         with contextlib.suppress(OSError):  # where a command removed it, the workspace will do
             os.chdir(terms["cwd"])
-        pid = _start(terms)
+        if terms["acp"] is not None:
+            os._exit(_converse(terms))
+        reading = _standard_input(terms["stdin"])
+        pid = _start(terms, reading)
     except OSError as error:
         sys.stderr.write(f"cannot start {terms['argv'][0]}: {error}\n")
         sys.stderr.flush()
         os._exit(126)
-    _, status = os.waitpid(pid, 0)
-    os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+    os._exit(_code_of(os.waitpid(pid, 0)[1]))
+
+
+def _code_of(status: int) -> int:
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _converse(terms: dict[str, Any]) -> int:
+    """Start an agent, give it its task, and end it; its exit code, not 0 if it has not done it."""
+    reading, to_agent = os.pipe()
+    from_agent, writing = os.pipe()
+    pid = _start(terms, reading, writing)
+    os.close(writing)
+    task = os.fdopen(to_agent, "wb", buffering=0)
+    said = os.fdopen(from_agent, encoding="utf-8", errors="replace")
+    with task, said:
+        is_done = has_ended(task, said, terms["acp"], terms["cwd"])
+    # It may end once nobody asks for more; agents that do not are ended.
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + _END_S
+        while time.monotonic() < until:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return 0 if is_done else _code_of(status) or 1
+            time.sleep(0.02)
+        os.kill(pid, ending)
+    os.waitpid(pid, 0)
+    return 0 if is_done else 1
 
 
 def _frame() -> bytes:
@@ -59,19 +93,27 @@ def _read(size: int) -> bytes:
     return taken
 
 
-def _start(terms: dict[str, Any]) -> int:
-    if terms["stdin"]:
-        reading, writing = os.pipe()
-        threading.Thread(target=_feed, args=(writing, terms["stdin"].encode()), daemon=True).start()
-    else:
+def _standard_input(text: str) -> int:
+    """A descriptor from which a command reads a text."""
+    if not text:
         # Not an empty pipe: some commands take a pipe for a part of their task.
-        reading = os.open(os.devnull, os.O_RDONLY)
+        return os.open(os.devnull, os.O_RDONLY)
+    reading, writing = os.pipe()
+    threading.Thread(target=_feed, args=(writing, text.encode()), daemon=True).start()
+    return reading
+
+
+def _start(terms: dict[str, Any], reading: int, writing: int = 1) -> int:
+    """Start the command with these descriptors as its standard input, which closes, and output."""
     try:
         return os.posix_spawnp(
             terms["argv"][0],
             terms["argv"],
             {**os.environ, **terms["env"]} if terms["inherits"] else terms["env"],
-            file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)],
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, reading, 0),
+                (os.POSIX_SPAWN_DUP2, writing, 1),
+            ],
             # What Python ignores the command would ignore too.
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
         )

@@ -228,6 +228,7 @@ class AgentRunner:
                         else {f"{home}/{path}": fill(t, values) for path, t in agent.files.items()},
                         "socket": None if socket is None else f"{SOCKET_DIR}/{_SOCKET}",
                         "port": _PORT,
+                        "acp": agent.acp_terms(values),
                     }
                     argv, stdin = forwarding(terms, in_image=in_image)
                     command = self._begin(sandbox, argv, stdin=stdin, timeout_s=max(left_s, 0.001))
