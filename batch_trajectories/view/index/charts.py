@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batch_trajectories.view.index.filters import COMPUTED
-from batch_trajectories.view.index.table import Masks, Table, count_of
+from batch_trajectories.view.index.table import POOL, Masks, Table, count_of
 
 _STEPS = 24
 _TIMES = 48
@@ -32,6 +32,10 @@ _NEEDED = (
 def charts_of(table: Table, masks: Masks) -> dict[str, Any]:
     """See the API's `charts`; JSON-ready."""
     columns = table.columns(masks, _NEEDED)
+
+    def histogram_of(name: str) -> dict[str, Any]:
+        return histogram(columns[name], is_whole=name == "turns")
+
     turns, reasoned, passed = columns["turns"], columns["reasoned"], columns["passed"]
     has_turns = pc.greater(turns, 0)
     all_reasoned = pc.and_(has_turns, pc.equal(reasoned, turns))
@@ -52,9 +56,7 @@ def charts_of(table: Table, masks: Masks) -> dict[str, Any]:
         "flags": counts_of(pc.list_flatten(columns["flags"])),
         "reasoning": {"all": _count(all_reasoned), "some": some, "none": _count(none_reasoned)},
         "over_time": _over_time(columns["finished_at"]),
-        "histograms": {
-            name: histogram(columns[name], is_whole=name == "turns") for name in _HISTOGRAMS
-        },
+        "histograms": dict(zip(_HISTOGRAMS, POOL.map(histogram_of, _HISTOGRAMS), strict=True)),
     }
 
 
@@ -123,17 +125,17 @@ def _heights(steps: pa.ChunkedArray, number: int) -> list[int]:
 def histogram(values: pa.ChunkedArray, *, is_whole: bool) -> dict[str, Any]:
     """How often values lie where: in equal steps, or growing ones where they are far apart.
 
-    As the report's `histogram`; medians of many values are approximate.
+    As the report's `histogram`.
     """
-    values = values.drop_null()
+    missing = values.null_count
+    values = values.drop_null() if missing else values
     known = len(values)
-    result: dict[str, Any] = {"known": known, "missing": 0, "low": None, "high": None}
+    result: dict[str, Any] = {"known": known, "missing": missing, "low": None, "high": None}
     if not known:
         return result | {"median": None, "p90": None, "grows": False, "edges": [], "heights": []}
     ends = pc.min_max(values).as_py()
     low, high = ends["min"], ends["max"]
-    quantiles = pc.tdigest(values, q=[0.5, 0.9]).to_pylist()
-    median, p90 = (round(q) if is_whole else q for q in quantiles)
+    median, p90 = pc.quantile(values, q=[0.5, 0.9], interpolation="higher").to_pylist()
     result |= {"low": low, "high": high, "median": median, "p90": p90, "grows": False}
     if low == high:
         return result | {"edges": [], "heights": []}

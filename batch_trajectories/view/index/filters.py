@@ -221,5 +221,5 @@ def _where(condition: str) -> Choice:
             raise BadFilter(f"where={condition}: {name} is true or false")
         value = given == "true"
     elif type != pa.string():
-        value = _number(name, given)
+        value = _number(f"where={name}:{op}", given)
     return _compares(name, _COMPARE[op], value)

@@ -19,6 +19,7 @@ from tempfile import gettempdir
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batch_trajectories.basics.parts import Advance, in_parts
 from batch_trajectories.export.training_files import style_of_run
@@ -221,7 +222,7 @@ class _RowsMaker:
             storable = [one for one in values if _is_storable(one)]
             unreadable += len(values) - len(storable)
             batch = batch_of(storable)
-        write_part(self._directory, begin, end, [batch], unreadable)
+        write_part(self._directory, begin, end, without_replaced([batch]), unreadable)
 
     def _values(self, line: bytes, offset: int) -> dict[str, Any]:
         record = decode_record(line)
@@ -270,7 +271,7 @@ def open_part(path: Path) -> tuple[list[pa.RecordBatch], int]:
 def merge(directory: Path) -> None:
     """Merge the last parts as long as each is not much larger than those after it together.
 
-    Readers that have the old files open keep them.
+    Readers that have the old files open keep them. In a part no task has two records.
     """
     parts = parts_in(directory)
     first, size = len(parts), 0
@@ -285,10 +286,32 @@ def merge(directory: Path) -> None:
         return
     opened = [open_part(part.path) for part in some]
     bad = sum(count for _, count in opened)
-    batches = _rebatched(batch for part, _ in opened for batch in part)
+    batches = _rebatched(without_replaced([batch for part, _ in opened for batch in part]))
     write_part(directory, some[0].begin, some[-1].end, batches, bad)
     for part in some:
         part.path.unlink()
+
+
+def without_replaced(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The batches without the rows that a later one of the same task replaces."""
+    keys = pa.chunked_array([batch.column("key") for batch in batches], pa.binary(16))
+    if pc.count_distinct(keys).as_py() == len(keys):
+        yield from batches
+        return
+    counts = pc.value_counts(keys)
+    repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+    seen: set[bytes] = set()
+    kept: list[pa.RecordBatch] = []
+    for batch in reversed(batches):
+        column = batch.column("key")
+        flags = [True] * len(column)
+        places = pc.indices_nonzero(pc.is_in(column, value_set=repeated)).to_pylist()
+        for place in reversed(places):
+            key = column[place].as_py()
+            flags[place] = key not in seen
+            seen.add(key)
+        kept.append(batch.filter(pa.array(flags, pa.bool_())))
+    yield from reversed(kept)
 
 
 def _rebatched(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

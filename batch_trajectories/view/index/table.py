@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +18,11 @@ import pyarrow.compute as pc
 from batch_trajectories.view.index.columns import SCHEMA, rows_of
 from batch_trajectories.view.index.parts import IndexPart, open_part
 
-_POOL = ThreadPoolExecutor(2, thread_name_prefix="columns")
+POOL = ThreadPoolExecutor(2, thread_name_prefix="columns")
 """Arrow's functions let other threads run."""
 
-_KEYS_AT_ONCE = 1 << 16
+_MOST_COMPARED = 24
+"""Parts; merged ones grow at least by half each, so that there are fewer."""
 
 Masks = list[pa.BooleanArray]
 """For each batch, which of its rows are selected."""
@@ -55,35 +55,24 @@ class Table:
         """The rows that no later record of the same task replaces."""
 
     def _counting(self) -> Masks:
-        """Compare keys, last first, so that of several records of a task the last counts."""
-        masks = []
-        for number, batch in enumerate(self.batches):
-            replaced = self._replaced_by.get(number)
-            every = pa.repeat(pa.scalar(True), batch.num_rows)
-            masks.append(every if replaced is None else pc.invert(replaced))
-        return masks
+        """Compare the keys of each part with those of the parts after it, which are smaller.
 
-    @cached_property
-    def _replaced_by(self) -> dict[int, pa.BooleanArray]:
-        """Of each batch with replaced rows, which ones are: there are few, if any."""
-        keys = pa.chunked_array([batch.column("key") for batch in self.batches], pa.binary(16))
-        if len(keys) == 0 or pc.count_distinct(keys).as_py() == len(keys):
-            return {}
-        counts = pc.value_counts(keys)
-        repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
-        found: dict[int, pa.BooleanArray] = {}
-        seen: set[bytes] = set()
-        for number in range(len(self.batches) - 1, -1, -1):
-            column = self.batches[number].column("key")
-            places = pc.indices_nonzero(pc.is_in(column, value_set=repeated)).to_pylist()
-            flags = [False] * len(column)
-            for place in reversed(places):
-                key = column[place].as_py()
-                flags[place] = key in seen
-                seen.add(key)
-            if any(flags):
-                found[number] = pa.array(flags, pa.bool_())
-        return found
+        While a new index is made, of many parts, nothing is compared: they are merged at its end.
+        """
+        masks = [pa.repeat(pa.scalar(True), batch.num_rows) for batch in self.batches]
+        if len(self.parts) > _MOST_COMPARED:
+            return masks
+        first = 0
+        for found, _ in self._opened.values():
+            later = self.batches[first + len(found) :]
+            if later:
+                keys = pa.chunked_array([batch.column("key") for batch in later], pa.binary(16))
+                for number in range(first, first + len(found)):
+                    replaced = pc.is_in(self.batches[number].column("key"), value_set=keys)
+                    if replaced.true_count:
+                        masks[number] = pc.invert(replaced)
+            first += len(found)
+        return masks
 
     def select(self, chooses: Callable[[pa.RecordBatch], Any] | None) -> Masks:
         """The counting rows of each batch that a filter chooses; None chooses all."""
@@ -94,19 +83,20 @@ class Table:
             batch, counts = pair
             return pc.and_(pc.fill_null(chooses(batch), False), counts)
 
-        return [*_POOL.map(masked, zip(self.batches, self.counting, strict=True))]
+        return [*POOL.map(masked, zip(self.batches, self.counting, strict=True))]
 
     def columns(self, masks: Masks, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
         """These columns of the selected rows."""
 
         def of(name: str) -> pa.ChunkedArray:
             chunks = [
-                batch.column(name).filter(mask)
+                column if mask.true_count == len(mask) else column.filter(mask)
                 for batch, mask in zip(self.batches, masks, strict=True)
+                for column in (batch.column(name),)
             ]
             return pa.chunked_array(chunks, SCHEMA.field(name).type)
 
-        return dict(zip(names, _POOL.map(of, names), strict=True))
+        return dict(zip(names, POOL.map(of, names), strict=True))
 
     def order(self, masks: Masks, by: str | None, *, down: bool) -> pa.Array:
         """The numbers of the selected rows in an order; None: as they were written.
