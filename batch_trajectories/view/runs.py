@@ -13,7 +13,7 @@ from batch_trajectories.basics.validation import is_url
 from batch_trajectories.export.health import problems_in
 from batch_trajectories.runs.directory.run_dir import read_run_json, runs_in
 from batch_trajectories.runs.directory.run_lock import holder_of
-from batch_trajectories.runs.store.files import read_json
+from batch_trajectories.runs.store.files import read_json, refuse_strange_files
 from batch_trajectories.runs.store.records import load_index
 from batch_trajectories.runs.supervisor.progress import PROGRESS_FILE, describe
 
@@ -115,13 +115,21 @@ def run_json(run: RunPlace) -> dict[str, Any]:
     about |= {"is_mirror": run.url is not None, "is_audit": False, "cost_unknown": False}
     about |= {"can_steer": False, "can_label": False}
     try:
-        identity = read_run_json(run.path)
-        holder = run.stored().holder if run.url else holder_of(run.path)
-    except (RunDirError, OSError, TypeError, KeyError) as error:
-        return {**unknown, **about, "state": "unreadable", "error": str(error)}
+        return {**unknown, **about, **_found(run)}
+    except (RunError, OSError) as error:
+        why = str(error)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        why = f"{run.path}: a file of this run is damaged ({error!r}); `verify` names it"
+    return {**unknown, **about, "state": "unreadable", "error": why}
+
+
+def _found(run: RunPlace) -> dict[str, Any]:
+    refuse_strange_files(run.path)
+    identity = read_run_json(run.path)
+    holder = run.stored().holder if run.url else holder_of(run.path)
     config = identity["config"]
     own = run.url is None and is_own(run.path)
-    found = {
+    found: dict[str, Any] = {
         "state": "not running" if holder is None else "running",
         "begun": identity["created"],
         "model": config.get("model"),
@@ -137,7 +145,7 @@ def run_json(run: RunPlace) -> dict[str, Any]:
     statistics = read_json(run.path / "statistics.json") or {}
     if isinstance(health := statistics.get("health"), list):
         found["health"] = problems_in(health)
-    return {**unknown, **about, **found}
+    return found
 
 
 def _progress(path: Path) -> Mapping[str, Any] | None:

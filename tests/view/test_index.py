@@ -1,0 +1,200 @@
+"""The index of a run that grows, is made again, damaged or gone, and of what is no run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from batch_trajectories.runs.store.checksum import with_checksum
+from batch_trajectories.runs.store.reader import stored_records
+from batch_trajectories.runs.store.scores import score_key
+from batch_trajectories.view.index import parts
+from batch_trajectories.view.index.parts import extend, merge, open_part, origin_of, parts_in
+from batch_trajectories.view.index.table import Table
+from tests.view.conftest import ROWS
+from tests.view.serving import Viewer, viewing
+
+ALL = 2 * len(ROWS)
+
+
+@pytest.fixture
+def copied(runs: Path, tmp_path: Path) -> Path:
+    """The run, to be changed."""
+    return Path(shutil.copytree(runs / "r", tmp_path / "runs" / "r"))
+
+
+@pytest.fixture
+def looking(copied: Path) -> Iterator[Viewer]:
+    with viewing(copied.parent) as viewer:
+        yield viewer
+
+
+def rows_of(viewer: Viewer, **query: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = viewer.get("/runs/r/rows", limit=500, **query)
+    return answer
+
+
+def changed(line: bytes, **values: Any) -> bytes:
+    """A record with other values."""
+    content = orjson.loads(line)
+    del content["crc32"]
+    return with_checksum(orjson.dumps(content | values))
+
+
+def test_rows_come_as_records_are_appended(copied: Path, looking: Viewer) -> None:
+    records = copied / "records.jsonl"
+    lines = records.read_bytes().splitlines(keepends=True)
+    records.write_bytes(b"".join(lines[:10]) + lines[10][:50])  # a line that is being written
+    assert rows_of(looking)["matching"] == 10
+    for count in (11, 12, 20, ALL):
+        with records.open("ab") as file:
+            file.write(b"".join(lines[:count])[records.stat().st_size :])
+        answer = rows_of(looking)
+        assert answer["matching"] == count
+        assert answer["index"]["is_complete"]
+    with viewing(copied.parent) as again:
+        assert rows_of(again)["rows"] == rows_of(looking)["rows"]
+
+
+def test_a_record_that_is_made_again_replaces_the_earlier_one(
+    copied: Path, looking: Viewer
+) -> None:
+    before = rows_of(looking)["rows"][3]
+    records = copied / "records.jsonl"
+    line = records.read_bytes().splitlines(keepends=True)[3]
+    with records.open("ab") as file:
+        file.write(changed(line, finished_at=before["finished_at"] + 9, attempt=2))
+    answer = rows_of(looking)
+    assert answer["matching"] == answer["total"] == ALL
+    assert answer["rows"][-1]["id"] == before["id"]
+    found = looking.get("/runs/r/record", id=before["id"])
+    assert found["record"]["attempt"] == 2
+    label = {"id": before["id"], "record": before["record"], "verdict": "keep"}
+    refused = looking.ask("/api/runs/r/labels", label)
+    assert refused.status == 409
+    assert "made again" in refused.body["error"]
+
+
+def test_records_that_are_replaced_as_a_file_are_indexed_again(
+    copied: Path, looking: Viewer
+) -> None:
+    assert rows_of(looking)["matching"] == ALL
+    records = copied / "records.jsonl"
+    lines = records.read_bytes().splitlines(keepends=True)
+    shorter = records.with_name("new")
+    shorter.write_bytes(b"".join(lines[5:]))
+    shorter.replace(records)  # as `verify --repair` does
+    answer = rows_of(looking)
+    assert answer["matching"] == ALL - 5
+    id = answer["rows"][0]["id"]
+    assert looking.get("/runs/r/record", id=id)["record"]["id"] == id
+
+
+def test_later_scores_are_shown(copied: Path, looking: Viewer) -> None:
+    assert rows_of(looking, passed="true")["matching"] == 0
+    record = next(iter(stored_records(copied)))
+    score = {
+        **{"source": "judge", "version": "1", "error": None, "rewards": {"reward": 1.0}},
+        **{"record": score_key(record), "id": record.id, "at": 1.0},
+    }
+    (copied / "scores.jsonl").write_bytes(with_checksum(orjson.dumps(score)))
+    answer = rows_of(looking, reward_min=1)
+    assert [row["id"] for row in answer["rows"]] == [record.id]
+    assert looking.get("/runs/r/record", id=record.id)["record"]["scores"][0]["source"] == "judge"
+
+
+def test_damaged_records_are_counted_and_named(copied: Path, looking: Viewer) -> None:
+    records = copied / "records.jsonl"
+    content = bytearray(records.read_bytes())
+    second = content.index(b"\n") + 1
+    content[second + 40] ^= 1
+    records.write_bytes(content)
+    answer = rows_of(looking)
+    assert (answer["matching"], answer["index"]["unreadable"]) == (ALL - 1, 1)
+    first = answer["rows"][0]["id"]
+    content[40] ^= 1
+    with records.open("r+b") as file:  # while it is looked at
+        file.write(content)
+    refused = looking.ask("/api/runs/r/record", id=first)
+    assert refused.status == 409
+    assert "verify --repair" in refused.body["error"]
+    assert looking.get("/runs")["runs"]
+
+
+def test_a_number_that_no_column_can_hold_is_left_out(copied: Path, looking: Viewer) -> None:
+    records = copied / "records.jsonl"
+    lines = records.read_bytes().splitlines(keepends=True)
+    usage = {"input_tokens": 2**70, "output_tokens": 1}
+    records.write_bytes(b"".join([changed(lines[0], usage={}), *lines[1:]]))
+    content = orjson.loads(lines[1])
+    del content["crc32"]
+    huge = orjson.dumps(content | {"id": "huge", "usage": usage | {"input_tokens": 7777}})
+    with records.open("ab") as file:
+        file.write(with_checksum(huge.replace(b"7777", str(2**70).encode())))
+    answer = rows_of(looking)
+    assert (answer["matching"], answer["index"]["unreadable"]) == (ALL, 1)
+
+
+def test_a_run_that_is_gone_is_gone(copied: Path, looking: Viewer) -> None:
+    assert rows_of(looking)["matching"] == ALL
+    shutil.rmtree(copied)
+    for path in ("", "/rows", "/charts", "/record?id=missing", "/in_flight", "/labels"):
+        assert looking.ask(f"/api/runs/r{path}").status == 404
+    assert looking.get("/runs")["runs"] == []
+
+
+def test_garbage_is_an_error_and_nothing_else(copied: Path, looking: Viewer) -> None:
+    place = copied.parent
+    for name, content in (("empty", b""), ("text", b"hello"), ("list", b"[]"), ("old", b"{}")):
+        (place / name).mkdir()
+        (place / name / "run.json").write_bytes(content)
+    pipe = Path(shutil.copytree(copied, place / "pipe"))
+    (pipe / "records.jsonl").unlink()
+    os.mkfifo(pipe / "records.jsonl")
+    noise = Path(shutil.copytree(copied, place / "noise"))
+    for name in ("records.jsonl", "labels.jsonl", "progress.json", "summary.json", "records.idx"):
+        (noise / name).write_bytes(os.urandom(2000) + b"\n{}\n[]\nnull\n")
+    for name in ("statistics.json", "failures.jsonl"):
+        (noise / name).write_bytes(b'{"health": 3, "checks": [], "total": null}\n')
+    runs = {run["key"]: run for run in looking.get("/runs")["runs"]}
+    assert {key for key, run in runs.items() if run["state"] == "unreadable"} == {
+        *("empty", "text", "list", "old", "pipe")
+    }
+    assert all(run["error"] for run in runs.values() if run["state"] == "unreadable")
+    paths = ("", "/rows", "/charts", "/record?id=x", "/siblings?id=x", "/in_flight", "/labels")
+    for key in ("empty", "text", "list", "old", "pipe", "noise"):
+        for path in (*paths, "/live?id=x"):
+            answer = looking.ask(f"/api/runs/{key}{path}")
+            assert answer.status in (200, 404, 409), (key, path, answer.body)
+    assert rows_of(looking)["matching"] == ALL
+
+
+def test_an_index_of_many_parts_is_that_of_one(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = origin_of(copied)
+    assert origin is not None
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for cache in (whole, cut):
+        cache.mkdir()
+    extend(copied, whole, origin)
+    monkeypatch.setattr(parts, "RANGE_BYTES", 1)
+    monkeypatch.setattr(parts, "merge", lambda directory: None)
+    ranges = parts.ranges_of
+    monkeypatch.setattr(parts, "ranges_of", lambda path, gaps: ranges(path, gaps, 1))
+    extend(copied, cut, origin)
+    assert len(parts_in(cut / origin.name)) == ALL
+    expected = Table(parts_in(whole / origin.name))
+    numbers = range(ALL)
+    assert Table(parts_in(cut / origin.name)).rows(numbers) == expected.rows(numbers)
+    merge(cut / origin.name)
+    merged = parts_in(cut / origin.name)
+    assert len(merged) == 1
+    assert open_part(merged[0].path)[0][0].num_rows == ALL
+    assert Table(merged).rows(numbers) == expected.rows(numbers)
