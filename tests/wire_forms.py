@@ -64,8 +64,11 @@ def in_sharegpt(turns: Iterable[Mapping[str, Any]]) -> Iterator[Atom]:
         for thought in _THOUGHT.findall(value):
             yield "thought", thought
         value = _THOUGHT.sub("", value)
+        calls = _CALLS.findall(value)
+        if turn["from"] == "function_call" and not calls:  # beside no text they have no tags
+            value, calls = "", [value]
         yield "text", _CALLS.sub("", value)
-        for text in _CALLS.findall(value):
+        for text in calls:
             made = json.loads(text)
             for call in made if isinstance(made, list) else [made]:
                 yield "call", _made(call["name"], call["arguments"])

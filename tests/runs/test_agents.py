@@ -72,6 +72,7 @@ UUID = "51180b64-6f44-4828-a5ab-{n:012}"
         ("cn", "Today's date: 2026-11-2{n}"),
         ("hermes-agent", "Conversation started: Tuesday, November 2{n}, 2026"),
         ("pi", "Current date: 2026-11-2{n}\nCurrent working directory: /workspace"),
+        ("pi", "[Showing lines 28002-30000. Full output: /tmp/pi-bash-1866cd16221dc05{n}.log]"),
         ("kimi-code", "Exit code: 0\nWall time: 0.12{n}\n"),
         ("kimi-code", f"/.kimi-code/sessions/w/session_{UUID}/agents/main/wire.jsonl"),
         ("kimi-code", 'next_step: Use TaskOutput(task_id="bash-9vuu907{n}")'),
