@@ -25,7 +25,8 @@ SOCKET_DIR = "/run/gateway"
 
 _SHARE = 0.8
 """Of the free memory, for agents."""
-VERSION_TIMEOUT_S = 60.0
+VERSION_TIMEOUT_S = 180.0
+"""Some agents load for a minute where all cores are busy."""
 _SHOWN = 300
 
 
