@@ -180,6 +180,11 @@ REFUSED: dict[str, tuple[str, dict[str, str | None], str]] = {
         {"tests/compose.yaml": "services: {}"},
         "tests/compose.yaml: compose is not supported",
     ),
+    "env": (
+        SIMPLE + '[verifier]\nenvironment_mode = "separate"\nenv = ["A=b"]',
+        {"tests/Dockerfile": "FROM x"},
+        "task.toml:3: verifier: `env` must be a table",
+    ),
     "service": (
         SIMPLE + '[[verifier.collect]]\ncommand = "true"\nservice = "db"',
         {},

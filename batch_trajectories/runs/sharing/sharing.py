@@ -26,7 +26,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from batch_trajectories.basics.buckets.bucket import patiently
-from batch_trajectories.basics.errors import EnvironmentStop, RunLocked
+from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLocked
 from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.sharing.ledger import Ledger, Member
 from batch_trajectories.runs.store.files import SHARED_NOTE, read_json, replace_json
@@ -155,7 +155,7 @@ class SharedLimits:
                 me = self._refreshed()
                 if self._write(replace(me, is_open=False), share=0.0, account=self._account):
                     return None
-            except RunLocked as error:
+            except (RunLocked, RunDirError) as error:
                 return str(error)
             except EnvironmentStop as error:
                 if time.monotonic() > deadline:
@@ -178,7 +178,7 @@ class SharedLimits:
             except RunLocked as error:
                 self.problem = error
             except Exception as error:
-                if not isinstance(error, EnvironmentStop):
+                if not isinstance(error, EnvironmentStop | RunDirError):
                     log.exception("shared limits: a bug in this program")
                 self._failures += 1
                 log.warning("shared limits: %s", error)

@@ -36,6 +36,7 @@ from batch_trajectories.runs.sources.harbor_settings import (
     mcp_servers_of,
     network_of,
     network_of_verifier,
+    variables_of,
     with_published,
 )
 
@@ -275,7 +276,7 @@ class HarborTask(NamedTuple):
             "image": self._image(own, _TESTS) if brings_tests else image,
             "workdir": environment.get("workdir"),
             "limits": limits_of(environment),
-            "env": {**environment.get("env", {}), **task["verifier"].get("env", {})},
+            "env": {**variables_of(environment), **variables_of(task["verifier"])},
             "artifacts": with_published(artifacts),
         }
 

@@ -200,6 +200,14 @@ def _tables(raw: Any, keys: tuple[str, ...]) -> list[dict[str, Any]]:
     return tables
 
 
+def variables_of(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The `env` of a table of the verifier. Raises `TaskRefused`."""
+    env = table.get("env", {})
+    if not isinstance(env, dict):
+        raise TaskRefused('`env` must be a table: NAME = "value"', ("verifier",))
+    return env
+
+
 def jsonable(value: Any) -> Any:
     """Dates of TOML as ISO 8601 text."""
     match value:
