@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 AXE = Path(os.environ.get("AXE_CORE", ".ci/axe/node_modules/axe-core/axe.min.js"))
-PATIENCE_MS = 30_000
+PATIENCE_MS = 120_000
 SCHEMES = ("light", "dark")
 PHONE, WIDE = {"width": 390, "height": 844}, {"width": 1920, "height": 1080}
 
@@ -57,7 +56,7 @@ def served(folder: Path) -> Iterator[str]:
         assert process.stdout is not None
         yield process.stdout.readline().decode().strip()
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         process.wait(60)
 
 
@@ -91,7 +90,8 @@ def opened(browser: Browser, address: str, place: str, **options: Any) -> Iterat
     page.goto(address)
     go(page, place)
     yield page
-    assert complaints == []
+    # A conversation in flight is asked for as a record first, which the browser writes down.
+    assert [text for text in complaints if "status of 404" not in text] == []
     here = address.partition("?")[0]
     assert all(url.startswith(here) for url in urls)
     assert page.evaluate("window.pwned ?? parent.pwned ?? ({}).pwned") is None
@@ -298,14 +298,14 @@ def visible(text: str) -> str:
 def test_a_run_that_works_moves_and_is_steered(browser: Browser, tmp_path: Path) -> None:
     """It is paused and resumed, one conversation is stopped, and its end is seen as it comes."""
     write_prompts(tmp_path / "p.jsonl", 6)
-    with FakeEndpoint(turns=3, latency_s=0.0, answers=0) as endpoint:
+    with FakeEndpoint(turns=3, latency_s=0.0, answers=6) as endpoint:
         given: dict[str, Any] = {
             **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
             **{"key_env": "none", "num_workers": 1, "batch_size": 6, "model": "openai:m"},
             **{"enabled_toolsets": "none"},
         }
         with started(tmp_path, **given) as process, served(tmp_path / "trajectories") as address:
-            wait_until(lambda: int(endpoint.journal()["requests"]) >= 6)
+            wait_until(lambda: int(endpoint.journal()["requests"]) >= 12)
             with opened(browser, address, "#r") as page:
                 answer = page.locator("#steer-answer")
                 page.locator("#flight-count", has_text="6").wait_for()
@@ -316,12 +316,13 @@ def test_a_run_that_works_moves_and_is_steered(browser: Browser, tmp_path: Path)
                 page.locator("#pause", has_text="Pause").wait_for()
                 page.fill("#limit-max_in_flight", "2")
                 page.locator("#limits button").click()
-                answer.get_by_text(re.compile("in flight|limit", re.I)).wait_for()
+                answer.get_by_text("max_in_flight 2 until").wait_for()
                 page.locator("#flight > summary").click()
                 page.get_by_role("button", name="stop p0005").click()
                 answer.get_by_text("p0005").wait_for()
                 go(page, "#r/p0000")
-                page.locator("#live").wait_for()
+                page.locator("#live", has_text="waiting for the model").wait_for()
+                page.locator("article[data-turn='1']").wait_for()
                 endpoint.answer(None)
                 page.locator("#decide").wait_for()
                 assert page.locator("#live").count() == 0

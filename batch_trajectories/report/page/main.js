@@ -24,6 +24,7 @@ async function showConversation({ id, turn }, visit) {
   if (open?.id !== id || !source.isOpen(open)) {
     const read = await source.read(id);
     if (visit !== visits) return; // another was opened meanwhile
+    if (!$("trouble").dataset.lasts) $("trouble").hidden = true;
     open = { id, ...read };
     drawConversation();
     window.scrollTo(0, 0);

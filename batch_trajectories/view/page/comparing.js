@@ -54,7 +54,7 @@ function differences({ first, second, options, same_dataset: isSame, both, only,
   const passed = (value) => (value ? "passed" : "not passed");
   return h("section", {},
     h("h3", {}, `${nameOf(first)} and ${nameOf(second)}`),
-    h("p", {}, `${plural(both, "task")} with a record in both; ${count(only[0].length)} only in the first, ${count(only[1].length)} only in the second${isSame ? "" : "; the datasets differ"}.`),
+    h("p", {}, `${plural(both, "task")} with a record in both; ${count(only[0].length + (more.only?.[0] ?? 0))} only in the first, ${count(only[1].length + (more.only?.[1] ?? 0))} only in the second${isSame ? "" : "; the datasets differ"}.`),
     Object.keys(options).length ? h("details", { class: "part", open: true }, h("summary", {}, "Options that differ"),
       h("div", { class: "wide" }, h("table", { class: "plain" }, h("tbody", {}, Object.entries(options).map(([name, [a, b]]) => h("tr", {},
         h("th", { scope: "row" }, name), h("td", {}, valueText(a)), h("td", {}, valueText(b)))))))) : null,

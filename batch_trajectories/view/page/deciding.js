@@ -70,7 +70,9 @@ function redrawDecisions() {
   if (!panel || !open) return;
   const name = panel.contains(document.activeElement) ? document.activeElement.textContent : null;
   const writing = document.activeElement === $("note") ? $("note").value : null;
+  const said = $("decide-words")?.textContent;
   fill((panel.replaceChildren(), panel), {}, [panelParts(open)]);
+  announce(said ?? "");
   if (writing !== null) {
     $("note").value = writing;
     $("note").focus();

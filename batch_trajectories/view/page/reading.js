@@ -26,6 +26,7 @@ function requestOf(turn, read) {
 
 // The other samples of the prompt; they are asked for when the conversation is shown.
 function siblingsOf(read) {
+  closePair();
   const box = h("section", { id: "siblings", "aria-label": "Samples of this prompt", hidden: true });
   ask(runPath(`/siblings?${new URLSearchParams({ id: read.id })}`)).then(({ siblings }) => {
     read.siblings = siblings;
@@ -109,20 +110,18 @@ function nextSibling() {
 
 // A conversation that is in flight, in the shape of one that has ended.
 function liveRead(live) {
-  const record = {
-    ...LONE, messages: live.messages, turns: live.turns, tool_calls: live.tool_calls,
-    status_reason: null, error: null, row: {}, tools: [], toolsets: [], usage: null, cost_usd: null, attempt: null,
-  };
+  const record = { ...LONE, status_reason: null, error: null, row: {}, tools: [], toolsets: [], usage: null, cost_usd: null, attempt: null, ...live };
   const row = { id: live.id, status: live.is_over ? "ended" : "in flight", flags: [], calls: live.tool_calls.length, failed_calls: 0, reward: null, duration_s: null };
   return { id: live.id, live, row, record, form: null, around: { before: null, after: null, place: null, matching: 0 } };
 }
 
 function liveWords({ live }) {
-  const { state } = live;
-  const doing = !state ? "it has ended; its record comes" : state.doing === "tools"
-    ? `${state.tool ?? state.calls.join(", ")} at work` : "waiting for the model";
-  const stop = about.run.can_steer && state && h("button", { type: "button", click: () => stopConversation(live.id) }, "Stop this conversation");
-  return h("p", { class: "bar", id: "live" }, h("strong", { role: "status" }, doing), state && h("span", { class: "soft" }, `for ${seconds(state.idle_s)}`), stop);
+  const answered = new Set(live.messages.filter((message) => message.role === "tool").map((message) => message.tool_call_id));
+  const calls = (live.messages.findLast((message) => message.role === "assistant")?.tool_calls ?? []).filter((call) => !answered.has(call.id));
+  const doing = live.is_over ? "it has ended; its record comes"
+    : calls.length ? `${calls.map((call) => call.function.name).join(", ")} at work` : "waiting for the model";
+  const stop = about.run.can_steer && !live.is_over && h("button", { type: "button", click: () => stopConversation(live.id) }, "Stop this conversation");
+  return h("p", { class: "bar", id: "live" }, h("strong", { role: "status" }, doing), stop);
 }
 
 function showLive(live) {

@@ -4,6 +4,7 @@ const PAGE = "runs"; // in titles of the window
 const PAGE_ROWS = 200;
 const PAGES_KEPT = 50;
 const REFRESH_MS = 2000;
+const READ_AGAIN_MS = 500;
 
 const runs = new Map(); // key → run
 let about = null; // what is known of the run that is shown: the answer of /api/runs/KEY
@@ -283,8 +284,11 @@ const source = {
       return { key: about.run.key, ...read, siblings: null };
     } catch (error) {
       const live = error instanceof Missing && (await ask(runPath(`/live?${new URLSearchParams({ id })}`)));
-      if (!live?.state) throw error;
-      return { key: about.run.key, ...liveRead(live) };
+      if (live && !live.is_over) return { key: about.run.key, ...liveRead(live) };
+      if (!live || about.index.is_complete) throw error;
+      trouble("The records are being read; this conversation comes.", { lasts: false });
+      await new Promise((resolve) => setTimeout(resolve, READ_AGAIN_MS));
+      return this.read(id);
     }
   },
 
