@@ -127,7 +127,8 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if not ctx.resilient_parsing and args[0] not in COMMANDS:
+        normalize = ctx.token_normalize_func or str
+        if not ctx.resilient_parsing and normalize(args[0]) not in COMMANDS:
             from batch_trajectories.basics.validation import did_you_mean
 
             meant = did_you_mean(args[0], COMMANDS) or "options of a run begin with `--`"

@@ -190,11 +190,8 @@ def test_own_tools_that_are_given_one_by_one_are_all_offered(tmp_path: Path) -> 
     "args",
     [
         ["--dataset_file=p.jsonl", "--run_name=r", "--output_dir=s3://bucket/runs"],
-        ["--dataset_file=s3://bucket/p.jsonl", "--run_name=r"],
-        ["--dataset_file=p.jsonl", "--run_name=r", "--images=gs://b/x"],
         ["status", "r", "--output_dir=s3://bucket"],
         ["report", "r", "--output=file:///tmp/r.html"],
-        ["export", "r", "--format=openai", "--output=s3://bucket"],
     ],
     ids=lambda args: args[-1],
 )

@@ -43,7 +43,7 @@ def test_no_name_is_of_today() -> None:
 def test_a_name_that_is_gone_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
     (tmp_path / "run.yaml").write_text(f"{name}: 1\n")
     for file, flags, place in (
-        (tmp_path / "run.yaml", {}, f"{tmp_path / 'run.yaml'}: {name}"),
+        (tmp_path / "run.yaml", {}, f"{tmp_path / 'run.yaml'}:1: {name}"),
         (None, {name: "1"}, f"--{name}"),
     ):
         with pytest.raises(ConfigError) as raised:
