@@ -86,6 +86,8 @@ def _edit(old: str, new: str, *, every: bool = False) -> JSON:
 
 
 _TEXT = "alpha\nbeta\nbeta\n"
+_EDIT = "{name}.txt\n```\nalpha of {name}\n```\n"
+"""The reply to an agent that has no tools and takes edits from texts (aider)."""
 _DEEDS: Sequence[Sequence[tuple[str, JSON]]] = (
     [("shell", {"command": _COMMANDS["log"]})],
     [("write", {**_FILE, "content": _TEXT, "new_string": _TEXT, "command": "create"})],
@@ -401,6 +403,8 @@ def _due(request: JSON) -> tuple[str, list[JSON]]:
         steps = max(map(int, _STEP.findall(body)), default=_steps_made(request, body))
         made = f"call_{steps}_{secrets.token_hex(8)}"
         return f"<summary>Work on [{task[1]} steps={task[2]} run={task[3]}]; {made}.</summary>", []
+    if task is not None and not tools and "file listing" in body:
+        return _EDIT.format(name=task[1]), []
     if task is None or not any(name in tools for name in _SHELLS):
         return "A title", []
     name, run = task[1], task[3]
