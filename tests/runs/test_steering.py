@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
-from batch_trajectories.runs.directory.control import refuse_strangers
+from batch_trajectories.runs.directory.control import process_of, refuse_strangers
+from batch_trajectories.runs.store.files import append_line
 from batch_trajectories.runs.supervisor.budget import BudgetLog, RunBudget
 from batch_trajectories.runs.supervisor.limits import RunLimits
+from batch_trajectories.runs.supervisor.steering import Steering
 from testing.fake_endpoint import FakeEndpoint
 from tests.exporting import make_run, worked
 from tests.running import lines, run, started, wait_until, write_prompts
@@ -55,6 +58,23 @@ def test_a_budget_can_only_be_raised(tmp_path: Path) -> None:
     without = RunBudget(None, spent=Cost(), budget_log=BudgetLog(tmp_path, tmp_path))
     with pytest.raises(ValueError, match="no max_run_cost_usd"):
         without.raise_to(9.0)
+
+
+@pytest.mark.parametrize("asked", [{"max_in_flight": 0.5}, {"rpm": -1}, {"rpm": True}, {}])
+def test_limits_that_would_stop_a_run_are_refused(tmp_path: Path, asked: dict[str, Any]) -> None:
+    """Whoever wrote the line: half a call in flight would be none, for ever."""
+    limits = RunLimits({"openai x": EndpointLimits(8, 8, rpm=None, tpm=None)})
+    budget = RunBudget(None, spent=Cost(), budget_log=BudgetLog(tmp_path, tmp_path))
+    answers: dict[str, Any] = {}
+    progress = SimpleNamespace(say=lambda text: None, steer=answers.update)
+    start: Any = SimpleNamespace(run_dir=SimpleNamespace(path=tmp_path), progress=progress)
+    pool: Any = SimpleNamespace(workers=[])
+    append_line(tmp_path / "control.jsonl", {"to": process_of({}), "do": "limits", **asked})
+    Steering(start, pool, limits, budget).tend()
+    assert [answer["refused"] for answer in answers["answers"].values()] == [True]
+    worker: Any = Told()
+    limits.share([worker])
+    assert [one["permits"] for one in worker.limits] == [8]
 
 
 def test_a_run_of_another_user_is_not_steered(

@@ -99,6 +99,8 @@ class Steering:
                 raise _Refused(f"{name}: {value!r} is not a number")
             if not 0 < value < math.inf:
                 raise _Refused(f"{name}: must be above 0 (got {value!r})")
+            if name == "max_in_flight" and value < 1:
+                raise _Refused(f"{name}: must be at least 1; `pause` lets no call begin")
         if "max_run_cost_usd" in given:
             self._budget.raise_to(given["max_run_cost_usd"])
         if "rpm" in given or "max_in_flight" in given:
