@@ -15,6 +15,7 @@ from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal, NamedTuple
+from urllib.parse import unquote
 
 _SKEW_S = 900
 """S3 and Azure refuse requests whose time differs by more than 15 minutes."""
@@ -57,6 +58,7 @@ class Request(NamedTuple):
     """Monotonic clock."""
     method: str
     path: str
+    """Without escapes: Google's client escapes more than others."""
 
 
 class Proxy:
@@ -82,7 +84,7 @@ class Proxy:
         size = int(handler.headers.get("content-length") or 0)
         body = handler.rfile.read(size)
         with self._changed:
-            self.requests.append(Request(time.monotonic(), handler.command, handler.path))
+            self.requests.append(Request(time.monotonic(), handler.command, unquote(handler.path)))
             fault = self.fault
             if fault is not None and fault.method not in ("", handler.command):
                 fault = None
