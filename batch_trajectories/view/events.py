@@ -72,6 +72,7 @@ class _Watch:
 
     def _of_all(self) -> list[tuple[str, Any]]:
         found = []
+        self._state.places.bring_mirrors()
         runs = {run.key: run for run in self._state.places.runs()}
         for key, run in runs.items():
             found += self._new("run", key, run_json(run))

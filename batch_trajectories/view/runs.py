@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,18 +12,20 @@ from typing import Any, NamedTuple
 from batch_trajectories.api.stored_run import StoredRun, open_run
 from batch_trajectories.basics.errors import RunDirError, RunError
 from batch_trajectories.basics.validation import is_url
-from batch_trajectories.export.health import problems_in
 from batch_trajectories.runs.directory.run_dir import read_run_json, runs_in
 from batch_trajectories.runs.directory.run_lock import holder_of
 from batch_trajectories.runs.store.files import read_json, refuse_strange_files
 from batch_trajectories.runs.store.records import load_index
 from batch_trajectories.runs.supervisor.progress import PROGRESS_FILE, describe
+from batch_trajectories.view.index.facts import read_facts
+from batch_trajectories.view.index.parts import known_cache_of
 
 _SHOWN_OF_PROCESS = (
     *("pid", "at", "running", "tasks_per_min", "turns_per_s", "input_tokens_per_s"),
     *("output_tokens_per_s", "left_s", "forecast_usd", "limit", "messages"),
 )
 
+_BRING_EVERY_S = 10.0
 _LARGE_INDEX = 2 << 20
 """Bytes of records.idx."""
 
@@ -41,6 +45,8 @@ class RunPlace(NamedTuple):
     """What was given to the command."""
     url: str | None = None
     """The mirror that it is a copy of."""
+    problem: str | None = None
+    """Why the copy could not be brought up to date."""
 
     def stored(self) -> StoredRun:
         """The run. Raises `RunDirError`."""
@@ -54,6 +60,9 @@ class Places:
         """Raises `RunDirError` for one that is no directory, or a mirror without a run."""
         self._places = list(dict.fromkeys(places))
         self._mirrors: dict[str, Path] = {}
+        self._problems: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._brought_at = time.monotonic()
         for place in self._places:
             if is_url(place):
                 self._mirrors[place] = open_run(place).path
@@ -68,7 +77,8 @@ class Places:
         for number, place in enumerate(self._places):
             if place in self._mirrors:
                 path = self._mirrors[place]
-                yield RunPlace(_key(path.name, number), path, place, place)
+                problem = self._problems.get(place)
+                yield RunPlace(_key(path.name, number), path, place, place, problem)
                 continue
             directory = Path(place)
             if (directory / "run.json").exists():
@@ -89,9 +99,17 @@ class Places:
         raise NoSuchRun(f"{key!r}: no such run here (any more); the list has all")
 
     def bring_mirrors(self) -> None:
-        """Bring the copies of mirrors up to date. Raises `RunDirError` and `BucketFailed`."""
-        for url in self._mirrors:
-            open_run(url)
+        """Bring the copies of mirrors up to date, unless that was done just now."""
+        with self._lock:
+            if not self._mirrors or time.monotonic() - self._brought_at < _BRING_EVERY_S:
+                return
+            for url in self._mirrors:
+                self._problems.pop(url, None)
+                try:
+                    open_run(url)
+                except (RunError, OSError) as error:
+                    self._problems[url] = str(error)
+            self._brought_at = time.monotonic()
 
 
 def _key(name: str, number: int) -> str:
@@ -115,7 +133,7 @@ def run_json(run: RunPlace) -> dict[str, Any]:
     about |= {"is_mirror": run.url is not None, "is_audit": False, "cost_unknown": False}
     about |= {"can_steer": False, "can_label": False}
     try:
-        return {**unknown, **about, **_found(run)}
+        return {**unknown, **about, **_found(run), "error": run.problem}
     except (RunError, OSError) as error:
         why = str(error)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -142,9 +160,9 @@ def _found(run: RunPlace) -> dict[str, Any]:
         found |= _of_process(state)
     else:
         found |= _of_end(run.path, identity)
-    statistics = read_json(run.path / "statistics.json") or {}
-    if isinstance(health := statistics.get("health"), list):
-        found["health"] = problems_in(health)
+    if (cache := known_cache_of(run.path)) is not None:
+        facts, _ = read_facts(cache, run.path)
+        found["health"] = None if facts is None else facts["health"]
     return found
 
 

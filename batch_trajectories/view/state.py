@@ -194,7 +194,7 @@ class State:
         place = self.places.find(key)
         with self._lock:
             found = self._open.pop(key, None)
-            if found is None or found.place != place:
+            if found is None or found.place.path != place.path:
                 if found is not None:
                     found.close()
                 found = OpenRun(place)

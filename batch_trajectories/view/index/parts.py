@@ -88,21 +88,28 @@ def cache_of(run_dir: Path) -> Path:
 
     Below the user's cache, or the directory for temporary files where that cannot be written.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = run_dir.resolve()
-    key = blake2b(os.fsencode(path), digest_size=8).hexdigest()
-    own = f"batch-trajectories-{os.geteuid()}"
-    for place in (base / "batch-trajectories", Path(gettempdir()) / own):
-        directory = place / "view" / key
+    for directory in _caches_of(run_dir):
         try:
             make_directory(directory, is_inside=False, parents=True)
-            if place.stat().st_uid != os.geteuid():
+            if directory.parent.parent.stat().st_uid != os.geteuid():
                 continue  # somebody else's could hold anything
-            (directory / "run").write_bytes(os.fsencode(path))
         except OSError:
             continue
         return directory
-    raise OSError(f"neither {base} nor {gettempdir()} can be written; set XDG_CACHE_HOME")
+    raise OSError(f"no cache directory and no {gettempdir()} can be written; set XDG_CACHE_HOME")
+
+
+def known_cache_of(run_dir: Path) -> Path | None:
+    """The directory with the indexes of a run; None if there is none."""
+    found = next((path for path in _caches_of(run_dir) if path.is_dir()), None)
+    return found if found is None or found.stat().st_uid == os.geteuid() else None
+
+
+def _caches_of(run_dir: Path) -> list[Path]:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = blake2b(os.fsencode(run_dir.resolve()), digest_size=8).hexdigest()
+    temporary = Path(gettempdir()) / f"batch-trajectories-{os.geteuid()}"
+    return [place / "view" / key for place in (base / "batch-trajectories", temporary)]
 
 
 def remove_old(cache: Path, origin: Origin) -> None:
