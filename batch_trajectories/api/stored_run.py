@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -327,8 +327,13 @@ def conversations_in_flight(
     """
     journals = Inflight(inflight, read_only=True)
     journals.read(settled=settled)
+    return states_in(journals, journals.tasks(), now=now)
+
+
+def states_in(journals: Inflight, keys: Iterable[bytes], *, now: float) -> list[dict[str, Any]]:
+    """What some tasks in the journals are doing; see `StoredRun.in_flight`."""
     conversations = []
-    for key in journals.tasks():
+    for key in keys:
         try:
             conversations.append(_state(journals.task_id(key), journals.events(key), now))
         except StorageError:

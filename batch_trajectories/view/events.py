@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import orjson
@@ -16,6 +17,8 @@ from batch_trajectories.view.state import State
 
 _EVERY_S = 1.0
 _QUIET_S = 15.0
+_RESTS = 5
+"""Journals are read again after so many times as long as that takes."""
 _MOST_STREAMS = 64
 _MOST_IN_FLIGHT = 200
 
@@ -59,6 +62,7 @@ class _Watch:
         self._told: dict[tuple[str, str], Any] = {}
         self._runs: set[str] = set()
         self._journals: Any = None
+        self._rests_until = 0.0
 
     def changes(self) -> list[tuple[str, Any]]:
         """The events since the last call."""
@@ -93,7 +97,8 @@ class _Watch:
         run.labels.look()
         found += self._new("labels", key, {"version": run.version, "size": run.labels.size})
         journals = live.signature(run.place.path)
-        if journals == self._journals:
+        began = time.monotonic()
+        if journals == self._journals or began < self._rests_until:
             return found
         self._journals = journals
         flying = live.in_flight(run.place, table)
@@ -101,6 +106,7 @@ class _Watch:
         found += self._new("in_flight", key, data)
         if self._id is not None:
             found += self._new("live", key, live.conversation(run.place, table, self._id))
+        self._rests_until = time.monotonic() + _RESTS * (time.monotonic() - began)
         return found
 
     def _new(self, kind: str, key: str, data: Any) -> list[tuple[str, Any]]:

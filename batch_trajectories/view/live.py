@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 from agent.messages.message import Message
 from agent.state.trajectory import Trajectory
-from batch_trajectories.api.stored_run import conversations_in_flight
+from batch_trajectories.api.stored_run import states_in
 from batch_trajectories.basics.errors import RunError
 from batch_trajectories.runs.dataset.row import opening_messages
 from batch_trajectories.runs.dataset.scan import tasks
 from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.journal import Inflight, segments
+from batch_trajectories.view.index.filters import in_keys
 from batch_trajectories.view.index.table import Table
 from batch_trajectories.view.runs import RunPlace
 
 
-class Ended(Container[bytes]):
-    """The tasks that have a record, as far as the table knows."""
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-        self._known: dict[bytes, bool] = {}
-
-    def __contains__(self, key: object) -> bool:
-        assert isinstance(key, bytes)
-        if key not in self._known:
-            self._known[key] = bool(self._table.find("key", key))
-        return self._known[key]
+def _read(run: RunPlace, table: Table) -> tuple[Inflight, list[bytes]]:
+    """The journals, and their tasks without a record, as far as the table knows."""
+    journals = Inflight(run.path / "inflight", read_only=True)
+    journals.read(settled=frozenset())
+    tasks_there = journals.tasks()
+    if not tasks_there:
+        return journals, []
+    masks = table.select(in_keys("key", tasks_there))
+    ended = set(table.columns(masks, ["key"])["key"].to_pylist())
+    return journals, [key for key in tasks_there if key not in ended]
 
 
 def in_flight(run: RunPlace, table: Table) -> list[dict[str, Any]]:
     """See `StoredRun.in_flight`."""
-    return conversations_in_flight(run.path / "inflight", settled=Ended(table), now=time.time())
+    journals, keys = _read(run, table)
+    return states_in(journals, keys, now=time.time())
 
 
 def signature(run_dir: Path) -> tuple[tuple[str, int], ...]:
@@ -51,9 +50,8 @@ def signature(run_dir: Path) -> tuple[tuple[str, int], ...]:
 
 def conversation(run: RunPlace, table: Table, id: str) -> dict[str, Any]:
     """What the journals have of a conversation; see the API's `live`."""
-    journals = Inflight(run.path / "inflight", read_only=True)
-    journals.read(settled=Ended(table))
-    for key in journals.tasks():
+    journals, keys = _read(run, table)
+    for key in keys:
         try:
             if journals.task_id(key) != id:
                 continue
