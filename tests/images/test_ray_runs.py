@@ -103,7 +103,7 @@ def test_conversations_of_killed_actors_continue_with_their_files(
 def test_agents_work_in_images_of_nodes(
     images: Path, tmp_path: Path, cluster: TwoNodes, storage: str
 ) -> None:
-    """Also where an actor dies: the agent begins again in its image, and pays nothing twice."""
+    """Also where actors die: agents begin again in their images, and pay nothing twice."""
     rows = [work(name, "python:1", steps=3, check=FIXED_BY_AGENT) for name in "abcd"]
     write_rows(tmp_path / "p.jsonl", *rows)
     with AgentEndpoint() as endpoint:
@@ -112,14 +112,15 @@ def test_agents_work_in_images_of_nodes(
         endpoint.answers = 6
         with started(tmp_path, "--row_setup", **given) as process:
             wait_until(lambda: len(endpoint.exchanges) == 6, timeout_s=120)
-            os.kill(actors()[0], signal.SIGKILL)
+            for pid in actors():
+                os.kill(pid, signal.SIGKILL)
             endpoint.answer_all()
             assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
         found = records(tmp_path)
         assert passed_in(tmp_path) == dict.fromkeys("abcd", True)
         assert {record["diverged_at"] for record in found.values()} == {None}
         assert sum(record["api_calls"] for record in found.values()) == 4 * 4
-        assert len(endpoint.exchanges) <= 4 * 4 + 2, "two conversations were in flight there"
+        assert len(endpoint.exchanges) <= 4 * 4 + 4, "so many conversations were in flight"
     assert max(record["agent"]["starts"] for record in found.values()) == 2
     assert_nothing_is_left(cluster, tmp_path)
 
