@@ -99,16 +99,13 @@ def test_conversations_of_killed_actors_continue_with_their_files(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", ["driver", "shared"])
-def test_agents_work_in_images_of_nodes(
-    images: Path, tmp_path: Path, cluster: TwoNodes, storage: str
-) -> None:
+def test_agents_work_in_images_of_nodes(images: Path, tmp_path: Path, cluster: TwoNodes) -> None:
     """Also where actors die: agents begin again in their images, and pay nothing twice."""
     rows = [work(name, "python:1", steps=3, check=FIXED_BY_AGENT) for name in "abcd"]
     write_rows(tmp_path / "p.jsonl", *rows)
     with AgentEndpoint() as endpoint:
         given = {**in_image(images, endpoint), "num_workers": 2, "batch_size": 2}
-        given |= {"executor": "ray", "ray_address": cluster.address, "ray_storage": storage}
+        given |= {"executor": "ray", "ray_address": cluster.address}
         endpoint.answers = 6
         with started(tmp_path, "--row_setup", **given) as process:
             wait_until(lambda: len(endpoint.exchanges) == 6, timeout_s=120)

@@ -414,44 +414,6 @@ def test_a_node_is_lost(tmp_path: Path) -> None:
     assert "wait for a place" in (tmp_path / "output.txt").read_text() or not actors()
 
 
-@pytest.mark.slow
-def test_nodes_come_and_go(tmp_path: Path) -> None:
-    """As where a cluster grows and shrinks: workers wait for places, and use those that come.
-
-    Nothing is lost, and the training file is that of a run in which no node went.
-    """
-    local, spread = tmp_path / "local", tmp_path / "spread"
-    for cwd in (local, spread):
-        cwd.mkdir()
-        write_prompts(cwd / "p.jsonl", 120)
-    plays: dict[str, Any] = {"turns": 3, "latency_s": 0.02, **WRITE_A_NOTE}
-    with FakeEndpoint(**plays) as endpoint:
-        assert run(local, **asking(endpoint)).returncode == 0
-    with two_nodes(tmp_path) as cluster, FakeEndpoint(**plays, answers=30) as endpoint:
-        cluster.remove_latest()
-        given = on_ray(endpoint, cluster, num_workers=4, batch_size=4, max_attempts=1)
-        with started(spread, **given) as process:
-            wait_for(endpoint, 30)
-            assert len(actors()) == 2, "the head node has two places; two workers wait"
-            for answers in (120, 210):
-                for _ in range(2):
-                    cluster.add()
-                wait_until(lambda: len(actors()) == 4, timeout_s=LONG_S)
-                endpoint.answer(answers)
-                wait_for(endpoint, answers)
-                for _ in range(2):
-                    cluster.remove_latest()
-                wait_until(lambda: len(actors()) == 2, timeout_s=LONG_S)
-            endpoint.answer(None)
-            wait_until(lambda: process.poll() is not None, timeout_s=LONG_S)
-        assert process.returncode == 0, (spread / "output.txt").read_text()
-        assert endpoint.journal()["repeated"] <= 2 * 2 * 4, "calls in flight on nodes that went"
-    judge_run_dir(spread / "trajectories/r", tasks=120)
-    exported = [(cwd / "trajectories/r.jsonl").read_bytes() for cwd in (local, spread)]
-    assert exported[0] == exported[1]
-    assert "wait for a place" in (spread / "output.txt").read_text()
-
-
 @pytest.mark.long
 def test_a_long_run_through_every_death(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """2,000 prompts: actors, a node and the driver die; nothing is lost, doubled or torn."""
