@@ -18,10 +18,12 @@ from testing.agent_endpoint import AgentEndpoint
 from tests.audit.planting import MUL, Images, harbor_task, swe_row
 from tests.images.test_task_runs import script_of
 from tests.program.test_agent_runs import options, prompt, scripted
+from tests.rechecks.test_kills import kill_while_judging
 from tests.running import ROOT, SCRIPTED, lines, run, run_long, started, wait_until, write_rows
 from tests.stored_runs.test_stored_runs import COMMITS
 
 KINDS = ("swe-bench", "swe-rebench", "swe-smith", "r2e-gym")
+MISSING = "tests/test_calc.py::test_missing"
 FIX = "sed -i 's/first - second/first + second/' pkg/calc.py"
 BREAK = "sed -i 's/first [+] second/first - second/' pkg/calc.py"
 IN_IMAGES: dict[str, Any] = {**SCRIPTED, "sandbox": "bwrap", "enabled_toolsets": "terminal"}
@@ -63,37 +65,68 @@ def run_kind(cwd: Path, kind: str, images: Images, each: int) -> list[dict[str, 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "each", [pytest.param(1, marks=pytest.mark.slow), pytest.param(63, marks=pytest.mark.long)]
+    ("each", "kills"),
+    [pytest.param(1, 0, marks=pytest.mark.slow), pytest.param(63, 3, marks=pytest.mark.long)],
 )
 def test_conversations_of_a_kind_from_their_diffs(
-    tmp_path: Path, task_images: Images, kind: str, each: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    task_images: Images,
+    kind: str,
+    each: int,
+    kills: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    equal = judge_kind(tmp_path, kind, task_images, each=each)
+    flips = judge_kind(tmp_path, kind, task_images, each=each, kills=kills)
     with capsys.disabled():
-        print(f"\n{kind}: {equal} of {2 * each} verdicts are those of the time")
+        print(
+            f"\n{kind}: {kills} kills, {2 * each} of {2 * each} judged once, all as at the time; "
+            f"then {flips} changed as planted"
+        )
 
 
-def judge_kind(cwd: Path, kind: str, images: Images, *, each: int) -> int:
-    """Judge by the same check and by another; how many verdicts were those of the time."""
+def judge_kind(cwd: Path, kind: str, images: Images, *, each: int, kills: int) -> int:
+    """Judge by the same check, killed, and by one that flips every third; returns the flips."""
     rows = run_kind(cwd, kind, images, each)
     then = at_the_time(cwd)
     assert Counter(then.values()) == {False: each, True: each}
+    scores = cwd / "trajectories" / "r" / "scores.jsonl"
+    kill_while_judging(cwd, kills, len(then))
+    assert not scores.exists()
     judged(cwd)
     assert verdicts_of(cwd) == then
-    if kind == "r2e-gym":
-        outcomes = {"test_add": "FAILED", "test_mul": "PASSED"}
-        changes: dict[str, Any] = {"expected_output_json": json.dumps(outcomes)}
-        expected = {id_: not passed for id_, passed in then.items()}
-    else:
-        changes = {"FAIL_TO_PASS": [MUL], "PASS_TO_PASS": []}
-        expected = dict.fromkeys(then, True)
-    write_rows(cwd / "new.jsonl", *({**row, **changes} for row in rows))
+    first = lines(scores)
+    assert Counter(line["id"] for line in first) == dict.fromkeys(then, 1)
+    flipped = {id_ for id_ in then if number_of(id_, kind) % 3 == 0}
+    new = [
+        {**row, **(other_check(kind, to_pass=n % 2 == 1) if n % 3 == 0 else {})}
+        for n, row in enumerate(rows)
+    ]
+    # A model that is asked anything would fail.
+    for row in new:
+        del row["script"]
+    write_rows(cwd / "new.jsonl", *new)
     said = judged(cwd, dataset_file="new.jsonl")
+    # What was judged by the same check is not judged again.
+    second = lines(scores)[len(first) :]
+    assert Counter(line["id"] for line in second) == dict.fromkeys(flipped, 1)
+    expected = {id_: passed != (id_ in flipped) for id_, passed in then.items()}
     assert verdicts_of(cwd) == expected, said
     compared = run(cwd, "compare", "r", "--json")
     changed = json.loads(compared.stdout)["changed"]
-    assert {one["id"] for one in changed} == {id_ for id_ in then if then[id_] != expected[id_]}
-    return len(then)
+    assert {one["id"] for one in changed} == flipped
+    return len(flipped)
+
+
+def number_of(id_: str, kind: str) -> int:
+    """The place of a conversation's row."""
+    return int(id_.removeprefix(f"{kind}-").partition("-")[0])
+
+
+def other_check(kind: str, *, to_pass: bool) -> dict[str, Any]:
+    """Columns of a check with the other verdict: for broken code, or for correct code."""
+    if kind == "r2e-gym":  # correct code fails it, and broken code passes it
+        return {"expected_output_json": json.dumps({"test_add": "FAILED", "test_mul": "PASSED"})}
+    return {"FAIL_TO_PASS": [MUL if to_pass else MISSING], "PASS_TO_PASS": []}
 
 
 @pytest.mark.slow
