@@ -155,6 +155,39 @@ def test_a_document_of_another_program_is_a_record_with_all_that_it_says(tmp_pat
     assert marks == [None, None, 0]
 
 
+def test_results_that_name_no_call_answer_those_of_their_step(tmp_path: Path) -> None:
+    """Terminus-2 shows its terminal once for all commands of a step, as its own documents say."""
+
+    def ran(*ids: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+        calls = [{"tool_call_id": id, "function_name": "keys", "arguments": {}} for id in ids]
+        return step("", tool_calls=calls, observation={"results": results})
+
+    refers = [{"session_id": "s2", "trajectory_path": "summary.json"}]
+    given = document(
+        step("Do it", "user"),
+        ran("a", "b", results=[{"content": "$ both"}]),
+        step(
+            "Summed up.", "system", observation={"results": [{"subagent_trajectory_ref": refers}]}
+        ),
+        ran("c", "d", results=[{"content": "1"}, {"content": "2"}, {"content": "later"}]),
+        ran("e", "f", results=[{"content": "six", "source_call_id": "f"}]),
+    )
+    write_rows(tmp_path / "t.jsonl", given)
+    end, run_dir = take(tmp_path, tmp_path / "t.jsonl")
+    assert not end.unreadable
+    found = [(m.role, m.tool_call_id, m.content) for m in only_record(run_dir).messages]
+    assert [one for one in found if one[0] != "assistant"] == [
+        ("user", None, "Do it"),
+        ("tool", "a", ""),
+        ("tool", "b", "$ both"),
+        ("system", None, "Summed up."),
+        ("tool", "c", "1"),
+        ("tool", "d", "2"),
+        ("user", None, "later"),
+        ("tool", "f", "six"),  # e was interrupted
+    ]
+
+
 def session(*rows: dict[str, Any], id: str = "s1") -> Iterable[dict[str, Any]]:
     """Lines of Claude Code, each after the one before, unless it says otherwise."""
     parent = None

@@ -168,11 +168,16 @@ def _conversation(
         else:
             messages.append(_said(step.source, step.message, f"{at}.message"))
         names = {call.tool_call_id: call.function_name for call in step.tool_calls or ()}
-        for number, result in enumerate(step.observation.results if step.observation else ()):
+        results = step.observation.results if step.observation else []
+        owners = _owners(step, results)
+        if any(id for id, one in zip(owners, results, strict=True) if one.source_call_id is None):
+            messages += [_result(_Result(), id, names, at) for id in names if id not in owners]
+        for number, (result, id) in enumerate(zip(results, owners, strict=True)):
             where = f"{at}.observation.results[{number}]"
-            messages.append(_result(result, names, where))
+            if id is not None or result.content:
+                messages.append(_result(result, id, names, where))
             for reference in result.subagent_trajectory_ref or ():
-                references[str(reference.get("trajectory_id"))] = result.source_call_id or ""
+                references[str(reference.get("trajectory_id"))] = id or ""
     conversation = Dialogue(messages, replies, sums=_sums(document))
     keys: set[str] = set()
     for n, inner in enumerate(document.subagent_trajectories or ()):
@@ -222,10 +227,22 @@ def _said(role: Any, text: _Text, place: str) -> Message:
         raise Unreadable(f"{place}: {error}") from error
 
 
-def _result(result: _Result, names: Mapping[str, str], place: str) -> Message:
+def _owners(step: _Step, results: Sequence[_Result]) -> list[str | None]:
+    """The id of the call that each result answers; None for what answers none.
+
+    Terminus-2 names no calls: what its terminal shows after all of a step's is one result.
+    """
+    named = {result.source_call_id for result in results}
+    left = [call.tool_call_id for call in step.tool_calls or () if call.tool_call_id not in named]
+    unnamed = sum(result.source_call_id is None for result in results)
+    ids = iter(left[-unnamed:] if unnamed else ())
+    return [result.source_call_id or next(ids, None) for result in results]
+
+
+def _result(result: _Result, id: str | None, names: Mapping[str, str], place: str) -> Message:
     """A result; one of no call is what the model read next, as from a user."""
     content = result.content or ""
-    if (id := result.source_call_id) is None:
+    if id is None:
         return _said("user", content, f"{place}.content")
     if id not in names:
         raise Unreadable(f"{place}.source_call_id: no call of its step has the id {id!r}")
