@@ -58,7 +58,7 @@ _OWN_REPLIES = {"qwen-code": (1, 2), "aider": (3,)}
 _PICTURE_EVERY = 4
 _FULL_AT = 6
 """The step whose reply says that the context is full."""
-_COMPACTING = {"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "150000", "CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": "50"}
+COMPACTING = {"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "150000", "CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": "50"}
 """The environment in which agents go on with a summary at the sizes that the endpoint says."""
 _OF_OWN = {
     "enabled_toolsets": "terminal,file",
@@ -188,7 +188,7 @@ def _command(agent: str, directory: Path, endpoint: AgentEndpoint, at_once: int)
     given: dict[str, Any] = {"sandbox": "bwrap", **_OF_OWN}
     if agent != _OWN:
         preset = _preset(agent)
-        preset["env"] = {**preset.get("env", {}), **_COMPACTING}
+        preset["env"] = {**preset.get("env", {}), **COMPACTING}
         file = directory / f"{agent}.yaml"
         file.write_text(yaml.safe_dump(preset))
         given = {"agent": file}

@@ -44,7 +44,7 @@ def in_row(messages: Iterable[Mapping[str, Any]]) -> Iterator[Atom]:
     """The messages of a row of `openai`, or of a chat request."""
     for message in messages:
         content = message.get("content")
-        text = content if isinstance(content, str) else _texts(content)
+        text = content if isinstance(content, str) else texts_of(content)
         if message["role"] != "assistant":
             yield "said", _PLACEHOLDER.sub(_PICTURE, text)
             continue
@@ -85,7 +85,7 @@ def in_request(request: Mapping[str, Any]) -> Iterator[Atom]:
         yield "said", request.get("instructions") or ""
         yield from _items(request["input"])
     elif "contents" in request:
-        yield "said", _texts((request.get("systemInstruction") or {}).get("parts"))
+        yield "said", texts_of((request.get("systemInstruction") or {}).get("parts"))
         for content in request["contents"]:
             yield from _parts(content["parts"], "text" if content["role"] == "model" else "said")
     elif any("role" in m and m["role"] == "tool" for m in request["messages"]) or (
@@ -94,7 +94,7 @@ def in_request(request: Mapping[str, Any]) -> Iterator[Atom]:
         yield from in_row(request["messages"])
     else:
         system = request["system"]
-        yield "said", system if isinstance(system, str) else _texts(system)
+        yield "said", system if isinstance(system, str) else texts_of(system)
         for message in request["messages"]:
             content = message["content"]
             blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -118,15 +118,15 @@ def _items(items: Iterable[Mapping[str, Any]]) -> Iterator[Atom]:
         match item.get("type", "message"):
             case "message":
                 content = item["content"]
-                text = content if isinstance(content, str) else _texts(content)
+                text = content if isinstance(content, str) else texts_of(content)
                 yield "text" if item["role"] == "assistant" else "said", text
             case "reasoning":
-                yield "thought", _texts(item.get("summary"))
+                yield "thought", texts_of(item.get("summary"))
             case "function_call" | "custom_tool_call":
                 yield "call", _made(item["name"], item.get("arguments", item.get("input")))
             case "function_call_output" | "custom_tool_call_output":
                 output = item["output"]
-                yield "said", output if isinstance(output, str) else _texts(output)
+                yield "said", output if isinstance(output, str) else texts_of(output)
             case other:
                 raise AssertionError(f"unknown item {other}")
 
@@ -142,7 +142,7 @@ def _blocks(blocks: Iterable[Mapping[str, Any]], kind: str) -> Iterator[Atom]:
                 yield "call", _made(block["name"], block["input"])
             case "tool_result":
                 content = block.get("content") or ""
-                yield "said", content if isinstance(content, str) else _texts(content)
+                yield "said", content if isinstance(content, str) else texts_of(content)
             case "image":
                 yield kind, _PICTURE
             case other:
@@ -167,7 +167,8 @@ def _output(response: Mapping[str, Any]) -> str:
     return values[0] if is_text else json.dumps(response, ensure_ascii=False)
 
 
-def _texts(parts: Any) -> str:
+def texts_of(parts: Any) -> str:
+    """The texts of parts of a message; a picture is one word."""
     return "\n".join(part.get("text", _PICTURE) for part in parts or ())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from tests.audit.planting import (
     SKIPPED,
     WRONG,
     Images,
+    audit,
     audit_with_kills,
     found,
     harbor_task,
     plain_row,
     swe_row,
 )
-from tests.running import write_rows
+from tests.running import lines, write_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -147,3 +149,17 @@ def test_each_planted_defect_is_found_and_none_else(
         for id_, line in own.items()
         if line["verdict"] != expected[id_]
     }
+
+
+@pytest.mark.parametrize("kind", ["swe-bench", "swe-rebench", "swe-smith", "r2e-gym"])
+def test_how_many_steps_a_minute(
+    tmp_path: Path, task_images: Images, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "p.jsonl", *(swe_row(kind, f"r{n}", task_images) for n in range(10)))
+    began = time.monotonic()
+    code, said = audit(tmp_path, rows=kind, images=task_images.directory)
+    took = time.monotonic() - began
+    assert code == 0, said
+    steps = len(lines(tmp_path / "trajectories" / "audit" / "records.jsonl"))
+    with capsys.disabled():
+        print(f"\n{kind}: {steps} steps in {took:.0f} s, {steps / took * 60:.0f} a minute")

@@ -234,6 +234,7 @@ def test_a_session_of_claude_code_is_one_record(tmp_path: Path, of_its_own: bool
         said([gave("a")], uuid="ra"),  # it came while the reply was still being written
         wrote("m1", use("b", "Task"), parentUuid="a", uuid="b"),
         said([gave("b", [{"type": "text", "text": "found"}])], parentUuid="b"),
+        wrote("cut", thought, "end_turn"),
         wrote("x", text, isApiErrorMessage=True),
         wrote("m2", text, "end_turn"),
     )

@@ -28,6 +28,7 @@ from batch_trajectories.runs.importing.conversation import (
 
 _API = "anthropic_messages"
 _BOUNDARY = "compact_boundary"
+_THOUGHTS = ("thinking", "redacted_thinking")
 _NO_MODEL = "<synthetic>"
 """The model of messages that Claude Code wrote itself, such as errors of the API."""
 
@@ -148,7 +149,10 @@ def _conversation(rows: Sequence[SourceRow]) -> Dialogue:
             if is_shown:
                 item = {"role": "user", "content": message.get("content")}
                 items.append((row.number, "message", item))
-        elif row.content.get("type") == "assistant" and not _is_own(row.content):
+        elif row.content.get("type") == "assistant" and _is_own(row.content):
+            if row.content.get("isApiErrorMessage") and items:
+                _cut(items[-1][2], items, blocks, replies)
+        elif row.content.get("type") == "assistant":
             id = str(message.get("id") or row.content.get("uuid"))
             content = message.get("content")
             if isinstance(content, str):
@@ -164,6 +168,18 @@ def _conversation(rows: Sequence[SourceRow]) -> Dialogue:
             replies[id] |= _facts(message)
     read = read_messages(_API, items)
     return Dialogue([one for messages in read for one in messages], [*replies.values()])
+
+
+def _cut(
+    last: Mapping[str, Any],
+    items: list[tuple[int, str, dict[str, Any]]],
+    blocks: dict[str, list[Any]],
+    replies: dict[str, dict[str, Any]],
+) -> None:
+    """Leave out a reply that an error cut off before it said anything: no later request has it."""
+    cut = next((id for id, one in blocks.items() if one is last.get("content")), None)
+    if cut is not None and all(block.get("type") in _THOUGHTS for block in blocks[cut]):
+        del items[-1], blocks[cut], replies[cut]
 
 
 def _is_own(line: Mapping[str, Any]) -> bool:
