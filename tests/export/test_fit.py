@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from batch_trajectories.basics.errors import ConfigError
@@ -111,3 +112,38 @@ def test_a_length_needs_a_tokenizer(tmp_path: Path) -> None:
     source = make_run(tmp_path, record_of(*ASKED_TWICE))
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         exported(source, formats="openai", fit={"template": str(file), "max_length": 9})
+
+
+def test_lengths_are_those_of_a_byte_level_tokenizer_that_was_trained(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    place = student(tmp_path, template(KEPT))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    texts = [f"{'Größe ' * n}is {n * 7919}." for n in range(1, 21)]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(place / "tokenizer.json"))
+    source = make_run(tmp_path, *(record_of(user("Q"), assistant(text)) for text in texts))
+    directory, manifest = exported(source, formats="openai")
+    plain = jinja2.Template(
+        template(KEPT).replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    )
+    ours = {
+        row["id"]: len(tokenizer.encode(plain.render(row), add_special_tokens=False).ids)
+        for row in lines(directory / "openai" / "train.jsonl")
+    }
+    lengths = sorted(ours.values())
+    assert len({*lengths}) == 20
+    above = lengths[-4]
+    (found,) = judge(directory, manifest, find(str(place)), max_length=above)
+    said = found["lengths"]
+    assert (said["p50"], said["max"], said["above"]) == (lengths[round(9.5)], lengths[-1], 3)
+    assert {*said["rows_above"]} == {id for id, length in ours.items() if length > above}
+    fit = {"template": str(place), "max_length": above}
+    directory, manifest = exported(source, formats="openai", fit=fit)
+    kept = {row["id"] for row in lines(directory / "openai" / "train.jsonl")}
+    assert kept == {id for id, length in ours.items() if length <= above}

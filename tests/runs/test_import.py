@@ -234,8 +234,13 @@ def test_a_session_of_claude_code_is_one_record(tmp_path: Path, of_its_own: bool
         said([gave("a")], uuid="ra"),  # it came while the reply was still being written
         wrote("m1", use("b", "Task"), parentUuid="a", uuid="b"),
         said([gave("b", [{"type": "text", "text": "found"}])], parentUuid="b"),
-        wrote("cut", thought, "end_turn"),
+        wrote("cut", thought),
+        wrote("cut2", thought, "end_turn"),
         wrote("x", text, isApiErrorMessage=True),
+        wrote("retried", text),
+        wrote("part", {"type": "text", "text": "Do"}, "end_turn"),
+        wrote("y", text, isApiErrorMessage=True),
+        said("Again"),
         wrote("m2", text, "end_turn"),
     )
     side = [
@@ -252,13 +257,17 @@ def test_a_session_of_claude_code_is_one_record(tmp_path: Path, of_its_own: bool
     end, run_dir = take(tmp_path, tmp_path / "projects")
     assert (end.completed, end.unreadable) == (1, [])
     record = only_record(run_dir)
-    assert [m.content for m in record.messages] == ["Summary", "Go on", "", "ok", "found", "Done."]
+    assert [m.content for m in record.messages] == [
+        *("Summary", "Go on", "", "ok", "found", "Do", "Again", "Done.")
+    ]
     assert record.messages[2].reasoning == "Hm."
     assert [call.id for call in record.messages[2].tool_calls] == ["a", "b"]
     assert [(turn.response_id, turn.finish_reason) for turn in record.turns] == [
         ("m1", "tool_calls"),
+        ("part", "stop"),
         ("m2", "stop"),
     ]
+    assert record.imported["no_loss"] == [2]
     assert record.turns[0].usage.input_tokens == 7
     assert [(one.name, one.messages[0].content) for one in record.inner] == [
         ("before compaction", "First"),

@@ -28,7 +28,7 @@ from batch_trajectories.runs.importing.conversation import (
 
 _API = "anthropic_messages"
 _BOUNDARY = "compact_boundary"
-_THOUGHTS = ("thinking", "redacted_thinking")
+_THOUGHTS = {"thinking", "redacted_thinking"}
 _NO_MODEL = "<synthetic>"
 """The model of messages that Claude Code wrote itself, such as errors of the API."""
 
@@ -47,6 +47,7 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
     ]
     for n, inner in enumerate(last.inner, start=1):
         inner.key = f"thread#{n}"
+    cut = [n for n, reply in enumerate(last.replies, start=1) if "is_cut" in reply]
     heads = [row.content for row in main]
     directory = next((str(one["cwd"]) for one in heads if "cwd" in one), None)
     version = next((str(one["version"]) for one in heads if "version" in one), None)
@@ -56,6 +57,7 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
         _API,
         id=id,
         columns={} if directory is None else {"cwd": directory},
+        imported={"no_loss": cut} if cut else {},
         agent={"name": "claude-code", "version": version},
         problems=problems,
     )
@@ -149,11 +151,12 @@ def _conversation(rows: Sequence[SourceRow]) -> Dialogue:
             if is_shown:
                 item = {"role": "user", "content": message.get("content")}
                 items.append((row.number, "message", item))
-        elif row.content.get("type") == "assistant" and _is_own(row.content):
-            if row.content.get("isApiErrorMessage") and items:
-                _cut(items[-1][2], items, blocks, replies)
         elif row.content.get("type") == "assistant":
             id = str(message.get("id") or row.content.get("uuid"))
+            if id not in blocks:
+                _mind_cut(items, blocks, replies, is_retried=not _is_own(row.content))
+            if _is_own(row.content):
+                continue
             content = message.get("content")
             if isinstance(content, str):
                 content = [{"type": "text", "text": content}]
@@ -170,16 +173,27 @@ def _conversation(rows: Sequence[SourceRow]) -> Dialogue:
     return Dialogue([one for messages in read for one in messages], [*replies.values()])
 
 
-def _cut(
-    last: Mapping[str, Any],
+def _mind_cut(
     items: list[tuple[int, str, dict[str, Any]]],
     blocks: dict[str, list[Any]],
     replies: dict[str, dict[str, Any]],
+    *,
+    is_retried: bool,
 ) -> None:
-    """Leave out a reply that an error cut off before it said anything: no later request has it."""
-    cut = next((id for id, one in blocks.items() if one is last.get("content")), None)
-    if cut is not None and all(block.get("type") in _THOUGHTS for block in blocks[cut]):
+    """Remove a last reply that was cut off and is in no later request, or note that it was cut.
+
+    Nothing was said between it and another reply, or an error of Claude Code. Later requests have
+    its text where no other reply took its place.
+    """
+    last = items[-1][2].get("content") if items else None
+    cut = next((id for id, one in blocks.items() if one is last), None)
+    if cut is None:
+        return
+    kinds = {block.get("type") for block in blocks[cut]}
+    if kinds <= _THOUGHTS or (is_retried and "tool_use" not in kinds):
         del items[-1], blocks[cut], replies[cut]
+    else:
+        replies[cut]["is_cut"] = True
 
 
 def _is_own(line: Mapping[str, Any]) -> bool:
