@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.export.test_hermes import assistant, call, record_of, result, user
-from tests.exporting import make_run
+from tests.exporting import make_run, worked
 
 DIFFERENCE = """diff --git a/primes.py b/primes.py
 --- a/primes.py
@@ -121,12 +121,5 @@ def make_hostile(folder: Path) -> Path:
 
 def make_pairs(folder: Path, prompts: int) -> Path:
     """Two samples of each prompt, with different answers."""
-    records = [
-        talk(
-            ("First.", shell(f"count {n}"), f"{n}\n"),
-            answer=f"Answer {n}.",
-            finished_at=1790000000 + n,
-        )
-        for n in range(2 * prompts)
-    ]
+    records = [worked(f"Answer {n}.", finished_at=1790000000 + n) for n in range(2 * prompts)]
     return make(folder, records, samples=2, name="pairs")
