@@ -11,9 +11,12 @@ import pytest
 from testing.fake_images import Entry, layer_of, layer_of_tree, write_layout
 from tests.images.conftest import podman
 from tests.images.test_image_runs import OPTIONS, records, row, terminal
+from tests.images.test_image_sandbox import act
 from tests.images.test_task_runs import results_of
 from tests.running import run, write_rows
 from toolsets.images.store import ImageStore
+from toolsets.sandbox.image_bwrap import BwrapImageSandbox
+from toolsets.sandbox.image_files import ImageFiles
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +27,11 @@ echo $GREETING from $PWD > /entered
 ({SERVICE}) &
 exec "$@"
 """
+# Its worker, as of a server for each connection, answers after the command that asked has ended.
+LATE = (
+    "while :; do if [ -e /asked ]; then rm /asked; (sleep 0.3; echo late > /answered) & fi; "
+    "sleep 0.02; done"
+)
 ASK = "cat /entered; rm -f /answered; echo {0} > /asked; until grep -q {0} /answered; do :; done"
 
 
@@ -36,6 +44,7 @@ def entering(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, words in {
         "service": ["/enter.sh"],
         "server": ["sh", "-c", f"echo only > /entered; {SERVICE}"],
+        "late": ["sh", "-c", f'({LATE}) & exec "$@"', "sh"],
         "failing": ["/missing"],
         "none": None,
     }.items():
@@ -80,6 +89,25 @@ def test_a_service_of_an_image_runs_in_its_container(entering: Path, tmp_path: P
         made = podman("pull", "--quiet", f"oci:{entering / name}:1")
         podman("tag", made.split()[-1], f"localhost/{name}:1")
     enter(tmp_path, **{**OPTIONS, "sandbox": "docker", "container_engine": "podman"})
+
+
+@pytest.mark.slow
+def test_a_command_ends_nothing_of_a_service(entering: Path, tmp_path: Path) -> None:
+    """Neither one that has just been started, nor what it starts meanwhile."""
+
+    async def doing(sandbox: BwrapImageSandbox, files: ImageFiles) -> None:
+        for _ in range(3):
+            asked = await sandbox.exec(
+                ["sh", "-c", "echo > /asked; while [ -e /asked ]; do :; done"], timeout_s=20
+            )
+            assert not asked.timed_out
+            answered = await sandbox.exec(
+                ["sh", "-c", "until [ -s /answered ]; do :; done; rm /answered"], timeout_s=20
+            )
+            assert not answered.timed_out
+
+    for number in range(5):
+        act(entering, tmp_path / str(number), doing, "late:1")
 
 
 def test_an_image_that_an_earlier_version_unpacked_has_its_entrypoint(entering: Path) -> None:

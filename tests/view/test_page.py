@@ -57,7 +57,7 @@ def served(folder: Path) -> Iterator[str]:
         yield process.stdout.readline().decode().strip()
     finally:
         process.terminate()
-        process.wait(60)
+        process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")

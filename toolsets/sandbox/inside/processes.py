@@ -8,7 +8,7 @@ import os
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import cache
 from typing import Any
 
@@ -37,6 +37,24 @@ def descendants(root: int | None = None) -> Iterator[tuple[int, int]]:
             fields = _stat_fields(pid)
             if fields[0] != b"Z":
                 yield pid, int(fields[19])
+
+
+def started_since(since: int, before: Container[int], sessions: Container[int]) -> Iterator[int]:
+    """The living processes that were started at `since` or later and are not among `before`.
+
+    Those that an earlier process started are left out, unless it is one of `sessions`.
+    """
+    children = _children if HAS_CHILDREN else _children_by_parent().__getitem__
+    pending = [os.getpid()] if HAS_PROC else []
+    while pending:
+        for pid in children(pending.pop()):
+            with contextlib.suppress(OSError):
+                fields = _stat_fields(pid)
+                is_new = int(fields[19]) >= since and pid not in before
+                if is_new or pid in sessions:
+                    pending.append(pid)
+                if is_new and fields[0] != b"Z":
+                    yield pid
 
 
 def beneath(root: int | None = None) -> Iterator[int]:

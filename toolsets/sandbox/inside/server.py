@@ -30,6 +30,7 @@ from toolsets.sandbox.inside.processes import (
     hold_descendants,
     memory_of,
     size_of,
+    started_since,
     ticks,
 )
 from toolsets.sandbox.inside.shells import CONTROL, SH_CONTROL, found_shell, in_background
@@ -112,6 +113,7 @@ class Server:
             )
             while job.status is None and job.exit_code is None and time.monotonic() < give_up:
                 self._pump(max(0.0, give_up - time.monotonic()))
+        self._last_tick = ticks()
 
     def serve(self) -> None:
         """Answer requests until the host is gone, which ends this process and all its own."""
@@ -265,12 +267,13 @@ class Server:
     def _kill(self, since: int, job: Job | None = None, spare: Job | None = None) -> None:
         """Kill what was started from `since` on and `job`, but not `spare`.
 
+        What runs since before may start others, as a server does for each connection: they stay.
         All are stopped before any is killed, so that they cannot start others meanwhile.
         """
         seen: set[int] = set()
         give_up = time.monotonic() + _KILL_GRACE_S
         while time.monotonic() < give_up:
-            pids = {pid for pid, start in descendants() if start >= since} - self._before
+            pids = set(started_since(since, self._before, self._sessions()))
             if job is not None and job.exit_code is None:
                 pids.add(job.pid)
             if spare is not None:
@@ -286,6 +289,10 @@ class Server:
                         os.killpg(pid, signal.SIGKILL)
             if not fresh:
                 self._pump(0.005)
+
+    def _sessions(self) -> set[int]:
+        """What runs requests, and all of whose processes are those of a request."""
+        return {job.pid for kind, job in self._jobs.items() if kind != "entrypoint"}
 
     def _pump(self, timeout_s: float | None) -> None:
         """Wait for an event, and handle it."""
