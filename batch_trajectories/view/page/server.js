@@ -16,13 +16,16 @@ let heard = ""; // the address of `events`
 
 Object.assign(filters, { label: "", inside: false, where: "" });
 
+const SILENT = "The server does not answer. See whether `view` still runs, then reload this page.";
+const SILENT_MS = 3000; // a stream that ends is opened again at once
+
 async function ask(path, body) {
   const post = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
   let answer;
   try {
     answer = await fetch(path, body === undefined ? {} : post);
   } catch {
-    throw new Error("The server does not answer. See whether `view` still runs, then reload this page.");
+    throw new Error(SILENT);
   }
   const said = await answer.json().catch(() => ({ error: `The server answered with ${answer.status}.` }));
   if (answer.status === 401 && said.login) showLogin();
@@ -131,6 +134,14 @@ function listen(run, id) {
   for (const [name, does] of Object.entries(EVENTS)) {
     events.addEventListener(name, (event) => does(JSON.parse(event.data)));
   }
+  events.addEventListener("error", ({ target }) => {
+    setTimeout(() => {
+      if (target === events && target.readyState !== EventSource.OPEN) trouble(SILENT);
+    }, SILENT_MS);
+  });
+  events.addEventListener("open", () => {
+    if ($("trouble").textContent === SILENT) $("trouble").hidden = true;
+  });
 }
 
 let refreshAt = null;
