@@ -14,9 +14,10 @@ import pytest
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.reader import stored_records
 from batch_trajectories.runs.store.scores import score_key
-from batch_trajectories.view.index import parts
+from batch_trajectories.view.index import parts, run_index
 from batch_trajectories.view.index.parts import extend, merge, open_part, origin_of, parts_in
 from batch_trajectories.view.index.table import Table
+from tests.running import wait_until
 from tests.view.conftest import ROWS
 from tests.view.serving import Viewer, viewing
 
@@ -60,6 +61,21 @@ def test_rows_come_as_records_are_appended(copied: Path, looking: Viewer) -> Non
         assert answer["index"]["is_complete"]
     with viewing(copied.parent) as again:
         assert rows_of(again)["rows"] == rows_of(looking)["rows"]
+
+
+def test_the_first_rows_of_a_large_run_are_there_at_once(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is made by another process meanwhile."""
+    monkeypatch.setattr(run_index, "_HERE_BYTES", 1)
+    index = run_index.RunIndex(copied)
+    try:
+        assert index.look().parts
+        assert not index.is_complete
+        wait_until(lambda: index.look() and index.is_complete)
+        assert index.to_json()["rows"] == ALL
+    finally:
+        index.close()
 
 
 def test_a_record_that_is_made_again_replaces_the_earlier_one(

@@ -1,7 +1,7 @@
 """The index of one run, kept up to date while somebody looks at it.
 
-A small piece that is missing is made here; more is made by another process, in processes of its
-own, and can be used part by part.
+A small piece that is missing is made here, and so is the first one, to have something to show; more
+is made by another process, in processes of its own, and can be used part by part.
 """
 
 from __future__ import annotations
@@ -154,14 +154,20 @@ class RunIndex:
         self.is_complete = not ranges
         if not ranges or self._maker is not None or self._failed_at == (origin, self.of_bytes):
             return
-        self._failed_at = None
-        if sum(end - begin for begin, end in ranges) > _HERE_BYTES:
+        self._failed_at = self.error = None
+        is_small = sum(end - begin for begin, end in ranges) <= _HERE_BYTES
+        is_first = missing == [(0, self.of_bytes)]
+        if is_small or is_first:
+            upto = self.of_bytes if is_small else ranges_of(records, missing, _HERE_BYTES)[0][1]
+            self._make(cache, origin, upto)
+        if not is_small and self.error is None:
             self._maker = Maker("rows", self.run_dir)
-            return
+
+    def _make(self, cache: Path, origin: Origin, upto: int) -> None:
         try:
             with silenced():
-                extend(self.run_dir, cache, origin, upto=self.of_bytes)
-            self.is_complete, self.error = True, None
+                extend(self.run_dir, cache, origin, upto=upto)
+            self.is_complete, self.error = upto == self.of_bytes, None
         except RunLocked:
             pass  # another process is at it
         except (RunError, OSError) as error:
