@@ -1,12 +1,14 @@
 """Exports read by the loading code of each consumer, in a virtual environment of its own.
 
-    python -m benchmarks.consumers RUN_DIR --venvs DIR [--only trl,axolotl] [--torch SPEC]
+    python -m benchmarks.consumers [RUN_DIR] --venvs DIR [--only trl,axolotl] [--torch SPEC]
 
-Exports a run into a temporary directory and loads it with `datasets` (the newest and an old one),
-TRL's SFTTrainer, DPOTrainer and KTOTrainer, LLaMA-Factory's loader, Axolotl's chat-template
-strategy, the models of harbor and others. The run needs rewards that differ between samples, and
-token ids (`--num_samples`, `--token_ids`); failed calls and conversations that did not pass are
-masked in a part of the exports.
+Exports a run, by default that of `testing.trainers.sample_run`, into a temporary directory and
+loads it with `datasets` (the newest and an old one), TRL's SFTTrainer, DPOTrainer and KTOTrainer,
+LLaMA-Factory's loader, Axolotl's chat-template strategy, the models of harbor and others. A run of
+your own needs rewards that differ between samples, and token ids (`--num_samples`, `--token_ids`);
+failed calls and conversations that did not pass are masked in a part of the exports. Of the labels
+of each trainer it is checked that all tokens of turns that are learnt carry loss, and none of
+masked turns and of others.
 Environments are made in DIR the first time, which takes gigabytes and minutes, and kept. `--torch`
 is what pip is to install as torch, such as `torch==2.13.0+cpu` where there is such a wheel. Ends
 with 1 if a consumer drops a row or learns what is not the model's, and if one could not be
@@ -34,6 +36,7 @@ from batch_trajectories.export.templates.rendering import load_template
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import scan
 from batch_trajectories.runs.directory.run_dir import read_run_json
+from testing.trainers import sample_run
 from testing.trainers.environment import interpreter_in, run_module
 from testing.trainers.rows import rows
 
@@ -50,6 +53,8 @@ _FORMATS: tuple[FormatName, ...] = (
 
 _MASKED, _MASKED_TURNS = "masked", "masked_turns"
 """Exports with turns that carry no loss: marked, and left out of rows per turn."""
+_TEXT = "text"
+"""An export whose arguments are JSON text."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,11 @@ _CONSUMERS = {
         "verl_sft",
         ("verl[verl-core]",),
         needs_torch=True,
-        more=(f"verl_sft {_MASKED}", "rl_rows verl", "verl_prompts"),
+        more=(f"verl_sft {_MASKED}", "rl_rows verl", f"rl_rows {_MASKED} verl", "verl_prompts"),
     ),
-    "skyrl": _Consumer("rl_rows skyrl", ("skyrl",), needs_torch=True),
+    "skyrl": _Consumer(
+        "rl_rows skyrl", ("skyrl",), needs_torch=True, more=(f"rl_rows {_MASKED} skyrl",)
+    ),
     "prime-rl": _Consumer("rl_rows prime_rl", ("msgspec",), is_asked_for=True),
     "slime": _Consumer("rl_rows slime", (), needs_torch=True, is_asked_for=True),
     "ms-swift": _Consumer(
@@ -104,18 +111,28 @@ _CONSUMERS = {
         bare=("openrlhf",),  # it depends on packages that are compiled for a GPU
         more=(f"openrlhf_sft {_MASKED_TURNS}",),
     ),
-    "unsloth": _Consumer("unsloth_standard", ("unsloth",), needs_torch=True),
-    "automodel": _Consumer("nemo_automodel_chat", ("nemo_automodel",), needs_torch=True),
+    "unsloth": _Consumer(
+        "unsloth_labels",
+        ("unsloth",),
+        needs_torch=True,
+        more=("unsloth_labels turns", f"unsloth_labels {_MASKED_TURNS}"),
+    ),
+    "automodel": _Consumer(
+        f"nemo_automodel_chat {_TEXT}",
+        ("nemo_automodel",),
+        needs_torch=True,
+        more=("nemo_automodel_chat turns", f"nemo_automodel_chat {_MASKED_TURNS}"),
+    ),
     "harbor": _Consumer("atif_models", ("pydantic",), bare=("harbor",)),
 }
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir", type=click.Path(path_type=Path), required=False)
 @click.option("--venvs", type=click.Path(path_type=Path), required=True)
 @click.option("--only", default=",".join(n for n, c in _CONSUMERS.items() if not c.is_asked_for))
 @click.option("--torch", default="torch")
-def main(run_dir: Path, venvs: Path, only: str, torch: str) -> None:
+def main(run_dir: Path | None, venvs: Path, only: str, torch: str) -> None:
     """Export RUN_DIR and show what consumers make of it."""
     names = only.split(",")
     if unknown := set(names) - set(_CONSUMERS):
@@ -123,7 +140,7 @@ def main(run_dir: Path, venvs: Path, only: str, torch: str) -> None:
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         lines, twins = Path(folder, "lines"), Path(folder, "twins")
-        _export(run_dir, lines, twins)
+        _export(run_dir or sample_run.made(Path(folder)), lines, twins)
         for name in names:
             consumer = _CONSUMERS[name]
             try:
@@ -168,9 +185,10 @@ def _export(run_dir: Path, lines: Path, twins: Path) -> None:
         source, Recipe(formats=(*_FORMATS, "prompts", "parquet", "hf"), splits=splits), twins
     )
     export_dataset(source, Recipe(formats=("openai",), per_turn=True), twins / "turns")
+    export_dataset(source, Recipe(formats=("openai",), arguments="text"), twins / _TEXT)
     masked = {"include": "not_passed"}
     for name, choice in (
-        (_MASKED, {"formats": "openai,parquet"}),
+        (_MASKED, {"formats": "openai,parquet,rl"}),
         (_MASKED_TURNS, {"formats": "openai,llamafactory", "per_turn": True}),
     ):
         export_dataset(source, Recipe.model_validate({**masked, **choice}), twins / name)

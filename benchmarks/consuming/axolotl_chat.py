@@ -13,9 +13,8 @@ from axolotl.prompt_strategies.chat_template import load
 from axolotl.utils.dict import DictDefault
 
 from testing.trainers import tiny
+from testing.trainers.labels import IGNORED, Labels
 from testing.trainers.rows import rows as rows_of
-
-_IGNORED = -100
 
 
 def main(directory: Path) -> None:
@@ -30,28 +29,15 @@ def main(directory: Path) -> None:
     ours = list(rows_of(directory))
     for folder, kind in (("openai", "json"), ("openai_parquet", "parquet")):
         files = sorted(str(path) for path in (directory / folder).iterdir())
-        learnt = masked = tokens = trained = count = 0
+        labels = Labels(tokenizer)
         with tempfile.TemporaryDirectory() as cache:
             rows = datasets.load_dataset(kind, data_files=files, split="train", cache_dir=cache)
             for row, told in zip(ours, rows, strict=True):
                 made = strategy.tokenize_prompt(told)
-                marks = [label != _IGNORED for label in made["labels"]]
+                marks = [label != IGNORED for label in made["labels"]]
                 assert any(marks), f"{row['id']}: nothing carries loss, so the row is dropped"
-                count += 1
-                tokens += len(marks)
-                trained += sum(marks)
-                said = zip(made["input_ids"], marks, strict=True)
-                sides: dict[bool, list[int]] = {True: [], False: []}
-                for token, mark in said:
-                    sides[mark].append(token)
-                told_apart = tokenizer.decode(sides[True]), tokenizer.decode(sides[False])
-                counts = tiny.check_spans(row, *told_apart)
-                learnt, masked = learnt + counts[0], masked + counts[1]
-        print(
-            f"= Axolotl {metadata.version('axolotl')}, {kind}: {count} of {len(ours)} rows kept, "
-            f"{trained:,} of {tokens:,} tokens carry loss; {learnt} texts of the model are learnt, "
-            f"{masked} of others masked"
-        )
+                labels.add(row, made["input_ids"], marks)
+        print(f"= Axolotl {metadata.version('axolotl')}, {directory.name}, {kind}: {labels}")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
 from llamafactory.hparams import get_train_args
 
 from testing.trainers import tiny
+from testing.trainers.labels import IGNORED, Labels
 from testing.trainers.rows import rows as rows_of
 
-_IGNORED = -100
 _TEMPLATES = ("qwen3", "qwen", "llama3", "glm4_moe")
 
 
@@ -63,25 +63,11 @@ def _load(
     assert len(rows) == count, f"{count - len(rows)} of {count} rows were dropped"
     by_id = {row["id"]: row for row in rows_of(directory)}
     order = [row["id"] for row in rows_of(directory, "llamafactory")]
-    learnt = masked = tokens = trained = 0
+    labels = Labels(tokenizer)
     for name, made in zip(order, rows, strict=True):
-        marks = [label != _IGNORED for label in made["labels"]]
-        tokens += len(marks)
-        trained += sum(marks)
-        sides = [
-            tokenizer.decode(
-                [n for n, mark in zip(made["input_ids"], marks, strict=True) if mark == side]
-            )
-            for side in (True, False)
-        ]
-        counts = tiny.check_spans(by_id[name], *sides)
-        learnt, masked = learnt + counts[0], masked + counts[1]
+        labels.add(by_id[name], made["input_ids"], [label != IGNORED for label in made["labels"]])
     version = metadata.version("llamafactory")
-    return (
-        f"LLaMA-Factory {version}, template {template_name}: {len(rows)} of {count} rows kept, "
-        f"{trained:,} of {tokens:,} tokens carry loss; {learnt} texts of the model are learnt, "
-        f"{masked} of others masked"
-    )
+    return f"LLaMA-Factory {version}, {directory.name}, template {template_name}: {labels}"
 
 
 if __name__ == "__main__":

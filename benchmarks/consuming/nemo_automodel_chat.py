@@ -10,25 +10,24 @@ from nemo_automodel.components.datasets.llm.chat_dataset import ChatDataset
 
 from benchmarks.consuming.templates import PER_MESSAGE
 from testing.trainers import tiny
+from testing.trainers.labels import IGNORED, Labels
 from testing.trainers.rows import rows as rows_of
-
-_IGNORED = -100
 
 
 def main(directory: Path) -> None:
     """Tokenize the JSON lines."""
     tokenizer = tiny.tokenizer_for(directory, PER_MESSAGE)
     files = sorted(map(str, (directory / "openai").glob("*.jsonl")))
-    data = ChatDataset(files, tokenizer)
+    data = ChatDataset(files, tokenizer, mask_history=directory.name.endswith("turns"))
     ours = list(rows_of(directory))
     assert len(data) == len(ours), f"{len(ours) - len(data)} rows were dropped"
-    spans = tiny.Spans(tokenizer)
+    labels = Labels(tokenizer)
     for number, row in enumerate(ours):
         made = data[number]
         # A label is that of the next token.
-        marks = [False, *(label != _IGNORED for label in made["labels"])][: len(made["input_ids"])]
-        spans.add(row, made["input_ids"], marks)
-    print(f"= NeMo AutoModel {metadata.version('nemo_automodel')}: {spans}")
+        marks = [False, *(label != IGNORED for label in made["labels"])][: len(made["input_ids"])]
+        labels.add(row, made["input_ids"], marks)
+    print(f"= NeMo AutoModel {metadata.version('nemo_automodel')}, {directory.name}: {labels}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from openrlhf.datasets.sft_dataset import SFTDataset
 
 from benchmarks.consuming.templates import PER_MESSAGE
 from testing.trainers import tiny
+from testing.trainers.labels import Labels
 from testing.trainers.rows import rows as rows_of
 
 
@@ -33,7 +34,7 @@ def main(directory: Path) -> None:
             num_processors=1,
             multiturn=not directory.name.endswith("turns"),
         )
-        spans = tiny.Spans(tokenizer)
+        labels = Labels(tokenizer)
         ours = list(rows_of(directory))
         assert len(data) == len(ours), f"{len(ours) - len(data)} rows were dropped"
         has_tools = 0
@@ -41,10 +42,10 @@ def main(directory: Path) -> None:
             ids, _, mask = data[number][:3]
             # The mask of a token says whether the one after it is learnt.
             marks = [False, *(bool(mark) for mark in mask[0].tolist()[:-1])]
-            spans.add(row, ids[0].tolist(), marks)
+            labels.add(row, ids[0].tolist(), marks)
             has_tools += "<tools>" in tokenizer.decode(ids[0])
     version = metadata.version("openrlhf")
-    print(f"= OpenRLHF {version}: {spans}; tools are in the prompt of {has_tools} rows")
+    print(f"= OpenRLHF {version}: {labels}; tools are in the prompt of {has_tools} rows")
 
 
 if __name__ == "__main__":

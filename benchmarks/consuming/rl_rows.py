@@ -6,6 +6,7 @@ PYTHONPATH, as `prime_rl_types` and `slime_types`.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -51,7 +52,9 @@ def skyrl(rows: Rows, functions: dict[str, Any]) -> str:
     )
     masks, logprobs = tensors[4], tensors[5]
     assert masks.shape == logprobs.shape
-    assert masks.sum().item() == sum(map(sum, made["loss_masks"]))
+    for mask, told in zip(masks.tolist(), made["loss_masks"], strict=True):
+        assert mask[len(mask) - len(told) :] == told
+        assert not any(mask[: len(mask) - len(told)])
     return "convert_prompts_responses_to_batch_tensors"
 
 
@@ -94,9 +97,23 @@ def main(directory: Path, name: str) -> None:
     rows = [row for row in rows_of(directory, "rl") if row["logprobs"] is not None]
     if not rows:
         not_checked("the run has no rows of rl with logprobs; it needs --token_ids")
+    for row in rows:
+        _check_masks(row)
     done = _READERS[name](rows, functions)
-    print(f"= {name}: {done} takes {len(rows)} rows of token ids")
+    learnt = sum(sum(row["loss_mask"]) for row in rows)
+    masked = sum(map(bool, (reasons for row in rows for reasons in row.get("masked", ()))))
+    print(
+        f"= {name}, {directory.name}: {done} takes {len(rows)} rows of token ids; {learnt:,} carry "
+        f"loss, none of {masked} masked turns"
+    )
+
+
+def _check_masks(row: dict[str, Any]) -> None:
+    """Between two turns are tokens that nobody sampled: each turn with loss is a run of ones."""
+    runs = sum(1 for kind, _ in itertools.groupby(row["loss_mask"]) if kind)
+    told = sum(not reasons for reasons in row.get("masked", [[]] * len(row["turns"])))
+    assert runs == told, f"{row['id']}: {runs} turns carry loss, {told} should"
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(*sys.argv[1:-1]), sys.argv[-1])

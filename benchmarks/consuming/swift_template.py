@@ -12,9 +12,8 @@ import transformers
 from swift import get_processor, get_template, load_dataset
 
 from testing.trainers import tiny
+from testing.trainers.labels import IGNORED, Labels
 from testing.trainers.rows import rows as rows_of
-
-_IGNORED = -100
 
 
 def main(directory: Path) -> None:
@@ -42,19 +41,19 @@ def main(directory: Path) -> None:
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
             loaded, _ = load_dataset(str(path), load_from_cache_file=False, strict=True)
             found = 0
-            spans = tiny.Spans(tokenizer)
+            labels = Labels(tokenizer)
             for row, read in zip(ours, loaded, strict=True):
                 made = template.encode(dict(read))
-                marks = [label != _IGNORED for label in made["labels"]]
+                marks = [label != IGNORED for label in made["labels"]]
                 learnt = tokenizer.decode(
                     [n for n, mark in zip(made["input_ids"], marks, strict=True) if mark]
                 )
                 found += sum(text in learnt for text in _thoughts(row))
                 if kind == "inline":
-                    spans.add(row, made["input_ids"], marks)
+                    labels.add(row, made["input_ids"], marks)
             total = sum(len(_thoughts(row)) for row in ours)
             told = f"{found} of {total} thoughts are learnt"
-            print(f"= ms-swift {metadata.version('ms-swift')}, reasoning {kind}: {told}; {spans}")
+            print(f"= ms-swift {metadata.version('ms-swift')}, reasoning {kind}: {told}; {labels}")
 
 
 def _thoughts(row: dict[str, list[dict[str, str]]]) -> list[str]:

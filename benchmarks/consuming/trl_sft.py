@@ -15,10 +15,8 @@ import transformers
 import trl
 
 from testing.trainers import tiny
+from testing.trainers.labels import IGNORED, Labels
 from testing.trainers.rows import rows as rows_of
-
-_IGNORED = -100
-"""The label of what carries no loss."""
 
 _TEMPLATE = Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja"
 
@@ -74,25 +72,13 @@ def _train(
     )
     prepared = trainer.train_dataset
     assert len(prepared) == len(ours), f"{len(ours) - len(prepared)} rows were dropped"
-    learnt = masked = tokens = trained = 0
+    labels = Labels(tokenizer)
     for row, made in zip(ours, prepared, strict=True):
-        ids = made["input_ids"]
-        marks = [label != _IGNORED for label in made["labels"]]
-        tokens += len(ids)
-        trained += sum(marks)
-        sides = [
-            tokenizer.decode([n for n, mark in zip(ids, marks, strict=True) if mark == side])
-            for side in (1, 0)
-        ]
-        counts = tiny.check_spans(row, *sides)
-        learnt, masked = learnt + counts[0], masked + counts[1]
+        labels.add(row, made["input_ids"], [label != IGNORED for label in made["labels"]])
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return (
-        f"TRL {trl.__version__}, {what}: {len(prepared)} of {len(ours)} rows kept, {trained:,} of "
-        f"{tokens:,} tokens carry loss; {learnt} texts of the model are learnt, {masked} of others "
-        f"masked; losses of 3 steps {', '.join(f'{float(loss):.2f}' for loss in losses)}"
-    )
+    told = ", ".join(f"{float(loss):.2f}" for loss in losses)
+    return f"TRL {trl.__version__}, {what}: {labels}; losses of 3 steps {told}"
 
 
 if __name__ == "__main__":

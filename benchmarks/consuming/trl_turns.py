@@ -11,9 +11,9 @@ import transformers
 import trl
 
 from testing.trainers import tiny
+from testing.trainers.labels import IGNORED, Labels
 from testing.trainers.rows import rows as rows_of
 
-_IGNORED = -100
 _TEMPLATES = ("qwen3", "qwen3_5_think", "glm4moe", "nemotron_3_ultra")
 
 
@@ -40,11 +40,11 @@ def main(directory: Path) -> None:
             )
             prepared = list(trainer.train_dataset)
         assert len(prepared) == len(ours), f"{len(ours) - len(prepared)} rows were dropped"
-        spans = tiny.Spans(tokenizer)
+        labels = Labels(tokenizer)
         for row, made in zip(ours, prepared, strict=True):
-            marks = [label != _IGNORED for label in made["labels"]]
-            spans.add(row, made["input_ids"], marks)
-        print(f"= TRL {trl.__version__}, {directory.name}, template {name}: {spans}")
+            marks = [label != IGNORED for label in made["labels"]]
+            labels.add(row, made["input_ids"], marks)
+        print(f"= TRL {trl.__version__}, {directory.name}, template {name}: {labels}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
 from benchmarks.consuming.templates import PER_MESSAGE
 from testing.trainers import tiny
+from testing.trainers.labels import Labels
 from testing.trainers.rows import rows as rows_of
 
 
@@ -43,12 +44,12 @@ def main(directory: Path) -> None:
     except Exception as error:  # what its own class says of them is the finding
         alone = f"{type(error).__name__}: {error}"
     data = Rows(files, tokenizer, config)
-    spans = tiny.Spans(tokenizer)
+    labels = Labels(tokenizer)
     for number, name in enumerate(data.dataframe["id"]):
         made = data[number]
-        spans.add(ours[name], made["input_ids"].tolist(), made["loss_mask"].tolist())
+        labels.add(ours[name], made["input_ids"].tolist(), made["loss_mask"].tolist())
     version = metadata.version("verl")
-    print(f"= verl {version}: {spans}; without tools as lists: {alone[:90]!r}")
+    print(f"= verl {version}: {labels}; without tools as lists: {alone[:90]!r}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from batch_trajectories.export.conversation.reading import read_conversation
@@ -622,6 +622,7 @@ class TestForgedStructure:
 
     @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
     @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+    @example("a\x85b\u2028c\u2029d\x0b\x0c\x1c\x1d\x1ee")
     def test_any_text_is_one_line_that_reads_back_or_a_rejection(self, text: str) -> None:
         """U+2028 and the like end no line; what a prompt or a tool says comes back as it was."""
         record = record_of(user(text), assistant("", call()), result(text), assistant("Hi."))
@@ -629,7 +630,7 @@ class TestForgedStructure:
             line = dumps_row(row_in("openai", stored(record)))
         except Rejected:
             return
-        assert line.count(b"\n") == 1
+        assert len(line.decode().splitlines()) == 1  # as NeMo AutoModel reads JSON lines
         parsed = json.loads(line)["messages"]
         assert (parsed[0]["content"], parsed[2]["content"]) == (text, text)
 

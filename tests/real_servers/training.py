@@ -19,11 +19,11 @@ import trl
 from tokenizers import AddedToken
 
 from testing.trainers import tiny
+from testing.trainers.labels import IGNORED, Labels
 from testing.trainers.rows import rows as rows_of
 
 _TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 _TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>")
-_IGNORED = -100
 
 
 def main(export: Path, model_dir: Path, steps: int) -> None:
@@ -84,10 +84,10 @@ def main(export: Path, model_dir: Path, steps: int) -> None:
 def _labels(prepared: Any, ours: list[dict[str, Any]], tokenizer: Any) -> str:
     """Compare the labels of all rows with what the model said."""
     assert len(prepared) == len(ours), f"{len(ours) - len(prepared)} rows were dropped"
-    spans = tiny.Spans(tokenizer)
+    labels = Labels(tokenizer)
     for row, made in zip(ours, prepared, strict=True):
-        spans.add(row, made["input_ids"], [label != _IGNORED for label in made["labels"]])
-    return f"labels of TRL: {spans}"
+        labels.add(row, made["input_ids"], [label != IGNORED for label in made["labels"]])
+    return f"labels of TRL: {labels}"
 
 
 if __name__ == "__main__":

@@ -60,6 +60,10 @@ _write_compactly = json.JSONEncoder(
 
 _ROW_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_PASSTHROUGH_SUBCLASS
 
+_LINE_ENDS = {char.encode(): json.dumps(char)[1:-1].encode() for char in "\x85\u2028\u2029"}
+"""Characters that end a line for `str.splitlines`, by which some trainers read JSON lines, and what
+JSON writes for them; it escapes all others itself."""
+
 _SHORTEST = frozenset((str, int, bool, type(None)))
 """Types with one shortest spelling, unlike floats (`1e9`)."""
 
@@ -112,10 +116,13 @@ def dumps_row(row: Mapping[str, Any]) -> bytes:
     It holds no NaN or infinity: the readers of records and arguments refuse them.
     """
     try:
-        return orjson.dumps(row, _json_of_repeated, _ROW_OPTIONS)
+        line = orjson.dumps(row, _json_of_repeated, _ROW_OPTIONS)
     except TypeError:  # halves of surrogate pairs, integers beyond 64 bits
         units = f"{_write_compactly(row)}\n".encode("utf-16-le", "surrogatepass")
-        return units.decode("utf-16-le", "replace").encode()
+        line = units.decode("utf-16-le", "replace").encode()
+    for char, escaped in _LINE_ENDS.items():
+        line = line.replace(char, escaped)
+    return line
 
 
 def _json_of_repeated(value: Any) -> orjson.Fragment:
