@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,31 @@ def test_a_hostile_template_is_bounded(
     assert why in found["failed"]
     assert not found["is_proved"]
     assert "not judged" in next(summary([found]))
+
+
+def _waits(*_: object) -> str:
+    time.sleep(0.1)  # as for a processor that is busy
+    return "First Second Third"
+
+
+def _spins(*_: object) -> str:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})  # as in the middle of C code
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(("renders", "failed"), [(_waits, None), (_spins, "took more than")])
+def test_only_time_on_a_processor_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renders: Any, failed: str | None
+) -> None:
+    monkeypatch.setattr(judging, "_RENDER_S", 0.05)
+    monkeypatch.setattr(judging, "_STUCK_S", 1)
+    monkeypatch.setattr(judging, "load_chat", lambda _: renders)
+    found = judged(tmp_path, "said")
+    if failed is None:
+        assert found["is_proved"]
+    else:
+        assert failed in found["failed"]
 
 
 def test_manifest_and_card_say_what_was_proved_and_the_check_knows_it(tmp_path: Path) -> None:

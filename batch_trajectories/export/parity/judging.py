@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from multiprocessing import get_context
@@ -29,8 +30,13 @@ from batch_trajectories.export.templates.rendering import load_chat, rows_of, to
 from batch_trajectories.export.templates.token_counts import Tokens
 
 _RENDER_S = 10.0
-"""Time limit of rendering one row; trainers render thousands a minute."""
-_SILENCE_S = 60.0
+"""CPU time for one row: trainers render thousands a minute, and a busy machine is no fault of a
+template."""
+_STUCK_S = 60
+"""CPU time without the end of a rendering, where no signal handler can end it."""
+_SILENCE_S = 600.0
+"""Time without a word of the process; it says something every `_SAYS_S` seconds."""
+_SAYS_S = 1.0
 _MEMORY_BYTES = 2 << 30
 _SAMPLE = 12
 """Rows that differ, by which options are chosen; all rows then prove them."""
@@ -43,7 +49,7 @@ class _TooLong(BaseException):
     """Not a reason to refuse a row: the next one may take as long."""
 
     def __init__(self) -> None:
-        super().__init__(f"the template took more than {_RENDER_S:g} s for one row")
+        super().__init__(f"the template took more than {_RENDER_S:g} s of CPU time for one row")
 
 
 def check(recipe: Recipe, templates: Sequence[ChatTemplate], max_length: int | None) -> None:
@@ -114,7 +120,9 @@ def _judged(
                 return {"template": template.name, **said}
             work.advance(said)
     except EOFError:
-        failed = "the process that rendered the template died"
+        child.join()
+        is_stuck = child.exitcode == -signal.SIGXCPU
+        failed = str(_TooLong()) if is_stuck else "the process that rendered the template died"
     finally:
         child.kill()
         child.join()
@@ -130,7 +138,8 @@ def _child(
     max_length: int | None,
 ) -> None:
     _bound_memory()
-    signal.signal(signal.SIGALRM, _raise_too_long)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, _raise_too_long)
     try:
         pipe.send(_judge_one(pipe, directory, manifest, template, max_length))
     except (_TooLong, MemoryError, ConfigError) as error:
@@ -145,6 +154,16 @@ def _bound_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
+def _bound_cpu() -> None:
+    """Have the process end unless this is called again within `_STUCK_S` of CPU time."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = int(used.ru_utime + used.ru_stime) + _STUCK_S
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
 def _raise_too_long(*_: object) -> None:
     raise _TooLong
 
@@ -157,15 +176,21 @@ def _judge_one(
     max_length: int | None,
 ) -> dict[str, Any]:
     render = load_chat(template.path)
+    said_at = time.monotonic()
 
     def chat(messages: Any, tools: Any, is_prompt: bool) -> str:
-        signal.setitimer(signal.ITIMER_REAL, _RENDER_S)
+        nonlocal said_at
+        if (now := time.monotonic()) - said_at > _SAYS_S:
+            said_at = now
+            pipe.send(0)
+        _bound_cpu()
+        signal.setitimer(signal.ITIMER_PROF, _RENDER_S)
         try:
             return render(messages, tools, is_prompt)
         except RecursionError as error:
             raise ValueError("too deep") from error
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
     recipe = manifest["recipe"]
     key = recipe["reasoning_key"]
