@@ -72,7 +72,7 @@ def test_the_first_rows_of_a_large_run_are_there_at_once(
     try:
         assert index.look().parts
         assert not index.is_complete
-        wait_until(lambda: index.look() and index.is_complete)
+        wait_until(lambda: bool(index.look().parts) and index.is_complete)
         assert index.to_json()["rows"] == ALL
     finally:
         index.close()
