@@ -28,7 +28,17 @@ OPTION_GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Agent": ("agent",),
     "Model": (
-        *("model", "models", "escalate_after", "endpoints", "prices", "base_url", "api", "key_env"),
+        *(
+            "model",
+            "models",
+            "escalate_after",
+            "model_budgets",
+            "endpoints",
+            "prices",
+            "base_url",
+            "api",
+            "key_env",
+        ),
         "system_prompt",
         *("temperature", "top_p", "max_tokens", "reasoning_effort"),
         *("prompt_caching", "extra_body", "stream_replies", "token_ids"),

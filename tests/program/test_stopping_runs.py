@@ -13,6 +13,9 @@ from batch_trajectories.runs.stopping.rule import StoppingRule
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import kill_repeatedly, lines, run, write_rows
 
+PRICED = {"input": 1000, "output": 1000}
+"""Dollars for a million tokens; a conversation here costs some cents."""
+
 pytestmark = pytest.mark.slow
 
 PROMPTS, SAMPLES = 24, 6
@@ -76,3 +79,60 @@ def test_kills_change_no_sample(
     assert made == needed(rule)
     assert len(records) == len(made) < PROMPTS * SAMPLES
     assert run(tmp_path, "verify", "r").returncode == 0
+
+
+def test_a_model_whose_budget_is_used_up_begins_nothing(tmp_path: Path) -> None:
+    """The others go on; a higher budget continues, and the samples are those of any run."""
+    rule = StoppingRule(1, 0, ("small", "large"), 2)
+    (tmp_path / "grade.py").write_text(GRADE)
+    rows = [{"id": id, "prompt": f"Go, {id}.", "rate": rate} for id, rate in RATES.items()]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    of_large = sum(model == "openai:large" for model in needed(rule).values())
+    records = tmp_path / "trajectories/r/records.jsonl"
+
+    def costs() -> list[float]:
+        return [one["cost_usd"] for one in lines(records) if one["model"] == "openai:large"]
+
+    with FakeEndpoint(turns=1, latency_s=0.02) as endpoint:
+        given: dict[str, Any] = {
+            **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
+            **{"key_env": "none", "num_workers": 2, "batch_size": 2, "num_samples": SAMPLES},
+            **{"reward": "grade.py:grade", "enabled_toolsets": "none", "escalate_after": 2},
+            "models": json.dumps(["openai:small", "openai:large"]),
+            "prices": json.dumps({"small": PRICED, "large": PRICED}),
+        }
+        used_up = run(tmp_path, **given, model_budgets=json.dumps({"openai:large": 0.3}))
+        assert used_up.returncode == 3, used_up.stderr
+        assert "openai:large has cost $" in used_up.stderr
+        most = max(costs())
+        assert 0.3 <= sum(costs()) < 0.3 + 4 * most, "what was in flight may end"
+        assert len(costs()) < of_large
+        kept = {one["id"] for one in lines(records) if one["model"] == "openai:small"}
+        assert kept == {id for id, model in needed(rule).items() if model == "openai:small"}
+        before = sum(costs())
+        again = run(tmp_path, **given, model_budgets=json.dumps({"openai:large": before / 2}))
+        assert again.returncode == 3, "what earlier starts have spent counts"
+        assert sum(costs()) == before
+        done = run(tmp_path, **given, model_budgets=json.dumps({"openai:large": 1000}))
+        assert done.returncode == 0, done.stderr
+    assert {one["id"]: one["model"] for one in lines(records)} == needed(rule)
+
+
+@pytest.mark.parametrize(
+    ("budgets", "said"),
+    [
+        ({"openai:other": 1}, "openai:other' is no model"),
+        ({"openai:large": 0}, "greater than 0"),
+        ({"openai:large": 1}, "the price of model 'large' is unknown"),
+    ],
+)
+def test_budgets_that_cannot_hold_are_refused(
+    tmp_path: Path, budgets: dict[str, float], said: str
+) -> None:
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": "Go."})
+    given: dict[str, Any] = {"dataset_file": "p.jsonl", "run_name": "r", "key_env": "none"}
+    given |= {"base_url": "http://127.0.0.1:9/v1", "escalate_after": 1}
+    given["models"] = json.dumps(["openai:small", "openai:large"])
+    refused = run(tmp_path, **given, model_budgets=json.dumps(budgets))
+    assert refused.returncode == 2
+    assert said in refused.stderr, refused.stderr

@@ -127,11 +127,11 @@ def test_samples_are_opened_when_others_end(tmp_path: Path) -> None:
     opening = Opening(CASCADE._replace(escalate_after=1), rows, outcomes, only=None)
     first, second = opening.begin([0, 4])
     assert (first.id, first.model, second.id) == ("p0000", "small", "p0001")
-    (third,) = opening.end(first.key, passed=False)
+    (third,) = opening.end(first.key, passed=False, cost_usd=None)
     assert (third.id, third.sample, third.model) == ("p0000#s1", 1, "middle")
     assert third.key == rows.key(1)
-    assert opening.end(third.key, passed=True) == []
-    assert opening.end(second.key, passed=True) == []
+    assert opening.end(third.key, passed=True, cost_usd=None) == []
+    assert opening.end(second.key, passed=True, cost_usd=None) == []
     assert list(outcomes) == [NOT_PASSED, PASSED, UNKNOWN, UNKNOWN, PASSED, *[UNKNOWN] * 3]
 
 
@@ -139,7 +139,7 @@ def test_only_the_tasks_of_a_start_are_opened(tmp_path: Path) -> None:
     rows = scan(write_prompts(tmp_path / "p.jsonl", 1), max_samples=None, num_samples=4)
     opening = Opening(StoppingRule(1), rows, bytearray(4), only={rows.key(0)})
     (task,) = opening.begin([0])
-    assert opening.end(task.key, passed=False) == []
+    assert opening.end(task.key, passed=False, cost_usd=None) == []
 
 
 def paths(rule: StoppingRule, samples: int) -> Iterator[tuple[int, int, int]]:

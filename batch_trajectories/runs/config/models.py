@@ -201,6 +201,12 @@ def _check_budget(config: RunConfig, setups: Setups) -> None:
             f"cannot be enforced; set prices: {{{name}: {{input: ..., output: ...}}}} (dollars "
             "per million tokens), or max_run_tokens instead"
         )
+    for reference in config.model_budgets or ():
+        if (setup := setups.get(reference)) is not None and (name := setup.unpriced()):
+            raise ValueError(
+                f"model_budgets: the price of model {name!r} is unknown; set prices: {{{name}: "
+                "{input: ..., output: ...}} (dollars per million tokens)"
+            )
     unlimited = [model.name for model in called_models(setups) if model.reply_bound is None]
     if budget_of(config) is not None and unlimited:
         raise ValueError(

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, model_validator
 
-from agent.options import Int, PositiveInt, meaning, parse_json
+from agent.options import Int, PositiveFloat, PositiveInt, meaning, parse_json
 from batch_trajectories.runs.config.option_types import Weight, running
 from batch_trajectories.runs.config.sandbox_options import SandboxOptions
 
@@ -26,6 +26,14 @@ class SampleOptions(SandboxOptions):
         None,
         "A prompt that failed so many times with one model of the list --models goes to the next "
         "(docs/stopping.md).",
+    )
+    model_budgets: Annotated[dict[str, PositiveFloat] | None, BeforeValidator(parse_json)] = (
+        running(
+            None,
+            "Dollars by model of --escalate_after, {NAME: USD}: once its conversations have cost "
+            "so much, no further one begins (docs/stopping.md).",
+            min_length=1,
+        )
     )
     num_samples: Int = running(1, "Conversations per prompt.", ge=1, le=1_000_000)
     until_passed: PositiveInt | None = running(
@@ -62,6 +70,12 @@ class SampleOptions(SandboxOptions):
                     f"{len(self.models)} models; with escalate_after: {self.escalate_after} give "
                     f"{samples} or more"
                 )
+        if strange := [
+            name for name in self.model_budgets or () if name not in (self.models or ())
+        ]:
+            raise ValueError(f"model_budgets: {strange[0]!r} is no model of escalate_after")
+        if self.model_budgets is not None and self.escalate_after is None:
+            raise ValueError("model_budgets: needs escalate_after; see max_run_cost_usd")
         if self.also_failed and self.until_passed is None:
             raise ValueError("also_failed: needs until_passed")
         if (least := (self.until_passed or 0) + self.also_failed) > self.num_samples:

@@ -275,6 +275,7 @@ def _budget(config: RunConfig) -> str:
     usd, tokens = config.max_run_cost_usd, config.max_run_tokens
     parts = [] if usd is None else [f"${usd:,g}"]
     parts += [] if tokens is None else [f"{tokens:,} tokens"]
+    parts += [f"{name} ${usd:,g}" for name, usd in (config.model_budgets or {}).items()]
     return " and ".join(parts) or "none (--max_run_cost_usd sets one)"
 
 

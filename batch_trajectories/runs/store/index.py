@@ -129,6 +129,12 @@ def passed_in(fields: list[Any]) -> bool | None:
     return has_passed(*fields[10:])
 
 
+def cost_in(fields: list[Any]) -> float | None:
+    """The dollars that the record with these `index_fields` cost; None if unknown."""
+    cost_usd: float | None = fields[8]
+    return cost_usd
+
+
 def index_fields(record: Record) -> list[Any]:
     """The fields of a record for the index, without its place: id, input digest, then numbers."""
     usage = record.usage or {}

@@ -343,7 +343,12 @@ def _state_of(
         samples = samples_of(
             run_dir.path, plan.config, scan, index, rows, begun={*inflight.tasks()}
         )
-        opening = Opening(rule_of(plan.config), scan, samples.outcomes, only=only)
+        budgets: ModelBudgets | None = None
+        if plan.config.model_budgets is not None:
+            from batch_trajectories.runs.stopping.model_budgets import ModelBudgets
+
+            budgets = ModelBudgets(plan.config.model_budgets, run_dir.path)
+        opening = Opening(rule_of(plan.config), scan, samples.outcomes, only=only, budgets=budgets)
     remaining = array("I")
     counts = Counter[bool]()
     passed = Counter[bool | None]()

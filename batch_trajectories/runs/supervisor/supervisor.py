@@ -25,7 +25,7 @@ from batch_trajectories.runs.protocol.messages import Assignment, assignment_of,
 from batch_trajectories.runs.protocol.record import as_stored, make_record
 from batch_trajectories.runs.store.failures import WORKER_DIED, Failure
 from batch_trajectories.runs.store.files import StorageError
-from batch_trajectories.runs.store.index import passed_in
+from batch_trajectories.runs.store.index import cost_in, passed_in
 from batch_trajectories.runs.store.journal import next_worker_number
 from batch_trajectories.runs.store.tasks import Task
 from batch_trajectories.runs.supervisor.refusals import Outages
@@ -90,6 +90,9 @@ class Supervisor:
             self._shut_down_workers()
         finally:
             self._pool.kill()
+        if self._stop_reason is None and (reason := self._queue.problem()):
+            self.is_out_of_budget = True
+            return f"the budget of a model is used up: {reason}"
         return self._stop_reason
 
     def _describe(self) -> str:
@@ -188,7 +191,8 @@ class Supervisor:
                     self._start.run_dir.keep_image(**header["image"])
                 self._start.records.append(payload, header["fields"])
                 failed = header["failure"] and header["failure"]["error_class"]
-                opened = self._queue.ended(key, passed := passed_in(header["fields"]))
+                passed, cost_usd = passed_in(header["fields"]), cost_in(header["fields"])
+                opened = self._queue.ended(key, passed, cost_usd)
                 self._progress.task_ended(failure=failed, passed=passed, opened=opened)
                 self._finished.append((worker, key))
             case "failed":
@@ -323,7 +327,7 @@ class Supervisor:
 
     def _fail_poison_task(self, key: bytes, task: Task, failure: Failure) -> None:
         row = self._start.config.row_rules(self._setup.api).read(task.columns)
-        record = make_record(
+        made = make_record(
             task,
             row.trajectory(self._start.inflight.events(key)),
             end=Finish("failed"),
@@ -333,10 +337,11 @@ class Supervisor:
             attempt=failure.attempt,
             provenance=self._setup.provenance,
         )
-        self._start.records.add(as_stored(record))
+        record = as_stored(made)
+        self._start.records.add(record)
         self._start.records.sync()
         self._forget(key)
-        opened = self._queue.ended(key, None)
+        opened = self._queue.ended(key, None, record.cost_usd)
         self._progress.task_ended(failure=failure.error_class, opened=opened)
 
     def _watch_workers(self) -> None:

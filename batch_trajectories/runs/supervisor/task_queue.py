@@ -75,14 +75,18 @@ class TaskQueue:
             self.failed_now[task.key] = "", model
         return failed
 
-    def ended(self, key: bytes, passed: bool | None) -> int:
+    def ended(self, key: bytes, passed: bool | None, cost_usd: float | None) -> int:
         """A task has its record; queue the samples that its prompt needs now, return their number.
 
         They come before other prompts, so that few are open at a time.
         """
-        opened = [] if self._opening is None else self._opening.end(key, passed)
+        opened = [] if self._opening is None else self._opening.end(key, passed, cost_usd)
         self._again.extend(opened)
         return len(opened)
+
+    def problem(self) -> str | None:
+        """Why tasks that are needed do not begin in this start; None if all do."""
+        return None if self._opening is None else self._opening.problem()
 
     def is_empty(self) -> bool:
         """Whether no task is left to assign."""

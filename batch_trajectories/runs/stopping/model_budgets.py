@@ -1,0 +1,60 @@
+"""What the conversations of each model of a cascade may cost: `--model_budgets`.
+
+A limit on what begins, not on calls: conversations in flight end, as with `--max_cost_usd`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from batch_trajectories.basics.text import plural
+from batch_trajectories.runs.store.records import lines_from
+
+
+class _Paid(msgspec.Struct, gc=False):
+    model: str | None = None
+    cost_usd: float | None = None
+
+
+class ModelBudgets:
+    """The budgets of some models, and what their conversations have cost."""
+
+    def __init__(self, budgets: Mapping[str, float], run_dir: Path) -> None:
+        """`budgets` are in dollars; the records of `run_dir` count, replaced ones, too."""
+        self._budgets = budgets
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._waiting: dict[str, set[int]] = {}
+        for paid in _paid_in(run_dir):
+            self.add(paid.model, paid.cost_usd)
+
+    def add(self, model: str | None, usd: float | None) -> None:
+        """A conversation of a model has ended."""
+        if model is not None and model in self._budgets:
+            self._spent[model] += usd or 0.0
+
+    def allows(self, model: str | None, number: int) -> bool:
+        """Whether a sample may begin; one that may not waits for another start."""
+        if model is None or model not in self._budgets:
+            return True
+        if self._spent[model] < self._budgets[model]:
+            return True
+        self._waiting.setdefault(model, set()).add(number)
+        return False
+
+    def problem(self) -> str | None:
+        """Which budgets are used up, and what waits for them; None if nothing does."""
+        said = [
+            f"{model} has cost ${self._spent[model]:.4f} of ${self._budgets[model]:g} "
+            f"(model_budgets), and {plural(len(numbers), 'prompt')} would need it"
+            for model, numbers in self._waiting.items()
+        ]
+        return "; ".join(said) or None
+
+
+def _paid_in(run_dir: Path) -> Iterator[_Paid]:
+    decode = msgspec.json.Decoder(_Paid).decode
+    return (decode(line) for _, line in lines_from(run_dir / "records.jsonl", 0))
