@@ -25,7 +25,7 @@ from batch_trajectories.runs.store.checks import (
     has_passed,
     judgement_of,
 )
-from batch_trajectories.runs.store.index import MARK, Index, RowMaker, index_fields, passed_in
+from batch_trajectories.runs.store.index import MARK, Index, RowMaker, index_fields, outcome_in
 from tests.answering import JSON, answering
 from tests.export.test_hermes import assistant, call
 from tests.exporting import exported, judged, make_run, rejects, rows, worked
@@ -115,7 +115,7 @@ class TestSums:
         fields = index_fields(stored(record))
         index = Index(MARK + RowMaker().rows(fields, 0, 9))
         assert has_passed(verdict, reward) is judgement_of(stored(record)).passed is passed
-        assert [index.entry(2).passed, *index.passed([2]), passed_in(fields)] == [passed] * 3
+        assert [index.entry(2).passed, *index.passed([2]), outcome_in(fields)[0]] == [passed] * 3
         sums = CheckSums()
         sums.add(verdict, reward)
         counted = sums.sums()

@@ -28,7 +28,7 @@ class ModelBudgets:
         self._budgets = budgets
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._waiting: dict[str, set[int]] = {}
-        for paid in _paid_in(run_dir):
+        for paid in _paid_in(run_dir) if budgets else ():
             self.add(paid.model, paid.cost_usd)
 
     def add(self, model: str | None, usd: float | None) -> None:

@@ -124,15 +124,9 @@ class Sums:
     """Records with turns of unknown cost."""
 
 
-def passed_in(fields: list[Any]) -> bool | None:
-    """Whether the record with these `index_fields` passed."""
-    return has_passed(*fields[10:])
-
-
-def cost_in(fields: list[Any]) -> float | None:
-    """The dollars that the record with these `index_fields` cost; None if unknown."""
-    cost_usd: float | None = fields[8]
-    return cost_usd
+def outcome_in(fields: list[Any]) -> tuple[bool | None, float | None]:
+    """Whether the record with these `index_fields` passed, and its dollars."""
+    return has_passed(*fields[10:]), fields[8]
 
 
 def index_fields(record: Record) -> list[Any]:

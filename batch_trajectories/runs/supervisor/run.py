@@ -336,6 +336,7 @@ def _state_of(
     rows, _ = index.match(scan.keys)
     samples = opening = None
     if plan.config.until_passed is not None:
+        from batch_trajectories.runs.stopping.model_budgets import ModelBudgets
         from batch_trajectories.runs.stopping.opening import Opening
         from batch_trajectories.runs.stopping.outcomes import samples_of
         from batch_trajectories.runs.stopping.rule import rule_of
@@ -343,11 +344,7 @@ def _state_of(
         samples = samples_of(
             run_dir.path, plan.config, scan, index, rows, begun={*inflight.tasks()}
         )
-        budgets: ModelBudgets | None = None
-        if plan.config.model_budgets is not None:
-            from batch_trajectories.runs.stopping.model_budgets import ModelBudgets
-
-            budgets = ModelBudgets(plan.config.model_budgets, run_dir.path)
+        budgets = ModelBudgets(plan.config.model_budgets or {}, run_dir.path)
         opening = Opening(rule_of(plan.config), scan, samples.outcomes, only=only, budgets=budgets)
     remaining = array("I")
     counts = Counter[bool]()

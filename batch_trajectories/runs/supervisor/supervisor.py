@@ -25,7 +25,7 @@ from batch_trajectories.runs.protocol.messages import Assignment, assignment_of,
 from batch_trajectories.runs.protocol.record import as_stored, make_record
 from batch_trajectories.runs.store.failures import WORKER_DIED, Failure
 from batch_trajectories.runs.store.files import StorageError
-from batch_trajectories.runs.store.index import cost_in, passed_in
+from batch_trajectories.runs.store.index import outcome_in
 from batch_trajectories.runs.store.journal import next_worker_number
 from batch_trajectories.runs.store.tasks import Task
 from batch_trajectories.runs.supervisor.refusals import Outages
@@ -191,7 +191,7 @@ class Supervisor:
                     self._start.run_dir.keep_image(**header["image"])
                 self._start.records.append(payload, header["fields"])
                 failed = header["failure"] and header["failure"]["error_class"]
-                passed, cost_usd = passed_in(header["fields"]), cost_in(header["fields"])
+                passed, cost_usd = outcome_in(header["fields"])
                 opened = self._queue.ended(key, passed, cost_usd)
                 self._progress.task_ended(failure=failed, passed=passed, opened=opened)
                 self._finished.append((worker, key))
