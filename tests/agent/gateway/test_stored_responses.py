@@ -103,6 +103,25 @@ def test_equal_calls_at_the_same_time_are_calls_of_their_own() -> None:
     asyncio.run(scenario())
 
 
+def test_a_call_that_is_asked_for_again_is_made_once() -> None:
+    """A client whose connection broke says that it asks again."""
+
+    async def scenario() -> None:
+        play, goes_on = held(API)
+        async with relayed(API, play) as world:
+            first = await post(world, in_background())
+            await until(lambda: len(world.endpoint.asked) == 1)
+            again = {"x-stainless-retry-count": "1"}
+            status, raw = await world.read(in_background(), headers=again)
+            goes_on.set()
+            assert (status, orjson.loads(raw)["status"]) == (200, "queued")
+            for id in (first["id"], orjson.loads(raw)["id"]):
+                assert await ended(world, id) == reply_of(API)
+            assert len(world.exchanges) == len(world.endpoint.asked) == 1
+
+    asyncio.run(scenario())
+
+
 def test_after_a_crash_the_reply_is_there_at_once_and_not_paid_again() -> None:
     async def scenario() -> None:
         async with relayed(API) as world:
