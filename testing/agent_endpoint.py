@@ -211,6 +211,8 @@ class AgentEndpoint:
         """How many requests get a reply; further ones wait until this is raised."""
         self.waiting = 0
         """Requests that wait for that."""
+        self.making = 0
+        """Requests whose reply is being made."""
         self.keeps = True
         """It keeps responses, so that requests can continue them; else it ignores their ids."""
         self._kept: dict[str, list[JSON]] = {}
@@ -270,8 +272,10 @@ class AgentEndpoint:
             self._lock.wait_for(lambda: self._taken < self.answers)
             self.waiting -= 1
             self._taken += 1
-        if self._latency_s:
-            time.sleep(self._latency_s)
+            self.making += 1
+        time.sleep(self._latency_s)
+        with self._lock:
+            self.making -= 1
         if path.startswith("/v1beta/models/"):
             body = _gemini_body(request, path, self._reasoning)
             is_stream = "streamGenerateContent" in path

@@ -21,6 +21,7 @@ prefork             starts batch_runner.py without the time of its imports
 real_agents         kills and resumes runs of installed agents: python -m tests.real_agents
 real_sessions       sessions of installed agents, imported: python -m tests.real_sessions
 wire_forms          what requests, replies and rows say, in one form
+wire_rows           rows of every format compared with an endpoint's log
 real_servers/       a real vLLM and a real TRL: python -m tests.real_servers --venv DIR
 option_docs         writes docs/options.md
 raw_mcp_server      an MCP server without the SDK

@@ -4,9 +4,10 @@ Each agent completes tasks against a model on loopback, while the run's process 
 an agent is killed, and streams are cut. The tasks read, write and edit files, keep lists, make
 several calls at once and calls that fail, and start subagents; every fourth task shows a picture;
 in every second one the context is full on the way, and agents that can do so go on with a summary.
-At the end the records, rows of segments, and the token ids of agents that speak chat completions
-are compared with the endpoint's own log. Agents must be on the PATH; `own` is the loop of this
-project, with summaries and a subagent.
+At the end the records, the rows of every format (see `wire_rows`), and the token ids of agents that
+speak chat completions are compared with the endpoint's own log. A reply that is in no record was on
+its way to the agent when something was killed: no later request shows it. Agents must be on the
+PATH; `own` is the loop of this project, with summaries and a subagent.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -23,16 +25,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from batch_trajectories.basics.presets import presets
-from testing.agent_endpoint import ALL, PICTURE, STEPS, AgentEndpoint
+from testing.agent_endpoint import ALL, PICTURE, STEPS, AgentEndpoint, Exchange
 from tests.running import ROOT, lines, session_of, wait_until, workers_of, write_rows
-from tests.wire_forms import in_reply, in_request, in_row, in_sharegpt, of_model, steps
+from tests.wire_rows import Log, check_conversations, check_ids, check_segments
 from toolsets.sandbox.inside.processes import descendants
 
 _SECRET = "the-key-of-the-run"
@@ -43,7 +44,6 @@ _SHOWS_PICTURES = (
     '"attachment": true, "modalities": {"input": ["text", "image"], "output": ["text"]}, "limit":',
 )
 """What opencode has to be told of a model that sees them."""
-_SHAREGPT = ("llamafactory", "hermes")
 _KILLS = ("group", "worker", "agent")
 _SILENCE_S = 300.0
 """Without a call of any agent in so long, the check fails."""
@@ -56,6 +56,8 @@ _CLOCK = "clock"
 _OWN_REPLIES = {"qwen-code": (1, 2), "aider": (3,)}
 """With how many replies that no model wrote an agent begins a conversation, at once and later."""
 _PICTURE_EVERY = 4
+_CALL_ID = re.compile(r"call_\d+_[0-9a-f]{16}")
+"""Of the endpoint; Gemini has none."""
 _FULL_AT = 6
 """The step whose reply says that the context is full."""
 COMPACTING = {"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "150000", "CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": "50"}
@@ -76,14 +78,6 @@ _OF_OWN = {
         ]
     ),
 }
-
-
-class Exported(NamedTuple):
-    """A format of a dataset."""
-
-    part: dict[str, Any]
-    """What the manifest says of it."""
-    rows: list[dict[str, Any]]
 
 
 class Outcome(NamedTuple):
@@ -107,6 +101,8 @@ class Outcome(NamedTuple):
     """Replies that were on their way when something was killed."""
     learnt: int
     """Turns that rows of segments learn: each is a request of the log with its reply."""
+    whole: int
+    """Turns that rows of whole conversations learn: each is a reply of the log."""
     pictures: int
     """Conversations that hold one."""
     ids: int
@@ -130,7 +126,11 @@ def run_agent(
         rows.append({"id": f"p{n:02}", "prompt": prompt})
     write_rows(directory / "p.jsonl", *rows)
     with AgentEndpoint(
-        reasoning="Let me think.", latency_s=0.1, cut_every=_CUT_EVERY, tokens="vllm"
+        reasoning="Let me think.",
+        latency_s=0.2,
+        log=directory.with_suffix(".log") if keep else None,
+        cut_every=_CUT_EVERY,
+        tokens="vllm",
     ) as endpoint:
         command = _command(agent, directory, endpoint, at_once)
         done, starts = 0, 0
@@ -220,7 +220,7 @@ def _disturb(
 ) -> int:
     """Kill at random moments until the run ends or its group has to be killed.
 
-    Returns how many kills there have been.
+    Every second moment has a call in flight. Returns how many kills there have been.
     """
     while done < kills:
         moment = len(endpoint.exchanges) + rng.randint(1, 6)
@@ -230,6 +230,8 @@ def _disturb(
         if process.poll() is not None:
             return done
         _look_for_the_key(process.pid)
+        if done % 2:
+            wait_until(lambda: endpoint.making or process.poll() is not None, timeout_s=_SILENCE_S)
         kind = kinds[done % len(kinds)]
         if kind == "group":
             return done + 1
@@ -301,17 +303,23 @@ def _check(
     sent = {_id_of(one.reply): one.reply for one in endpoint.exchanges}
     assert len(sent) == len(endpoint.exchanges)
     assert {one.key for one in endpoint.exchanges} == {_SECRET}
-    recorded = sum(_check_record(agent, record, sent) for record in records)
+    seen = [_check_record(agent, record, sent) for record in records]
+    recorded = sum(map(len, seen))
+    _check_lost(endpoint.exchanges, {id for ids in seen for id in ids})
     set_aside = sum(len(record.get("set_aside", ())) for record in records)
-    learnt = _check_segments(directory, endpoint)
+    volatile = [] if agent == _OWN else _preset(agent).get("volatile", {}).get("texts", [])
+    log = Log(endpoint.exchanges, volatile)
+    learnt = check_segments(directory, log)
     assert learnt == recorded - set_aside, (learnt, recorded, set_aside)
+    whole = check_conversations(directory, log)
     having = [record["id"] for record in records if _has_picture(record)]
     ids = 0
     if _api_of(agent) == _CHAT:
-        ids = _check_ids(directory, endpoint)
+        ids = check_ids(directory, log)
         due = [record for record in records if record["id"] not in having]
-        aside = sum(len(record.get("set_aside", ())) for record in due)
-        assert ids == sum(record["api_calls"] for record in due) - aside, ids
+        parts = [part for record in due for part in (record, *_inside(record))]
+        turns = [turn for part in parts if part.get("name") != "summary" for turn in part["turns"]]
+        assert ids == sum(not turn.get("inherited") for turn in turns), ids
     for path in directory.rglob("*"):
         if path.is_file():
             assert _SECRET.encode() not in path.read_bytes(), f"the key is in {path}"
@@ -330,24 +338,11 @@ def _check(
         compacted=sum(_is_compacted(record) for record in records),
         lost=len(sent) - recorded,
         learnt=learnt,
+        whole=whole,
         pictures=len(having),
         ids=ids,
         seconds=round(time.monotonic() - began, 1),
     )
-
-
-def _export(directory: Path, formats: str, *flags: str) -> dict[str, Exported]:
-    """What the manifest says of each format, and its rows."""
-    command = [sys.executable, str(ROOT / "batch_runner.py"), "export", "trajectories/r"]
-    command += [f"--format={formats}", *flags]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    dataset = directory / "trajectories/r/exports/dataset"
-    parts = json.loads((dataset / "manifest.json").read_text())["formats"]
-    return {
-        part["format"]: Exported(part, lines(dataset / part["format"] / "train.jsonl"))
-        for part in parts
-    }
 
 
 def _has_picture(record: dict[str, Any]) -> bool:
@@ -355,66 +350,17 @@ def _has_picture(record: dict[str, Any]) -> bool:
     return any(PICTURE in json.dumps(blocks) for blocks in shown)
 
 
-def _check_ids(directory: Path, endpoint: AgentEndpoint) -> int:
-    """Compare rows of token ids with the endpoint's log; returns how many turns they learn."""
-    part, rows = _export(directory, "rl", "--subagents")["rl"]
-    assert part["turns_without_ids"] == part["subagents_left_out"] == 0, part
-    logged = Counter(
-        (tuple(one.reply["prompt_token_ids"]), tuple(one.reply["choices"][0]["token_ids"]))
-        for one in endpoint.exchanges
-    )
-    learnt = Counter(turn for row in rows for turn in _turns_of(row))
-    assert learnt <= logged, learnt - logged
-    assert learnt.total() == sum(len(row["turns"]) for row in rows)
-    return learnt.total()
+def _check_lost(exchanges: Sequence[Exchange], recorded: set[str]) -> None:
+    """What is not recorded has reached no agent: no request has the ids of its calls."""
+    shown = {id for one in exchanges for id in _CALL_ID.findall(json.dumps(one.request))}
+    for one in exchanges:
+        if _id_of(one.reply) not in recorded:
+            delivered = shown & {*_CALL_ID.findall(json.dumps(one.reply))}
+            assert not delivered, f"call {one.number} was answered and not recorded: {delivered}"
 
 
-def _turns_of(row: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What a row learns: all ids before it, and its own."""
-    ids = row["prompt_ids"] + row["response_ids"]
-    place = len(row["prompt_ids"])
-    for is_learnt, tokens in groupby(row["loss_mask"]):
-        end = place + len([*tokens])
-        if is_learnt:
-            yield tuple(ids[:place]), tuple(ids[place:end])
-        place = end
-
-
-def _check_segments(directory: Path, endpoint: AgentEndpoint) -> int:
-    """Compare rows of segments with the endpoint's log; returns how many turns they learn.
-
-    Those of `openai` say all that the model was shown; those of ShareGPT are compared in what the
-    model said, for their system messages and results have forms of their own.
-    """
-    accepted = "--accept_rows=unknown_tool,interrupted,has_images,has_files"
-    exported = _export(directory, ",".join(("openai", *_SHAREGPT)), "--segments", accepted)
-    log = [
-        [*in_request(endpoint.whole(one.request)), *in_reply(one.reply)]
-        for one in endpoint.exchanges
-    ]
-    logged = {steps(atoms) for atoms in log}
-    learnt = 0
-    for row in exported["openai"].rows:
-        for n, message in enumerate(row["messages"], start=1):
-            if message["role"] == "assistant" and message.get("weight") != 0:
-                learnt += 1
-                assert steps(in_row(row["messages"][:n])) in logged, (row["id"], n)
-    said = {of_model(atoms) for atoms in log}
-    for name in _SHAREGPT:
-        rows = exported[name].rows
-        assert len(rows) == learnt, (name, len(rows), learnt)
-        for row in rows:
-            assert of_model(in_sharegpt(row["conversations"])) in said, (name, row["id"])
-    for name, (part, _) in exported.items():
-        segments = part["segments"]
-        assert (segments["turns"], segments["unknown_turns"]) == (learnt, 0), (name, segments)
-        # What has another model, or a flaw, is named.
-        assert not segments["rejected"], (name, segments)
-    return learnt
-
-
-def _check_record(agent: str, record: dict[str, Any], sent: dict[str, Any]) -> int:
-    """Compare a record with what the endpoint has sent; return how many calls it has."""
+def _check_record(agent: str, record: dict[str, Any], sent: dict[str, Any]) -> list[str]:
+    """Compare a record with what the endpoint has sent; return the ids of its replies."""
     aside = record.get("set_aside", [])
     # What was paid for before a divergence is named as set aside, and only then.
     assert bool(aside) == (record.get("diverged_at") is not None), record["id"]
@@ -440,17 +386,17 @@ def _check_record(agent: str, record: dict[str, Any], sent: dict[str, Any]) -> i
             ]
             assert (message["content"], made) == (text, calls), record["id"]
     if f"run={_CLOCK}" in record["row"]["prompt"]:
-        return len(seen)
+        return seen
     assert not aside, record["id"]
     task = record["prompt_id"].replace("p", "task")
     if agent in _WITHOUT_TOOLS:
         said = [m["content"] for m in record["messages"] if m["role"] == "assistant"]
         assert any(f"alpha of {task}" in text for text in said), (record["id"], said)
-        return len(seen)
+        return seen
     results = [m["content"] for part in parts for m in part["messages"] if m["role"] == "tool"]
     assert any(f"{task}-1" in result for result in results), (record["id"], results)
     assert any(f"{task}-3" in result for result in results), (record["id"], results)
-    return len(seen)
+    return seen
 
 
 def _inside(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -496,7 +442,7 @@ def _said(reply: dict[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the agents that were named, one after the other, and print a line each."""
+    """Run the agents that were named, one after the other: a line each, and one of all."""
     parser = argparse.ArgumentParser(prog="real_agents", description=__doc__)
     every = ",".join(presets("agents"))
     parser.add_argument("--agents", default=every, help="presets, with commas")
@@ -507,6 +453,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--clock", action="store_true", help="every command prints the time")
     parser.add_argument("--keep", action="store_true", help="keep the run's files")
     given = parser.parse_args(argv)
+    totals: Counter[str] = Counter()
     for agent in given.agents.split(","):
         outcome = run_agent(
             agent,
@@ -518,6 +465,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             keep=given.keep,
         )
         print(json.dumps(outcome._asdict()), flush=True)
+        totals += Counter({k: v for k, v in outcome._asdict().items() if isinstance(v, int)})
+    print(json.dumps({"agent": "all", **totals}), flush=True)
 
 
 if __name__ == "__main__":

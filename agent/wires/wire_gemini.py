@@ -190,14 +190,21 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _read_user(parts: Sequence[dict[str, Any]], calls: CallsInOrder) -> list[Message]:
-    """Results without ids are in call order."""
-    awaited = [call["id"] for call in calls.latest()]
+    """Results without ids, or with ids that no call has, are in call order.
+
+    Subagents of Gemini CLI send calls without the ids that their results have.
+    """
+    awaited = calls.latest()
 
     def read_result(part: Mapping[str, Any], before: int) -> Message | None:
         result = part.get("functionResponse")
         if not isinstance(result, dict):
             return None
-        id = str(result.get("id") or (awaited[before] if before < len(awaited) else ""))
+        id = str(result.get("id") or "")
+        if calls.rank(id) is None and before < len(awaited):
+            call = awaited[before]
+            if not id or call["function"]["name"] == result.get("name"):
+                id = call["id"]
         return _read_result(id, result)
 
     return results_and_said(API, parts, read_result)

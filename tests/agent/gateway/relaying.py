@@ -201,7 +201,7 @@ async def relayed(
     finally:
         await model.close()
         listener.close()
-        await upstream.shutdown(0)
+        await upstream.shutdown(0.1)  # aiohttp waits without end where it is 0
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:

@@ -397,6 +397,32 @@ def test_images_are_readable_in_the_text_and_whole_beside_it() -> None:
     assert message["provider_blocks"]["blocks"] == [block]
 
 
+def test_results_whose_ids_no_call_has_are_in_the_order_of_calls() -> None:
+    """Subagents of Gemini CLI repeat calls without ids, and give the results ids of their own."""
+
+    def made(name: str, **id: str) -> JSON:
+        return {"functionCall": {"name": name, "args": {}, **id}}
+
+    def result(name: str, id: str) -> JSON:
+        return {"functionResponse": {"name": name, "id": id, "response": {"output": id}}}
+
+    def ids(calls: list[JSON], results: list[JSON]) -> list[tuple[str, Any]]:
+        turns = [("user", [{"text": "Go."}]), ("model", calls), ("user", results)]
+        contents = [{"role": role, "parts": parts} for role, parts in turns]
+        request = WIRES["gemini"].read(PATHS["gemini"], {"contents": contents})
+        _, reply, *said = request.messages
+        assert [one["content"] for one in said] == ["u#0-0", "u#0-1"]
+        found = [call["id"] for call in reply["tool_calls"]]
+        return [*zip(found, [one["tool_call_id"] for one in said], strict=True)]
+
+    both = [result("bash", "u#0-0"), result("read", "u#0-1")]
+    assert ids([made("bash"), made("read")], both) == [("call_0", "call_0"), ("call_1", "call_1")]
+    own = [made("bash", id="u#0-0"), made("read", id="u#0-1")]
+    assert ids(own, both) == [("u#0-0", "u#0-0"), ("u#0-1", "u#0-1")]
+    # A result of another tool answers none of them.
+    assert ids([made("edit"), made("read")], both) == [("call_0", "u#0-0"), ("call_1", "call_1")]
+
+
 def test_tools_with_free_text_are_tools_with_one_argument() -> None:
     """Codex patches files with one; its calls and results have types of their own."""
     wire = WIRES["openai_responses"]
