@@ -24,7 +24,7 @@ _LARGE = 1000
 _IN_GEMINI = ("inlineData", "inline_data", "fileData", "file_data")
 
 
-_NAMES = frozenset(("type", "kind", *_IN_GEMINI))
+KIND_KEYS = frozenset(("type", "kind", *_IN_GEMINI))
 """Keys that say what a part is."""
 
 
@@ -47,7 +47,7 @@ def parts_of(role: Role, blocks: Sequence[Mapping[str, Any]]) -> Sequence[Mappin
     """The parts of a message for which its text has placeholders; of a reply, its pictures."""
     if role != "assistant":
         return blocks
-    named = [block for block in blocks if not _NAMES.isdisjoint(block)]
+    named = [block for block in blocks if not KIND_KEYS.isdisjoint(block)]
     return [block for block in named if kind_of_part(block) == "image"]
 
 

@@ -10,6 +10,7 @@ filters/        which conversations become rows
 agreement       how far reviewers agree with each other, with checks and judges
 by_model    what each model cost and how often it passed
 reward_statistics  rewards by name and by prompt, pass@k
+tally           counts by key
 reasons         why something failed, by kind
 statistics      counts over records
 record_order    records in the order of the dataset

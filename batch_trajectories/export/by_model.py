@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from batch_trajectories.export.tally import Tally
 from batch_trajectories.runs.store.record_types import Record
 
 
@@ -13,7 +14,7 @@ class ByModel:
     """The figures of the records given to `add` so far."""
 
     def __init__(self) -> None:
-        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._counts: defaultdict[str, Tally[str]] = defaultdict(Tally)
         self._dollars: defaultdict[str, float] = defaultdict(float)
 
     def add(self, record: Record, passed: bool | None) -> None:
@@ -28,7 +29,7 @@ class ByModel:
     def merge(self, other: ByModel) -> None:
         """Add the records of `other`."""
         for model, counts in other._counts.items():
-            self._counts[model].update(counts)
+            self._counts[model].merge(counts)
             self._dollars[model] += other._dollars[model]
 
     def to_json(self, order: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ grows with prompts (if they have several samples) and with small columns, not wi
 from __future__ import annotations
 
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from agent.models.scripted import API as SCRIPTED
 from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.tools import names_of
+from batch_trajectories.export.tally import Tally
 from batch_trajectories.runs.store.checks import judgement_of
 from batch_trajectories.runs.store.record_types import Record, StoredMessage
 
@@ -110,11 +111,11 @@ class Health:
     def __init__(self, samples: int) -> None:
         """`samples` is how many conversations a prompt has."""
         self._has_samples = samples >= _PROMPT_FAILURES
-        self._found: Counter[str] = Counter()
-        self._of: Counter[str] = Counter()
+        self._found: Tally[str] = Tally()
+        self._of: Tally[str] = Tally()
         self._examples: dict[str, list[str]] = defaultdict(list)
-        self._tool_calls: Counter[str] = Counter()
-        self._tool_failures: Counter[str] = Counter()
+        self._tool_calls: Tally[str] = Tally()
+        self._tool_failures: Tally[str] = Tally()
         self._endings: dict[str, tuple[str, int]] = {}
         self._rewards: dict[str, dict[Any, _Rewards]] = defaultdict(dict)
         self._check_s = array("d")
@@ -159,12 +160,12 @@ class Health:
 
     def merge(self, other: Health) -> None:
         """Add the records of `other`, which come after those of this one."""
-        self._found += other._found
-        self._of += other._of
+        self._found.merge(other._found)
+        self._of.merge(other._of)
         for name, ids in other._examples.items():
             self._examples[name] = [*self._examples[name], *ids][:_SHOWN]
-        self._tool_calls += other._tool_calls
-        self._tool_failures += other._tool_failures
+        self._tool_calls.merge(other._tool_calls)
+        self._tool_failures.merge(other._tool_failures)
         for prompt, (ending, count) in other._endings.items():
             self._add_ending(prompt, ending, count)
         for column, values in other._rewards.items():

@@ -97,11 +97,14 @@ class RecordOrder:
         caches: record by record an export takes up to a fifth longer. More records at a time would
         not fit into the caches.
         """
-        samples = self._samples if by_prompt else 1
+        if not by_prompt or self._samples == 1:
+            for numbers in self.few(self.numbers()):
+                yield [[number] for number in numbers]
+            return
         few: list[list[int]] = []
         size = 0
-        for first in range(0, len(self._lengths), samples):
-            lengths = self._lengths[first : first + samples]
+        for first in range(0, len(self._lengths), self._samples):
+            lengths = self._lengths[first : first + self._samples]
             numbers = [number for number, length in enumerate(lengths, first) if length]
             if numbers:
                 few.append(numbers)

@@ -6,7 +6,6 @@ the number of tools. A call failed if its result says so; its text is not interp
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +14,8 @@ from agent.messages.message import MOST_TOKENS
 from batch_trajectories.export.conversation.own_work import Counts, Own
 from batch_trajectories.export.conversation.tools import names_of
 from batch_trajectories.export.reasons import Reasons
-from batch_trajectories.runs.store.checks import CheckSums, judgement_of
+from batch_trajectories.export.tally import Tally
+from batch_trajectories.runs.store.checks import UNCHECKED, CheckSums, judgement_of
 from batch_trajectories.runs.store.record_types import Record
 
 _TOKENS = (
@@ -29,22 +29,22 @@ class Statistics:
 
     def __init__(self) -> None:
         self._offered: set[str] = set()
-        self._calls: Counter[str] = Counter()
-        self._successes: Counter[str] = Counter()
-        self._failures: Counter[str] = Counter()
-        self._tool_errors: Counter[str] = Counter()
+        self._calls: Tally[str] = Tally()
+        self._successes: Tally[str] = Tally()
+        self._failures: Tally[str] = Tally()
+        self._tool_errors: Tally[str] = Tally()
         self._replies = 0
         self._with_reasoning = 0
         self._hidden_reasoning = 0
         self._rows_with_reasoning = 0
-        self._statuses: Counter[str] = Counter()
-        self._toolsets: Counter[str] = Counter()
+        self._statuses: Tally[str] = Tally()
+        self._toolsets: Tally[str] = Tally()
         self._checks = CheckSums()
         self._failed_scores = Reasons()
         self._turns = 0
         self._turns_with_token_ids = 0
         self._most_turns = 0
-        self._tokens: Counter[str] = Counter()
+        self._tokens: Tally[str] = Tally()
         self._first_started_at: float | None = None
         self._last_ended_at: float | None = None
 
@@ -53,8 +53,9 @@ class Statistics:
         turns, counts = len(own.turns), own.counts
         self._statuses[record.status] += 1
         judgement = judgement_of(record)
-        failed = judgement.error is not None
-        self._checks.add(judgement.verdict, judgement.reward, check_failed=failed)
+        if judgement is not UNCHECKED:
+            failed = judgement.error is not None
+            self._checks.add(judgement.verdict, judgement.reward, check_failed=failed)
         for score in record.scores or ():
             if score.error is not None:
                 self._failed_scores.add(f"{score.source}: {score.error}")
@@ -76,9 +77,9 @@ class Statistics:
         """Add the records of `other`."""
         for name, theirs in vars(other).items():
             ours = getattr(self, name)
-            if isinstance(ours, set | Counter):
+            if isinstance(ours, set):
                 ours.update(theirs)
-            elif isinstance(ours, Reasons | CheckSums):
+            elif isinstance(ours, Tally | Reasons | CheckSums):
                 ours.merge(theirs)
             elif isinstance(ours, int) and name != "_most_turns":
                 setattr(self, name, ours + theirs)

@@ -15,7 +15,6 @@ import hashlib
 import os
 import shutil
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from glob import escape
@@ -35,6 +34,7 @@ from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.hermes import FORMAT, row_of
 from batch_trajectories.export.record_order import RecordOrder, RecordReader
 from batch_trajectories.export.statistics import Statistics
+from batch_trajectories.export.tally import Tally
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.directory.owed import owed
@@ -81,9 +81,9 @@ class _Part:
 
     def __init__(self, files: Mapping[Place, Path]) -> None:
         self.files = files
-        self.rows: Counter[Place] = Counter()
-        self.reasons: Counter[str] = Counter()
-        self.others: Counter[str] = Counter()
+        self.rows: Tally[Place] = Tally()
+        self.reasons: Tally[str] = Tally()
+        self.others: Tally[str] = Tally()
         self.statistics = Statistics()
 
     def write(
@@ -109,7 +109,7 @@ class _Part:
                     if reason is not None:
                         self.reasons[reason] += 1
                     if others and place == "training":
-                        self.others.update(others)
+                        self.others.merge(others)
                 # After the rows: what reads a conversation counts its replies on the way.
                 for record, own in records:
                     self.statistics.add(record, own)
@@ -117,9 +117,9 @@ class _Part:
 
     def add(self, other: _Part) -> None:
         """Add the records of `other`, which come after those of this one."""
-        self.rows += other.rows
-        self.reasons += other.reasons
-        self.others += other.others
+        self.rows.merge(other.rows)
+        self.reasons.merge(other.reasons)
+        self.others.merge(other.others)
         self.statistics.merge(other.statistics)
         for place, path in self.files.items():
             with path.open("ab") as file, other.files[place].open("rb") as added:

@@ -47,17 +47,32 @@ class Counts(msgspec.Struct, frozen=True, gc=False):
 class Own:
     """What this run's model did in a record, without the turns of a branch's parent."""
 
-    __slots__ = ("_counts", "_messages", "brought", "start", "turns")
+    __slots__ = ("_counts", "_messages", "_places", "turns")
 
     def __init__(self, record: StoredConversation) -> None:
         self.turns: Sequence[StoredTurn] = record.own_turns
-        replies = [n for n, message in enumerate(record.messages) if message.role == "assistant"]
-        self.brought = max(0, len(replies) - len(self.turns))
-        """Number of replies that were there before, from the prompt or a branch's parent."""
-        self.start = replies[self.brought] if self.brought < len(replies) else len(record.messages)
-        """Index of its first message among those of the record."""
         self._messages = record.messages
+        self._places: tuple[int, int] | None = None
         self._counts: Counts | None = None
+
+    @property
+    def brought(self) -> int:
+        """Number of replies that were there before, from the prompt or a branch's parent."""
+        return self._found()[0]
+
+    @property
+    def start(self) -> int:
+        """Index of its first message among those of the record."""
+        return self._found()[1]
+
+    def _found(self) -> tuple[int, int]:
+        if self._places is None:
+            messages = self._messages
+            replies = [n for n, message in enumerate(messages) if message.role == "assistant"]
+            brought = max(0, len(replies) - len(self.turns))
+            start = replies[brought] if brought < len(replies) else len(messages)
+            self._places = brought, start
+        return self._places
 
     @property
     def messages(self) -> Sequence[StoredMessage]:
@@ -119,6 +134,8 @@ def _counts_of(own: Own) -> Counts:
 
 def interrupted_calls(record: Record) -> list[str]:
     """The ids of calls whose results say that a crash interrupted them; a branch inherits some."""
+    if not record.resumes and record.fork is None:
+        return []
     calls = [call for resume in record.resumes for call in resume.interrupted]
     if record.fork is not None:
         inherited = record.messages[: Own(record).start]

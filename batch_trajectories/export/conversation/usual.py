@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from agent.messages.parts import parts_of
+from agent.messages.parts import KIND_KEYS, parts_of
 from agent.state.final_answer import RESERVED
 from batch_trajectories.export.conversation.own_work import (
     Counts,
@@ -23,6 +23,8 @@ from batch_trajectories.export.conversation.tools import names_of, once
 from batch_trajectories.export.conversation.turns import Call, Entry, Result, Said, Turn
 from batch_trajectories.runs.store.record_types import Record, Tools
 
+_HAS_NO_KIND = KIND_KEYS.isdisjoint
+
 
 def usual_entries(record: Record, own: Own) -> list[Entry] | None:
     """The entries of a completed conversation, None if it is not of the usual shape.
@@ -33,13 +35,14 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
     messages, turns = record.messages, own.turns
     place = 1 if messages and messages[0].role == "system" else 0
     last = len(turns)
-    if offered is None or own.brought or own.start != place + 1 or last != len(record.turns):
+    if offered is None or last != len(record.turns) or len(messages) == place:
         return None
     opening = messages[place]
     text = opening.content
     if opening.role != "user" or opening.provider_blocks is not None or not text or text.isspace():
         return None
     place += 1
+    first = place
     entries: list[Entry] = [Said(text)]
     stats: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
@@ -54,7 +57,11 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         blocks = message.provider_blocks
         if message.role != "assistant" or "<" in text:
             return None
-        if blocks is not None and parts_of("assistant", blocks.blocks):
+        if (
+            blocks is not None
+            and not all(map(_HAS_NO_KIND, blocks.blocks))
+            and parts_of("assistant", blocks.blocks)
+        ):
             return None
         if turn.started_at < started_at:
             started_at = turn.started_at
@@ -118,7 +125,7 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         hidden,
         failures,
         0,
-        len(messages) - own.start - last,
+        len(messages) - first - last,
         with_token_ids,
         started_at,
         ended_at,

@@ -6,7 +6,6 @@ selected record is used or rejected. The same records and recipe give the same b
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -33,6 +32,7 @@ from batch_trajectories.export.rows.format import Format
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, Hashing, Written
 from batch_trajectories.export.statistics import Statistics
+from batch_trajectories.export.tally import Tally
 from batch_trajectories.runs.directory.run_dir import read_run_json, versions_of
 from batch_trajectories.runs.store.record_types import Record
 
@@ -156,6 +156,9 @@ class _Making:
         self._read = read
         filters = recipe.filters
         self._compares = recipe.compares
+        # Looked up for each record: a recipe computes some of them.
+        self._needs_rates, self._rate_bounds = recipe.needs_rates, filters.pass_rate
+        self._without_equal = filters.exact_duplicates
         self._filters = _filters_of(recipe)
         self._near = (
             None if filters.near_duplicates is None else NearDuplicates(filters.near_duplicates)
@@ -184,9 +187,9 @@ class _Making:
         self._needs_conversations = recipe.needs_conversations or self._lengths is not None
         self._rejects = Hashing(place.open("rejects.jsonl"))
         self._reject_lines = 0
-        self._rejected: Counter[str] = Counter()
-        self._selected: Counter[str] = Counter()
-        self._models: Counter[str] = Counter()
+        self._rejected: Tally[str] = Tally()
+        self._selected: Tally[str] = Tally()
+        self._models: Tally[str] = Tally()
         self._statistics = Statistics()
 
     def add(self, groups: Sequence[Sequence[int]]) -> None:
@@ -275,11 +278,11 @@ class _Making:
         """
         candidates: list[Loaded] = []
         rejected: list[tuple[_Named, Why]] = []
-        outcomes: Counter[bool | None] = Counter()
-        needs_rates, bounds = self._recipe.needs_rates, self._recipe.filters.pass_rate
+        outcomes: list[bool | None] = []
+        bounds = self._rate_bounds
         for number, record in zip(numbers, loaded, strict=False):
-            if needs_rates:
-                outcomes[self._filters.passed(record)] += 1
+            if self._needs_rates:
+                outcomes.append(self._filters.passed(record))
             try:
                 # The rate is known at the end, and what it leaves out must not exclude others.
                 candidate = self._filtered(number, record)
@@ -287,11 +290,14 @@ class _Making:
             except _LeftOut as left_out:
                 why = left_out.reason, left_out.detail
                 rejected.append((self._named(record, number), why))
-        judged = outcomes[True] + outcomes[False]
-        rate = self._records.pass_rate(numbers[0], judged, outcomes[True]) if needs_rates else None
+        if not self._needs_rates:
+            return candidates, None, rejected
+        passed = outcomes.count(True)
+        judged = passed + outcomes.count(False)
+        rate = self._records.pass_rate(numbers[0], judged, passed)
         if bounds is not None:
             within = rate is not None and bounds[0] <= rate <= bounds[1]
-            detail = f"{outcomes[True]} of {judged} samples passed" if judged else "none was judged"
+            detail = f"{passed} of {judged} samples passed" if judged else "none was judged"
             filtered, candidates = candidates, []
             for candidate in filtered:
                 try:
@@ -336,7 +342,7 @@ class _Making:
     def _without_copies(self, loaded: Loaded) -> Loaded:
         """The same; raises _LeftOut for a copy of an earlier one."""
         record = loaded.record
-        if self._recipe.filters.exact_duplicates and not self._is_new(loaded.number, record):
+        if self._without_equal and not self._is_new(loaded.number, record):
             raise _LeftOut("exact_duplicates", "says the same as an earlier conversation")
         if self._near is None or self._filters.only_compared(record) is not None:
             # A record without a row of its own must not exclude others.

@@ -52,6 +52,7 @@ class SourceRecords:
         self.orders = [
             RecordOrder(one.run_dir, one.scan, num_samples=one.num_samples) for one in self.sources
         ]
+        self._names = [one.name for one in self.sources]
         self._firsts = [0, *accumulate(map(len, self.orders))]
         self._rules = [stopping_rule(one.config) for one in self.sources]
 
@@ -72,7 +73,7 @@ class SourceRecords:
 
     def run_of(self, number: int) -> str:
         """The name of the run of a task."""
-        return self.sources[bisect_right(self._firsts, number) - 1].name
+        return self._names[bisect_right(self._firsts, number) - 1]
 
     def pass_rate(self, number: int, judged: int, passed: int) -> float | None:
         """The pass rate of the prompt of a task, without the bias of samples that stopped."""

@@ -198,7 +198,8 @@ class Judgement(NamedTuple):
         return has_passed(self.verdict, self.reward, threshold)
 
 
-_UNCHECKED = Judgement(None, None)
+UNCHECKED = Judgement(None, None)
+"""Of a record that was neither checked nor scored, mostly."""
 
 
 def judgement_of(record: Record, name: str | None = None) -> Judgement:
@@ -210,7 +211,7 @@ def judgement_of(record: Record, name: str | None = None) -> Judgement:
     """
     if name is None and not record.scores:
         if record.check is None and not (record.options or {}).get("check_expected"):
-            return _UNCHECKED
+            return UNCHECKED
         return _checked(record)
     named = rewards_of(record).named
     if name is not None:
@@ -276,13 +277,13 @@ def _finite(number: Any) -> float | None:
 def _by_expected_answer(record: Record) -> Judgement:
     options = record.options or {}
     if not options.get("check_expected") or record.row.get(expected_column(record.row)) is None:
-        return _UNCHECKED
+        return UNCHECKED
     if record.status == "completed":
         return Judgement(verdict=True, reward=1.0)
     was_wrong = any(note.reason == "expected" for note in record.notes)
     if record.status == "errors" and (was_wrong or ended_by_wrong_answer(record)):
         return Judgement(verdict=False, reward=0.0)
-    return _UNCHECKED
+    return UNCHECKED
 
 
 @dataclass(frozen=True, slots=True)

@@ -418,9 +418,26 @@ def _damaged(error: Exception) -> DamagedLine:
     return DamagedLine(f"{where}{what[:1].lower()}{what[1:]}")
 
 
+class _SharedTools:
+    """Gives records with equal tools the same list."""
+
+    def __init__(self) -> None:
+        self._last: tuple[bytes, Tools] = b"", ()
+
+    def __call__(self, json: bytes) -> Tools:
+        """The tools of a record. Raises `msgspec.ValidationError`."""
+        last, tools = self._last
+        if json != last:  # comparing takes a tenth of the time of hashing
+            tools = _tools_of(json)
+            self._last = json, tools
+        return tools
+
+
+_shared_tools = _SharedTools()
+
+
 @lru_cache(maxsize=64)
-def _shared_tools(json: bytes) -> Tools:
-    """The tools of a record, the same list for equal JSON. Raises `msgspec.ValidationError`."""
+def _tools_of(json: bytes) -> Tools:
     tools: list[dict[str, Any]] = exact_json.loads(json)
     try:
         msgspec.convert(tools, list[_OfferedTool])
