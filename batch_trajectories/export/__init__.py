@@ -10,7 +10,7 @@ filters/        which conversations become rows
 agreement       how far reviewers agree with each other, with checks and judges
 by_model    what each model cost and how often it passed
 reward_statistics  rewards by name and by prompt, pass@k
-tally           counts by key
+key_counts      counts by key
 reasons         why something failed, by kind
 statistics      counts over records
 record_order    records in the order of the dataset
@@ -22,6 +22,6 @@ scoring/        scores given after the run
 dataset/        the datasets of `export --format`
 parity/         chat templates: whether they train what inference saw
 
-Other rooms import agreement, by_model, funnel, health, reasons, record_order,
+Other rooms import agreement, by_model, funnel, health, key_counts, reasons, record_order,
 reward_statistics, run_statistics, statistics, training_files.
 """

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from batch_trajectories.export.tally import Tally
+from batch_trajectories.export.key_counts import KeyCounts
 from batch_trajectories.runs.store.record_types import Record
 
 
@@ -14,7 +14,7 @@ class ByModel:
     """The figures of the records given to `add` so far."""
 
     def __init__(self) -> None:
-        self._counts: defaultdict[str, Tally[str]] = defaultdict(Tally)
+        self._counts: defaultdict[str, KeyCounts[str]] = defaultdict(KeyCounts)
         self._dollars: defaultdict[str, float] = defaultdict(float)
 
     def add(self, record: Record, passed: bool | None) -> None:

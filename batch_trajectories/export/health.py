@@ -17,7 +17,7 @@ from agent.models.scripted import API as SCRIPTED
 from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.tools import names_of
-from batch_trajectories.export.tally import Tally
+from batch_trajectories.export.key_counts import KeyCounts
 from batch_trajectories.runs.store.checks import judgement_of
 from batch_trajectories.runs.store.record_types import Record, StoredMessage
 
@@ -111,11 +111,11 @@ class Health:
     def __init__(self, samples: int) -> None:
         """`samples` is how many conversations a prompt has."""
         self._has_samples = samples >= _PROMPT_FAILURES
-        self._found: Tally[str] = Tally()
-        self._of: Tally[str] = Tally()
+        self._found: KeyCounts[str] = KeyCounts()
+        self._of: KeyCounts[str] = KeyCounts()
         self._examples: dict[str, list[str]] = defaultdict(list)
-        self._tool_calls: Tally[str] = Tally()
-        self._tool_failures: Tally[str] = Tally()
+        self._tool_calls: KeyCounts[str] = KeyCounts()
+        self._tool_failures: KeyCounts[str] = KeyCounts()
         self._endings: dict[str, tuple[str, int]] = {}
         self._rewards: dict[str, dict[Any, _Rewards]] = defaultdict(dict)
         self._check_s = array("d")

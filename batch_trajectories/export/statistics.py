@@ -13,8 +13,8 @@ from typing import Any
 from agent.messages.message import MOST_TOKENS
 from batch_trajectories.export.conversation.own_work import Counts, Own
 from batch_trajectories.export.conversation.tools import names_of
+from batch_trajectories.export.key_counts import KeyCounts
 from batch_trajectories.export.reasons import Reasons
-from batch_trajectories.export.tally import Tally
 from batch_trajectories.runs.store.checks import UNCHECKED, CheckSums, judgement_of
 from batch_trajectories.runs.store.record_types import Record
 
@@ -29,22 +29,22 @@ class Statistics:
 
     def __init__(self) -> None:
         self._offered: set[str] = set()
-        self._calls: Tally[str] = Tally()
-        self._successes: Tally[str] = Tally()
-        self._failures: Tally[str] = Tally()
-        self._tool_errors: Tally[str] = Tally()
+        self._calls: KeyCounts[str] = KeyCounts()
+        self._successes: KeyCounts[str] = KeyCounts()
+        self._failures: KeyCounts[str] = KeyCounts()
+        self._tool_errors: KeyCounts[str] = KeyCounts()
         self._replies = 0
         self._with_reasoning = 0
         self._hidden_reasoning = 0
         self._rows_with_reasoning = 0
-        self._statuses: Tally[str] = Tally()
-        self._toolsets: Tally[str] = Tally()
+        self._statuses: KeyCounts[str] = KeyCounts()
+        self._toolsets: KeyCounts[str] = KeyCounts()
         self._checks = CheckSums()
         self._failed_scores = Reasons()
         self._turns = 0
         self._turns_with_token_ids = 0
         self._most_turns = 0
-        self._tokens: Tally[str] = Tally()
+        self._tokens: KeyCounts[str] = KeyCounts()
         self._first_started_at: float | None = None
         self._last_ended_at: float | None = None
 
@@ -79,7 +79,7 @@ class Statistics:
             ours = getattr(self, name)
             if isinstance(ours, set):
                 ours.update(theirs)
-            elif isinstance(ours, Tally | Reasons | CheckSums):
+            elif isinstance(ours, KeyCounts | Reasons | CheckSums):
                 ours.merge(theirs)
             elif isinstance(ours, int) and name != "_most_turns":
                 setattr(self, name, ours + theirs)

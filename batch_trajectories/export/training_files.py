@@ -32,9 +32,9 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance, accepted
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.hermes import FORMAT, row_of
+from batch_trajectories.export.key_counts import KeyCounts
 from batch_trajectories.export.record_order import RecordOrder, RecordReader
 from batch_trajectories.export.statistics import Statistics
-from batch_trajectories.export.tally import Tally
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.directory.owed import owed
@@ -81,9 +81,9 @@ class _Part:
 
     def __init__(self, files: Mapping[Place, Path]) -> None:
         self.files = files
-        self.rows: Tally[Place] = Tally()
-        self.reasons: Tally[str] = Tally()
-        self.others: Tally[str] = Tally()
+        self.rows: KeyCounts[Place] = KeyCounts()
+        self.reasons: KeyCounts[str] = KeyCounts()
+        self.others: KeyCounts[str] = KeyCounts()
         self.statistics = Statistics()
 
     def write(

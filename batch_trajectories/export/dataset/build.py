@@ -26,13 +26,13 @@ from batch_trajectories.export.dataset.runs import Read, Source, SourceRecords
 from batch_trajectories.export.dataset.splits import JoinedSplits, Splits
 from batch_trajectories.export.filters.duplicates import NearDuplicates, said_in
 from batch_trajectories.export.filters.filters import RecordFilters
+from batch_trajectories.export.key_counts import KeyCounts
 from batch_trajectories.export.record_order import Seen
 from batch_trajectories.export.rows.files import Export, Loaded, Why, open_format
 from batch_trajectories.export.rows.format import Format
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, Hashing, Written
 from batch_trajectories.export.statistics import Statistics
-from batch_trajectories.export.tally import Tally
 from batch_trajectories.runs.directory.run_dir import read_run_json, versions_of
 from batch_trajectories.runs.store.record_types import Record
 
@@ -187,9 +187,9 @@ class _Making:
         self._needs_conversations = recipe.needs_conversations or self._lengths is not None
         self._rejects = Hashing(place.open("rejects.jsonl"))
         self._reject_lines = 0
-        self._rejected: Tally[str] = Tally()
-        self._selected: Tally[str] = Tally()
-        self._models: Tally[str] = Tally()
+        self._rejected: KeyCounts[str] = KeyCounts()
+        self._selected: KeyCounts[str] = KeyCounts()
+        self._models: KeyCounts[str] = KeyCounts()
         self._statistics = Statistics()
 
     def add(self, groups: Sequence[Sequence[int]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ from batch_trajectories.export.rows.format import Format, RowFormat
 from batch_trajectories.export.rows.per_turn import content_of, cut_by_turn
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, MakeWriter, SplitFiles
-from batch_trajectories.export.tally import Tally
 from batch_trajectories.runs.store.record_types import Record
 
 _OF_ROWS = frozenset((Reason.TOO_LONG, Reason.ALL_MASKED))
@@ -56,7 +56,7 @@ class _Lengths:
     """A histogram of lengths in steps of 5%, so memory does not grow with their number."""
 
     def __init__(self) -> None:
-        self._classes: Tally[int] = Tally()
+        self._classes: Counter[int] = Counter()
         self._most = 0
 
     def add(self, length: int) -> None:
@@ -116,7 +116,7 @@ class FormatFiles(ABC):
         self._splits = list(recipe.splits)
         self._rows = 0
         self._used = 0
-        self._reasons: Tally[str] = Tally()
+        self._reasons: Counter[str] = Counter()
         self._lengths = _Lengths()
 
     def write(self, split: str, line: bytes, *, uses: int = 1) -> None:
@@ -192,7 +192,7 @@ class _RowFiles(CandidateFiles):
         format, recipe = export.format, export.recipe
         assert isinstance(format, RowFormat)
         self._format = format
-        self._others: Tally[str] = Tally()
+        self._others: Counter[str] = Counter()
         self._per_turn = recipe.per_turn
         self._without_copies = recipe.filters.exact_duplicates
         self._copies = 0
@@ -248,7 +248,7 @@ class _RowFiles(CandidateFiles):
             for n, (shown, row) in enumerate(self._segments.of(conversation, record)):
                 self.write(split, dumps_row(row), uses=n == 0)
                 if not self._per_turn:
-                    self._others.merge(shown.others)
+                    self._others += shown.others
                 self._with_nulls += self._has_nulls(shown)
             return None
         if self._per_turn:
@@ -256,7 +256,7 @@ class _RowFiles(CandidateFiles):
         conversation, row = self._rendered(conversation)
         self.write(split, dumps_row(row))
         if conversation.has_others:
-            self._others.merge(conversation.others)
+            self._others += conversation.others
         self._with_nulls += self._has_nulls(conversation)
         return None
 
