@@ -24,10 +24,18 @@ from tests.stored import ROW_FORMATS, row_in, stored
 PROMPT = "Count the files."
 
 
-def agents_record(*, ends_by_call: bool = False, **changes: Any) -> dict[str, Any]:
-    """What Claude Code leaves: reminders, a system message in the middle, and a side call."""
+def agents_record(
+    *, ends_by_call: bool = False, acknowledges: str = "", **changes: Any
+) -> dict[str, Any]:
+    """What Claude Code leaves: reminders, a system message in the middle, and a side call.
+
+    In that one it `acknowledges` a message itself, as Qwen Code does.
+    """
     recording = Recording(PROMPT)
     side, talk = MessagesTalk(system="Make a title.", has_tools=False), MessagesTalk()
+    if acknowledges:
+        side.say("Mind the rules.")
+        side.items.append({"role": "assistant", "content": acknowledges})
     side.say(PROMPT)
     recording.relay(side, Said("Counting"))
     talk.say("Mind the rules.")
@@ -149,6 +157,15 @@ def test_other_conversations_of_an_agent_are_documents_of_their_own() -> None:
         "Make a title.", PROMPT, "Counting",
     ]  # fmt: skip
     assert "subagents_left_out" not in training_row["extra"]
+
+
+def test_replies_that_an_agent_wrote_itself_are_context_in_documents() -> None:
+    document = row(agents_record(acknowledges="Got it."), "atif")
+    [inner] = document["subagent_trajectories"]
+    said = [step for step in inner["steps"] if step["source"] == "agent"]
+    assert [step["message"] for step in said] == ["Got it.", "Counting"]
+    assert [step.get("is_copied_context", False) for step in said] == [True, False]
+    assert ["timestamp" in step for step in said] == [False, True]
 
 
 def test_a_run_of_agents_is_exported_in_all_formats(tmp_path: Path) -> None:

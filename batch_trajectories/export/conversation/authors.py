@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from agent.messages.message import USER_TURN, user_key
 from batch_trajectories.export.conversation.own_work import Own, first_reply
-from batch_trajectories.export.conversation.turns import Author, Entry, Said
+from batch_trajectories.export.conversation.turns import Author, Entry, Said, Turn
 from batch_trajectories.runs.store.record_types import (
     InnerRecord,
     Record,
@@ -56,6 +56,20 @@ def with_authors(entries: list[Entry], record: Record, own: Own) -> list[Entry]:
                 entry = msgspec.structs.replace(entry, author="other_model")
         written.append(entry)
     return written
+
+
+def with_context(entries: list[Entry], part: StoredConversation, own: Own) -> list[Entry]:
+    """The entries of an inner conversation; turns before its own first one are context.
+
+    An agent writes some itself, and what follows a compaction repeats others.
+    """
+    given = _turns_before(part.messages, own.start) if own.brought else 0
+    return [
+        replace(entry, author="context")
+        if isinstance(entry, Turn) and entry.number <= given
+        else entry
+        for entry in entries
+    ]
 
 
 def _author_of(text: str, added: list[tuple[str, Author]]) -> Author:

@@ -18,7 +18,7 @@ from typing import Any
 from agent.messages.message import SIMULATED_USER
 from agent.models.parsing import count_or_none
 from batch_trajectories.basics.exact_json import within_64_bits
-from batch_trajectories.export.conversation.authors import in_order
+from batch_trajectories.export.conversation.authors import in_order, with_context
 from batch_trajectories.export.conversation.metadata import metadata_of
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_entries, system_of
@@ -163,7 +163,8 @@ def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Con
     called = {call.function.name for message in messages for call in message.tool_calls}
     flaws: list[Flaw] = []
     offered = [{"function": {"name": name}} for name in sorted(called)]
-    entries = read_entries(messages, offered, flaws)
+    own = Own(inner)
+    entries = with_context(read_entries(messages, offered, flaws), inner, own)
     tolerance.refuse(flaws)
     return Conversation(
         system=system_of(messages),
@@ -171,9 +172,10 @@ def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Con
         tools=(),
         completed=True,
         record=record,
-        own=Own(inner),
+        own=own,
         metadata={},
         num_tool_calls=0,
+        has_others=own.brought > 0,
     )
 
 
