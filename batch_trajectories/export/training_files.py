@@ -15,7 +15,7 @@ import hashlib
 import os
 import shutil
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from glob import escape
 from pathlib import Path
@@ -30,6 +30,7 @@ from batch_trajectories.export.conversation.rewards import not_passed
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance, accepted
+from batch_trajectories.export.conversation.turns import Conversation
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.hermes import FORMAT, row_of
 from batch_trajectories.export.key_counts import KeyCounts
@@ -160,28 +161,40 @@ def style_of_run(config: Mapping[str, Any]) -> Style:
     )
 
 
-def route(record: Record, own: Own | None = None, *, style: Style = _PLAIN) -> Routed:
+def route(
+    record: Record,
+    own: Own | None = None,
+    *,
+    style: Style = _PLAIN,
+    render: Callable[[Conversation, Style], dict[str, Any]] = row_of,
+) -> Routed:
     """Choose the file of a record and make its row; `style` is that of the run.
 
-    `own` is that of `read_conversation`.
+    `own` is that of `read_conversation`. `render` makes another object than the row, and raises
+    Rejected where the row does.
     """
     if record.status == "failed":
         error = record.error or StoredError("unknown", "")
         return _reject(record, "failed", f"{error.error_class}: {error.message}")
     try:
         conversation = read_conversation(record, own)
-        row = row_of(conversation, style)
+        row = render(conversation, style)
     except Rejected as rejected:
         hint = FORMAT.how_to_keep(rejected.reason)
         detail = f"{rejected.detail}; {hint}" if hint else rejected.detail
         return _reject(record, rejected.reason.value, detail)
-    if style.require_reasoning and row["completed"] and not row["has_reasoning"]:
+    completed = conversation.completed
+    if style.require_reasoning and completed and not _has_reasoning(conversation):
         return _reject(record, Reason.NO_REASONING.value, "no turn of the model holds reasoning")
-    wants_passed = style.require_passed and row["completed"]
+    wants_passed = style.require_passed and completed
     if wants_passed and (why := not_passed(judgement_of(record))) is not None:
         return _reject(record, why.reason.value, why.detail)
-    place: Place = "training" if row["completed"] else "partial"
+    place: Place = "training" if completed else "partial"
     return Routed(place, row, None, conversation.others if conversation.has_others else {})
+
+
+def _has_reasoning(conversation: Conversation) -> bool:
+    return any(turn.reasoning for turn in conversation.own_turns)
 
 
 def export_run(

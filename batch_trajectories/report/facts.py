@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,8 @@ from agent.messages.message import USER_TURN
 from agent.messages.reasoning import split_inline_reasoning
 from agent.models.deadline import TimeAtWork
 from batch_trajectories.export.conversation.leaks import leaks_of
-from batch_trajectories.export.conversation.own_work import Own, kind_of_failure
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.tools import names_of
 from batch_trajectories.runs.store.checks import MAIN, judgement_of, rewards_of
 from batch_trajectories.runs.store.record_types import (
     CutCall,
@@ -64,7 +64,7 @@ def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
         "leaks": len(leaks),
         "leak_calls": [f"turn {leak.turn}: {leak.evidence}" for leak in leaks],
         "tools": tools,
-        "failures": Counter(kind_of_failure(m.details) for m in replies if m.is_error),
+        "failures": _failures(own),
         "flags": flags_of(record),
     }
 
@@ -101,8 +101,8 @@ def flags_of(record: Record) -> list[str]:
     flags = {
         "inner conversations": record.inner,
         # A note on the last shared turn was added after the fork.
-        "notes": any(note.turn >= parents and note.reason != USER_TURN for note in record.notes),
-        "discarded replies": any(reply.inherited is None for reply in record.discarded),
+        "notes": [n for n in record.notes if n.turn >= parents and n.reason != USER_TURN],
+        "discarded replies": [one for one in record.discarded if one.inherited is None],
         "resumed": record.resumes,
         "calls set aside": record.set_aside,
         "compacted": record.view_compacted,
@@ -120,13 +120,18 @@ def _by_name(record: Record) -> dict[str, float] | None:
 
 
 def _tools(record: Record, own: Own) -> dict[str, tuple[int, int]]:
-    offered = {tool["function"]["name"] for tool in record.tools}
+    offered = names_of(record.tools)
     counts: dict[str, tuple[int, int]] = {}
     for stats in own.counts.tools:
         name = stats["tool"] if stats["tool"] in offered else NOT_OFFERED
         calls, failed = counts.get(name, (0, 0))
         counts[name] = (calls + stats["count"], failed + stats["failure"])
     return counts
+
+
+def _failures(own: Own) -> dict[str, int]:
+    kinds = own.counts.failures
+    return {kind: kinds.count(kind) for kind in kinds}
 
 
 def _last_content(messages: Sequence[StoredMessage], role: str) -> str:

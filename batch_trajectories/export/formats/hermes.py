@@ -46,20 +46,26 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """The row of a conversation; its system prompt is in it only if asked for. Raises Rejected."""
     record = conversation.record
     columns = common_columns(conversation)
-    system = conversation.system if style.has_system(by_default=False) else ""
-    style.tolerance.refuse(conversation.flaws)
-    if system:
-        refuse_control_tokens(system, style.tolerance, where="system message")
-    tools, preamble = once(conversation.tools, _tools_and_preamble)
+    tools, _ = once(conversation.tools, _tools_and_preamble)
     return {
         "id": record.id,
-        "conversations": _conversations(conversation.entries, preamble, style, system=system),
+        "conversations": turns_of(conversation, style),
         "tools": tools,
         "completed": conversation.completed,
         "partial": not conversation.completed,
         "api_calls": record.api_calls,
         **columns,
     }
+
+
+def turns_of(conversation: Conversation, style: Style) -> list[dict[str, str]]:
+    """The turns of the row, that of the system first. Raises Rejected."""
+    system = conversation.system if style.has_system(by_default=False) else ""
+    style.tolerance.refuse(conversation.flaws)
+    if system:
+        refuse_control_tokens(system, style.tolerance, where="system message")
+    _, preamble = once(conversation.tools, _tools_and_preamble)
+    return _conversations(conversation.entries, preamble, style, system=system)
 
 
 def to_conversations(

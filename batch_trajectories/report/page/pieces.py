@@ -100,14 +100,15 @@ class Pieces:
 
     def _write(self, path: Path, kind: str, number: int, items: list[bytes]) -> None:
         # As a string to parse: in a JavaScript literal, a key __proto__ would not be data.
-        text = orjson.dumps(_listed(items).decode()).decode()
-        call = f'reportData("{self._report_id}", "{kind}", {number}, {text});\n'
+        text = orjson.dumps(_listed(items).decode())
+        head = f'reportData("{self._report_id}", "{kind}", {number}, '
+        call = b"".join((head.encode(), text, b");\n"))
         if path.exists():
             with path.open("ab") as file:
-                file.write(call.encode())
+                file.write(call)
             return
         with open_temporary(path, self._directory / path.name) as file:
-            file.write(call.encode())
+            file.write(call)
 
 
 def temporary_of(directory: Path) -> Path:

@@ -23,7 +23,8 @@ from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tools import once
-from batch_trajectories.export.conversation.turns import Turn
+from batch_trajectories.export.conversation.turns import Conversation, Turn
+from batch_trajectories.export.formats.hermes import turns_of
 from batch_trajectories.export.health import Health, problems_in
 from batch_trajectories.export.reward_statistics import RewardStatistics
 from batch_trajectories.export.training_files import route, style_of_run
@@ -289,20 +290,30 @@ def training_form(
 
     All turns of `gpt` carry loss, also those from the prompt: trainers mask by speaker.
     """
-    routed = route(record, own, style=style)
+    routed = route(record, own, style=style, render=_shown)
     row = routed.row
     if routed.place == "rejects":
         form = {"reason": row["reason"], "detail": row["detail"], "system": None}
         return {"file": routed.place, **form, "turns": [], "given": 0}
-    system, *turns = row["conversations"]
     return {
         "file": routed.place,
         "reason": None,
         "detail": None,
-        "system": key_of(system["value"]),
-        "turns": [[turn["from"], turn["value"], turn["from"] == "gpt"] for turn in turns],
-        "given": _given(row),
+        **row,
+        "system": key_of(row["system"]),
         **({} if masks is None else {"masked": _masked(record, masks)}),
+    }
+
+
+def _shown(conversation: Conversation, style: Style) -> dict[str, Any]:
+    """`system` (the text), `turns` and `given`."""
+    system, *turns = turns_of(conversation, style)
+    shown = [(speaker := turn["from"], turn["value"], speaker == "gpt") for turn in turns]
+    with_loss = sum([has_loss for _, _, has_loss in shown])
+    return {
+        "system": system["value"],
+        "turns": shown,
+        "given": with_loss - len(conversation.own_turns),
     }
 
 
@@ -313,12 +324,6 @@ def _masked(record: Record, masks: Masks) -> dict[str, Sequence[str]]:
         return {str(number): [str(error)] for number in range(1, len(record.turns) + 1)}
     turns = (entry for entry in entries if isinstance(entry, Turn))
     return {str(turn.number): turn.masked for turn in turns if turn.masked}
-
-
-def _given(row: dict[str, Any]) -> int:
-    own = int(orjson.loads(row["metadata"])["reasoning"]["assistant_turns"])
-    speakers = [turn["from"] for turn in row["conversations"]]
-    return speakers.count("gpt") - own
 
 
 def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:
