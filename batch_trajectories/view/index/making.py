@@ -7,6 +7,7 @@ Their memory is gone when they end, and they may fork, as no other thread runs i
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,9 @@ from pathlib import Path
 from batch_trajectories.basics.console import show
 from batch_trajectories.basics.errors import RunError, RunLocked, machine_failures_as_stops
 from batch_trajectories.view.index.parts import cache_of, extend, origin_of
+
+_NICE = 10
+"""Whoever looks at what is there already is served first."""
 
 
 def rows(run_dir: Path) -> None:
@@ -48,6 +52,7 @@ def compare(first: Path, second: Path) -> None:
 
 def main(what: str, *runs: str) -> int:
     """Make what is named; the exit code."""
+    os.nice(_NICE)
     try:
         with machine_failures_as_stops():
             _MAKES[what](*map(Path, runs))
