@@ -97,7 +97,10 @@ _CONSUMERS = {
         more=(f"verl_sft {_MASKED}", "rl_rows verl", f"rl_rows {_MASKED} verl", "verl_prompts"),
     ),
     "skyrl": _Consumer(
-        "rl_rows skyrl", ("skyrl",), needs_torch=True, more=(f"rl_rows {_MASKED} skyrl",)
+        "rl_rows skyrl",
+        ("skyrl", "loguru", "jaxtyping"),  # its extra asks for packages that are compiled for a GPU
+        needs_torch=True,
+        more=(f"rl_rows {_MASKED} skyrl",),
     ),
     "prime-rl": _Consumer("rl_rows prime_rl", ("msgspec",), is_asked_for=True),
     "slime": _Consumer("rl_rows slime", (), needs_torch=True, is_asked_for=True),

@@ -44,8 +44,8 @@ def main(directory: Path) -> None:
             marks = [False, *(bool(mark) for mark in mask[0].tolist()[:-1])]
             labels.add(row, ids[0].tolist(), marks)
             has_tools += "<tools>" in tokenizer.decode(ids[0])
-    version = metadata.version("openrlhf")
-    print(f"= OpenRLHF {version}: {labels}; tools are in the prompt of {has_tools} rows")
+    version, told = metadata.version("openrlhf"), f"tools are in the prompt of {has_tools} rows"
+    print(f"= OpenRLHF {version}, {directory.name}: {labels}; {told}")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,10 @@ def main(directory: Path) -> None:
                     labels.add(row, made["input_ids"], marks)
             total = sum(len(_thoughts(row)) for row in ours)
             told = f"{found} of {total} thoughts are learnt"
-            print(f"= ms-swift {metadata.version('ms-swift')}, reasoning {kind}: {told}; {labels}")
+            print(
+                f"= ms-swift {metadata.version('ms-swift')}, {directory.name}, reasoning {kind}: "
+                f"{told}; {labels}"
+            )
 
 
 def _thoughts(row: dict[str, list[dict[str, str]]]) -> list[str]:

@@ -49,7 +49,7 @@ def main(directory: Path) -> None:
         made = data[number]
         labels.add(ours[name], made["input_ids"].tolist(), made["loss_mask"].tolist())
     version = metadata.version("verl")
-    print(f"= verl {version}: {labels}; without tools as lists: {alone[:90]!r}")
+    print(f"= verl {version}, {directory.name}: {labels}; without tools as lists: {alone[:90]!r}")
 
 
 if __name__ == "__main__":

@@ -35,5 +35,6 @@ test_export_push          a dataset sent to a hub
 test_export_determinism   same conversations, same bytes
 test_export_prompts       prompts for rollouts of trainers
 test_export_rl            token ids for reinforcement learning, and what trainers read of them
+test_trainer_labels       what checks by real trainers say of labels
 test_export_docs          docs/export.md
 """
