@@ -343,6 +343,33 @@ def test_an_agent_that_diverges_says_where(tmp_path: Path, endpoint: AgentEndpoi
     assert record["cost_usd"] == pytest.approx(sum(costs))
 
 
+_ASK = """
+import json, os, sys, urllib.request
+model, said = sys.argv[1:]
+body = {"model": model, "messages": [{"role": "user", "content": said}]}
+key = os.environ["OPENAI_API_KEY"]
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + key}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers))
+"""
+"""Makes one call without tools."""
+
+
+@pytest.mark.slow
+@needs_bwrap
+@pytest.mark.parametrize("then", ["kill -9 $$", "python3 ~/ask.py unknown 'Now work.'"])
+def test_an_agent_that_ends_after_its_call_for_a_title_has_done_nothing(
+    tmp_path: Path, endpoint: AgentEndpoint, then: str
+) -> None:
+    """By a signal, or because its next call is refused."""
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 1)})
+    agent = shell(f'python3 ~/ask.py m "$1" && {then}', files={"ask.py": _ASK})
+    done = run(tmp_path, **options(endpoint, agent, max_attempts=1))
+    assert done.returncode == 1
+    (failure,) = lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
+    assert (failure["class"], len(endpoint.exchanges)) == ("agent_failed", 1)
+
+
 @pytest.mark.slow
 @needs_bwrap
 def test_a_killed_agent_is_a_failed_attempt_and_the_next_continues(

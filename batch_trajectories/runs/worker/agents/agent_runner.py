@@ -28,7 +28,7 @@ from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.setup import Setup
 from agent.state.trajectory import Trajectory
-from agent.wires.lines import lines_of
+from agent.wires.lines import Line, lines_of
 from batch_trajectories.basics.errors import AgentFailed, Stopped
 from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.config.run_config import RunConfig
@@ -62,6 +62,7 @@ _LAST_WORDS_S = 10.0
 _NO_LIMIT_S = 7 * 24 * 3600.0
 _OUTPUT_BYTES = 32 * 1024
 _SHOWN = 300
+_SIGNALLED = 128  # exit codes above it are those of signals
 """Characters of an agent's output in the reason of a failure."""
 
 _ENDED = ExecResult(None, "", "", timed_out=False, truncated=False, duration_s=0.0)
@@ -324,14 +325,24 @@ class AgentRunner:
         return agent.with_found(self._versions[command])
 
 
+def _main_line(task: AgentTask) -> Line | None:
+    calls = task.trajectory.agent_calls
+    return None if calls is None else lines_of(calls, task.row.opening[-1]["content"]).main
+
+
 def _last_reply(task: AgentTask, before: Collection[int] = ()) -> ReplyEvent | None:
     """The last reply of the main conversation; None if the agent has made no call since."""
-    if (calls := task.trajectory.agent_calls) is None:
-        return None
-    main = lines_of(calls, task.row.opening[-1]["content"]).main
-    if main is None or main.numbers[-1] in before:
+    main, calls = _main_line(task), task.trajectory.agent_calls
+    if main is None or calls is None or main.numbers[-1] in before:
         return None
     return calls.exchanges[main.numbers[-1]]["reply"]
+
+
+def _is_cut_off(task: AgentTask, relay: Relay, result: ExecResult) -> bool:
+    """Whether an agent that offered no tools was killed by a signal, or its last call has failed:
+    it may only have asked for a title."""
+    main, is_killed = _main_line(task), (result.exit_code or 0) > _SIGNALLED
+    return main is not None and not main.tools and (is_killed or relay.last_refusal is not None)
 
 
 @asynccontextmanager
@@ -400,7 +411,7 @@ def _ending(
         return Finish("time_limit", f"{result.duration_s:.1f} s are over the limit")
     last = _last_reply(task, before)
     # A command that was ended was not done, even after a final reply.
-    if last is not None and not result.was_filling:
+    if last is not None and not result.was_filling and not _is_cut_off(task, relay, result):
         match last["finish_reason"]:
             case "length" | "refusal" | "context_exceeded" as cut:
                 return Finish(cut)
