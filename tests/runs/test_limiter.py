@@ -342,6 +342,13 @@ class TestPace:
         pace.change(60.0, now=0.0)
         assert pace.wait_s(now=0.0) > 0
 
+    def test_what_was_sent_without_a_limit_is_no_debt(self) -> None:
+        """`limits --rpm` of a run without one: the next call waits its turn, not for all before."""
+        pace = TokenBucket(None, now=0.0)
+        pace.take(1000)
+        pace.change(60.0, now=5.0)
+        assert pace.wait_s(now=5.0) == pytest.approx(1.0, abs=0.01)
+
 
 class FakeWorker:
     """A worker that starts as many calls as it may, and ends them when the test says so."""

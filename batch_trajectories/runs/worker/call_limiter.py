@@ -41,7 +41,9 @@ class TokenBucket:
         self._filled_at = now
 
     def change(self, per_minute: float | None, *, now: float) -> None:
-        """Change the rate."""
+        """Change the rate; what was taken while there was none is no debt."""
+        if self._per_s is None:
+            self._tokens = max(self._tokens, 0.0)
         self._fill(now)
         self._per_s = None if per_minute is None else per_minute / 60
 
