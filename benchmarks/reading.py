@@ -1,11 +1,12 @@
 """How long commands that read a whole run take: `status`, `stats`, `report`, `verify`.
 
     python -m benchmarks.reading [--rows 100000] [--size small] [--reps 3] [--against DIR]
+                                 [--run DIR]
 
 Makes a finished run of `--rows` records (see `export_speed`) and reads it with each command, each
 time in a process of its own. With `--against`, the tree of another commit takes turns with this
-one on the same run. Printed are medians of wall time and of CPU time, those of child processes
-included.
+one on the same run: on `--run` where that commit cannot read what this one makes. Printed are
+medians of wall time and of CPU time, those of child processes included.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ COMMANDS = ("status", "stats", "report", "verify")
 @click.option("--size", type=click.Choice(sorted(SIZES)), default="small")
 @click.option("--reps", default=3)
 @click.option("--against", type=click.Path(path_type=Path, exists=True, file_okay=False))
-def main(rows: int, size: str, reps: int, against: Path | None) -> None:
+@click.option("--run", "given", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def main(rows: int, size: str, reps: int, against: Path | None, given: Path | None) -> None:
     """Make a run, read it, print what it took."""
     trees = [ROOT] if against is None else [against, ROOT]
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = make_run(Path(folder), rows, *SIZES[size])
-        argv = [sys.executable, "batch_runner.py", "export", str(run_dir)]
-        subprocess.run(argv, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        run_dir = given or make_run(Path(folder), rows, *SIZES[size])
+        if given is None:
+            argv = [sys.executable, "batch_runner.py", "export", str(run_dir)]
+            subprocess.run(argv, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         megabytes = (run_dir / "records.jsonl").stat().st_size / 1e6
-        click.echo(f"{rows:,} records, {megabytes:.0f} MB; medians of {reps}")
+        click.echo(f"{run_dir}: {megabytes:.0f} MB; medians of {reps}")
         found = defaultdict(list)
         for _ in range(reps):
             for tree in trees:
@@ -54,19 +57,21 @@ def main(rows: int, size: str, reps: int, against: Path | None) -> None:
 
 def _save_scan(tree: Path, run_dir: Path) -> None:
     """As the end of a start leaves it; versions differ in what they save."""
+    # Earlier trees have their rooms at the top.
+    top = "batch_trajectories." if (tree / "batch_trajectories").is_dir() else ""
     code = (
         "import sys; from pathlib import Path;"
-        "from batch_trajectories.api.stored_run import StoredRun;"
-        "from batch_trajectories.runs.dataset.scan_cache import NAME, save_scan;"
-        "run = StoredRun(Path(sys.argv[1]));"
+        f"from {top}api.stored_run import StoredRun;"
+        f"from {top}runs.dataset.scan_cache import NAME, save_scan;"
+        "run = StoredRun(Path(sys.argv[1]).resolve());"
         "(run.path / NAME).unlink(missing_ok=True); save_scan(run.path / NAME, run.scan)"
     )
-    subprocess.run([sys.executable, "-c", code, run_dir], cwd=tree, check=True)
+    subprocess.run([sys.executable, "-c", code, run_dir.resolve()], cwd=tree, check=True)
 
 
 def _timed(tree: Path, run_dir: Path, command: str) -> tuple[float, float]:
     """Seconds of wall time and of CPU."""
-    argv = [sys.executable, str(tree / "batch_runner.py"), command, str(run_dir)]
+    argv = [sys.executable, str(tree / "batch_runner.py"), command, str(run_dir.resolve())]
     began, before = time.monotonic(), os.times()
     done = subprocess.run(argv, cwd=tree, capture_output=True, check=False)
     after = os.times()
