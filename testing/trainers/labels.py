@@ -50,6 +50,7 @@ class Labels:
         self.tokens += len(tokens.marks)
         self.trained += sum(tokens.marks)
         messages, at = row["messages"], 0
+        is_placed = False  # whether it is known where the message before ends
         for number, message in enumerate(messages):
             place = f"{row['id']}, message {number}"
             begin, end = at, tokens.begin_of(messages[number + 1 :], at)
@@ -57,24 +58,26 @@ class Labels:
                 found = tokens.find(message["content"], at)
                 if found is None:
                     assert len(message["content"].strip()) < _SHORTEST, f"{place}: not shown"
+                    is_placed = False
                     continue
+                is_placed = True
                 self.others += tokens.check(found, place, is_learnt=False)
                 at = found.end
             elif message.get("weight") != 0:
                 self.turns += 1
-                for text in _texts(message):
+                for text in _texts(message, with_names=is_placed):
                     found = tokens.find(text, begin, end)
                     assert found is not None, f"{place}: not shown: {text[:80]!r}"
                     self.own += tokens.check(found, place, is_learnt=True)
                     at = max(at, found.end)
             else:
                 self.masked_turns += 1
-                for text in _texts(message):
+                for text in _texts(message, with_names=is_placed):
                     found = tokens.find(text, begin, end)  # templates may leave it out
                     if found is not None:
                         self.masked += tokens.check(found, place, is_learnt=False)
                         at = max(at, found.end)
-                if number and messages[number - 1]["role"] != "assistant":
+                if is_placed and messages[number - 1]["role"] != "assistant":
                     tokens.check(_Found(begin, end or at), place, is_learnt=False)
 
     def __str__(self) -> str:
@@ -130,16 +133,30 @@ class _Tokens:
         return max(0, last - first)
 
 
-def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    """All that the model wrote in a turn that is long enough."""
+def _texts(message: Mapping[str, Any], *, with_names: bool) -> Iterator[str]:
+    """All that the model wrote in a turn that is long enough.
+
+    Names of tools stand in the list of tools, too.
+    """
     texts = [message.get("reasoning_content", ""), message["content"]]
     for call in message.get("tool_calls", ()):
-        texts.append(call["function"]["name"])
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        texts += [value for value in arguments.values() if isinstance(value, str)]
+        if with_names:
+            texts.append(call["function"]["name"])
+        texts += _texts_of_arguments(call["function"]["arguments"])
     return (text for text in texts if len(text.strip()) >= _SHORTEST)
+
+
+def _texts_of_arguments(arguments: Any) -> list[str]:
+    """Those of an object, or of its JSON; what is no JSON object is one text."""
+    found = arguments
+    if isinstance(arguments, str):
+        try:
+            found = json.loads(arguments)
+        except ValueError:
+            found = None
+    if not isinstance(found, dict):
+        return [arguments]
+    return [value for value in found.values() if isinstance(value, str)]
 
 
 def _byte_table() -> dict[str, int]:
