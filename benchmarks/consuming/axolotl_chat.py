@@ -12,6 +12,7 @@ import datasets
 from axolotl.prompt_strategies.chat_template import load
 from axolotl.utils.dict import DictDefault
 
+from benchmarks.consuming.templates import PER_MESSAGE
 from testing.trainers import tiny
 from testing.trainers.labels import IGNORED, Labels
 from testing.trainers.rows import rows as rows_of
@@ -23,7 +24,9 @@ def main(directory: Path) -> None:
     datasets.disable_progress_bars()
     tokenizer = tiny.tokenizer_for(directory)
     settings = DictDefault({"train_on_inputs": False, "sequence_len": 1 << 17})
-    entry = {"type": "chat_template", "chat_template": "qwen3", "field_tools": "tools"}
+    entry = {"type": "chat_template", "chat_template": "jinja", "field_tools": "tools"}
+    # Axolotl's own qwen3 drops the reasoning of turns before the last user message.
+    entry["chat_template_jinja"] = PER_MESSAGE
     entry["message_field_training"] = "weight"
     strategy = load(tokenizer, settings, ds_cfg=DictDefault(entry))
     ours = list(rows_of(directory))

@@ -4,12 +4,12 @@ PER_MESSAGE = """{%- if tools %}<|im_start|>system
 <tools>
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}</tools><|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.reasoning_content %}<think>
-{{ m.reasoning_content }}
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
 </think>
 
-{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>
+{% endif %}{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>
 {"name": {{ call.function.name | tojson }}, "arguments": {% if call.function.arguments is string %}
 {{- call.function.arguments }}{% else %}{{ call.function.arguments | tojson }}{% endif %}}
 </tool_call>{% endfor %}<|im_end|>
