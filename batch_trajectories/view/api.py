@@ -38,6 +38,7 @@ from batch_trajectories.view.state import OpenRun, State
 
 _MOST_ROWS = 500
 _MOST_COMPARED = 6
+_MOST_DIGITS = 18
 _STEERS: Mapping[str, tuple[str, ...]] = {
     "pause": (),
     "resume": (),
@@ -66,8 +67,10 @@ class Query(NamedTuple):
     def whole(self, name: str, default: int, most: int | None = None) -> int:
         """A whole number from 0 to `most`."""
         given = self.values.get(name, str(default))
-        if not given.isascii() or not given.isdecimal():
-            raise BadRequest(f"{name}={given}: must be a whole number")
+        if not given.isascii() or not given.isdecimal() or len(given) > _MOST_DIGITS:
+            raise BadRequest(
+                f"{name}={given}: must be a whole number of up to {_MOST_DIGITS} digits"
+            )
         number = int(given)
         return number if most is None else min(number, most)
 

@@ -71,7 +71,7 @@ class AccessGuard:
         if request.path != "/" and request.headers.get("Sec-Fetch-Site", "none") not in _OWN_SITE:
             raise AccessRefused(403, "a page of another site may not ask this server")
         origin = request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != request.headers.get("Host"):
+        if origin is not None and _place_of(origin) != request.headers.get("Host"):
             raise AccessRefused(403, "a page of another origin may not ask this server")
         is_json = request.content_type == "application/json"
         if request.method not in ("GET", "HEAD") and not is_json:
@@ -128,6 +128,14 @@ def is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     return _is_address(host) and ipaddress.ip_address(host).is_loopback
+
+
+def _place_of(origin: str) -> str | None:
+    """Host and port of an origin; None if it is none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _is_address(host: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batch_trajectories.runs.store.files import refuse_strange_files
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.records import UnreadableRecord
 from batch_trajectories.view.conversation import read_found
@@ -190,8 +191,9 @@ class State:
         self._open: OrderedDict[str, OpenRun] = OrderedDict()
 
     def open(self, key: str) -> OpenRun:
-        """The run with a key. Raises `NoSuchRun`."""
+        """The run with a key. Raises `NoSuchRun`, and `RunDirError` for one with strange files."""
         place = self.places.find(key)
+        refuse_strange_files(place.path)
         with self._lock:
             found = self._open.pop(key, None)
             if found is None or found.place.path != place.path:

@@ -40,6 +40,7 @@ def test_only_the_token_or_its_cookie_is_answered(viewer: Viewer) -> None:
         {"Origin": "http://evil.example"},
         {"Origin": "http://127.0.0.1:1"},
         {"Origin": "null"},
+        {"Origin": "http://[::1"},
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
     ],

@@ -172,6 +172,7 @@ def test_words_are_found_in_whole_conversations(viewer: Viewer) -> None:
         {"order": "flags"},
         {"limit": "-1"},
         {"offset": "ten"},
+        {"offset": "9" * 30},
     ],
     ids=str,
 )

@@ -173,6 +173,12 @@ def test_garbage_is_an_error_and_nothing_else(copied: Path, looking: Viewer) -> 
     pipe = Path(shutil.copytree(copied, place / "pipe"))
     (pipe / "records.jsonl").unlink()
     os.mkfifo(pipe / "records.jsonl")
+    head = Path(shutil.copytree(copied, place / "head"))
+    (head / "run.json").unlink()
+    os.mkfifo(head / "run.json")
+    flight = Path(shutil.copytree(copied, place / "flight"))
+    (flight / "inflight").mkdir(exist_ok=True)
+    os.mkfifo(flight / "inflight" / "worker-0-1.jsonl")
     noise = Path(shutil.copytree(copied, place / "noise"))
     for name in ("records.jsonl", "labels.jsonl", "progress.json", "summary.json", "records.idx"):
         (noise / name).write_bytes(os.urandom(2000) + b"\n{}\n[]\nnull\n")
@@ -180,11 +186,11 @@ def test_garbage_is_an_error_and_nothing_else(copied: Path, looking: Viewer) -> 
         (noise / name).write_bytes(b'{"health": 3, "checks": [], "total": null}\n')
     runs = {run["key"]: run for run in looking.get("/runs")["runs"]}
     assert {key for key, run in runs.items() if run["state"] == "unreadable"} == {
-        *("empty", "text", "list", "old", "pipe")
+        *("empty", "text", "list", "old", "pipe", "head")
     }
     assert all(run["error"] for run in runs.values() if run["state"] == "unreadable")
     paths = ("", "/rows", "/charts", "/record?id=x", "/siblings?id=x", "/in_flight", "/labels")
-    for key in ("empty", "text", "list", "old", "pipe", "noise"):
+    for key in ("empty", "text", "list", "old", "pipe", "head", "flight", "noise"):
         for path in (*paths, "/live?id=x"):
             answer = looking.ask(f"/api/runs/{key}{path}")
             assert answer.status in (200, 404, 409), (key, path, answer.body)

@@ -342,6 +342,8 @@ def test_a_run_that_works_moves_and_is_steered(browser: Browser, tmp_path: Path)
                 go(page, "#r/p0000")
                 page.locator("#live", has_text="waiting for the model").wait_for()
                 page.locator("article[data-turn='1']").wait_for()
+                assert "undefined" not in page.locator("#reader").inner_text()
+                assert page.locator(".turn-mark").count() == 0
                 endpoint.answer(None)
                 page.locator("#decide").wait_for()
                 assert page.locator("#live").count() == 0

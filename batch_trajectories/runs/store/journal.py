@@ -347,10 +347,11 @@ def usable_prefix(events: list[Event]) -> list[Event]:
 
 
 def segments(inflight: Path) -> list[Path]:
-    """The journal files of a run; none if it has not begun."""
+    """The journal files of a run; none if it has not begun. Reading a pipe would never end."""
     if not inflight.is_dir():
         return []
-    return [path for path in inflight.iterdir() if _SEGMENT_NAME.fullmatch(path.name)]
+    named = (path for path in inflight.iterdir() if _SEGMENT_NAME.fullmatch(path.name))
+    return [path for path in named if path.is_file()]
 
 
 def _worker_of(segment: Path) -> int:

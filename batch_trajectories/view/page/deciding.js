@@ -144,7 +144,7 @@ function markTurn(turn = Number(document.activeElement.closest?.("#reader > .mes
 }
 
 function turnMark(turn) {
-  if (!about.run.can_label || !turn.turn) return null;
+  if (!about.run.can_label || !turn.turn || open?.live) return null;
   const button = h("button", { type: "button", class: "turn-mark", "data-turn": turn.turn, "aria-keyshortcuts": "x", click: () => markTurn(turn.turn) });
   showTurnMark(button, open);
   return button;

@@ -110,7 +110,7 @@ function nextSibling() {
 
 // A conversation that is in flight, in the shape of one that has ended.
 function liveRead(live) {
-  const record = { ...LONE, status_reason: null, error: null, row: {}, tools: [], toolsets: [], usage: null, cost_usd: null, attempt: null, ...live };
+  const record = { ...LONE, status_reason: null, error: null, row: {}, tools: [], toolsets: [], usage: null, cost_usd: null, attempt: null, model: live.model_returned, ...live };
   const row = { id: live.id, status: live.is_over ? "ended" : "in flight", flags: [], calls: live.tool_calls.length, failed_calls: 0, reward: null, duration_s: null };
   return { id: live.id, live, row, record, form: null, around: { before: null, after: null, place: null, matching: 0 } };
 }
