@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,9 @@ def resume(run: str, output_dir: Path) -> None:
 )
 def limits(run: str, output_dir: Path, **given: float | None) -> None:
     """Change limits of RUN while it works, until this start ends; the next has its own options."""
+    for name, value in given.items():
+        if value is not None and not math.isfinite(value):
+            raise click.BadParameter(f"{value} is no limit", param_hint=f"--{name}")
     _steer(run, output_dir, "limits", **given)
 
 

@@ -130,7 +130,8 @@ def _selected(state: State, query: Query) -> _Selected:
 def _order(selected: _Selected, query: Query) -> Any:
     by = query.values.get("order") or None
     if by is not None and (by not in KINDS or KINDS[by][0] == "list"):
-        raise BadRequest(f"order={by}: no column to sort by; {did_you_mean(by, KINDS) or ''}")
+        hint = did_you_mean(by, KINDS) or f"there are {', '.join(KINDS)}"
+        raise BadRequest(f"order={by}: no column to sort by; {hint}")
     down = query.values.get("down", "") not in ("", "0", "false")
     return selected.run.order(selected.table, selected.masks, selected.filters, by, down=down)
 

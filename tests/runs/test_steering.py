@@ -82,7 +82,7 @@ def test_a_run_of_another_user_is_not_steered(
 ) -> None:
     refuse_strangers(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(RunDirError, match="who alone can steer it"):
+    with pytest.raises(RunDirError, match="who alone may change it"):
         refuse_strangers(tmp_path)
 
 
@@ -91,6 +91,13 @@ def test_a_run_that_does_not_work_is_not_steered(tmp_path: Path) -> None:
     done = run(tmp_path, "pause", "r", output_dir=tmp_path)
     assert done.returncode == 2
     assert "no process works on this run" in done.stderr
+
+
+def test_a_limit_that_is_no_number_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path, worked())
+    done = run(tmp_path, "limits", "r", rpm="nan", output_dir=tmp_path)
+    assert done.returncode == 2
+    assert "--rpm: nan is no limit" in done.stderr
 
 
 @pytest.mark.slow

@@ -81,4 +81,4 @@ def refuse_strangers(run_dir: Path) -> None:
             name = pwd.getpwuid(owner).pw_name
         except KeyError:
             name = f"user {owner}"
-        raise RunDirError(f"{run_dir}: this run belongs to {name}, who alone can steer it")
+        raise RunDirError(f"{run_dir}: this run belongs to {name}, who alone may change it")

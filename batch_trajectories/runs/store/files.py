@@ -316,7 +316,7 @@ def refuse_strange_files(run_dir: Path) -> None:
     for name in _PLAIN_FILES:
         file = run_dir / name
         if os.path.lexists(file) and not file.is_file():
-            what = "a dangling link" if file.is_symlink() else "not a plain file"
+            what = "not a plain file" if file.exists() else "a dangling link"
             raise RunDirError(
                 f"{file}: {what}; put the file of this run back, or remove it if there was none"
             )
