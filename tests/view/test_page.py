@@ -139,6 +139,18 @@ def test_runs_are_listed_and_compared_by_keyboard(browser: Browser, address: str
 
 
 @pytest.mark.slow
+def test_a_run_that_is_not_there_shows_no_other(browser: Browser, address: str) -> None:
+    with opened(browser, address, "#rich") as page:
+        page.locator("#rows a").first.wait_for()
+        go(page, "#none")
+        page.locator("#trouble", has_text="no such run").wait_for()
+        page.locator("#runs-rows a").first.wait_for()
+        assert page.locator("#rows").is_hidden()
+        page.locator("#runs-rows").get_by_role("link", name="rich").click()
+        page.locator("#rows a").first.wait_for()
+
+
+@pytest.mark.slow
 def test_a_server_that_is_gone_is_named(browser: Browser, folder: Path) -> None:
     with (
         server_of(folder) as (address, process),

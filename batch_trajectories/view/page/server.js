@@ -55,6 +55,12 @@ function showLogin() {
 const runPath = (rest = "") => `/api/runs/${encodeURIComponent(about.run.key)}${rest}`;
 const keyLink = (key) => `#${encodeURIComponent(key)}`;
 
+function leaveRun() {
+  $("about").textContent = "";
+  $("crumb")?.remove();
+  meta = null;
+}
+
 // A heading of the window, and which of the places is shown.
 function showPlace(name) {
   for (const id of ["login", "runs", "compare", "list", "reader"]) $(id).hidden = id !== name;
@@ -234,15 +240,22 @@ const source = {
     if (key) {
       if (about?.run.key !== key || meta === null) {
         showPlace("list");
-        await openRun(key);
+        try {
+          await openRun(key);
+        } catch (error) {
+          if (!(error instanceof Missing)) throw error;
+          leaveRun();
+          showPlace("runs");
+          drawRuns();
+          trouble(error.message, { lasts: false });
+          return false;
+        }
       }
       listen(key, id);
       return true;
     }
     listen(null, null);
-    $("about").textContent = "";
-    $("crumb")?.remove();
-    meta = null;
+    leaveRun();
     showPlace(compared ? "compare" : "runs");
     document.title = compared ? "Compared runs" : "Runs";
     if (compared) await drawComparison(compared);
