@@ -104,8 +104,8 @@ def test_a_run_is_watched_steered_and_read_to_its_end(tmp_path: Path) -> None:
                     assert "max_in_flight 2" in said
                     said = viewer.post(f"{RUN}/steer", {"do": "stop", "id": other})["answer"]
                     assert "is stopped" in said
-                    endpoint.answer(None)
                     viewer.post(f"{RUN}/steer", {"do": "resume"})
+                    endpoint.answer(None)  # only now: the run could end before it has answered
                     process.wait(timeout=120)
                     wait_until(lambda: heard.last("run")["state"] == "not running")
                     wait_until(lambda: heard.last("index")["rows"] >= 11)  # one was stopped
