@@ -183,6 +183,19 @@ def tree_of_programs(
         (root / "usr/bin/python3").symlink_to(python)
 
 
+def put_program(root: Path, program: Path) -> None:
+    """Add a program of this machine to an image, with its libraries."""
+    _put(root, program)
+    put_libraries(root, program)
+
+
+def put_libraries(root: Path, program: Path) -> None:
+    """Add what a program needs, which itself is elsewhere."""
+    for library in _libraries(program):
+        if not os.path.lexists(root / os.path.realpath(library).lstrip("/")):
+            _put(root, library)
+
+
 def make_repository(path: Path, files: Mapping[str, str]) -> None:
     """Make a git repository with one commit."""
     for name, content in files.items():

@@ -19,6 +19,7 @@ test_prefork        forked commands do what new processes do
 running answering websites playing exporting stored   shared helpers
 prefork             starts batch_runner.py without the time of its imports
 real_agents         kills and resumes runs of installed agents: python -m tests.real_agents
+agent_images        the image in which these run
 real_sessions       sessions of installed agents, imported: python -m tests.real_sessions
 wire_forms          what requests, replies and rows say, in one form
 wire_rows           rows of every format compared with an endpoint's log

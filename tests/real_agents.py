@@ -32,6 +32,7 @@ import yaml
 
 from batch_trajectories.basics.presets import presets
 from testing.agent_endpoint import ALL, PICTURE, STEPS, AgentEndpoint, Exchange
+from tests.agent_images import IMAGE, in_image
 from tests.running import ROOT, lines, session_of, wait_until, workers_of, write_rows
 from tests.wire_rows import Log, check_conversations, check_ids, check_segments
 from toolsets.sandbox.inside.processes import descendants
@@ -58,6 +59,8 @@ _OWN_REPLIES = {"qwen-code": (1, 2), "aider": (3,)}
 _PICTURE_EVERY = 4
 _CALL_ID = re.compile(r"call_\d+_[0-9a-f]{16}")
 """Of the endpoint; Gemini has none."""
+_FORWARDER = re.compile(rb"python3[\d.]*\0-I\0-S\0-c")
+"""In an image it is started by its version."""
 _FULL_AT = 6
 """The step whose reply says that the context is full."""
 COMPACTING = {"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "150000", "CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": "50"}
@@ -111,7 +114,15 @@ class Outcome(NamedTuple):
 
 
 def run_agent(
-    agent: str, *, tasks: int, kills: int, seed: int, at_once: int, clock: bool, keep: bool
+    agent: str,
+    *,
+    tasks: int,
+    kills: int,
+    seed: int,
+    at_once: int,
+    clock: bool,
+    keep: bool,
+    is_in_image: bool,
 ) -> Outcome:
     """Run one agent's tasks to their ends, and check everything; raises `AssertionError`."""
     directory = Path(tempfile.mkdtemp(prefix=f"real-{agent}-"))
@@ -123,7 +134,9 @@ def run_agent(
         work = f"steps=3 run={_CLOCK}" if clock else f"steps={steps} run={ALL}"
         full = "" if clock or n % 2 else f" full={_FULL_AT}"
         prompt = f"Work on this, please. [task{n:02} {work}{full}]"
-        rows.append({"id": f"p{n:02}", "prompt": prompt})
+        rows.append(
+            {"id": f"p{n:02}", "prompt": prompt} | ({"image": IMAGE} if is_in_image else {})
+        )
     write_rows(directory / "p.jsonl", *rows)
     with AgentEndpoint(
         reasoning="Let me think.",
@@ -132,7 +145,7 @@ def run_agent(
         cut_every=_CUT_EVERY,
         tokens="vllm",
     ) as endpoint:
-        command = _command(agent, directory, endpoint, at_once)
+        command = _command(agent, directory, endpoint, at_once, is_in_image)
         done, starts = 0, 0
         while True:
             starts += 1
@@ -182,7 +195,9 @@ def _preset(agent: str) -> dict[str, Any]:
     return dict(yaml.safe_load(described))
 
 
-def _command(agent: str, directory: Path, endpoint: AgentEndpoint, at_once: int) -> list[str]:
+def _command(
+    agent: str, directory: Path, endpoint: AgentEndpoint, at_once: int, is_in_image: bool
+) -> list[str]:
     api = _api_of(agent)
     root = endpoint.url if api in ("anthropic_messages", "gemini") else f"{endpoint.url}/v1"
     given: dict[str, Any] = {"sandbox": "bwrap", **_OF_OWN}
@@ -190,8 +205,12 @@ def _command(agent: str, directory: Path, endpoint: AgentEndpoint, at_once: int)
         preset = _preset(agent)
         preset["env"] = {**preset.get("env", {}), **COMPACTING}
         file = directory / f"{agent}.yaml"
-        file.write_text(yaml.safe_dump(preset))
         given = {"agent": file}
+        if is_in_image:
+            images = directory / "images"
+            preset = in_image(preset, images)
+            given |= {"workspace": "image", "images": images}
+        file.write_text(yaml.safe_dump(preset))
     given |= {
         "dataset_file": "p.jsonl",
         "run_name": "r",
@@ -207,6 +226,8 @@ def _command(agent: str, directory: Path, endpoint: AgentEndpoint, at_once: int)
     flags = [f"--{name}={value}" for name, value in given.items()]
     if api == _CHAT:
         flags.append("--token_ids")
+    if is_in_image:
+        flags.append("--row_setup")
     return [sys.executable, str(ROOT / "batch_runner.py"), *flags]
 
 
@@ -278,7 +299,7 @@ def _agents_of(leader: int) -> Iterator[int]:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if b"python3\0-I\0-S\0-c" in command_line and b"ANTHROPIC_BASE_URL" in environment:
+        if _FORWARDER.search(command_line) and b"ANTHROPIC_BASE_URL" in environment:
             yield pid
 
 
@@ -451,6 +472,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--at_once", type=int, default=2, help="conversations per worker, of two")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clock", action="store_true", help="every command prints the time")
+    parser.add_argument(
+        "--in_image", action="store_true", help="in an image of this machine's programs"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the run's files")
     given = parser.parse_args(argv)
     totals: Counter[str] = Counter()
@@ -463,6 +487,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             at_once=given.at_once,
             clock=given.clock,
             keep=given.keep,
+            is_in_image=given.in_image,
         )
         print(json.dumps(outcome._asdict()), flush=True)
         totals += Counter({k: v for k, v in outcome._asdict().items() if isinstance(v, int)})
