@@ -18,7 +18,7 @@ from testing.fake_images import (
 IMAGE = "made:1"
 _HOME = "workspace"
 """Where commands of the endpoint's tasks go, as outside of images."""
-_FURTHER = ("node", "seq")
+_FURTHER = ("node", "seq", "base64")
 
 
 def in_image(preset: dict[str, Any], images: Path) -> dict[str, Any]:
