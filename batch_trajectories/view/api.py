@@ -133,7 +133,7 @@ def _order(selected: _Selected, query: Query) -> Any:
         hint = did_you_mean(by, KINDS) or f"there are {', '.join(KINDS)}"
         raise BadRequest(f"order={by}: no column to sort by; {hint}")
     down = query.values.get("down", "") not in ("", "0", "false")
-    return selected.run.order(selected.table, selected.masks, selected.filters, by, down=down)
+    return selected.run.order(selected.table, selected.masks, by, down=down)
 
 
 def rows(state: State, query: Query, body: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class OpenRun:
         self._facts_failed: str | None = None
         self._lock = threading.Lock()
         self._selected: OrderedDict[Any, Masks] = OrderedDict()
-        self._ordered: tuple[Any, pa.Array] | None = None
+        self._ordered: tuple[Masks, str | None, bool, pa.Array] | None = None
         self._choices: tuple[str, dict[str, Any]] | None = None
         self._agreement: tuple[str, dict[str, Any]] | None = None
 
@@ -60,7 +60,8 @@ class OpenRun:
     def select(self, table: Table, filters: RowFilters, more: Sequence[Choice] = ()) -> Masks:
         """The rows that the filters leave; the last selections are kept."""
         found = self.texts.find(filters.text) if filters.text else None
-        key = (self.version, filters.source, found and found.version)
+        # The table itself, not its version: another request can have brought the index up to date.
+        key = (table, self.labels.size, filters.source, found and found.version)
         with self._lock:
             if key in self._selected and not more:
                 self._selected.move_to_end(key)
@@ -94,23 +95,15 @@ class OpenRun:
                 choices.append(in_keys("record", keys.get(name, ())))
         return [*decided, either(choices)]
 
-    def order(
-        self, table: Table, masks: Masks, filters: RowFilters, by: str | None, *, down: bool
-    ) -> pa.Array:
-        """The numbers of the selected rows in order; the last order is kept."""
-        key = (
-            self.version,
-            filters.source,
-            by,
-            down,
-            self.texts.state and self.texts.state["bytes"],
-        )
+    def order(self, table: Table, masks: Masks, by: str | None, *, down: bool) -> pa.Array:
+        """The numbers of the selected rows in order; the last order is kept, with its masks."""
         with self._lock:
-            if self._ordered is not None and self._ordered[0] == key:
-                return self._ordered[1]
+            before = self._ordered
+        if before is not None and before[0] is masks and before[1:3] == (by, down):
+            return before[3]
         ordered = table.order(masks, by, down=down)
         with self._lock:
-            self._ordered = key, ordered
+            self._ordered = masks, by, down, ordered
         return ordered
 
     def choices(self, table: Table) -> dict[str, Any]:

@@ -10,13 +10,17 @@ from typing import Any
 
 import orjson
 import pytest
+from multidict import MultiDict
 
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.reader import stored_records
 from batch_trajectories.runs.store.scores import score_key
 from batch_trajectories.view.index import parts, run_index
+from batch_trajectories.view.index.filters import read_filters
 from batch_trajectories.view.index.parts import extend, merge, open_part, origin_of, parts_in
 from batch_trajectories.view.index.table import Table
+from batch_trajectories.view.runs import RunPlace
+from batch_trajectories.view.state import OpenRun
 from tests.running import wait_until
 from tests.view.conftest import ROWS
 from tests.view.serving import Viewer, viewing
@@ -76,6 +80,26 @@ def test_the_first_rows_of_a_large_run_are_there_at_once(
         assert index.to_json()["rows"] == ALL
     finally:
         index.close()
+
+
+def test_a_request_gets_the_rows_of_its_own_table(copied: Path) -> None:
+    """Another one may have brought the index, or the words of conversations, up to date."""
+    records = copied / "records.jsonl"
+    whole = records.read_bytes()
+    first = whole.splitlines(keepends=True)[0]
+    records.write_bytes(first)
+    run = OpenRun(RunPlace("r", copied, str(copied.parent)))
+    try:
+        before = run.index.look()
+        with records.open("ab") as file:
+            file.write(whole[len(first) :])
+        after = run.index.look()
+        everything = read_filters(MultiDict())
+        for table, count in ((before, 1), (after, ALL), (before, 1)):
+            masks = run.select(table, everything)
+            assert len(run.order(table, masks, None, down=False)) == count
+    finally:
+        run.close()
 
 
 def test_a_record_that_is_made_again_replaces_the_earlier_one(
