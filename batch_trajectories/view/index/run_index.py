@@ -158,7 +158,7 @@ class RunIndex:
         is_small = sum(end - begin for begin, end in ranges) <= _HERE_BYTES
         is_first = missing == [(0, self.of_bytes)]
         if is_small or is_first:
-            upto = self.of_bytes if is_small else ranges_of(records, missing, _HERE_BYTES)[0][1]
+            upto = self.of_bytes if is_small else ranges_of(records, ranges[:1], _HERE_BYTES)[0][1]
             self._make(cache, origin, upto)
         if not is_small and self.error is None:
             self._maker = Maker("rows", self.run_dir)

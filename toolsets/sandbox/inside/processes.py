@@ -8,7 +8,7 @@ import os
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import cache
 from typing import Any
 
@@ -44,7 +44,7 @@ def started_since(since: int, before: Container[int], sessions: Container[int]) 
 
     Those that an earlier process started are left out, unless it is one of `sessions`.
     """
-    children = _children if HAS_CHILDREN else _children_by_parent().__getitem__
+    children = _children_finder()
     pending = [os.getpid()] if HAS_PROC else []
     while pending:
         for pid in children(pending.pop()):
@@ -59,12 +59,16 @@ def started_since(since: int, before: Container[int], sessions: Container[int]) 
 
 def beneath(root: int | None = None) -> Iterator[int]:
     """The same processes, and those that have ended but were not waited for."""
-    children = _children if HAS_CHILDREN else _children_by_parent().__getitem__
+    children = _children_finder()
     pending = [os.getpid() if root is None else root] if HAS_PROC else []
     while pending:
         for pid in children(pending.pop()):
             pending.append(pid)
             yield pid
+
+
+def _children_finder() -> Callable[[int], list[int]]:
+    return _children if HAS_CHILDREN else _children_by_parent().__getitem__
 
 
 def _children(pid: int) -> list[int]:
