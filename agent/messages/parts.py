@@ -23,8 +23,7 @@ _LARGE = 1000
 
 _IN_GEMINI = ("inlineData", "inline_data", "fileData", "file_data")
 
-
-KIND_KEYS = frozenset(("type", "kind", *_IN_GEMINI))
+_KIND_KEYS = frozenset(("type", "kind", *_IN_GEMINI))
 """Keys that say what a part is."""
 
 
@@ -47,8 +46,11 @@ def parts_of(role: Role, blocks: Sequence[Mapping[str, Any]]) -> Sequence[Mappin
     """The parts of a message for which its text has placeholders; of a reply, its pictures."""
     if role != "assistant":
         return blocks
-    named = [block for block in blocks if not KIND_KEYS.isdisjoint(block)]
-    return [block for block in named if kind_of_part(block) == "image"]
+    return [
+        block
+        for block in blocks
+        if not _KIND_KEYS.isdisjoint(block) and kind_of_part(block) == "image"
+    ]
 
 
 class Parts:

@@ -55,6 +55,9 @@ def _dumpable() -> int:
     return int(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE)) if sys.platform == "linux" else 0
 
 
+_RARELY = (20_000, 20, 50)
+
+
 def collect_garbage_rarely() -> None:
     """Run the garbage collector less often.
 
@@ -62,8 +65,19 @@ def collect_garbage_rarely() -> None:
     takes about a tenth of a worker's time.
     """
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(*_RARELY)
     gc.enable()
+
+
+@contextmanager
+def rare_garbage_collection() -> Iterator[None]:
+    """The same while records are read, some at a time: a sixteenth of the time of an export."""
+    before = gc.get_threshold()
+    gc.set_threshold(*_RARELY)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextmanager

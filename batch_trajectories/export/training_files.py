@@ -103,14 +103,17 @@ class _Part:
             }
             for few in numbers:
                 records = [(record := read(number), Own(record)) for number in few]
+                lines: dict[Place, list[bytes]] = {place: [] for place in files}
                 for record, own in records:
                     place, row, reason, others = route(record, own, style=style)
-                    files[place].write(dumps_row(row))
+                    lines[place].append(dumps_row(row))
                     self.rows[place] += 1
                     if reason is not None:
                         self.reasons[reason] += 1
                     if others and place == "training":
                         self.others.merge(others)
+                for place, written in lines.items():
+                    files[place].write(b"".join(written))
                 # After the rows: what reads a conversation counts its replies on the way.
                 for record, own in records:
                     self.statistics.add(record, own)

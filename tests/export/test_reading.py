@@ -14,6 +14,7 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.export.conversation import reading
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.usual import usual_entries
 from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.runs.store.checksum import DamagedLine, with_checksum
@@ -149,13 +150,13 @@ def check_usual(record: Record) -> bool:
     stored = decode_record(line_of(record))
     own, same = Own(stored), Own(stored)
     happened = reading.flaws_of_run(stored)
-    usual = reading._usual(stored, own, happened)
-    if usual is None or stored.status != "completed":
+    usual = usual_entries(stored, own)
+    if usual is None or happened or stored.status != "completed":
         return False
     general = reading._general(stored, same, happened)
-    assert list(usual.entries) == list(general.entries)
-    assert (usual.messages, usual.tools) == (general.messages, general.tools)
-    assert (list(usual.flaws), usual.completion) == (list(general.flaws), general.completion)
+    assert usual == list(general.entries)
+    assert (stored.messages, stored.tools) == (general.messages, general.tools)
+    assert (list(general.flaws), general.completion) == ([], "text")
     assert own.counts == same.counts
     return True
 

@@ -7,7 +7,6 @@ that breaks a rule raises Rejected; no turn is repaired, shortened or invented.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
@@ -31,8 +30,10 @@ from batch_trajectories.export.conversation.own_work import (
     tool_stats,
 )
 from batch_trajectories.export.conversation.row_json import (
+    MARKER,
     Token,
     control_token,
+    holds_marker,
     parse_arguments,
     read_arguments,
     write_json,
@@ -57,9 +58,6 @@ from batch_trajectories.export.conversation.validity import (
 from batch_trajectories.runs.store.checks import is_right_now
 from batch_trajectories.runs.store.record_types import Record, StoredCall, StoredMessage, Tools
 
-_MARKER_IN_TEXT = re.compile(r"</?(?:tool_call|tool_response|think|(?i:reasoning_scratchpad))>")
-"""A tag that, in a model's own text, would be read as structure or reasoning."""
-
 
 def read_conversation(record: Record, own: Own | None = None) -> Conversation:
     """Parse a record; raises Rejected if it breaks a rule of all formats.
@@ -73,11 +71,18 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
     own = own or Own(record)
     if not own.turns:
         raise Rejected(Reason.NO_REPLY, f"status {record.status}: the model never replied")
-    is_usual = record.status == "completed"
-    completed = is_usual or is_right_now(record)
+    completed = record.status == "completed"
     happened = flaws_of_run(record)
-    usual = _usual(record, own, happened) if is_usual else None
-    messages, tools, entries, flaws, completion = usual or _general(record, own, happened)
+    usual = usual_entries(record, own) if completed and not happened else None
+    if usual is None:
+        completed = completed or is_right_now(record)
+        messages, tools, entries, flaws, completion = _general(record, own, happened)
+        system = system_of(messages)
+        has_others = any(type(e) is Turn and e.author != "model" for e in entries)
+    else:
+        messages, tools, entries, flaws = record.messages, record.tools, usual, ()
+        completion, has_others = "text", False
+        system = system_of(messages) if messages[0].role == "system" else ""
     is_rewritten = completion == "final_answer"
     stats = tool_stats(messages[own.start :]) if is_rewritten else own.counts.tools
     # Notes on a parent's turns are in the parent's row.
@@ -85,7 +90,7 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
     if len(own.turns) < len(record.turns):
         noted = own.messages
     read = Conversation(
-        system="" if usual and messages[0].role != "system" else system_of(messages),
+        system=system,
         entries=entries,
         tools=tools,
         completed=completed,
@@ -100,7 +105,7 @@ def read_conversation(record: Record, own: Own | None = None) -> Conversation:
         ),
         num_tool_calls=sum([tool["count"] for tool in stats]),
         flaws=flaws,
-        has_others=not usual and any(type(e) is Turn and e.author != "model" for e in entries),
+        has_others=has_others,
     )
     quiet = None if record.imported is None else record.imported.get("no_loss")
     return _without_loss(read, quiet) if quiet else read
@@ -120,25 +125,13 @@ def _without_loss(conversation: Conversation, turns: Sequence[int]) -> Conversat
 
 
 class _Read(NamedTuple):
-    """What a record says, as its row shows it."""
+    """What `_general` reads in a record, as its row shows it."""
 
     messages: Sequence[StoredMessage]
     tools: Tools
     entries: Sequence[Entry]
     flaws: Sequence[Flaw]
     completion: str | None
-
-
-def _usual(record: Record, own: Own, happened: Sequence[Flaw]) -> _Read | None:
-    """A completed conversation of the usual shape without flaws; None for any other."""
-    messages, tools = record.messages, record.tools
-    if record.agent is not None or happened or _may_be_flawed(messages):
-        return None
-    try:
-        entries = usual_entries(record, own)
-    except ValueError:  # arguments that are no JSON object
-        return None
-    return None if entries is None else _Read(messages, tools, entries, (), "text")
 
 
 def _general(record: Record, own: Own, happened: Sequence[Flaw]) -> _Read:
@@ -231,16 +224,11 @@ def _as_sent(entry: Entry, messages: Sequence[StoredMessage]) -> Entry:
 
 def _may_be_flawed(messages: Sequence[StoredMessage]) -> bool:
     """Whether a text of user or model may hold a tag or control token: one search for all."""
-    texts = "\n".join(
-        [
-            f"{message.content}\n{message.reasoning}" if message.reasoning else message.content
-            for message in messages
-            if message.role in ("assistant", "user")
-        ]
-    )
-    if "<" in texts and _MARKER_IN_TEXT.search(texts) is not None:
-        return True
-    return control_token(texts) is not None
+    texts: list[str] = []
+    for message in messages:
+        if message.role in ("assistant", "user"):
+            texts += (message.content, message.reasoning or "")
+    return holds_marker("\n".join(texts))
 
 
 def flaws_of_parts(messages: Iterable[StoredMessage]) -> list[Flaw]:
@@ -377,7 +365,7 @@ def _read_call(call: StoredCall, flaws: list[Flaw], number: int, position: int) 
 
 def _find_structure(text: str, flaws: list[Flaw], number: int, place: str) -> None:
     """Add a flaw for tags and control tokens in a model's own text."""
-    if "<" in text and (marker := _MARKER_IN_TEXT.search(text)):
+    if "<" in text and (marker := MARKER.search(text)):
         flaws.append(Flaw(Reason.MARKER_IN_TEXT, f"turn {number}: {marker[0]} in its {place}"))
     if token := control_token(text):
         flaws.append(_of_token(token, f"turn {number}, {place}"))

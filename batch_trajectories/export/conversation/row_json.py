@@ -38,6 +38,9 @@ TOOL_CALL = re.compile(r"</?tool_call>")
 TOOL_RESPONSE = re.compile(r"</?tool_response>")
 """The tags that chat templates put around calls and results."""
 
+MARKER = re.compile(r"</?(?:tool_call|tool_response|think|(?i:reasoning_scratchpad))>")
+"""A tag that, in a model's own text, would be read as structure or reasoning."""
+
 _STRUCTURE_IN_ANGLES = re.compile(rf"<(?:/?(?:tool_call|tool_response)>|{_CONTROL_TAILS})")
 
 _MARKER_IN_ANGLES = re.compile(rf"<(?=/?(?:tool_call|tool_response|think|tools)>|{_CONTROL_TAILS})")
@@ -158,6 +161,11 @@ def holds_structure(text: str) -> bool:
     return ("<" in text and _has_in_angles(text, _STRUCTURE_IN_ANGLES)) or (
         "[" in text and _has_in_brackets(text)
     )
+
+
+def holds_marker(text: str) -> bool:
+    """Whether a text holds a control token, or a tag that is structure or reasoning."""
+    return ("<" in text and MARKER.search(text) is not None) or control_token(text) is not None
 
 
 def _has_in_angles(text: str, pattern: re.Pattern[str]) -> bool:

@@ -1,7 +1,8 @@
 """Reads conversations of the usual shape in one pass, twice as fast as `reading`.
 
 The prompt, then turns of this run's model, each with calls of offered tools and their results in
-the same order, and an answer in text. Nothing was inherited, attached or said twice.
+the same order, and an answer in text. Nothing was inherited, attached or said twice, and no text
+may be read as structure.
 Whatever differs is left to `read_conversation`, which has all the rules: both give the same.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from agent.messages.parts import KIND_KEYS, parts_of
+from agent.messages.parts import parts_of
 from agent.state.final_answer import RESERVED
 from batch_trajectories.export.conversation.own_work import (
     Counts,
@@ -18,24 +19,27 @@ from batch_trajectories.export.conversation.own_work import (
     is_reasoning_hidden,
     kind_of_failure,
 )
-from batch_trajectories.export.conversation.row_json import parse_arguments
+from batch_trajectories.export.conversation.row_json import holds_marker, parse_arguments
 from batch_trajectories.export.conversation.tools import names_of, once
 from batch_trajectories.export.conversation.turns import Call, Entry, Result, Said, Turn
 from batch_trajectories.runs.store.record_types import Record, Tools
-
-_HAS_NO_KIND = KIND_KEYS.isdisjoint
 
 
 def usual_entries(record: Record, own: Own) -> list[Entry] | None:
     """The entries of a completed conversation, None if it is not of the usual shape.
 
-    Its texts are not searched for flaws. The counts of `own` are made on the way.
+    The counts of `own` are made on the way.
     """
     offered = once(record.tools, _names_of_usual)
     messages, turns = record.messages, own.turns
     place = 1 if messages and messages[0].role == "system" else 0
     last = len(turns)
-    if offered is None or last != len(record.turns) or len(messages) == place:
+    if (
+        offered is None
+        or record.agent is not None
+        or last != len(record.turns)
+        or len(messages) == place
+    ):
         return None
     opening = messages[place]
     text = opening.content
@@ -44,6 +48,7 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
     place += 1
     first = place
     entries: list[Entry] = [Said(text)]
+    texts = [text]
     stats: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     with_reasoning = hidden = with_token_ids = 0
@@ -57,11 +62,8 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         blocks = message.provider_blocks
         if message.role != "assistant" or "<" in text:
             return None
-        if (
-            blocks is not None
-            and not all(map(_HAS_NO_KIND, blocks.blocks))
-            and parts_of("assistant", blocks.blocks)
-        ):
+        texts += (text, reasoning)
+        if blocks is not None and parts_of("assistant", blocks.blocks):
             return None
         if turn.started_at < started_at:
             started_at = turn.started_at
@@ -104,7 +106,10 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
             ):
                 return None
             ids.add(call.id)
-            calls.append(Call(call.id, name, *parse_arguments(function.arguments)))
+            try:
+                calls.append(Call(call.id, name, *parse_arguments(function.arguments)))
+            except ValueError:  # no JSON object
+                return None
             is_error = bool(result.is_error)
             results.append(Result(call.id, name, result.content, is_error))
             if (stat := stats.get(name)) is None:
@@ -116,7 +121,7 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         if len(ids) < len(calls):
             return None
         entries.append(Turn(number, reasoning, text, calls, results, 1, "model", hides))
-    if place != len(messages):
+    if place != len(messages) or holds_marker("\n".join(texts)):
         return None
     own.counts = Counts(
         [stats[name] for name in sorted(stats)],

@@ -20,7 +20,7 @@ from batch_trajectories.export.masking.options import NOT_PASSED
 from batch_trajectories.export.rows.format import Format, RowFormat
 from batch_trajectories.export.rows.per_turn import content_of, cut_by_turn
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.rows.row_files import FileTarget, MakeWriter, SplitFiles
+from batch_trajectories.export.rows.row_files import FileTarget, Lines, MakeWriter, SplitFiles
 from batch_trajectories.runs.store.record_types import Record
 
 _OF_ROWS = frozenset((Reason.TOO_LONG, Reason.ALL_MASKED))
@@ -99,7 +99,7 @@ class FormatFiles(ABC):
         shard_bytes = None if recipe.shard_mb is None else int(recipe.shard_mb * 1_000_000)
 
         def files(
-            folder: str, suffix: str, make: MakeWriter | None, name: str | None = None
+            folder: str, suffix: str, make: MakeWriter, name: str | None = None
         ) -> SplitFiles:
             return SplitFiles(place, folder, suffix, make, shard_bytes=shard_bytes, name=name)
 
@@ -108,7 +108,7 @@ class FormatFiles(ABC):
         if format.parquet is not None:
             self._outputs.append(files(name, "parquet", format.parquet()))
         elif recipe.writes_lines or not copies:
-            self._outputs.append(files(name, "jsonl", None))
+            self._outputs.append(files(name, "jsonl", Lines))
         for one in copies:
             make = one.writer(format, recipe.copies_list_tools)
             folder = f"{name}_{one.name}"
