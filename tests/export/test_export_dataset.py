@@ -494,11 +494,11 @@ class TestManifest:
         ]
 
     def test_groups_hold_a_few_records_and_together_all(self, tmp_path: Path) -> None:
-        long = record_of(user(), assistant("x" * 60_000))
+        long = record_of(user(), assistant("x" * 600_000))
         source = make_run(tmp_path, *[worked()] * 21, *[long] * 7)
         order = RecordOrder(source.run_dir, source.scan, num_samples=1)
         groups = list(order.groups(by_prompt=False))
-        assert [len(few) for few in groups] == [23, 3, 2]
+        assert [len(few) for few in groups] == [23, 2, 2, 1]
         assert [number for few in groups for [number] in few] == list(range(28))
 
     def test_a_record_of_another_task_in_its_place_stops_the_export(self, tmp_path: Path) -> None:

@@ -158,6 +158,8 @@ def _general(record: Record, own: Own, happened: Sequence[Flaw]) -> _Read:
 
 def flaws_of_run(record: Record) -> list[Flaw]:
     """Flaws by what happened, whatever the messages say: see `Reason`."""
+    if record.check is None and not record.resumes and record.fork is None:
+        return []  # mostly
     flaws = []
     if interrupted := interrupted_calls(record):
         flaws.append(Flaw(Reason.INTERRUPTED, f"calls {interrupted} were interrupted by a crash"))

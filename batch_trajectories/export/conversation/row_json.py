@@ -294,7 +294,7 @@ def _written(value: Any, depth: int = 1) -> str:
         parts = ["{"]  # joined once, as some are long
         for key, member in value.items():
             text = _text(member) if type(member) is str else _written(member, depth + 1)
-            parts += (name_json(key), ": ", text, ", ")
+            parts += (_key_json(key), text, ", ")
         parts[-1] = "}"
         return "".join(parts)
     if kind is list:
@@ -308,6 +308,11 @@ def _written(value: Any, depth: int = 1) -> str:
 def name_json(name: str) -> str:
     """The JSON of a name, which many texts repeat."""
     return _text(name)
+
+
+@lru_cache(maxsize=4096)
+def _key_json(key: str) -> str:
+    return f"{_text(key)}: "
 
 
 def _text(text: str) -> str:

@@ -94,7 +94,6 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         place += len(following)
         calls: list[Call] = []
         results: list[Result] = []
-        ids = set()
         for call, result in zip(wanted, following, strict=True):
             function = call.function
             name = function.name
@@ -105,7 +104,6 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
                 or result.provider_blocks is not None
             ):
                 return None
-            ids.add(call.id)
             try:
                 calls.append(Call(call.id, name, *parse_arguments(function.arguments)))
             except ValueError:  # no JSON object
@@ -118,7 +116,7 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
             stat["failure" if is_error else "success"] += 1
             if is_error:
                 failures.append(kind_of_failure(result.details))
-        if len(ids) < len(calls):
+        if len(calls) > 1 and len({call.id for call in calls}) < len(calls):
             return None
         entries.append(Turn(number, reasoning, text, calls, results, 1, "model", hides))
     if place != len(messages) or holds_marker("\n".join(texts)):
