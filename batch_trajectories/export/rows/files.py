@@ -20,7 +20,7 @@ from batch_trajectories.export.masking.options import NOT_PASSED
 from batch_trajectories.export.rows.format import Format, RowFormat
 from batch_trajectories.export.rows.per_turn import content_of, cut_by_turn
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.rows.row_files import FileTarget, Lines, MakeWriter, SplitFiles
+from batch_trajectories.export.rows.row_files import FileTarget, RowLines, MakeWriter, SplitFiles
 from batch_trajectories.runs.store.record_types import Record
 
 _OF_ROWS = frozenset((Reason.TOO_LONG, Reason.ALL_MASKED))
@@ -108,7 +108,7 @@ class FormatFiles(ABC):
         if format.parquet is not None:
             self._outputs.append(files(name, "parquet", format.parquet()))
         elif recipe.writes_lines or not copies:
-            self._outputs.append(files(name, "jsonl", Lines))
+            self._outputs.append(files(name, "jsonl", RowLines))
         for one in copies:
             make = one.writer(format, recipe.copies_list_tools)
             folder = f"{name}_{one.name}"

@@ -162,7 +162,7 @@ MakeWriter = Callable[[Hashing], RowWriter]
 """Begins a file of rows."""
 
 
-class Lines:
+class RowLines:
     """Rows as lines, many of which are hashed and written at once: that takes half as long."""
 
     def __init__(self, file: Hashing) -> None:

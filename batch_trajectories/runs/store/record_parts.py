@@ -40,6 +40,13 @@ class ToolRun(StoredPart):
     duration_s: Number | None
 
 
+class Resume(StoredPart):
+    """A resume of the conversation by a later start."""
+
+    interrupted: list[str]
+    workspace_kept: bool | None = None
+
+
 class StoredFork(StoredPart):
     """The parent of a branch: its run and record, the turn it continues after, and its number."""
 

@@ -26,6 +26,7 @@ from batch_trajectories.runs.store.checksum import (
 from batch_trajectories.runs.store.record_parts import (
     AgentFacts,
     Number,
+    Resume,
     StoredError,
     StoredFork,
     StoredPart,
@@ -164,13 +165,6 @@ class Note(StoredPart):
     turn: int
     reason: str
     text: str | None = None
-
-
-class Resume(StoredPart):
-    """A resume of the conversation by a later start."""
-
-    interrupted: list[str]
-    workspace_kept: bool | None = None
 
 
 class CheckResult(StoredPart):
