@@ -20,7 +20,7 @@ from batch_trajectories.export.masking.options import NOT_PASSED
 from batch_trajectories.export.rows.format import Format, RowFormat
 from batch_trajectories.export.rows.per_turn import content_of, cut_by_turn
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.rows.row_files import FileTarget, RowLines, MakeWriter, SplitFiles
+from batch_trajectories.export.rows.row_files import FileTarget, MakeWriter, RowLines, SplitFiles
 from batch_trajectories.runs.store.record_types import Record
 
 _OF_ROWS = frozenset((Reason.TOO_LONG, Reason.ALL_MASKED))
