@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import EnvironmentStop
+from batch_trajectories.basics.startup import rare_garbage_collection
 
 _MOST = 8
 _REPORT_EVERY = 256
@@ -33,7 +34,7 @@ def in_parts(
     process dies.
     """
     parts = min(len(os.sched_getaffinity(0)), _MOST, len(items) // enough)
-    with LongWork(doing, total=len(items)) as work:
+    with LongWork(doing, total=len(items)) as work, rare_garbage_collection():
         if parts < 2 or threading.active_count() > 1 or not hasattr(os, "fork"):
             return [do(items, work.advance)]
         size = -(-len(items) // parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,16 +76,22 @@ class RunStatistics:
         self._cost = 0.0
         self._unknown_costs = 0
 
-    def add(self, record: Record) -> None:
-        """Count one record."""
-        own = Own(record)
+    def add(self, records: Sequence[Record]) -> None:
+        """Count records."""
+        given = [(record, Own(record)) for record in records]
         # First this: what reads a conversation counts its replies on the way.
-        is_kept = self._is_kept(record, own)
-        self._statistics.add(record, own)
-        self._rewards.add(record)
-        self._agreement.add(record)
-        self.health.add(record, own)
-        self._records += 1
+        kept = [self._is_kept(record, own) for record, own in given]
+        for record, own in given:
+            self._statistics.add(record, own)
+        for record, own in given:
+            self._rewards.add(record)
+            self._agreement.add(record)
+            self.health.add(record, own)
+        for (record, own), is_kept in zip(given, kept, strict=True):
+            self._add_amounts(record, own, is_kept=is_kept)
+        self._records += len(records)
+
+    def _add_amounts(self, record: Record, own: Own, *, is_kept: bool) -> None:
         usage = record.usage or {}
         turns, calls = own.turns, record.own_tool_calls
         amounts = (
@@ -191,8 +197,8 @@ def statistics_of(
 
     def count(some: SomeRecords) -> RunStatistics:
         counted = RunStatistics(style=style, samples=samples, rule=rule, left_out=left_out)
-        for record in some.records:
-            counted.add(record)
+        for records in some.few:
+            counted.add(records)
         return counted
 
     statistics, *others = over_records(run_dir, count, doing="statistics")

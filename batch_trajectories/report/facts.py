@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent.messages.message import USER_TURN
@@ -80,15 +80,20 @@ def seconds_at_work(record: Record) -> float:
     return at_work.seconds
 
 
-def _spans(part: StoredConversation) -> Iterator[tuple[float, float]]:
-    replies = [reply for reply in part.discarded if reply.inherited is None]
-    calls: list[StoredTurn | CutCall] = [*part.own_turns, *replies, *part.cut_calls]
-    for call in calls:
-        yield call.started_at + (call.waited_s or 0.0), call.started_at + call.duration_s
-    for tool in part.own_tool_calls:
-        yield tool.started_at, tool.started_at + (tool.duration_s or 0.0)
+def _spans(part: StoredConversation) -> list[tuple[float, float]]:
+    calls: list[StoredTurn | CutCall] = [*part.own_turns, *part.cut_calls]
+    calls += [reply for reply in part.discarded if reply.inherited is None]
+    spans = [
+        (call.started_at + (call.waited_s or 0.0), call.started_at + call.duration_s)
+        for call in calls
+    ]
+    spans += [
+        (tool.started_at, tool.started_at + (tool.duration_s or 0.0))
+        for tool in part.own_tool_calls
+    ]
     for inner in part.inner:
-        yield from _spans(inner)
+        spans += _spans(inner)
+    return spans
 
 
 def flags_of(record: Record) -> list[str]:
@@ -96,21 +101,27 @@ def flags_of(record: Record) -> list[str]:
 
     Without those that a branch has from its parent.
     """
-    judgement = judgement_of(record)
+    flags = []
+    if record.inner:
+        flags.append("inner conversations")
+    # A note on the last shared turn was added after the fork.
     parents = 0 if record.fork is None else record.fork.turn
-    flags = {
-        "inner conversations": record.inner,
-        # A note on the last shared turn was added after the fork.
-        "notes": [n for n in record.notes if n.turn >= parents and n.reason != USER_TURN],
-        "discarded replies": [one for one in record.discarded if one.inherited is None],
-        "resumed": record.resumes,
-        "calls set aside": record.set_aside,
-        "compacted": record.view_compacted,
-        "passed": judgement.passed is True,
-        "not passed": judgement.passed is False,
-        "check without result": judgement.error is not None,
-    }
-    return [name for name, is_set in flags.items() if is_set]
+    if any(note.turn >= parents and note.reason != USER_TURN for note in record.notes):
+        flags.append("notes")
+    if any(reply.inherited is None for reply in record.discarded):
+        flags.append("discarded replies")
+    if record.resumes:
+        flags.append("resumed")
+    if record.set_aside:
+        flags.append("calls set aside")
+    if record.view_compacted:
+        flags.append("compacted")
+    judgement = judgement_of(record)
+    if (passed := judgement.passed) is not None:
+        flags.append("passed" if passed else "not passed")
+    if judgement.error is not None:
+        flags.append("check without result")
+    return flags
 
 
 def _by_name(record: Record) -> dict[str, float] | None:
@@ -135,8 +146,10 @@ def _failures(own: Own) -> dict[str, int]:
 
 
 def _last_content(messages: Sequence[StoredMessage], role: str) -> str:
-    contents = [message.content for message in messages if message.role == role]
-    return split_inline_reasoning(contents[-1]).rest if contents else ""
+    for message in reversed(messages):
+        if message.role == role:
+            return split_inline_reasoning(message.content).rest
+    return ""
 
 
 def _prompt(row: Mapping[str, Any]) -> str:

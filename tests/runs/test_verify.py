@@ -519,3 +519,11 @@ def test_the_exit_code_says_what_verify_found(path: Path) -> None:
     assert run(cwd, "verify", "nothing").returncode == 2
     assert run(cwd, **SCRIPTED, max_turns=3).returncode == 0
     assert len(ids(path / "records.jsonl")) == 5
+
+
+def test_a_number_that_no_index_can_hold_is_named(path: Path) -> None:
+    model = lines(path / "records.jsonl")[-1]["model"]
+    # The file is as long as before, so its index seems to be that of these records.
+    edit(path / "records.jsonl", change_record(-1, attempt=-1, model=model[1:]))
+    (found, *_) = [problem.describe() for problem in checked(path, read_data=False).found]
+    assert "records.jsonl:5: not a complete record" in found

@@ -92,8 +92,8 @@ def write_report(
         limit = inline_bytes if some.are_all else 0
         pieces = Pieces(directory, report_id, inline_bytes=limit, first=some.first)
         part = _Part(samples, rule, _Distinct(some.first), _Distinct(some.first))
-        for record in some.records:
-            part.add(record, style, masks, pieces)
+        for records in some.few:
+            part.add(records, style, masks, pieces)
         part.collected = pieces.finish()
         return part
 
@@ -154,17 +154,32 @@ class _Part:
         self.columns: list[str] = []
         self.count = 0
 
-    def add(self, record: Record, style: Style, masks: Masks | None, pieces: Pieces) -> None:
-        own = Own(record)
-        # First the row: what reads a conversation counts its replies on the way.
-        form = training_form(record, own, style=style, masks=masks, key_of=self.systems.key)
-        self.rewards.add(record)
-        self.health.add(record, own)
-        row = row_of(record, own) | {"exported": form["file"]}
-        self.columns = [*row, "chunk", "place"]
-        shown = {"tools": once(record.tools, self._tools_shown), "training_form": dumps_row(form)}
-        pieces.add(row, record.spliced(shown))
-        self.count += 1
+    def add(
+        self, records: Sequence[Record], style: Style, masks: Masks | None, pieces: Pieces
+    ) -> None:
+        given = [(record, Own(record)) for record in records]
+        # First the rows: what reads a conversation counts its replies on the way.
+        forms = [
+            training_form(record, own, style=style, masks=masks, key_of=self.systems.key)
+            for record, own in given
+        ]
+        for record, own in given:
+            self.rewards.add(record)
+            self.health.add(record, own)
+        rows = [
+            row_of(record, own) | {"exported": form["file"]}
+            for (record, own), form in zip(given, forms, strict=True)
+        ]
+        self.columns = [*rows[-1], "chunk", "place"]
+        shown = [
+            record.spliced(
+                {"tools": once(record.tools, self._tools_shown), "training_form": dumps_row(form)}
+            )
+            for record, form in zip(records, forms, strict=True)
+        ]
+        for row, json in zip(rows, shown, strict=True):
+            pieces.add(row, json)
+        self.count += len(records)
 
     def add_task(self, line: Mapping[str, Any], pieces: Pieces) -> None:
         """Add a line of tasks.jsonl."""

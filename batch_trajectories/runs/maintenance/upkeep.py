@@ -121,7 +121,9 @@ def check(
         report, scan = _verified(path, identity, config, remake)
         problems = report.problems
         refuse_held(path)  # if a run has started meanwhile, the result means nothing
-    owed = "" if scan is None else describe_remaining(path, scan, config)
+    owed = ""
+    if scan is not None and (report.may_owe or report.problems):
+        owed = describe_remaining(path, scan, config)
     return Checked(path, report.records, problems, report.problems, repair and bool(problems), owed)
 
 

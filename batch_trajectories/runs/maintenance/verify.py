@@ -44,7 +44,7 @@ from batch_trajectories.runs.store.index import (
 )
 from batch_trajectories.runs.store.index_file import checked_bytes, is_earlier_index, is_index
 from batch_trajectories.runs.store.journal import key_and_order, segments
-from batch_trajectories.runs.store.record_types import decode_record
+from batch_trajectories.runs.store.record_types import Record, decode_record
 from batch_trajectories.runs.store.records import id_in, lines_from, watched_lines
 from batch_trajectories.runs.store.tasks import SCHEMA_VERSION
 from batch_trajectories.runs.supervisor.budget import is_budget_line
@@ -67,6 +67,8 @@ class Report:
     """Number of readable records, including those that later ones replace."""
     duplicates: list[int] = field(default_factory=list)
     """Offsets of records that a later record of the same task contradicts."""
+    may_owe: bool = True
+    """Whether the same command may have tasks to run."""
 
 
 def verify(
@@ -94,6 +96,7 @@ def verify(
         return report
     report.problems += _check_cached_scan(path / NAME, scan)
     totals = compute_totals(path, scan, config, index=entries)
+    report.may_owe = bool(totals.pending or totals.to_retry)
     report.problems += _check_summary(path, totals)
     report.problems += check_exports(path, totals, made)
     return report
@@ -146,10 +149,12 @@ def _are_rows_of(rows: bytes, records: Path) -> bool:
             file.seek(offset)
             while begin < end:
                 line = file.readline()
-                if (facts := _facts_of(line)) is None or facts.problems:
+                try:
+                    fields, problems = _facts_of(decode_record(line))
+                    made = maker.rows(fields, offset, len(line))
+                except ValueError:  # damage, or a number that no index can hold
                     return False
-                made = maker.rows(facts.fields, offset, len(line))
-                if not rows.startswith(made, begin):
+                if problems or not rows.startswith(made, begin):
                     return False
                 begin += len(made)
                 offset += len(line)
@@ -169,7 +174,9 @@ def _named_problems(path: Path, stored: bytes, report: Report) -> Index:
     lines = array("I", [0])
     number = 0
     for number, (offset, line) in enumerate(watched_lines(records), start=1):
-        facts, own_rows = _facts_of(line), None
+        facts = own_rows = None
+        with suppress(DamagedLine):
+            facts = _facts_of(decode_record(line))
         if facts is not None:
             with suppress(ValueError):  # a number that no index can hold
                 own_rows = maker.rows(facts.fields, offset, len(line))
@@ -212,12 +219,7 @@ class _Facts(NamedTuple):
     problems: Sequence[str]
 
 
-def _facts_of(line: bytes) -> _Facts | None:
-    """None for a line that is not a record."""
-    try:
-        record = decode_record(line)
-    except DamagedLine:
-        return None
+def _facts_of(record: Record) -> _Facts:
     problems = []
     if (schema := record.schema_version) != SCHEMA_VERSION:
         problems.append(

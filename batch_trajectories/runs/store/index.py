@@ -204,7 +204,8 @@ class RowMaker:
 class Index(Mapping[bytes, IndexEntry]):
     """The records of a run by task key; of several records of a task the last.
 
-    Needs no object per record: only its rows, and 4 bytes more once single tasks are looked up.
+    Needs no object per record: only its rows, and 4 bytes more once single tasks are looked up, and
+    once all are compared.
     """
 
     def __init__(self, rows: bytes) -> None:
@@ -365,7 +366,7 @@ class Index(Mapping[bytes, IndexEntry]):
 
     def repeated(self) -> Iterator[tuple[int, int]]:
         """Pairs of rows: each record that replaces another, after the one that it replaces."""
-        for rows in self._in_buckets(_COARSE).values():
+        for rows in self._by_coarse_bucket.values():
             if len(set(map(self.key, rows))) == len(rows):
                 continue
             last: dict[bytes, int] = {}
@@ -385,7 +386,7 @@ class Index(Mapping[bytes, IndexEntry]):
         wanted = _sorted_into_buckets(memoryview(keys).cast("H")[::8], _COARSE)
         others = 0
         all_rows = self._rows
-        for bucket, places in self._in_buckets(_COARSE).items():
+        for bucket, places in self._by_coarse_bucket.items():
             row_of = {all_rows[64 * row : 64 * row + 16]: row for row in places}
             for number in wanted.get(bucket, ()):
                 rows[number] = row_of.pop(keys[16 * number : 16 * number + 16], 0)
@@ -400,6 +401,11 @@ class Index(Mapping[bytes, IndexEntry]):
     def _by_bucket(self) -> Mapping[int, array[int]]:
         """The rows of records, sorted by the first two bytes of their task keys."""
         return self._in_buckets(_FINE)
+
+    @cached_property
+    def _by_coarse_bucket(self) -> Mapping[int, array[int]]:
+        """The same by fewer bits, for what reads all of them."""
+        return self._in_buckets(_COARSE)
 
     def _in_buckets(self, mask: int) -> Mapping[int, array[int]]:
         """The rows of records, sorted by these bits of the same bytes."""

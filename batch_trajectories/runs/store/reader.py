@@ -28,7 +28,11 @@ _HEAD_BYTES = 512
 ENOUGH = 5000
 """A process with fewer records takes as long to start as it saves."""
 
+_FEW_BYTES = 1 << 20
+"""The fastest for records of 4 and 34 KB, of 32 KiB to 2 MiB."""
+
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 @contextmanager
@@ -103,8 +107,26 @@ class SomeRecords(NamedTuple):
     first: int
     """The number, from 0, of the first of them."""
     are_all: bool
-    records: Iterable[Record]
-    """One in memory at a time."""
+    few: Iterable[Sequence[Record]]
+    """A few at a time, see `few_of`."""
+
+
+def few_of(items: Iterable[T], length_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """What stands for records, a few at a time; `length_of` gives the bytes of their lines.
+
+    Taking each step for a few records before the next step keeps its code in the processor's
+    caches: record by record an export takes a third longer.
+    """
+    few: list[T] = []
+    size = 0
+    for item in items:
+        few.append(item)
+        size += length_of(item)
+        if size >= _FEW_BYTES:
+            yield few
+            few, size = [], 0
+    if few:
+        yield few
 
 
 def over_records(run_dir: Path, do: Callable[[SomeRecords], R], *, doing: str) -> list[R]:
@@ -117,17 +139,21 @@ def over_records(run_dir: Path, do: Callable[[SomeRecords], R], *, doing: str) -
     scores = Scores(run_dir)
     with open_index(run_dir) as (index, records):
         rows = index.counting_rows()
-        places = [*zip(*index.places(rows[:]), map(index.key, rows), strict=True)]
-        numbers = range(len(places))
+        offsets, lengths = index.places(rows[:])
+        numbers = range(len(lengths))
 
         def do_part(part: Sequence[int], advance: Advance) -> R:
             return do(
-                SomeRecords(part[0] if part else 0, len(part) == len(places), read(part, advance))
+                SomeRecords(part[0] if part else 0, len(part) == len(lengths), read(part, advance))
             )
 
-        def read(part: Sequence[int], advance: Advance) -> Iterator[Record]:
-            for number in part:
-                yield scores.added_to(read_record(records, *places[number]))
-                advance(1)
+        def read_one(number: int) -> Record:
+            record = read_record(records, offsets[number], lengths[number], index.key(rows[number]))
+            return scores.added_to(record)
+
+        def read(part: Sequence[int], advance: Advance) -> Iterator[Sequence[Record]]:
+            for few in few_of(part, lengths.__getitem__):
+                yield [*map(read_one, few)]
+                advance(len(few))
 
         return in_parts(numbers, do_part, doing=doing, enough=ENOUGH)

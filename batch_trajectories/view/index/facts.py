@@ -46,11 +46,11 @@ def make_facts(run_dir: Path, cache: Path) -> None:
 
     def collect(some: SomeRecords) -> _Part:
         part = _Part(samples, rule)
-        for record in some.records:
-            own = Own(record)
-            part.rewards.add(record)
-            part.health.add(record, own)
-            part.records += 1
+        for records in some.few:
+            for record in records:
+                part.rewards.add(record)
+                part.health.add(record, Own(record))
+            part.records += len(records)
         return part
 
     whole, *others = over_records(run_dir, collect, doing="facts")
