@@ -204,8 +204,7 @@ class RowMaker:
 class Index(Mapping[bytes, IndexEntry]):
     """The records of a run by task key; of several records of a task the last.
 
-    Needs no object per record: only its rows, and 4 bytes more once single tasks are looked up, and
-    once all are compared.
+    Needs no object per record: only its rows, and 4 or 8 bytes more once tasks are looked up.
     """
 
     def __init__(self, rows: bytes) -> None:
@@ -277,8 +276,7 @@ class Index(Mapping[bytes, IndexEntry]):
     def latest(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """The record of each task, the latest first."""
         seen = set()
-        lengths = column_of(self._view, LENGTHS)
-        for row in range(len(lengths) - 1, 0, -1):
+        for row in reversed(range(1, len(lengths := column_of(self._view, LENGTHS)))):
             if lengths[row] and (key := self.key(row)) not in seen:
                 seen.add(key)
                 yield key, self.entry(row)
@@ -319,7 +317,7 @@ class Index(Mapping[bytes, IndexEntry]):
     def sums(self, rows: Iterable[int]) -> Sums:
         """Sums over the records in these rows, without an object per record."""
         sums = Sums()
-        kinds = (ENDINGS, _TURNS, _CALLS, *_TOKENS, _COSTS)
+        kinds = ENDINGS, _TURNS, _CALLS, *_TOKENS, _COSTS
         columns = [column_of(self._view, kind) for kind in kinds]
         left = iter(rows)
         while chunk := [*islice(left, CHUNK)]:
@@ -384,8 +382,7 @@ class Index(Mapping[bytes, IndexEntry]):
         """
         rows = array("I", bytes(4 * (len(keys) // 16)))
         wanted = _sorted_into_buckets(memoryview(keys).cast("H")[::8], _COARSE)
-        others = 0
-        all_rows = self._rows
+        others, all_rows = 0, self._rows
         for bucket, places in self._by_coarse_bucket.items():
             row_of = {all_rows[64 * row : 64 * row + 16]: row for row in places}
             for number in wanted.get(bucket, ()):
@@ -399,21 +396,18 @@ class Index(Mapping[bytes, IndexEntry]):
 
     @cached_property
     def _by_bucket(self) -> Mapping[int, array[int]]:
-        """The rows of records, sorted by the first two bytes of their task keys."""
         return self._in_buckets(_FINE)
 
     @cached_property
     def _by_coarse_bucket(self) -> Mapping[int, array[int]]:
-        """The same by fewer bits, for what reads all of them."""
         return self._in_buckets(_COARSE)
 
     def _in_buckets(self, mask: int) -> Mapping[int, array[int]]:
-        """The rows of records, sorted by these bits of the same bytes."""
+        """The rows of records, sorted by these bits of the first two bytes of their task keys."""
         buckets = _sorted_into_buckets(column_of(self._view, _BUCKETS), mask)
         lengths = column_of(self._view, LENGTHS)
         for bucket in {0, int.from_bytes(MARK[:2], sys.byteorder) & mask} & buckets.keys():
-            rows = (row for row in buckets[bucket] if row and lengths[row])
-            buckets[bucket] = array("I", rows)
+            buckets[bucket] = array("I", (row for row in buckets[bucket] if row and lengths[row]))
         return buckets
 
 
