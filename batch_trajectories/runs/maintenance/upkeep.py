@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -34,9 +34,6 @@ from batch_trajectories.runs.store.journal import Inflight, read_journaled_repli
 from batch_trajectories.runs.store.records import RecordFile, UnreadableRecord, load_index, take_out
 from batch_trajectories.runs.supervisor.budget import set_aside_damaged
 from toolsets.workspace.removal import remove_tree
-
-if TYPE_CHECKING:
-    from batch_trajectories.runs.maintenance.verify import Report
 
 
 MakeExports = Callable[[Path, Scan, RunConfig], object]
