@@ -35,7 +35,6 @@ from batch_trajectories.runs.store.records import RecordFile, UnreadableRecord, 
 from batch_trajectories.runs.supervisor.budget import set_aside_damaged
 from toolsets.workspace.removal import remove_tree
 
-
 MakeExports = Callable[[Path, Scan, RunConfig], object]
 """Writes the training files and summary of the run in a directory."""
 
