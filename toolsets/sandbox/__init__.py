@@ -9,6 +9,7 @@ fork_servers   warm processes that fork sandboxes
 served         what all sandboxes have in common: a server inside that outlives calls
 bwrap          commands in namespaces of their own, by bubblewrap
 image_files    the files of an image, through the server inside
+layer_files    the files of workspaces above one image, compared from outside
 image_bwrap    commands in an unpacked image, by bubblewrap
 engine         Docker or Podman, asked through its command line
 docker         commands in a container
@@ -17,7 +18,7 @@ factory        finds a sandbox by its name and makes it
 inside/        the programs that run inside a sandbox
 
 Other rooms import base, bwrap, cgroup, engine, factory, image_files, inside/outputs,
-programs.
+layer_files, programs.
 """
 
 SANDBOXES = {

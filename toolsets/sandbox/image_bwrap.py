@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
@@ -134,6 +134,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
     """Cells run in the image's Python, with the packages that the image has."""
     is_continued = False
     can_change_all = True
+    memory_dir = "/dev/shm"
 
     def __init__(
         self,
@@ -221,10 +222,32 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
             return None
         digest = hashlib.sha256()
         try:
-            _mark_layer(self._workspace.root / "upper", path, digest.update)
+            upper = self._workspace.root / "upper"
+            if upper.exists():  # or no sandbox has begun
+                _mark_layer(upper, path, digest.update)
         except OSError:
             return None
         return digest.hexdigest()
+
+    @property
+    def origin(self) -> Hashable | None:
+        """See `ImageSandbox`."""
+        if (layers := self.layers) is None or self.entrypoint:
+            return None
+        with suppress(FileNotFoundError), os.scandir(layers[0]) as own:
+            if next(own, None) is not None:
+                return None
+        return (*layers[1:], self.home, self._user, *sorted(self._env.items()))
+
+    @property
+    def layers(self) -> Sequence[Path] | None:
+        """See `ImageSandbox`."""
+        if self._layering == "copy":
+            return None
+        root = self._workspace.root
+        base = base_of(root)
+        below = [] if base is None else [root.with_name(base) / "upper"]
+        return [root / "upper", *below, self._image.rootfs]
 
     def template(self) -> SandboxTemplate:
         """See `ServedSandbox`."""

@@ -9,10 +9,10 @@ import errno
 import os
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
 from toolsets.sandbox.base import Sandbox, SandboxError
@@ -33,6 +33,8 @@ class ImageSandbox(Sandbox):
     lies_in_workspace = False
     image_digest: str
     """Of the image's configuration, which names its layers: for all sandboxes the same."""
+    memory_dir: str | None = None
+    """A directory inside whose files are in memory, of this sandbox alone."""
     shares_bases = False
     """Whether it can begin above what others began with: see `begin_above`."""
     user_home: str | None
@@ -71,6 +73,22 @@ class ImageSandbox(Sandbox):
         del path
         return None
 
+    @property
+    def origin(self) -> Hashable | None:
+        """What the workspace is made of, while nothing in it was changed and its sandbox may begin.
+
+        Equal ones have equal files. None where that is not known.
+        """
+        return None
+
+    @property
+    def layers(self) -> Sequence[Path] | None:
+        """The directories out here that are merged into what commands see, the uppermost first.
+
+        None where they are not known, or there are none.
+        """
+        return None
+
     @abstractmethod
     async def ask_files(self, request: dict[str, Any]) -> Reply:
         """Make one request; see `toolsets.sandbox.inside.file_requests`."""
@@ -91,7 +109,17 @@ class FileState(NamedTuple):
         return self.mark.startswith("x")
 
 
-class ImageFiles:
+class FileSource(Protocol):
+    """Where files are copied from."""
+
+    def read_all(self, top: str, paths: Sequence[str]) -> dict[str, bytes]:
+        """The contents of small files beneath a directory. Raises `ToolError`."""
+
+    def read_bytes(self, path: str, max_bytes: int) -> bytes:
+        """Up to so many bytes of a file. Raises `ToolError`."""
+
+
+class ImageFiles(FileSource):
     """See `Files`. A request waits for a command that runs."""
 
     def __init__(self, kept: Workspace, sandbox: ImageSandbox) -> None:
@@ -168,7 +196,7 @@ class ImageFiles:
             entry.path: FileState(entry.kind, entry.size_bytes, mark) for entry, mark in entries
         }
 
-    def copy_from(self, source: ImageFiles, top: str, states: Mapping[str, FileState]) -> None:
+    def copy_from(self, source: FileSource, top: str, states: Mapping[str, FileState]) -> None:
         """Copy files and links beneath a directory, with whether they may be executed."""
         group: list[str] = []
         size = 0
@@ -180,21 +208,23 @@ class ImageFiles:
             size += state.size
         self._put(top, {path: states[path] for path in group}, source)
 
-    def _put(self, top: str, states: Mapping[str, FileState], source: ImageFiles) -> None:
+    def read_all(self, top: str, paths: Sequence[str]) -> dict[str, bytes]:
+        """See `FileSource`; they must fit into one reply."""
+        try:
+            reply = self._ask(top, op="read_all", paths=paths)
+        except PathError:
+            for path in paths:  # the error of one names it
+                self.read_bytes(f"{top}/{path}", 1)
+            raise
+        if [number for number, _ in reply.contents] != [*range(len(paths))]:
+            raise SandboxError(_FORBIDDEN)
+        return {paths[number]: _content(content) for number, content in reply.contents}
+
+    def _put(self, top: str, states: Mapping[str, FileState], source: FileSource) -> None:
         """Copy what fits into one request, or one large file."""
-        read: dict[str, bytes] = {}
         files = [path for path, state in states.items() if state.kind == "file"]
         small = [path for path in files if states[path].size <= _PART_BYTES]
-        if small:
-            try:
-                reply = source._ask(top, op="read_all", paths=small)
-            except PathError:
-                for path in small:  # the error of one names it
-                    source.read_bytes(f"{top}/{path}", 1)
-                raise
-            if [number for number, _ in reply.contents] != [*range(len(small))]:
-                raise SandboxError(_FORBIDDEN)
-            read = {small[number]: _content(content) for number, content in reply.contents}
+        read = source.read_all(top, small) if small else {}
         for path in set(files) - set(small):
             self.write_bytes(f"{top}/{path}", source.read_bytes(f"{top}/{path}", states[path].size))
         put = [

@@ -67,7 +67,10 @@ class Workspaces:
         self._problems: dict[str, str | None] = {}
         self._in_images: ImageSandboxes | None = None
         if setup.config.is_inside and setup.provenance.sandbox is not None:
+            from batch_trajectories.runs.worker.diff import Known
+
             self._in_images = image_sandboxes(setup.config)
+            self._known = Known()
         self._digests = dict(setup.images)
         """Of images that conversations of the run used, by reference: they must not change."""
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -136,7 +139,7 @@ class Workspaces:
                     await self._made(sandbox)
                     if row.setup is not None:
                         await self._set_up_in_image(context, row, row.setup)
-                    await begin_diff(context, is_needed=row.is_judged_afresh)
+                    await begin_diff(context, is_needed=row.is_judged_afresh, known=self._known)
                     await asyncio.to_thread((root / IMAGE_FILE).write_text, sandbox.image_digest)
         except BaseException:
             await context.close(remove=False)
@@ -228,7 +231,7 @@ class Workspaces:
                 diff = empty_diff()
             else:
                 worked = await self.reopened(context, row, starts_entrypoint=False)
-                diff = await make_diff(worked, fresh, row.setup)
+                diff = await make_diff(worked, fresh, row.setup, self._known)
             is_left = afresh
         except (SetupFailed, DiffError) as error:
             if afresh and isinstance(error, SetupFailed):

@@ -31,6 +31,7 @@ _SIOCSIFFLAGS = 0x8914
 _UP_AND_RUNNING = 0x41
 _PROC_READ_ONLY = ("sys", "sysrq-trigger", "irq", "bus")
 """Where a process that is root of the machine could write without any capability."""
+_VOLATILE = "work/incompat/volatile"
 _WORKSPACE = "/workspace"
 _IMAGES = "/images"
 _USER = 1000
@@ -151,7 +152,14 @@ def _mount_tree(layer: str, *trees: str, is_copied: bool) -> None:
         _mount(upper, "/tmp", None, _BIND)
         _mount("none", "/tmp", None, _BIND | _REMOUNT | _NOSUID | _NODEV)
     else:
-        layers = f"lowerdir={':'.join(trees)},upperdir={upper},workdir={work},userxattr"
+        # Nobody waits until a disk has what commands wrote: after a power loss workspaces are made
+        # anew. An earlier mount has left a mark with which the kernel refuses another.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{work}/{_VOLATILE}/dirty")
+            os.rmdir(f"{work}/{_VOLATILE}")
+            os.rmdir(f"{work}/{os.path.dirname(_VOLATILE)}")
+        below = ":".join(trees)
+        layers = f"lowerdir={below},upperdir={upper},workdir={work},userxattr,volatile"
         _mount("overlay", "/tmp", "overlay", _NOSUID | _NODEV, layers)
     mode = stat.S_IMODE(os.stat("/tmp").st_mode)
     if mode & 0o555 != 0o555:
