@@ -116,25 +116,22 @@ def test_a_plain_change_has_the_diff_that_the_general_way_makes(
     images: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def made(place: str) -> tuple[object, str]:
-        contexts = []
-        for root in ("worked", "fresh"):
-            layer = tmp_path / f"{place}-{root}"
-            sandbox = sandbox_in(images, layer, ImageSpec("python:1"))
-            contexts.append(ToolContext(ImageFiles(Workspace(layer), sandbox), sandbox))
-        worked, fresh = contexts
-        assert worked.sandbox is not None
-        assert fresh.sandbox is not None
+        layers = [tmp_path / f"{place}-{root}" for root in ("worked", "fresh")]
+        sandboxes = [sandbox_in(images, layer, ImageSpec("python:1")) for layer in layers]
+        worked, fresh = (
+            ToolContext(ImageFiles(Workspace(layer), sandbox), sandbox)
+            for layer, sandbox in zip(layers, sandboxes, strict=True)
+        )
         try:
-            for context in contexts:
-                await out(context.sandbox, "mkdir -p .git/info; echo '*.pyc' >> .git/info/exclude")
-            await out(worked.sandbox, f"cd {TOP}; {PLAIN[name]}")
+            for sandbox in sandboxes:
+                await out(sandbox, "mkdir -p .git/info; echo '*.pyc' >> .git/info/exclude")
+            await out(sandboxes[0], f"cd {TOP}; {PLAIN[name]}")
             diff = await make_diff(worked, fresh, RowSetup({}, (), ".", None))
             listed = "cd /testbed; find . -path ./.git -prune -o -type f -printf '%m %p %s\\n'"
-            return diff, await out(fresh.sandbox, f"{listed} | sort; ls -A /tmp")
+            return diff, await out(sandboxes[1], f"{listed} | sort; ls -A /tmp")
         finally:
-            for context in contexts:
-                assert context.sandbox is not None
-                await context.sandbox.stop()
+            for sandbox in sandboxes:
+                await sandbox.stop()
 
     plain = asyncio.run(made("plain"))
     monkeypatch.setattr(BwrapImageSandbox, "memory_dir", None)
