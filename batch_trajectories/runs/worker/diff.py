@@ -159,7 +159,7 @@ class Known:
         self, context: ToolContext, find: Callable[..., Awaitable[Found]], *arguments: object
     ) -> Found:
         """What `find` finds in a workspace."""
-        origin = await asyncio.to_thread(getattr, _image_sandbox(context), "origin")
+        origin = _image_sandbox(context).origin
         if origin is None:
             return await find(context, *arguments)
         if (origin, find) not in self._found:

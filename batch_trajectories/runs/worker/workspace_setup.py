@@ -19,6 +19,7 @@ from toolsets.workspace.workspace import TEMPORARY
 
 if TYPE_CHECKING:
     from batch_trajectories.runs.dataset.row_setup import RowSetup
+    from toolsets.sandbox.image_files import ImageSandbox
 
 IMAGE_FILE = "image"
 """The file beside a conversation's layer with the digest of the image below it."""
@@ -90,6 +91,33 @@ def forget_aside(root: Path) -> None:
 
 def _aside(root: Path) -> Path:
     return root.with_name(f"{root.name}.before")
+
+
+def keep_or_remove(root: Path, sandbox: ImageSandbox) -> tuple[bool, bool]:
+    """Keep what a conversation has changed in its image, or prepare for a workspace made anew.
+
+    Whether it was kept, and whether its image was replaced. What is made anew is marked until
+    `is_set_up`, so that a crash before shows.
+    """
+    is_other = image_was_replaced(root, sandbox.image_digest)
+    if sandbox.is_kept() and not is_other and not half_set_up(root).exists():
+        return True, False
+    half_set_up(root).touch()
+    remove_all(root, sandbox)
+    return False, is_other
+
+
+def remove_all(root: Path, sandbox: ImageSandbox) -> None:
+    """Remove a workspace inside an image; its sandbox must not run."""
+    sandbox.discard()
+    remove_tree(root)
+
+
+def is_set_up(root: Path, digest: str) -> None:
+    """Say at once that a workspace is whole, and above which image it is."""
+    root.mkdir(mode=0o700, exist_ok=True)
+    half_set_up(root).write_text(digest)
+    half_set_up(root).rename(root / IMAGE_FILE)
 
 
 def image_was_replaced(root: Path, digest: str) -> bool:

@@ -17,11 +17,12 @@ from batch_trajectories.runs.config.sandboxes import image_sandboxes
 from batch_trajectories.runs.dataset.row import RowTask
 from batch_trajectories.runs.protocol.messages import WorkerSetup
 from batch_trajectories.runs.worker.workspace_setup import (
-    IMAGE_FILE,
     SetupFailed,
     fresh_root,
     half_set_up,
-    image_was_replaced,
+    is_set_up,
+    keep_or_remove,
+    remove_all,
     set_up_workspace,
     setting_up,
 )
@@ -123,24 +124,15 @@ class Workspaces:
         spec = self._spec_of(row)
         root = context.workspace.root
         sandbox = await self._sandbox_in_image(root, row, spec)
-        is_other = await asyncio.to_thread(image_was_replaced, root, sandbox.image_digest)
-        kept = await asyncio.to_thread(sandbox.is_kept)
-        if half_set_up(root).exists() or is_other or not kept:
-            await asyncio.to_thread(sandbox.discard)
-            await asyncio.to_thread(remove_tree, root)
-            kept = False
+        kept, is_other = await asyncio.to_thread(keep_or_remove, root, sandbox)
         context = self._inside(context, sandbox, root)
         try:
-            if kept:
-                await self._made(sandbox)
-            else:
-                async with setting_up(root):
-                    await asyncio.to_thread(sandbox.discard)
-                    await self._made(sandbox)
-                    if row.setup is not None:
-                        await self._set_up_in_image(context, row, row.setup)
-                    await begin_diff(context, is_needed=row.is_judged_afresh, known=self._known)
-                    await asyncio.to_thread((root / IMAGE_FILE).write_text, sandbox.image_digest)
+            await self._made(sandbox)
+            if not kept:
+                if row.setup is not None:
+                    await self._set_up_in_image(context, row, row.setup)
+                await begin_diff(context, is_needed=row.is_judged_afresh, known=self._known)
+                await asyncio.to_thread(is_set_up, root, sandbox.image_digest)
         except BaseException:
             await context.close(remove=False)
             raise
@@ -297,11 +289,10 @@ class Workspaces:
     ) -> ToolContext:
         """A fresh workspace: the image, set up as the row says. Raises `SetupFailed`."""
         root = fresh_root(context.workspace.root)
-        await asyncio.to_thread(remove_tree, root)
         sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
         fresh = self._inside(context, sandbox, root)
         try:
-            await asyncio.to_thread(sandbox.discard)
+            await asyncio.to_thread(remove_all, root, sandbox)
             await self._made(sandbox)
             if row.setup is not None:
                 again = row.setup._replace(hidden=())
