@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
+from typing import get_args
 
 import click
 
+from agent.models.providers import Api
 from agent.options import AgentOptions, is_marked
 from batch_runner import main
 from batch_trajectories.cli.command_line import COMMAND_GROUPS
@@ -41,6 +43,9 @@ EXPLAINED_ONCE = {
     "--json": "Print JSON.",
 }
 """Options of many commands that the text above covers, with the help that they have there."""
+
+DIALECT = "|".join(get_args(Api))
+"""Choices that `--help` lists; on the page they are NAME, so that a new dialect leaves it as it is."""
 
 INDENT = 28
 WIDTH = 110
@@ -105,7 +110,7 @@ def _listed(params: Iterable[click.Parameter | None]) -> Iterator[str]:
         record = param.get_help_record(click.Context(click.Command("x")))
         assert record is not None
         text = record[1].replace("  [default: ", " [").replace("  [", " [")
-        yield _entry(record[0].replace(" / ", "/"), text)
+        yield _entry(record[0].replace(" / ", "/").replace(DIALECT, "NAME"), text)
     yield "```"
 
 

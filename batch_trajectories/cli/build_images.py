@@ -40,7 +40,7 @@ def build_images(tasks: Path, container_engine: Engine, save: Path | None) -> No
     from batch_trajectories.runs.dataset.column_names import ERROR_COLUMN
     from batch_trajectories.runs.sources.harbor import tasks_in
     from toolsets.images.names import ImageError
-    from toolsets.sandbox.engine import build_image, docker_problem, save_image
+    from toolsets.sandbox.containers.engine import build_image, docker_problem, save_image
 
     with errors_as_exit_codes():
         source_tasks = tasks_in(tasks)

@@ -24,7 +24,7 @@ from tests.images.test_image_runs import (
 from tests.images.test_image_runs import records as records_of
 from tests.images.test_task_runs import forty_tasks, judge_forty_tasks, kill_often, results_of
 from tests.running import lines, run, started, wait_until, write_rows
-from toolsets.sandbox.engine import engine_warning, run_label
+from toolsets.sandbox.containers.engine import engine_warning, run_label
 
 pytestmark = pytest.mark.long
 

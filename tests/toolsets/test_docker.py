@@ -23,7 +23,7 @@ from batch_trajectories.runs.dataset.row import RowRules
 from tests.playing import call, calls, say
 from tests.running import SCRIPTED, lines, run, write_rows
 from toolsets.sandbox.base import ImageSpec, Limits, SandboxError, SandboxSettings
-from toolsets.sandbox.engine import image_config
+from toolsets.sandbox.containers.engine import image_config
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem
 from toolsets.workspace.workspace import Workspace
 

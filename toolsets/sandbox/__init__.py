@@ -11,19 +11,18 @@ bwrap          commands in namespaces of their own, by bubblewrap
 image_files    the files of an image, through the server inside
 layer_files    the files of workspaces above one image, compared from outside
 image_bwrap    commands in an unpacked image, by bubblewrap
-engine         Docker or Podman, asked through its command line
-docker         commands in a container
 local          commands as plain processes, without isolation
 factory        finds a sandbox by its name and makes it
+containers/    commands in containers of Docker or Podman
 inside/        the programs that run inside a sandbox
 
-Other rooms import base, bwrap, cgroup, engine, factory, image_files, inside/outputs,
+Other rooms import base, bwrap, cgroup, containers/engine, factory, image_files, inside/outputs,
 layer_files, programs.
 """
 
 SANDBOXES = {
     "bwrap": "toolsets.sandbox.bwrap:BwrapSandbox",
-    "docker": "toolsets.sandbox.docker:DockerSandbox",
+    "docker": "toolsets.sandbox.containers.docker:DockerSandbox",
     "local": "toolsets.sandbox.local:LocalSandbox",
 }
 """Our sandboxes by name: where the class of each is. Packages add others, see `factory`."""

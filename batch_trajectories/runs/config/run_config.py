@@ -95,7 +95,9 @@ class RunConfig(SampleOptions):
         "cache_write}}.",
     )
     base_url: BaseUrl | None = running(None, "Root URL of the endpoint; default: the provider's.")
-    api: Api | None = meaning(None, "API of the endpoint; default: the provider's.")
+    api: Api | None = meaning(
+        None, "API of the endpoint (docs/endpoints.md); default: the provider's."
+    )
     key_env: str | None = running(
         None,
         "Environment variable with the API key; 'none' sends no key.",

@@ -17,7 +17,7 @@ class SandboxOptions(AgentOptions):
 
     sandbox: str = meaning(
         "bwrap",
-        "Where commands run: bwrap, docker, local (does NOT isolate them) or that of a package.",
+        "Name of the sandbox where commands run (docs/tools.md); local does NOT isolate them.",
     )
     docker_image: str | None = meaning(
         None,

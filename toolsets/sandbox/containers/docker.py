@@ -25,7 +25,7 @@ from toolsets.sandbox.base import (
     SandboxSettings,
 )
 from toolsets.sandbox.channel import Launch
-from toolsets.sandbox.engine import (
+from toolsets.sandbox.containers.engine import (
     RUN_LABEL,
     ask_engine,
     config_of,
