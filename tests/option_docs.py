@@ -45,7 +45,7 @@ EXPLAINED_ONCE = {
 """Options of many commands that the text above covers, with the help that they have there."""
 
 DIALECT = "|".join(get_args(Api))
-"""Choices that `--help` lists; on the page they are NAME, so that a new dialect leaves it as it is."""
+"""Choices that `--help` lists; on the page they are NAME, which stays as dialects are added."""
 
 INDENT = 28
 WIDTH = 110
