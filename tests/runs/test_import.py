@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from batch_trajectories.basics.errors import ConfigError, DatasetError
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
+from batch_trajectories.runs.importing.conversation import time_of
 from batch_trajectories.runs.importing.importing import ImportEnd, import_conversations
 from batch_trajectories.runs.store.reader import stored_records
 from testing.fake_hub import REPOSITORY, fake_hub
@@ -153,6 +155,18 @@ def test_a_document_of_another_program_is_a_record_with_all_that_it_says(tmp_pat
     ]
     marks = [m.get("weight") for m in row_in("openai", only_record(plain))["messages"]]
     assert marks == [None, None, 0]
+
+
+def test_a_time_without_a_zone_is_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the machine: the same document would be another record elsewhere."""
+    monkeypatch.setenv("TZ", "XST-5")
+    time.tzset()
+    try:
+        assert time_of("1970-01-01T00:01:00", "here") == 60
+        assert time_of("1970-01-01T00:01:00+00:01", "here") == 0
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_results_that_name_no_call_answer_those_of_their_step(tmp_path: Path) -> None:

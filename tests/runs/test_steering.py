@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
+from batch_trajectories.runs.directory import control
 from batch_trajectories.runs.directory.control import process_of, refuse_strangers
 from batch_trajectories.runs.store.files import append_line
 from batch_trajectories.runs.supervisor.budget import BudgetLog, RunBudget
@@ -30,8 +32,6 @@ class Told:
         self.limits: list[dict[str, Any]] = []
 
     def send(self, message: bytes) -> None:
-        import orjson
-
         self.limits.append(orjson.loads(message.partition(b"\n")[0])["limits"])
 
 
@@ -75,6 +75,35 @@ def test_limits_that_would_stop_a_run_are_refused(tmp_path: Path, asked: dict[st
     worker: Any = Told()
     limits.share([worker])
     assert [one["permits"] for one in worker.limits] == [8]
+
+
+def test_limits_change_together_or_not_at_all(tmp_path: Path) -> None:
+    budget = RunBudget(Cost(5.0), spent=Cost(), budget_log=BudgetLog(tmp_path, tmp_path))
+    answers: dict[str, Any] = {}
+    progress = SimpleNamespace(say=lambda text: None, steer=answers.update)
+    start: Any = SimpleNamespace(run_dir=SimpleNamespace(path=tmp_path), progress=progress)
+    line = {"to": process_of({}), "do": "limits", "max_run_cost_usd": 9.0, "rpm": 5.0}
+    append_line(tmp_path / "control.jsonl", line)
+    pool: Any = SimpleNamespace(workers=[])
+    Steering(start, pool, RunLimits({}), budget).tend()
+    (answer,) = answers["answers"].values()
+    assert answer["refused"]
+    assert "nothing was changed" in answer["text"]
+    assert budget.budget == Cost(5.0)
+
+
+def test_an_answer_written_just_before_the_end_is_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`resume` of a run whose last conversation then ends at once."""
+
+    def ended(run_dir: Path) -> None:
+        end = (tmp_path / "control.jsonl").stat().st_size
+        answers = {str(end): {"text": "resumed", "refused": False}}
+        (tmp_path / "progress.json").write_bytes(orjson.dumps({"steered": {"answers": answers}}))
+
+    monkeypatch.setattr(control, "holder_of", ended)
+    assert control.steer(tmp_path, {}, "resume") == "resumed"
 
 
 def test_a_run_of_another_user_is_not_steered(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,13 @@ from batch_trajectories.runs.batch_api.batch_log import BatchLog
 from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.failures import Failure, FailureFile, load_failed_attempts
-from batch_trajectories.runs.store.files import AppendFile, StorageError, repair_tail, replace_file
+from batch_trajectories.runs.store.files import (
+    AppendFile,
+    StorageError,
+    read_json,
+    repair_tail,
+    replace_file,
+)
 from batch_trajectories.runs.store.index import index_fields
 from batch_trajectories.runs.store.journal import (
     Inflight,
@@ -613,3 +620,12 @@ def test_tools_that_many_records_offer_are_one_object() -> None:
     assert all(other.tools is first.tools for other in others)
     long = [{"type": "function", "function": {"name": "a", "parameters": {"n": 2**70}}}]
     assert stored({"tools": long}).tools == long
+
+
+def test_a_pipe_in_place_of_a_json_file_is_not_read(tmp_path: Path) -> None:
+    """Reading it waits for a writer: one such progress.json held up the list of all runs."""
+    os.mkfifo(tmp_path / "progress.json")
+    writer = os.open(tmp_path / "progress.json", os.O_RDWR)  # so that a failure ends, too
+    os.write(writer, b"{}")
+    threading.Timer(2, os.close, [writer]).start()
+    assert read_json(tmp_path / "progress.json") is None

@@ -126,6 +126,9 @@ def source_of(run_dir: Path, samples: int) -> Source:
     return Source(run_dir, scan(dataset, max_samples=None, num_samples=samples), samples)
 
 
+ALL_SHOWN = re.compile("^12 shown")
+
+
 def test_runs_are_listed_and_compared_by_keyboard(browser: Browser, address: str) -> None:
     with opened(browser, address, "#") as page:
         page.locator("#runs-rows a").first.wait_for()
@@ -161,6 +164,34 @@ def test_a_server_that_is_gone_is_named(browser: Browser, folder: Path) -> None:
         page.locator("#trouble", has_text="does not answer").wait_for()
 
 
+def test_words_that_were_cleared_do_not_come_back(browser: Browser, address: str) -> None:
+    """The search waits for 120 ms without a key; what is done meanwhile counts from then on."""
+    clear = """() => {
+      const type = (text) => {
+        document.querySelector("#query").value = text;
+        document.querySelector("#query").dispatchEvent(new Event("input", { bubbles: true }));
+      };
+      type("nothing has this");
+      document.querySelector("#filters").reset();
+      return document.querySelector("#query").value;
+    }"""
+    tick = """() => {
+      document.querySelector("#query").value = "";
+      document.querySelector("#query").dispatchEvent(new Event("input", { bubbles: true }));
+      document.querySelector("#by-inside").click();
+      return document.querySelector("#query").value;
+    }"""
+    with opened(browser, address, "#rich") as page:
+        page.locator("#found", has_text=ALL_SHOWN).wait_for()
+        page.fill("#query", "nothing has this")
+        page.locator("#found", has_text="0 of 12 shown").wait_for()
+        assert page.evaluate(tick) == ""
+        page.locator("#found", has_text=ALL_SHOWN).wait_for()
+        assert page.evaluate(clear) == ""
+        page.wait_for_timeout(300)
+        assert page.input_value("#query") == ""
+
+
 def test_filters_are_of_the_server_and_charts_follow(browser: Browser, address: str) -> None:
     with opened(browser, address, "#rich") as page:
         page.locator("#found", has_text="12 shown").wait_for()
@@ -169,6 +200,7 @@ def test_filters_are_of_the_server_and_charts_follow(browser: Browser, address: 
         page.locator("#tiles dd", has_text="6of").wait_for()
         assert ids(page) == [f"t{n}#s1" for n in range(6)]
         page.get_by_role("button", name="Clear").click()
+        page.locator("#found", has_text=ALL_SHOWN).wait_for()  # the next count is the same again
         page.fill("#by-where", "turns > 5")
         page.keyboard.press("Enter")
         page.locator("#found", has_text="6 of 12 shown").wait_for()

@@ -229,11 +229,14 @@ function listenToTable() {
   });
   $("filters").addEventListener("change", ({ target }) => {
     const name = target.id.replace(/^by-/, "");
-    if (target.id !== "query") setFilters({ [name]: target.type === "checkbox" ? target.checked : target.value });
+    if (target.id === "query") return;
+    clearTimeout(later);
+    setFilters({ query: $("query").value, [name]: target.type === "checkbox" ? target.checked : target.value });
   });
   $("filters").addEventListener("submit", (event) => (event.preventDefault(), select(0)));
   $("filters").addEventListener("reset", (event) => {
     event.preventDefault();
+    clearTimeout(later);
     setFilters(Object.fromEntries(Object.keys(filters).map((name) => [name, ""])));
   });
   $("scroller").addEventListener("scroll", () => drawRows(), { passive: true });

@@ -50,13 +50,14 @@ def steer(run_dir: Path, holder: Mapping[str, Any] | None, do: str, **values: An
     end = append_line(run_dir / NAME, line)
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
+        works = holder_of(run_dir) is not None  # asked first: what it wrote last is read below
         state = read_json(run_dir / "progress.json") or {}
         answers = (state.get("steered") or {}).get("answers", {})
         if (answer := answers.get(str(end))) is not None:
             if answer["refused"]:
                 raise RunDirError(f"{run_dir}: refused: {answer['text']}")
             return str(answer["text"])
-        if holder_of(run_dir) is None:
+        if not works:
             raise RunDirError(f"{run_dir}: the run has ended; its run.log says what it still did")
         time.sleep(_LOOK_EVERY_S)
     raise RunDirError(

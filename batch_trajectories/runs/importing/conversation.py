@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,9 +250,10 @@ def read_tools(api: str, tools: Any) -> list[dict[str, Any]]:
 
 
 def time_of(text: Any, place: str, line: int | None = None) -> float:
-    """Epoch seconds of a time in ISO 8601. Raises `Unreadable`."""
+    """Epoch seconds of a time in ISO 8601, in UTC if it names no zone. Raises `Unreadable`."""
     try:
-        return datetime.fromisoformat(text).timestamp()
+        at = datetime.fromisoformat(text)
+        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
     except (TypeError, ValueError) as error:
         raise Unreadable(f"{place}: {error}", line) from error
 

@@ -274,8 +274,13 @@ def replace_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a derived JSON file; None where there is none that can be read."""
+    """The object in a derived JSON file; None where there is none that can be read.
+
+    Only a plain file is read: a pipe or a device in a run directory from elsewhere has no end.
+    """
     try:
+        if not path.is_file():
+            return None
         value = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return None

@@ -63,11 +63,16 @@ class RunLimits:
         for endpoint in self._endpoints.values():
             endpoint.is_paused = is_paused
 
-    def change(self, rpm: float | None, in_flight: int | None) -> None:
-        """Change the user's limits of each endpoint; None leaves one. Raises `ValueError` if the
-        run calls no endpoint."""
+    def refuse_without_endpoints(self) -> None:
+        """Raise `ValueError` if the run calls no endpoint."""
         if not self._endpoints:
-            raise ValueError("this run calls no endpoint, so it has no rpm and no max_in_flight")
+            raise ValueError(
+                "this run calls no endpoint, so it has no rpm and no max_in_flight; nothing was "
+                "changed"
+            )
+
+    def change(self, rpm: float | None, in_flight: int | None) -> None:
+        """Change the user's limits of each endpoint; None leaves one."""
         for endpoint in self._endpoints.values():
             endpoint.change(rpm, in_flight)
 

@@ -101,6 +101,8 @@ class Steering:
                 raise _Refused(f"{name}: must be above 0 (got {value!r})")
             if name == "max_in_flight" and value < 1:
                 raise _Refused(f"{name}: must be at least 1; `pause` lets no call begin")
+        if "rpm" in given or "max_in_flight" in given:
+            self._limits.refuse_without_endpoints()
         if "max_run_cost_usd" in given:
             self._budget.raise_to(given["max_run_cost_usd"])
         if "rpm" in given or "max_in_flight" in given:

@@ -134,7 +134,7 @@ function decideNote(note) {
 function markTurn(turn = Number(document.activeElement.closest?.("#reader > .messages > article")?.dataset.turn)) {
   if (!canDecide()) return undefined;
   if (!turn) {
-    announce("go to a turn first, by j and k");
+    announce("no loss is set on turns of the model; go to one by j and k");
     return undefined;
   }
   const marked = mine(open.row).no_loss ?? [];
