@@ -74,6 +74,19 @@ def test_two_reviewers_at_once_lose_nothing(tmp_path: Path) -> None:
         assert [note for note in said if who in note] == [f"{who} {n}" for n in range(100)]
 
 
+def test_labels_that_are_read_while_they_are_counted_disturb_nobody(tmp_path: Path) -> None:
+    source = make_run(tmp_path, worked(), worked(), worked())
+    say(source, "t0", verdict="keep")
+    say(source, "t1", verdict="keep")
+    labels = Labels(source.run_dir)
+    counting, verdicts = labels.by_record(), labels.verdicts()
+    next(counting), next(verdicts)
+    say(source, "t2", verdict="reject")
+    labels.read_on()
+    assert (len([*counting]), len([*verdicts])) == (1, 1)
+    assert len([*labels.by_record()]) == 3
+
+
 def test_a_torn_line_of_a_killed_writer_is_set_aside(tmp_path: Path) -> None:
     (tmp_path / "labels.jsonl").write_text('{"record": "ab", "who"')
     append_label(tmp_path, "ab", "t0", "ann", label_change({"verdict": "keep"}))

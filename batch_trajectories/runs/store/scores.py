@@ -250,12 +250,16 @@ class Labels:
         return list(self._by_record.get(record, {}).values())
 
     def by_record(self) -> Iterator[tuple[str, list[Label]]]:
-        """The `score_key` of each record with labels, and these."""
-        return ((record, list(labels.values())) for record, labels in self._by_record.items())
+        """The `score_key` of each record that has labels now, and these.
+
+        Other threads may read on meanwhile.
+        """
+        for record, labels in list(self._by_record.items()):
+            yield record, list(labels.values())
 
     def verdicts(self) -> Iterator[tuple[str, str]]:
         """The id of each record with a verdict, and the verdict of all its reviewers."""
-        for id, record in self._ids.items():
+        for id, record in list(self._ids.items()):
             if (verdict := verdict_of(self.of(record))) is not None:
                 yield id, verdict
 
