@@ -200,7 +200,9 @@ class _Patience:
         """What the endpoint asked for, or a growing pause; never the same for two callers.
 
         Call it once per failure. A broken reply of an endpoint that answers others is soon asked
-        for again. In an outage nobody is answered, and the pauses grow.
+        for again. A failure by load (5xx) that others do not meet is waited for half as long as in
+        an outage: from 0.25 to 0.5 s, then doubling. In an outage nobody is answered, and the
+        pauses grow. A rate limit (429) is for all calls, whoever else was answered.
         """
         error = _error(state)
         if error.retry_after_s is not None:
@@ -209,6 +211,8 @@ class _Patience:
             return random.uniform(0, _SHORT_WAIT_S)
         pause_s = self._pauses[error.is_by_load]
         self._pauses[error.is_by_load] = min(2 * pause_s, _most_wait_s(error))
+        if error.has_answered_others and error.kind != "rate_limited":
+            return pause_s * random.uniform(0.25, 0.5)
         return pause_s + random.uniform(0, 1)
 
     def retry(self, state: RetryCallState) -> Retry:

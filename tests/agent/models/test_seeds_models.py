@@ -149,6 +149,29 @@ def test_a_broken_reply_is_soon_asked_for_again_while_the_endpoint_answers_other
     assert max(waits) <= 0.5
 
 
+def test_a_failure_by_load_that_others_do_not_meet_begins_with_half_a_second(
+    waits: list[float],
+) -> None:
+    adapter = Failing()
+    model = RetryingModel(adapter, SETTINGS, api_key="k", on_retry=lambda message: None)
+
+    async def ask() -> None:
+        await model.complete(GO)
+        adapter.errors += [ModelError("overloaded", "busy") for _ in range(7)]
+        await model.complete(GO)
+        adapter.errors += [ModelError("overloaded", "busy", retry_after_s=7.0)]
+        adapter.errors += [ModelError("rate_limited", "slow down") for _ in range(2)]
+        await model.complete(GO)
+
+    asyncio.run(ask())
+    most = [0.5, 1, 2, 4, 8, 16, 30]
+    assert all(high / 2 <= wait <= high for high, wait in zip(most, waits[:7], strict=True))
+    asked_for, limited, again = waits[7:]
+    assert 7 <= asked_for <= 8
+    assert 1 <= limited <= 2
+    assert 2 <= again <= 3
+
+
 def test_retry_after_is_honoured_within_reason(waits: list[float]) -> None:
     """S2.26."""
     seconds = [7.0, 300.0]
