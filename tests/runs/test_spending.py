@@ -18,6 +18,7 @@ from batch_trajectories.runs.directory.run_totals import Spent, spent_by, spent_
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.failures import NO_LIMIT
 from batch_trajectories.runs.store.files import set_aside
+from tests.agent.models.by_dialect import SAMPLES
 from tests.answering import JSON, answering
 from tests.running import PATIENCE_S, kill_session, lines, run, started, wait_until, write_rows
 
@@ -166,17 +167,13 @@ def test_all_that_was_charged_for_is_counted_used_or_not(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("api", DIALECTS)
 def test_the_cost_of_an_unreadable_reply_is_known_in_every_dialect(api: str) -> None:
-    collected = {
-        "openai_chat": {"prompt_tokens": 7, "completion_tokens": 3, "cost": 0.5},
-        "openai_responses": {"input_tokens": 7, "output_tokens": 3},
-        "anthropic_messages": {"input_tokens": 7, "output_tokens": 3},
-    }[api]
+    sample = SAMPLES[api]
     with pytest.raises(ModelError) as caught:
-        read_reply(api, orjson.dumps({"model": "m", "usage": collected}))
+        read_reply(api, orjson.dumps({"model": "m", "usage": sample.usage}))
     assert caught.value.paid is not None
     assert caught.value.paid.usage is not None
     assert caught.value.paid.usage["input_tokens"] == 7
-    assert caught.value.paid.cost_usd == (0.5 if api == "openai_chat" else None)
+    assert caught.value.paid.cost_usd == sample.cost_usd
     for nothing in (b"no json", b"[]", b"{}", b'{"usage": {}}', b'{"usage": 3}'):
         with pytest.raises(ModelError) as caught:
             read_reply(api, nothing)

@@ -63,14 +63,14 @@ def storage_error(path: Path, error: OSError) -> StorageError:
     )
 
 
-def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
+def open_own(path: Path, flags: int) -> int:
     """Open a file of a run for writing; return its descriptor.
 
     Raises `RunDirError` for a symbolic link: a run directory from elsewhere could have it write
     any file of this user.
     """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP and path.is_symlink():
             raise RunDirError(_linked(path)) from None

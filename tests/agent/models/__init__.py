@@ -1,5 +1,6 @@
 """Tests of agent/models/: requests, replies, errors.
 
+by_dialect            replies and requests that tests know of each dialect
 test_models           requests, replies and the meaning of each failure
 test_model_faults     each fault of an endpoint, in each dialect, streamed and whole
 test_tls              failures of TLS

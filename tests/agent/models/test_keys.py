@@ -18,6 +18,7 @@ from agent.models.client.endpoint import EndpointModel
 from agent.models.errors import ModelError
 from agent.models.keys import MARK, Key
 from agent.models.model import ModelSettings, Request
+from tests.agent.models.by_dialect import SAMPLES
 from tests.answering import Handler, listening
 from tests.running import run, write_prompts
 
@@ -70,40 +71,9 @@ def test_a_placeholder_is_not_a_secret(key: str) -> None:
     assert Key(key).out_of_text(f"say {key} here") == f"say {key} here"
 
 
-def whole(dialect: str, text: str, arguments: str) -> dict[str, Any]:
-    """A reply with a text and a call."""
-    if dialect == CHAT:
-        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        message = {"role": "assistant", "content": text, "tool_calls": [call]}
-        return {"id": "r", "choices": [{"message": message, "finish_reason": "tool_calls"}]}
-    if dialect == "anthropic_messages":
-        called = {"type": "tool_use", "id": "c", "name": "f", "input": json.loads(arguments)}
-        return {"content": [{"type": "text", "text": text}, called], "stop_reason": "tool_use"}
-    said = {"type": "message", "content": [{"type": "output_text", "text": text}]}
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
-    return {"status": "completed", "output": [said, call]}
-
-
 def events(dialect: str, text: str) -> list[dict[str, Any]]:
     """The parts of a reply that says the text, cut in the middle."""
-    halves = (text[: len(text) // 2], text[len(text) // 2 :])
-    if dialect == CHAT:
-        parts = [{"choices": [{"delta": {"content": half}}]} for half in halves]
-        return [*parts, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
-    if dialect == "anthropic_messages":
-        deltas = [{"type": "text_delta", "text": half} for half in halves]
-        return [
-            {"type": "message_start", "message": {"id": "m"}},
-            {"type": "content_block_start", "index": 0, "content_block": {"type": "text"}},
-            *({"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas),
-            {"type": "message_delta", "delta": {"stop_reason": "end_turn"}},
-        ]
-    item = {"type": "message", "content": [{"type": "output_text", "text": text}]}
-    return [
-        *({"type": "response.output_text.delta", "delta": half} for half in halves),
-        {"type": "response.output_item.done", "output_index": 0, "item": item},
-        {"type": "response.completed", "response": {"status": "completed", "output": [item]}},
-    ]
+    return SAMPLES[dialect].events((text[: len(text) // 2], text[len(text) // 2 :]))
 
 
 def ask(
@@ -139,7 +109,7 @@ def test_a_reply_that_echoes_the_key_is_read_without_it(
 ) -> None:
     text, arguments = f"It is {KEY}.", json.dumps({"key": KEY})
     with caplog.at_level(logging.WARNING):
-        reply = ask(dialect, orjson.dumps(whole(dialect, text, arguments)))
+        reply = ask(dialect, orjson.dumps(SAMPLES[dialect].whole(text, arguments)))
     assert reply.message["content"] == f"It is {MARK}."
     [call] = reply.message["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"key": MARK}

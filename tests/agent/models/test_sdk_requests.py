@@ -24,6 +24,7 @@ from agent.models.client.endpoint import EndpointModel
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from agent.models.parsing import error_behind_200, refusal_of
+from tests.agent.models.by_dialect import SAMPLES
 from tests.answering import Handler, answering, listening
 from tests.running import run, write_prompts
 
@@ -93,36 +94,6 @@ def ours(dialect: str, *, is_streamed: bool, **given: Any) -> Sent:
     return taken_down(send)
 
 
-def theirs(dialect: str, body: dict[str, Any]) -> Sent:
-    """The same request, sent by the client of the dialect's provider."""
-
-    async def send(root: str) -> None:
-        if dialect == "anthropic_messages":
-            from anthropic import APIStatusError, AsyncAnthropic
-
-            async with AsyncAnthropic(base_url=root, api_key=KEY) as client:
-                with pytest.raises(APIStatusError):
-                    await client.messages.create(**body)
-            return
-        import openai
-
-        async with openai.AsyncOpenAI(base_url=root + "/v1", api_key=KEY) as asker:
-            create: Any = asker.responses.create
-            if dialect == "openai_chat":
-                create = asker.chat.completions.create
-            with pytest.raises(openai.APIStatusError):
-                await create(**body)
-
-    return taken_down(send)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "openai_chat": {"temperature": 0.5, "top_p": 0.9, "max_tokens": 9, "reasoning_effort": "low"},
-    "openai_responses": {"temperature": 0.5, "max_tokens": 9, "reasoning_effort": "low"},
-    "anthropic_messages": {"max_tokens": 9, "reasoning_effort": "low"},
-}
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("with_options", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -132,8 +103,9 @@ def test_a_request_is_that_of_the_provider_s_own_client(
     """Method, path, every header but a few, and a body that the client takes as it is."""
     for name in ("ANTHROPIC_CUSTOM_HEADERS", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
         monkeypatch.delenv(name, raising=False)
-    sent = ours(dialect, is_streamed=is_streamed, **(OPTIONS[dialect] if with_options else {}))
-    assert sent == theirs(dialect, sent.body)
+    sample = SAMPLES[dialect]
+    sent = ours(dialect, is_streamed=is_streamed, **(sample.options if with_options else {}))
+    assert sent == taken_down(lambda root: sample.send(root, KEY, sent.body))
     assert sent.body.get("stream", False) == is_streamed
 
 
