@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import tempfile
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -283,17 +284,25 @@ def table_of(name: str, column: pa.Array) -> pa.Table:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (pa.Table.from_arrays([pa.array(["a"])] * 2, names=["n", "n"]), "have the name 'n'"),
-        (table_of("n", pa.array([2**60], pa.timestamp("ms"))), "column 'n', rows from 1: "),
-        (table_of("n", pa.array([1], pa.timestamp("us", tz="Mars/Phobos"))), "column 'n'"),
-        (table_of("n", pa.array([b"\xff"]).view(pa.string())), "column 'n'"),
-        (table_of("n", pa.array([[("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64()))), "'n'"),
+        (
+            lambda: pa.Table.from_arrays([pa.array(["a"])] * 2, names=["n", "n"]),
+            "have the name 'n'",
+        ),
+        (lambda: table_of("n", pa.array([2**60], pa.timestamp("ms"))), "column 'n', rows from 1: "),
+        (lambda: table_of("n", pa.array([1], pa.timestamp("us", tz="Mars/Phobos"))), "column 'n'"),
+        (lambda: table_of("n", pa.array([b"\xff"]).view(pa.string())), "column 'n'"),
+        (
+            lambda: table_of(
+                "n", pa.array([[("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64()))
+            ),
+            "'n'",
+        ),
     ],
 )
 def test_a_value_that_python_cannot_hold_is_an_error_that_names_its_column(
-    tmp_path: Path, table: pa.Table, message: str
+    tmp_path: Path, table: Callable[[], pa.Table], message: str
 ) -> None:
-    pq.write_table(table, tmp_path / "p.parquet")
+    pq.write_table(table(), tmp_path / "p.parquet")
     with pytest.raises(DatasetError, match=r"p\.parquet: ") as raised:
         read(tmp_path / "p.parquet")
     assert message in str(raised.value)
