@@ -67,6 +67,9 @@ def _opening(run: RunPlace, key: bytes) -> list[Message]:
     """The prompt, which no journal has; nothing if the dataset cannot be read any more."""
     try:
         stored = run.stored()
+        dataset = Path(stored.identity["dataset"]["path"])
+        if dataset.exists() and not (dataset.is_file() or dataset.is_dir()):
+            return []  # a pipe or a device, as a run directory from elsewhere could name
         scan = stored.scan
         at = scan.keys.find(key)
         while at % 16:

@@ -27,6 +27,9 @@ MOST_BYTES = 1 << 20
 """Of a request's body."""
 _LOGIN_PAUSE_S = 1.0
 
+MOST_LINE_BYTES = 64 << 10
+"""Of a request line: a selection of many rows is longer than the 8 KB that aiohttp takes."""
+
 T = TypeVar("T")
 
 

@@ -13,7 +13,7 @@ from batch_trajectories.basics.console import say, show
 from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.view.guard import AccessGuard, is_loopback
 from batch_trajectories.view.runs import Places
-from batch_trajectories.view.server import ViewServer
+from batch_trajectories.view.server import MOST_LINE_BYTES, ViewServer
 from batch_trajectories.view.state import State
 
 _PATIENCE_S = 2.0
@@ -60,6 +60,7 @@ async def _serve(server: ViewServer, guard: AccessGuard, host: str, port: int) -
         access_log=None,
         shutdown_timeout=_PATIENCE_S,
         handler_cancellation=True,
+        max_line_size=MOST_LINE_BYTES,
     )
     await runner.setup()
     try:

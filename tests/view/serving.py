@@ -17,7 +17,7 @@ from aiohttp import web
 
 from batch_trajectories.view.guard import AccessGuard
 from batch_trajectories.view.runs import Places
-from batch_trajectories.view.server import ViewServer
+from batch_trajectories.view.server import MOST_LINE_BYTES, ViewServer
 from batch_trajectories.view.state import State
 
 
@@ -93,7 +93,11 @@ def viewing(*places: Path | str, who: str = "ann", password: str | None = None) 
     is_up = threading.Event()
 
     async def run() -> None:
-        runner = web.AppRunner(ViewServer(state, guard).application(), handler_cancellation=True)
+        runner = web.AppRunner(
+            ViewServer(state, guard).application(),
+            handler_cancellation=True,
+            max_line_size=MOST_LINE_BYTES,
+        )
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         started.append(runner.addresses[0][1])

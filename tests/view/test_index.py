@@ -6,7 +6,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import orjson
 import pytest
@@ -19,6 +20,7 @@ from batch_trajectories.view.index import parts, run_index
 from batch_trajectories.view.index.filters import read_filters
 from batch_trajectories.view.index.parts import extend, merge, open_part, origin_of, parts_in
 from batch_trajectories.view.index.table import Table
+from batch_trajectories.view.live import _opening
 from batch_trajectories.view.runs import RunPlace
 from batch_trajectories.view.state import OpenRun
 from tests.running import wait_until
@@ -244,3 +246,26 @@ def test_an_index_of_many_parts_is_that_of_one(
     assert len(merged) == 1
     assert open_part(merged[0].path)[0][0].num_rows == ALL
     assert Table(merged).rows(numbers) == expected.rows(numbers)
+
+
+def test_a_long_selection_is_answered(looking: Viewer) -> None:
+    """As of hundreds of ids; the server of aiohttp takes 8 KB by default."""
+    answer = looking.ask("/api/runs/r/rows", query="x" * 20_000)
+    assert answer.headers.get_content_type() == "application/json"  # type: ignore[attr-defined]
+
+
+def test_a_dataset_that_is_a_pipe_or_a_device_is_not_opened(tmp_path: Path) -> None:
+    """Reading either would not end."""
+
+    class Received:
+        identity: ClassVar[Any] = {"dataset": {"path": "/dev/zero"}}
+
+        @property
+        def scan(self) -> Any:
+            raise AssertionError("it was opened")
+
+    run: Any = SimpleNamespace(stored=Received)
+    assert _opening(run, b"k" * 16) == []
+    os.mkfifo(tmp_path / "pipe")
+    Received.identity = {"dataset": {"path": str(tmp_path / "pipe")}}
+    assert _opening(run, b"k" * 16) == []
