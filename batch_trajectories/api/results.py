@@ -9,12 +9,13 @@ from typing import Any
 
 import orjson
 
+from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.training_files import export_run, style_of_run
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.directory.run_dir import read_run_json
 from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
-from batch_trajectories.runs.store.files import has_batches, replace_json
+from batch_trajectories.runs.store.files import has_batches, is_training_file, replace_json
 
 
 def write_results(
@@ -23,7 +24,14 @@ def write_results(
     """Write the training files, then the summary, from the files of the run.
 
     `last_start` describes the start that has just ended; None keeps that in the summary.
+    Raises `ConfigError` if the training file would overwrite the dataset: the directory of the run
+    was renamed or copied.
     """
+    if is_training_file(config.dataset_file, path):
+        raise ConfigError(
+            f"{config.dataset_file}: the training file of this run would overwrite its dataset; "
+            f"rename the directory {path}, or move it"
+        )
     style = style_of_run(config.to_json())
     export_run(path, scan, num_samples=config.num_samples, style=style, config=config)
     totals = compute_totals(path, scan, config)

@@ -207,3 +207,15 @@ def test_a_bare_name_is_a_preset_and_everything_else_a_path(
     assert str(raised.value) == "--config: no such preset: 'opnai'; did you mean 'openai'?"
     with pytest.raises(ConfigError, match="known: anthropic, careful, demo, ollama, openai"):
         load_config(Path("nothing"), FLAGS)
+
+
+def test_the_file_of_a_reward_is_looked_for_beside_the_config_first(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "graders.py").touch()
+    config = tmp_path / "configs" / "run.yaml"
+    config.write_text("reward: graders.py:style, elsewhere.py:length, graders:form\n")
+    there = load_config(config, FLAGS).reward
+    assert there == (f"{config.parent}/graders.py:style", "elsewhere.py:length", "graders:form")
+    assert load_config(config, FLAGS | {"reward": "graders.py:other"}).reward == (
+        "graders.py:other",
+    )

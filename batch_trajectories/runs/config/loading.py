@@ -102,6 +102,8 @@ def _read_config(path: Path) -> dict[str, Any]:
             loaded[key] = str(path.parent / loaded[key])
     if "tools" in loaded:
         loaded["tools"] = [_place(place, path.parent) for place in _listed(loaded["tools"])]
+    if "reward" in loaded:
+        loaded["reward"] = [_found(place, path.parent) for place in _listed(loaded["reward"])]
     for key in ("distribution", "rows", "agent"):
         if isinstance(loaded.get(key), str) and loaded[key].endswith((".yaml", ".yml")):
             loaded[key] = str(path.parent / loaded[key])
@@ -117,6 +119,12 @@ def _place(place: Any, directory: Path) -> Any:
     """A place of tools, with the path of a file relative to the config file's directory."""
     file = place.rpartition(":")[0] if isinstance(place, str) else ""
     return str(directory / place) if file.endswith(".py") else place
+
+
+def _found(place: Any, directory: Path) -> Any:
+    """The same where that file exists; else it is one of the current directory."""
+    found = _place(place, directory)
+    return found if isinstance(found, str) and Path(found.rpartition(":")[0]).is_file() else place
 
 
 def _with_line(config_file: Path, keys: Sequence[str]) -> str:

@@ -393,6 +393,12 @@ def training_file_of(run_dir: Path) -> Path:
     return run_dir.parent / f"{run_dir.name}.jsonl"
 
 
+def is_training_file(dataset: Path, run_dir: Path) -> bool:
+    """Whether a dataset lies where the training file of a run is written."""
+    training = training_file_of(run_dir)
+    return dataset.exists() and training.exists() and training.samefile(dataset)
+
+
 def link(file: Path, directory: Path) -> None:
     """Have a file that never changes in `directory`, too."""
     try:
