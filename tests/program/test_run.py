@@ -769,7 +769,7 @@ def test_a_dataset_where_the_training_file_goes_is_refused(tmp_path: Path) -> No
 def test_a_renamed_run_is_not_exported_over_its_dataset(tmp_path: Path) -> None:
     write_rows(tmp_path / "mine.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
     before = (tmp_path / "mine.jsonl").read_bytes()
-    place = {"output_dir": "."}
+    place: dict[str, Any] = {"output_dir": "."}
     run(tmp_path, dataset_file="mine.jsonl", model="scripted", run_name="other", **place)
     (tmp_path / "other").rename(tmp_path / "mine")
     done = run(tmp_path, "export", "mine", **place)
