@@ -29,11 +29,7 @@ from batch_trajectories.runs.directory.owed import stopping_rule
 from batch_trajectories.runs.planning.executor_choice import check_executor
 from batch_trajectories.runs.sources.kept_dataset import ONLY, KeptDataset, RowFilter, keep_dataset
 from batch_trajectories.runs.store.checks import EXPECTED
-from batch_trajectories.runs.store.files import (
-    is_training_file,
-    longest_temporary_for,
-    training_file_of,
-)
+from batch_trajectories.runs.store.files import longest_temporary_for, training_file_of
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
 from toolsets.sandbox.factory import sandbox_kind
@@ -187,6 +183,7 @@ def _check_training_file(config: RunConfig) -> None:
     """Raise `ConfigError` if the exports could not be written, or would overwrite the dataset."""
     training = training_file_of(config.run_dir)
     try:
+        taken = training.exists()
         longest_temporary_for(training).exists()
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
@@ -194,7 +191,7 @@ def _check_training_file(config: RunConfig) -> None:
         raise ConfigError(
             f"{training}: {error.strerror}; choose a shorter --run_name or --output_dir"
         ) from error
-    if is_training_file(config.dataset_file, config.run_dir):
+    if taken and config.dataset_file.exists() and training.samefile(config.dataset_file):
         raise ConfigError(
             f"{config.dataset_file}: the training file of this run would overwrite this dataset; "
             "choose another --run_name or --output_dir"
