@@ -12,6 +12,7 @@ fake_batches    the batch APIs of OpenAI and Anthropic on loopback
 agent_endpoint  a model on loopback for agents that run as commands, with a log of its own
 scripted_agent  a small agent that runs as a command
 fake_images     container images made of files of this machine
+served          a server on loopback in a thread
 quick_endpoint  an endpoint that does as little as possible, for measurements
 bit_flips       flips single bits of a finished run and records what the commands notice
 trainers/       what checks by real trainers share

@@ -15,14 +15,13 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import NamedTuple, cast
 
 import orjson
 
@@ -30,6 +29,7 @@ from testing.fake_answers import DIALECTS
 from testing.fake_dialects import CHAT
 from testing.fake_script import JSON, Reply
 from testing.fake_tokens import Template, add_tokens, refusal
+from testing.served import Served
 
 _TASK = re.compile(r"\[(\w+) steps=(\d+)(?: run=(\w+))?(?: full=(\d+))?\]")
 _MORE = re.compile(r"\[more steps=(\d+)\]")
@@ -188,7 +188,7 @@ class Exchange(NamedTuple):
     """The whole body, also where it was streamed."""
 
 
-class AgentEndpoint:
+class AgentEndpoint(Served):
     """The endpoint in a thread, for the time of a `with` block."""
 
     def __init__(
@@ -222,12 +222,7 @@ class AgentEndpoint:
         self._taken = 0
         self._cut_every, self._streams = cut_every, itertools.count(1)
         self._numbers = itertools.count()
-        self._server = _Server(("127.0.0.1", 0), _handler_of(self))
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
+        super().__init__(_handler_of(self))
 
     def __exit__(
         self,
@@ -236,14 +231,7 @@ class AgentEndpoint:
         at: TracebackType | None,
     ) -> None:
         self.answer_all()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    @property
-    def url(self) -> str:
-        """Its root."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        super().__exit__(kind, error, at)
 
     def answer_all(self) -> None:
         """Have all requests answered, those that wait too."""
@@ -308,14 +296,6 @@ class AgentEndpoint:
                 with self._log.open("ab") as file:
                     line = orjson.dumps(exchange._asdict(), option=orjson.OPT_APPEND_NEWLINE)
                     file.write(line)
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # of a client that was killed
-            super().handle_error(request, client_address)
 
 
 def _handler_of(endpoint: AgentEndpoint) -> type[BaseHTTPRequestHandler]:

@@ -18,10 +18,9 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import click
 import orjson
@@ -30,6 +29,7 @@ from testing.fake_answers import DIALECTS
 from testing.fake_dialects import CHAT
 from testing.fake_script import JSON, Reply
 from testing.fake_tokens import Template, add_tokens
+from testing.served import Served
 from testing.trainers.environment import ROOT
 
 SAMPLES = 2
@@ -68,7 +68,7 @@ def made(folder: Path, *, prompts: int = 12) -> Path:
     with _Endpoint() as endpoint:
         line = [sys.executable, str(ROOT / "batch_runner.py"), "--token_ids", "--check_expected"]
         line += [f"--{name}={value}" for name, value in options.items()]
-        line.append(f"--base_url={endpoint.url}")
+        line.append(f"--base_url={endpoint.url}/v1")
         done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise click.ClickException(f"the sample run ended with {done.returncode}: {done.stderr}")
@@ -108,34 +108,13 @@ def _said(task: int, sample: int, turn: int) -> dict[str, Any]:
     return {"thought": thought, "text": text, "calls": calls}
 
 
-class _Endpoint:
+class _Endpoint(Served):
     """The endpoint in a thread, for the time of a `with` block."""
 
     def __init__(self) -> None:
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        super().__init__(_handler_of(self))
         self._lock = threading.Lock()
         self._begun: Counter[int] = Counter()
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    @property
-    def url(self) -> str:
-        """Its base URL for OpenAI clients."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
     def reply_to(self, request: JSON) -> tuple[JSON, list[bytes] | None]:
         """The body of a reply, and its events where the request asks for a stream."""

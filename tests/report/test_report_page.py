@@ -567,6 +567,7 @@ def test_tasks_of_an_audit_are_filtered_by_verdict_and_evidence(
         page.fill("#query", "prompt has")
         page.locator("#found", has_text="1 of 3 shown").wait_for()
         page.click("text=leaking")
+        page.locator("#reader .is-error").wait_for()
         (evidence,) = page.locator("#reader .is-error").all_text_contents()
         assert "the prompt has the solution" in evidence
         tampered = page.locator("#reader .call", has_text="tamper startup").text_content() or ""

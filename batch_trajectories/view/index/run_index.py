@@ -15,7 +15,6 @@ from typing import IO, Any
 
 from batch_trajectories.basics.console import silenced
 from batch_trajectories.basics.errors import RunDirError, RunError, RunLocked
-from batch_trajectories.runs.store.files import refuse_strange_files
 from batch_trajectories.view.index.parts import (
     Origin,
     cache_of,
@@ -119,10 +118,9 @@ class RunIndex:
     def look(self) -> Table:
         """Bring the table up to date as far as that takes no time; the table.
 
-        Raises `RunDirError` if the run is gone or its files are no plain files.
+        Raises `RunDirError` if the run is gone. `State.open` refuses files that are not plain.
         """
         with self._lock:
-            refuse_strange_files(self.run_dir)
             origin = origin_of(self.run_dir)
             if origin is None:
                 self.table, self._shown, self.is_complete = Table([]), None, True
