@@ -190,7 +190,7 @@ def test_a_recipe_that_compares_nothing_is_refused(
 ) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(f"filters: {{{filters}}}")
-    with pytest.raises(ConfigError, match=r"r\.yaml: ") as caught:
+    with pytest.raises(ConfigError, match=r"r\.yaml:1: ") as caught:
         load_recipe(path, {})
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)

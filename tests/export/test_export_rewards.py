@@ -170,5 +170,5 @@ class TestFilters:
     def test_wrong_values_are_named_with_file_and_field(self, tmp_path: Path) -> None:
         recipe = tmp_path / "r.yaml"
         recipe.write_text("filters:\n  min_rewards: {style: high}\n")
-        with pytest.raises(ConfigError, match=r"r\.yaml: filters\.min_rewards\.style: .*high"):
+        with pytest.raises(ConfigError, match=r"r\.yaml:2: filters\.min_rewards\.style: .*high"):
             load_recipe(recipe, {})

@@ -299,8 +299,8 @@ class TestMixes:
     def test_mistakes_in_a_mix_are_named(self, tmp_path: Path) -> None:
         file = tmp_path / "mix.yaml"
         for text, reason in {
-            "runs: {a: {weight: 1, count: 2}}": r"mix\.yaml: runs\.a: weight and count exclude",
-            "runs: {a: {wieght: 1}}": r"mix\.yaml: runs\.a\.wieght: unknown key; did you mean",
+            "runs: {a: {weight: 1, count: 2}}": r"mix\.yaml:1: runs\.a: weight and count exclude",
+            "runs: {a: {wieght: 1}}": r"mix\.yaml:1: runs\.a\.wieght: unknown key; did you mean",
             "filters: {pass_rate: [0.9, 0.1]}": r"filters: pass_rate: must be \[LOWEST, HIGHEST",
         }.items():
             file.write_text(text)

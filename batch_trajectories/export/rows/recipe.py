@@ -417,12 +417,20 @@ _PARTS: Mapping[str, type[BaseModel]] = {
 }
 
 
+def _place_of(path: Path, mistake: Mistake) -> str:
+    from batch_trajectories.basics.yaml_file import place_of  # which has read this file
+
+    return f"{place_of(path, mistake.keys)}: {mistake.key}"
+
+
 def _explain(mistake: Mistake, path: Path | None, flags: Mapping[str, Any]) -> str:
     if not mistake.keys:
         return f"{path}: {mistake.reason}" if path is not None else mistake.reason
     key, *inside = mistake.keys
     flag = f"--{'format' if key == 'formats' else key}"
-    place = flag if key in flags else f"{path}: {mistake.key}"
+    place = flag
+    if key not in flags:
+        place = mistake.key if path is None else _place_of(path, mistake)
     if key == "formats":
         hint = did_you_mean(str(mistake.value), names())
         known = f"known are {', '.join(names())}"
