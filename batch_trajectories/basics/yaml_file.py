@@ -164,12 +164,6 @@ def line_of(path: Path, keys: Sequence[str]) -> int | None:
     return line
 
 
-def place_of(path: Path, keys: Sequence[str]) -> str:
-    """The file and the line where the value at these keys begins, for messages; see `line_of`."""
-    line = line_of(path, keys)
-    return str(path) if line is None else f"{path}:{line}"
-
-
 def construct(node: yaml.Node | None) -> Any:
     """The value of a node."""
     return None if node is None else _Constructor().construct_document(node)

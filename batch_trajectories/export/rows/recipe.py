@@ -47,7 +47,7 @@ from batch_trajectories.export.rows.filter_options import (
 from batch_trajectories.export.rows.format import Copies, Format, RowFormat, format_named, named
 from batch_trajectories.export.rows.format_names import OTHER_NAMES, names
 from batch_trajectories.export.templates.fitting import Fit, Fitting
-from batch_trajectories.runs.config.loading import read_mapping
+from batch_trajectories.runs.config.loading import place_in, read_mapping
 from batch_trajectories.runs.config.option_types import AcceptedRows
 from batch_trajectories.runs.store.checks import THRESHOLD
 
@@ -417,12 +417,6 @@ _PARTS: Mapping[str, type[BaseModel]] = {
 }
 
 
-def _place_of(path: Path, mistake: Mistake) -> str:
-    from batch_trajectories.basics.yaml_file import place_of  # which has read this file
-
-    return f"{place_of(path, mistake.keys)}: {mistake.key}"
-
-
 def _explain(mistake: Mistake, path: Path | None, flags: Mapping[str, Any]) -> str:
     if not mistake.keys:
         return f"{path}: {mistake.reason}" if path is not None else mistake.reason
@@ -430,7 +424,7 @@ def _explain(mistake: Mistake, path: Path | None, flags: Mapping[str, Any]) -> s
     flag = f"--{'format' if key == 'formats' else key}"
     place = flag
     if key not in flags:
-        place = mistake.key if path is None else _place_of(path, mistake)
+        place = mistake.key if path is None else f"{place_in(path, mistake.keys)}: {mistake.key}"
     if key == "formats":
         hint = did_you_mean(str(mistake.value), names())
         known = f"known are {', '.join(names())}"

@@ -90,10 +90,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     for written, value in read_mapping(path, "config file").items():
         key = written.replace("-", "_")
         if key in loaded:
-            place = _place_in(path, (key,))
+            place = place_in(path, (key,))
             raise ConfigError(f"{place}: {key}: given twice, once with dashes")
         if holds_nul(value):
-            place = _place_in(path, (key,))
+            place = place_in(path, (key,))
             raise ConfigError(f"{place}: {key}: holds the character NUL (U+0000)")
         loaded[key] = value
     loaded = with_todays_names(loaded)
@@ -127,10 +127,12 @@ def _found(place: Any, directory: Path) -> Any:
     return found if isinstance(found, str) and Path(found.rpartition(":")[0]).is_file() else place
 
 
-def _place_in(config_file: Path, keys: Sequence[str]) -> str:
-    from batch_trajectories.basics.yaml_file import place_of  # which has read this file
+def place_in(file: Path, keys: Sequence[str]) -> str:
+    """A YAML file that was read, and the line where the value at these keys begins."""
+    from batch_trajectories.basics.yaml_file import line_of  # which has read this file
 
-    return place_of(config_file, keys)
+    line = line_of(file, keys)
+    return str(file) if line is None else f"{file}:{line}"
 
 
 def _explain(mistake: Mistake, config_file: Path | None, flags: Mapping[str, Any]) -> str:
@@ -139,7 +141,7 @@ def _explain(mistake: Mistake, config_file: Path | None, flags: Mapping[str, Any
     key, *inside = mistake.keys
     place = f"--{key}"
     if key not in flags and config_file is not None:
-        place = f"{_place_in(config_file, mistake.keys)}: {key}"
+        place = f"{place_in(config_file, mistake.keys)}: {key}"
     if inside:
         place += f", in {'.'.join(inside)}"
     elif mistake.kind == "missing":
