@@ -365,6 +365,7 @@ def test_a_page_that_eats_memory_harms_no_other(web: Site, tmp_path: Path) -> No
 
 
 @needs_browser
+@pytest.mark.slow
 def test_a_run_with_the_browser(web: Site, tmp_path: Path) -> None:
     web.pages["/"] = page("<h1>Welcome</h1>")
     script = [

@@ -335,6 +335,7 @@ def test_a_review_by_keyboard_alone_ends_as_training_data(
     assert made == pairs
 
 
+@pytest.mark.slow
 def test_hostile_texts_stay_texts(browser: Browser, address: str) -> None:
     """In the table, filters, conversation, request and samples; each fold is unfolded."""
     with opened(browser, address, "#hostile") as page:
@@ -451,6 +452,7 @@ def check(page: Page, name: str) -> None:
     assert said == [], name
 
 
+@pytest.mark.slow
 def test_the_page_fits_a_phone_and_a_wide_screen(
     browser: Browser, address: str, tmp_path: Path
 ) -> None:
