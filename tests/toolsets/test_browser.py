@@ -74,6 +74,7 @@ def ref(result: ToolResult, text: str) -> str:
 
 
 @needs_browser
+@pytest.mark.slow
 def test_a_conversation_with_pages(web: Site, tmp_path: Path) -> None:
     """Opening, typing, choosing, submitting, going back, scrolling, pictures: with refs alone."""
     web.pages["/"] = page(
