@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, cast
 
 import orjson
@@ -224,14 +223,9 @@ class AgentEndpoint(Served):
         self._numbers = itertools.count()
         super().__init__(_handler_of(self))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.answer_all()
-        super().__exit__(kind, error, at)
+        super().__exit__(*error)
 
     def answer_all(self) -> None:
         """Have all requests answered, those that wait too."""

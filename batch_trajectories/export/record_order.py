@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from batch_trajectories.basics.startup import rare_garbage_collection
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.store.reader import few_of, open_records, read_record
 from batch_trajectories.runs.store.record_types import Record
@@ -58,7 +57,7 @@ class RecordOrder:
         and sets aside the unreadable ones.
         """
         try:
-            with open_records(self._run_dir) as records, rare_garbage_collection():
+            with open_records(self._run_dir) as records:
                 yield RecordReader(self, records, scores)
         except UnreadableRecord:
             # If the records are gone, the index is the only trace of them.

@@ -17,6 +17,7 @@ import orjson
 
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import ConfigError
+from batch_trajectories.basics.startup import rare_garbage_collection
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import reward_of
 from batch_trajectories.export.conversation.tolerance import Tolerance, refuse_everywhere
@@ -53,7 +54,7 @@ def write_rows(source: Source, recipe: Recipe, place: FileTarget) -> dict[str, A
     become unreadable.
     """
     records = SourceRecords(source)
-    with records.reading() as read:
+    with records.reading() as read, rare_garbage_collection():
         making = _Making(recipe, place, records, read)
         with LongWork("export", total=records.with_record) as work:
             for groups in records.groups(by_prompt=recipe.compares):

@@ -48,7 +48,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
     """The document of a conversation; calls of a turn stay together whatever the style says."""
     style.tolerance.refuse(conversation.flaws)
     record = conversation.record
-    name, version = None, record.versions.get("batch-trajectories")
+    name, version = None, (record.versions or {}).get("batch-trajectories")
     if record.agent is not None:
         name, version = record.agent.name, record.agent.version
     agent = {

@@ -163,7 +163,7 @@ MakeWriter = Callable[[Hashing], RowWriter]
 
 
 class RowLines:
-    """Rows as lines, many of which are hashed and written at once: that takes half as long."""
+    """Rows as lines, many of which are hashed and written at once."""
 
     def __init__(self, file: Hashing) -> None:
         self._file = file

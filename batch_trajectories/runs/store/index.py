@@ -276,7 +276,8 @@ class Index(Mapping[bytes, IndexEntry]):
     def latest(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """The record of each task, the latest first."""
         seen = set()
-        for row in reversed(range(1, len(lengths := column_of(self._view, LENGTHS)))):
+        lengths = column_of(self._view, LENGTHS)
+        for row in reversed(range(1, len(lengths))):
             if lengths[row] and (key := self.key(row)) not in seen:
                 seen.add(key)
                 yield key, self.entry(row)
@@ -296,8 +297,7 @@ class Index(Mapping[bytes, IndexEntry]):
     def endings(self, rows: Iterable[int]) -> Iterator[Ending | None]:
         """The endings of the records in these rows; None for row 0."""
         numbers = column_of(self._view, ENDINGS)
-        for row in rows:
-            yield self._endings[numbers[row]] if row else None
+        return (self._endings[numbers[row]] if row else None for row in rows)
 
     def passed(self, rows: Iterable[int]) -> Iterator[bool | None]:
         """Whether the records in these rows passed; None for row 0."""
@@ -317,7 +317,7 @@ class Index(Mapping[bytes, IndexEntry]):
     def sums(self, rows: Iterable[int]) -> Sums:
         """Sums over the records in these rows, without an object per record."""
         sums = Sums()
-        kinds = ENDINGS, _TURNS, _CALLS, *_TOKENS, _COSTS
+        kinds = (ENDINGS, _TURNS, _CALLS, *_TOKENS, _COSTS)
         columns = [column_of(self._view, kind) for kind in kinds]
         left = iter(rows)
         while chunk := [*islice(left, CHUNK)]:

@@ -325,8 +325,7 @@ class Record(StoredConversation, kw_only=True):
     """What conversations inside this one were offered, by their names."""
     diverged_at: int | None = None
     agent: AgentFacts | None = None
-    raw_versions: msgspec.Raw = msgspec.field(name="versions", default=_NONE)
-    """See `versions`."""
+    versions: dict[str, Any] | None = None
     imported: dict[str, Any] | None = None
     """Where it comes from; see `runs.importing`."""
     schema_version: Any = None
@@ -336,12 +335,6 @@ class Record(StoredConversation, kw_only=True):
     """The line that it was decoded from; no key of it."""
     tools: Any = msgspec.field(default=None, name="(tools)")
     """The tools that the model was offered, `Tools`; made of `raw_tools`."""
-
-    @property
-    def versions(self) -> dict[str, Any]:
-        """Versions of the program and its packages; empty if unknown."""
-        read = msgspec.json.decode(self.raw_versions or b"null")
-        return read if isinstance(read, dict) else {}
 
     def spliced(self, members: Mapping[str, bytes]) -> bytes:
         """The line's JSON with scores and check of this object, and `members` instead of its own.

@@ -97,7 +97,7 @@ def keep_or_remove(root: Path, sandbox: ImageSandbox) -> tuple[bool, bool]:
     """Keep what a conversation has changed in its image, or prepare for a workspace made anew.
 
     Whether it was kept, and whether its image was replaced. What is made anew is marked until
-    `is_set_up`, so that a crash before shows.
+    `mark_set_up`, so that a crash before shows.
     """
     is_other = image_was_replaced(root, sandbox.image_digest)
     if sandbox.is_kept() and not is_other and not half_set_up(root).exists():
@@ -113,7 +113,7 @@ def remove_all(root: Path, sandbox: ImageSandbox) -> None:
     remove_tree(root)
 
 
-def is_set_up(root: Path, digest: str) -> None:
+def mark_set_up(root: Path, digest: str) -> None:
     """Say at once that a workspace is whole, and above which image it is."""
     root.mkdir(mode=0o700, exist_ok=True)
     half_set_up(root).write_text(digest)

@@ -20,8 +20,8 @@ from batch_trajectories.runs.worker.workspace_setup import (
     SetupFailed,
     fresh_root,
     half_set_up,
-    is_set_up,
     keep_or_remove,
+    mark_set_up,
     remove_all,
     set_up_workspace,
     setting_up,
@@ -132,7 +132,7 @@ class Workspaces:
                 if row.setup is not None:
                     await self._set_up_in_image(context, row, row.setup)
                 await begin_diff(context, is_needed=row.is_judged_afresh, known=self._known)
-                await asyncio.to_thread(is_set_up, root, sandbox.image_digest)
+                await asyncio.to_thread(mark_set_up, root, sandbox.image_digest)
         except BaseException:
             await context.close(remove=False)
             raise
