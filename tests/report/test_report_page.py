@@ -174,6 +174,22 @@ def test_search_takes_all_words(page: Page) -> None:
     assert page.locator("#found").text_content() == f"{MANY + 3} shown"
 
 
+@pytest.mark.parametrize("opened_at", ["", "#p003"])
+def test_the_search_has_the_focus_when_its_key_is_handled(page: Page, opened_at: str) -> None:
+    """Later, a browser with much to do would lose what is typed."""
+    page.evaluate("place => { location.hash = place }", opened_at)
+    if opened_at:
+        page.locator("#reader-title").wait_for()
+    focused = page.evaluate(
+        """() => {
+            document.dispatchEvent(new KeyboardEvent("keydown", { key: "/", bubbles: true }));
+            return document.activeElement.id;
+        }"""
+    )
+    assert focused == "query"
+    assert page.locator("#list").is_visible()
+
+
 def test_columns_sort_both_ways_and_back(page: Page) -> None:
     before = shown_ids(page)
     heads = page.get_by_role("columnheader", name="Turns")

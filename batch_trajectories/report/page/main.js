@@ -107,8 +107,11 @@ const IN_READER = {
 
 const ANYWHERE = {
   "/": () => {
-    if (open) location.hash = source.link();
-    setTimeout(() => $("query").focus());
+    if (open) {
+      location.hash = source.link();
+      showList(); // not when the address has changed: the field takes what is typed next
+    }
+    $("query").focus();
   },
   "?": () => $("help").showModal(),
 };

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from agent.models.sdk_clients import _open
 from tests.answering import Handler, listening
 
 CALLS_PER_TOKEN = 100
@@ -271,6 +272,8 @@ def cloud(*, rotates: bool = True) -> Iterator[tuple[str, Tokens]]:
     global TOKENS
     TOKENS = tokens = Tokens()
     tokens.rotates = rotates
+    # A client of an earlier endpoint, with a token of that one, is kept by its URL: ports return.
+    _open.cache_clear()
 
     class Cloud(Handler):
         protocol_version = "HTTP/1.1"
