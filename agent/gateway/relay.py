@@ -140,6 +140,8 @@ class Relay:
         """Why the last call has no reply, if the endpoint refused it."""
         self.last_refusal: Refusal | None = None
         """The same, also for a model that nothing knows."""
+        self.refused: str | None = None
+        """Why the gateway itself refused a request; the last reason, None if it refused none."""
         self.ended = asyncio.Event()
         """Set with `ending` or `failure`: the agent gets no more replies."""
 
@@ -172,7 +174,8 @@ class Relay:
         try:
             route = self._route(call.wire.api, wanted.model)
         except RefusedModel as error:
-            self.last_refusal = Refusal(_STOP, "model", str(error))
+            self.refused = str(error)
+            self.last_refusal = Refusal(_STOP, "model", self.refused)
             return Answer(self.last_refusal)
         request = request_of(call, route.model.settings, route.name, wanted)
         reply = self.answers.begin(wanted)
@@ -290,7 +293,7 @@ class Relay:
         """Make a call, record it, and only then end the reply."""
         try:
             reply.finish(await self._ask(wire, wanted, model, request, reply))
-            self.last_error = self.last_refusal = None
+            self.last_error = self.last_refusal = self.refused = None
             return
         except ModelError as error:
             refusal = self._refuse(error)

@@ -20,7 +20,7 @@ from agent.gateway.stored_responses import StoredResponses
 from agent.wires.reading import path_of
 from agent.wires.wire import WireError
 from agent.wires.wire_base import Wire
-from agent.wires.wires import wires_of
+from agent.wires.wires import WIRES, wires_of
 from batch_trajectories.basics import exact_json
 
 log = logging.getLogger(__name__)
@@ -106,8 +106,7 @@ class Gateway:
                 return web.Response(status=426)  # clients then send the request in the usual way
             if (stored := self._stored.operate(request.method, wire, path)) is not None:
                 return _whole(wire, stored)
-            message = f"{request.method} {path}: the gateway answers model calls only"
-            return _refused(wire, Refusal(404, "not_found", message))
+            return self._unknown(wire, request, path)
         try:
             call = await _read(request, wire, path)
             if operation == "count_tokens":
@@ -115,9 +114,11 @@ class Gateway:
             else:
                 reply = self._stored.answer(call)
         except WireError as error:
+            self.relay.refused = str(error)
             return _refused(wire, Refusal(400, "bad_request", str(error)))
         except web.HTTPRequestEntityTooLarge:
             message = f"the request is larger than {MAX_REQUEST_BYTES // 2**20} MiB"
+            self.relay.refused = message
             return _refused(wire, Refusal(413, "bad_request", message))
         with self.relay.answers.reading(reply):
             if reply.is_stream:
@@ -137,8 +138,18 @@ class Gateway:
             if plain.endswith("/models"):
                 reply = await self._models(path, _headers_of(request))
                 return _whole(None, reply)
+        return self._unknown(None, request, path)
+
+    def _unknown(self, wire: Wire | None, request: web.BaseRequest, path: str) -> web.Response:
+        """Refuse what is no model call of this agent's APIs."""
         message = f"{request.method} {path}: the gateway answers model calls only"
-        return _refused(None, Refusal(404, "not_found", message))
+        others = (other for other in WIRES.values() if other.operation(request.method, path))
+        if wire is None and (other := next(others, None)) is not None:
+            message = f"{request.method} {path}: `speaks` of the agent does not name {other.api}"
+            self.relay.refused = message
+        elif request.method == "POST":  # others ask whether something is there
+            self.relay.refused = self.relay.refused or message
+        return _refused(wire, Refusal(404, "not_found", message))
 
     async def _send_events(
         self, request: web.BaseRequest, reply: Answer, wire: Wire

@@ -39,6 +39,8 @@ _URL = (
     "It has to call models at {gateway}, which `command`, `env` or `files` can give it, and by an "
     "API that `speaks` names"
 )
+_REFUSED = "the gateway refused"
+"""In the reason of a failure: a call came, but not one that the run can make."""
 _FINAL_CALL = "If it ends by a call of a tool instead of a text, set `final_call`"
 
 Level = Literal["ok", "note", "problem"]
@@ -117,6 +119,11 @@ class _Trial:
         """Run the batch runner to its end; kills it with all of its processes if cancelled."""
         api = self._agent.speaks[0]
         described = self._agent.model_dump(mode="json", exclude_unset=True)
+        # The run has another current directory.
+        described["programs"] = [str(path.absolute()) for path in self._agent.programs]
+        program, *arguments = self._agent.command
+        if "/" in program:
+            described["command"] = [str(Path(program).absolute()), *arguments]
         described["aliases"] = dict.fromkeys(self._agent.aliases, _MODEL)
         given = {
             **{"agent": json.dumps(described), "dataset_file": "p.jsonl", "run_name": _RUN},
@@ -153,7 +160,8 @@ class _Trial:
         failures = [line["message"] for line in run.failures()]
         if not requests:
             reason = failures[-1] if failures else "it went on until --timeout_s"
-            yield Finding("problem", f"no model call of it came: {reason}. {_URL}")
+            advice = "" if _REFUSED in reason else f". {_URL}"
+            yield Finding("problem", f"no model call of it was answered: {reason}{advice}")
             return
         apis = ", ".join(sorted({request.read.api for request in requests}))
         yield Finding("ok", f"{len(requests)} model calls were answered ({apis})")

@@ -75,6 +75,28 @@ def test_an_agent_that_conforms_has_no_problem(dialect: str, how: str) -> None:
     ]
 
 
+def test_a_call_that_the_gateway_refuses_is_named_with_the_reason(tmp_path: Path) -> None:
+    (problem,) = check(**own(tmp_path), aliases={})["problem"]
+    assert problem.startswith("no model call of it was answered: ")
+    assert problem.endswith(
+        "the agent asks for model 'm', which this run does not have; add it to `aliases` of the "
+        "agent, or have it ask for `{model}`"
+    )
+
+
+def test_paths_are_those_of_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check works in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    program = Path(own(tmp_path)["command"][1])
+    program.write_text(f"#!{sys.executable}\n" + program.read_text())
+    program.chmod(0o755)
+    command = [f"./{program.name}", "{prompt}"]
+    found = check(command=command, programs=[program.name])
+    assert "2 commands ran, and their results came back" in found["ok"]
+
+
 def test_a_request_that_differs_after_a_crash_is_found_and_the_advice_mends_it(
     tmp_path: Path,
 ) -> None:

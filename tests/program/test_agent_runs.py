@@ -65,6 +65,14 @@ def shell(script: str, **fields: Any) -> dict[str, Any]:
     return scripted(command=["sh", "-c", script, "sh", "{prompt}"], **fields)
 
 
+def posting(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """An agent that makes one request, and prints no more than how it failed."""
+    script = f"""
+import os, urllib.request as r
+r.urlopen(r.Request(os.environ["OPENAI_BASE_URL"] + "/{path}", {json.dumps(body).encode()!r}))"""
+    return scripted(command=[PYTHON, "-c", script, "{prompt}"])
+
+
 def options(endpoint: AgentEndpoint, agent: dict[str, Any], **more: Any) -> dict[str, Any]:
     api = agent["speaks"]
     root = endpoint.url if api == "anthropic_messages" else f"{endpoint.url}/v1"
@@ -492,6 +500,23 @@ FAILURES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "unknown model": (
         lambda: scripted(env={"MODEL": "other"}),
         "asks for model 'other', which this run does not have",
+    ),
+    "unknown model, and only the status is printed": (
+        lambda: posting("chat/completions", {"model": "other", "messages": []}),
+        "HTTP Error 400: Bad Request; the gateway refused a request of it: the agent asks for "
+        "model 'other', which this run does not have; add it to `aliases`",
+    ),
+    "another API": (
+        lambda: posting("messages", {"model": "m", "messages": []}),
+        "POST /v1/messages: `speaks` of the agent does not name anthropic_messages",
+    ),
+    "no model call": (
+        lambda: posting("completions/chat", {}),
+        "refused a request of it: POST /v1/completions/chat: the gateway answers model calls only",
+    ),
+    "a file that its sandbox does not show": (
+        lambda: scripted(programs=[]),
+        f"its sandbox does not show {SCRIPT}: name the whole path in `command`, and in `programs`",
     ),
 }
 

@@ -12,6 +12,7 @@ from agent.models.model import ModelSettings
 from agent.wires.canonical import cut
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.presets import CONFIGS, presets
+from batch_trajectories.runs.config.agents import model_asked
 from batch_trajectories.runs.config.fingerprint import (
     digest_of,
     meaning_of,
@@ -26,7 +27,6 @@ from batch_trajectories.runs.worker.agents.agent_program import (
     free_memory_mb,
     with_checked_agent,
 )
-from batch_trajectories.runs.worker.agents.agent_runner import model_asked
 from tests.toolsets.test_sandbox import needs_bwrap
 
 AGENT: dict[str, Any] = {"command": ["sh", "-c", "{prompt}"], "speaks": ["openai_chat"]}
@@ -301,6 +301,7 @@ def test_another_version_on_a_node_is_refused(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("exec sh -c 'echo broken 1.2 >&2; exit 3'", "printed no version (exit code 3): broken"),
+        ("exit 0", "(exit code 0): no output; set `version` of the agent to the command that does"),
         ("cat /proc/version > /home/user/v && ls $HOME", "printed no version"),
     ],
 )
@@ -318,6 +319,13 @@ def test_an_agent_that_does_not_start_there_is_refused(
 def test_an_agent_that_is_not_installed_is_refused() -> None:
     with pytest.raises(ConfigError, match="agent 'custom': the program 'no-such' was not found"):
         with_checked_agent(config(agent={**AGENT, "command": ["no-such", "{prompt}"]}))
+
+
+def test_a_script_that_is_not_executable_is_named_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text("#!/usr/bin/env python3\n")
+    with pytest.raises(ConfigError, match=f"'{path}' is not executable: chmod \\+x {path}"):
+        with_checked_agent(config(agent={**AGENT, "command": [str(path), "{prompt}"]}))
 
 
 def test_a_shim_is_refused_where_the_sandbox_does_not_show_what_it_calls(

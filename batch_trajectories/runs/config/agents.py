@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from agent.gateway.command_agent import CommandAgent
+from agent.models.model import ModelSettings
 from agent.options import LIMITS, AgentOptions, parse_json
 from batch_trajectories.basics.presets import preset_or_path
 from batch_trajectories.runs.config.endpoints import is_secret
@@ -66,3 +68,16 @@ def check_options(agent: CommandAgent, given: Collection[str]) -> None:
                 f"agent.env.{name}: seems to hold a secret, which would be in the sandbox and in "
                 "files; models are called with the run's own key (--key_env), outside of it"
             )
+
+
+def model_asked(
+    agent: CommandAgent,
+    settings: ModelSettings,
+    aliases: Mapping[str, ModelSettings],
+    requested: str,
+) -> ModelSettings | None:
+    """The model for a name that an agent asks for; None if it is not one of the run's."""
+    if requested in (settings.name, settings.reference):
+        return settings
+    names = [name for name in agent.aliases if fnmatchcase(requested, name)]
+    return aliases[max(names, key=len)] if names else None

@@ -113,7 +113,9 @@ def printed_version(agent: CommandAgent, result: ExecResult) -> str:
         how = "timed out" if result.timed_out else f"exit code {result.exit_code}"
         printed = clip(f"{result.stdout}\n{result.stderr}".strip(), max_chars=_SHOWN)
         raise SandboxError(
-            f"`{' '.join(agent.version_command)}` printed no version ({how}): {printed}"
+            f"`{' '.join(agent.version_command)}` printed no version ({how}): "
+            f"{printed or 'no output'}; set `version` of the agent to the command that does, or to "
+            "[] if there is none"
         )
     return version[0].rstrip(".")
 

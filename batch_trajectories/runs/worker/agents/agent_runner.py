@@ -11,10 +11,9 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,12 +24,12 @@ from agent.gateway.server import Gateway
 from agent.loop.steps import Finish
 from agent.messages.message import AgentExitEvent, AgentRestartedEvent, Event, ReplyEvent
 from agent.models.errors import ModelError
-from agent.models.model import ModelSettings
 from agent.setup import Setup
 from agent.state.trajectory import Trajectory
 from agent.wires.lines import Line, lines_of
 from batch_trajectories.basics.errors import AgentFailed, Stopped
 from batch_trajectories.basics.text import clip
+from batch_trajectories.runs.config.agents import model_asked
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.row import RowTask
 from batch_trajectories.runs.worker.agents.agent_program import (
@@ -44,6 +43,7 @@ from batch_trajectories.runs.worker.agents.agent_program import (
     version_of,
 )
 from batch_trajectories.runs.worker.agents.installed import NotInstalled
+from batch_trajectories.runs.worker.agents.reasons import advice
 from batch_trajectories.runs.worker.calls import Calls, Stops
 from batch_trajectories.runs.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
@@ -131,8 +131,16 @@ class AgentRunner:
             ran = await self._run_commands(task, gateway)
         except (SandboxError, NotInstalled) as error:
             raise AgentFailed(f"agent {task.agent.name!r}: {error}") from error
-        end = ran.end or _ending(task, gateway.relay, ran.result, ran.before)
-        return end, ran.agent
+        try:
+            return ran.end or _ending(task, gateway.relay, ran.result, ran.before), ran.agent
+        except AgentFailed as error:
+            more = advice(
+                task.agent,
+                self._config,
+                refused=gateway.relay.refused,
+                has_called=_last_reply(task) is not None,
+            )
+            raise AgentFailed(f"{error}{more}") from error
 
     def _gateway(self, task: AgentTask) -> Gateway:
         options = task.row.spec.options
@@ -143,7 +151,7 @@ class AgentRunner:
             if settings is None:
                 raise RefusedModel(
                     f"the agent asks for model {name!r}, which this run does not have; add it to "
-                    "`aliases` of the agent, or set the name that it asks for"
+                    "`aliases` of the agent, or have it ask for `{model}`"
                 )
             return Route(
                 model=self._calls.pool.get(settings),
@@ -434,16 +442,3 @@ def _ending(
         when = f"it holds {result.full_mb} MB"
     output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
     raise AgentFailed(f"agent {task.agent.name!r} {how} {when}: {output or 'no output'}")
-
-
-def model_asked(
-    agent: CommandAgent,
-    settings: ModelSettings,
-    aliases: Mapping[str, ModelSettings],
-    requested: str,
-) -> ModelSettings | None:
-    """The model for a name that an agent asks for; None if it is not one of the run's."""
-    if requested in (settings.name, settings.reference):
-        return settings
-    names = [name for name in agent.aliases if fnmatchcase(requested, name)]
-    return aliases[max(names, key=len)] if names else None

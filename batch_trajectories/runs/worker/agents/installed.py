@@ -46,6 +46,8 @@ def find_program(name: str, more: Sequence[Path] = ()) -> Installed:
     """
     located = shutil.which(name)
     if located is None:
+        if "/" in name and Path(name).is_file():
+            raise NotInstalled(f"the program {name!r} is not executable: chmod +x {name}")
         raise NotInstalled(f"the program {name!r} was not found; install it, or give its path")
     binds: list[Path] = []
     directories: list[str] = []
