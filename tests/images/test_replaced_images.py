@@ -78,6 +78,30 @@ def test_a_start_with_another_image_than_finished_records_is_refused(
     assert run(tmp_path, **options).returncode == 0
 
 
+def test_the_image_of_a_check_is_one_that_must_not_change(
+    images: Path, own: Path, tmp_path: Path
+) -> None:
+    """Conversations of one run are judged alike."""
+    options: dict[str, Any] = {**OPTIONS, "images": own}
+    (own / "python").symlink_to(images / "python")
+    check = {"command": "test ! -e new.py", "image": "own:1", "artifacts": ["pkg"]}
+    rows = [row(id, "python:1", terminal("true"), check=check) for id in ("a", "b")]
+    write_rows(tmp_path / "p.jsonl", rows[0])
+    assert run(tmp_path, *FLAGS, **options).returncode == 0
+    before = digest_of(own)
+    judged = records(tmp_path)["a"]
+    assert judged["check"]["image"] == {"reference": "own:1", "digest": before}
+    assert judged["image"]["reference"] == "python:1"
+    replace_image(images, own, {**CALC, "new.py": ""})
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, *FLAGS, **options)
+    assert done.returncode == 2, done.stderr
+    assert f"images: the run has {{'own:1': '{before}'}}, now" in done.stderr
+    done = run(tmp_path, *FLAGS, **options, accept_config_change="images")
+    assert done.returncode == 0, done.stderr
+    assert records(tmp_path)["b"]["check"]["image"]["digest"] == digest_of(own)
+
+
 def test_a_conversation_whose_image_was_replaced_begins_again(
     images: Path, own: Path, tmp_path: Path
 ) -> None:

@@ -165,11 +165,15 @@ class Rechecks:
             return source
         reference = task.image.reference if task.image else self._config.docker_image
         image = self._digest_of(reference) if self._config.is_inside and reference else None
+        judge = task.check.image if task.check else None
         judged = {
             **{"offset": place.offset, "length": place.length, "task": key.hex(), "from": source},
             "turns": None if record.agent is not None else len(record.own_turns),
         }
-        version = _digest({**columns, "prompt": None, "options": self._options, "image": image})
+        decides = {**columns, "prompt": None, "options": self._options, "image": image}
+        if judge is not None:
+            decides["judge"] = self._digest_of(judge.reference)
+        version = _digest(decides)
         id_ = f"check-{record.id}-{score_key(record)}"  # which no generated id looks like
         return Judging(version, {"id": id_, **columns, "judged": judged})
 

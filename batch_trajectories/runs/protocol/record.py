@@ -118,6 +118,12 @@ def make_record(
     }
 
 
+def images_in(record: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The images that a record says were used: by its conversation, and by its check alone."""
+    used = (record, record["check"] or {})
+    return [part["image"] for part in used if part.get("image") is not None]
+
+
 def _inner_tools(
     conversation: Mapping[str, Any], setup: Setup, options: AgentOptions
 ) -> dict[str, Any]:

@@ -187,8 +187,8 @@ class Supervisor:
                     failure = Failure(**header["failure"])
                     self._start.failures.append(failure)
                     self._progress.say_failed(failure)
-                if header["image"]:
-                    self._start.run_dir.keep_image(**header["image"])
+                for image in header["images"]:
+                    self._start.run_dir.keep_image(**image)
                 self._start.records.append(payload, header["fields"])
                 failed = header["failure"] and header["failure"]["error_class"]
                 passed, cost_usd = outcome_in(header["fields"])

@@ -65,7 +65,7 @@ async def judge(
     if not spaces.are_in_images:
         return await run_check(check, partial(spaces.judging, context, row, check, root), turns)
     own = cast("ImageSandbox", sandbox_of(context))
-    place = {"in": check.where or "image"}
+    place: dict[str, Any] = {"in": check.where or "image"}
     prepare_as = "root" if check.user or check.image or not own.can_change_all else None
     if check.where == "same":
         open_as = partial(spaces.judging, context, row, check, root)
@@ -79,6 +79,7 @@ async def judge(
                 await _bring(worked, open_as, check.artifacts)
             finally:
                 await sandbox_of(worked).stop()
+            place |= {"image": spaces.image(row, check)}
         elif why := "there is no repository" if diff is None else diff.get("error"):
             raise CheckFailed(f"`check`: {why}")
         return place | await run_check(check, open_as, turns, prepare_as=prepare_as)

@@ -31,6 +31,7 @@ from batch_trajectories.runs.dataset.row import RowTask
 from batch_trajectories.runs.protocol.messages import Assignment, WorkerSetup, no_counters, pack
 from batch_trajectories.runs.protocol.record import (
     as_stored,
+    images_in,
     make_record,
     tokens_missing,
     with_scores,
@@ -399,8 +400,7 @@ class TaskRunner:
                 self.counters["cost_unknown"] = True
             else:
                 self.counters["cost_usd"] += event["cost_usd"]
-            is_asked = self._config.token_ids and not is_users
-            if is_asked and (message := tokens_missing(event)):
+            if self._config.token_ids and not is_users and (message := tokens_missing(event)):
                 self._stops.say(message)
 
     def _script_of(self, task: Task) -> Sequence[ScriptedTurn]:
@@ -427,7 +427,7 @@ def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> by
         key=task.key.hex(),
         fields=index_fields(stored),
         failure=failure and failure._asdict(),
-        image=None if failure else record.get("image"),
+        images=[] if failure else images_in(record),
     )
 
 

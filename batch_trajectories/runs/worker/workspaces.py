@@ -138,9 +138,13 @@ class Workspaces:
             raise
         return PreparedWorkspace(context, kept, "the image was replaced" if is_other else LOST)
 
-    def image(self, row: RowTask) -> dict[str, str] | None:
-        """The image that a conversation works in, for its record; None without an image."""
-        reference = self._spec_of(row).reference
+    def image(self, row: RowTask, check: Check | None = None) -> dict[str, str] | None:
+        """The image that a conversation works in, or that its check has, for its record.
+
+        None where there is no image, or none that was used.
+        """
+        spec = self._spec_of(row) if check is None else self._spec_of_check(row, check)
+        reference = spec.reference
         if (digest := self._digests.get(reference)) is None:
             return None
         return {"reference": reference, "digest": digest}
