@@ -11,7 +11,9 @@ import pytest
 
 from batch_trajectories.runs.dataset.row_check import Check
 from batch_trajectories.runs.dataset.row_setup import RowSetup
-from batch_trajectories.runs.worker.diff import DiffError, begin_diff, is_unchanged, make_diff
+from batch_trajectories.runs.worker.diffs.beginning import begin_diff, is_unchanged
+from batch_trajectories.runs.worker.diffs.git import DiffError
+from batch_trajectories.runs.worker.diffs.making import make_diff
 from testing.fake_images import make_repository
 from tests.images.conftest import CALC
 from tests.images.test_image_runs import FIXED, OPTIONS, records, row, terminal

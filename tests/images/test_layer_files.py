@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from batch_trajectories.runs.dataset.row_setup import RowSetup
-from batch_trajectories.runs.worker.diff import Known, begin_diff, has_repository, make_diff
+from batch_trajectories.runs.worker.diffs.beginning import Known, begin_diff, has_repository
+from batch_trajectories.runs.worker.diffs.making import make_diff
 from testing.fake_images import make_repository
 from tests.images.conftest import CALC
 from tests.images.test_diffs import CHANGES, FIX, RIGHT

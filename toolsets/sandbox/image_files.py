@@ -101,12 +101,17 @@ class FileState(NamedTuple):
     """As in `FileEntry`."""
     size: int
     mark: str
-    """The target of a link; of a file whether it is executable, and when it was changed."""
+    """The target of a link; of a file who may execute it, and when it was changed."""
 
     @property
     def is_executable(self) -> bool:
         """Whether a file may be run."""
-        return self.mark.startswith("x")
+        return not self.mark.startswith("-")
+
+    @property
+    def is_for_others_only(self) -> bool:
+        """Whether a file may be run, but not by its owner, whose permission git looks at."""
+        return self.mark.startswith("o")
 
 
 class FileSource(Protocol):

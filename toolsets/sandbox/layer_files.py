@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.image_files import FileSource, FileState
+from toolsets.sandbox.inside.file_requests import mark_of_mode
 
 _MAX_COMPARED = 20_000
 _MAX_DEPTH = 255
@@ -36,6 +37,8 @@ class Differences(NamedTuple):
     begun: dict[str, FileState]
     files: LayerFiles
     """The files of the first one."""
+    before: LayerFiles
+    """The files of the second one."""
 
 
 class _Found(NamedTuple):
@@ -63,7 +66,7 @@ def differences(ended: Sequence[Path], begun: Sequence[Path], top: str) -> Diffe
 
 class _Comparison:
     def __init__(self, top: str) -> None:
-        self.result = Differences({}, {}, LayerFiles(top))
+        self.result = Differences({}, {}, LayerFiles(top), LayerFiles(top))
         self._left = _MAX_COMPARED
 
     def compare(self, ended: tuple[str, ...], begun: tuple[str, ...], before: str) -> None:
@@ -81,13 +84,16 @@ class _Comparison:
                 raise NotComparable(f"{name!r} is not UTF-8")
             path = before + name
             layers = []
-            for side, of_side in ((ended, self.result.ended), (begun, self.result.begun)):
+            for side, of_side, files in (
+                (ended, self.result.ended, self.result.files),
+                (begun, self.result.begun, self.result.before),
+            ):
                 found = _found(side, name)
                 if found is not None:
                     of_side[path] = found.state
                 layers.append(found.layers if found and found.state.kind == "dir" else ())
-                if found is not None and found.state.kind == "file" and side is ended:
-                    self.result.files.paths[path] = found.layers[0]
+                if found is not None and found.state.kind == "file":
+                    files.paths[path] = found.layers[0]
             if name != _GIT and layers[0] != layers[1]:
                 self.compare(layers[0], layers[1], f"{path}/")
 
@@ -159,7 +165,7 @@ def _state(path: str, status: os.stat_result) -> FileState:
     if stat.S_ISREG(status.st_mode):
         if not status.st_mode & 0o400:
             raise NotComparable(f"{path} cannot be read")
-        mark = f"{'x' if status.st_mode & 0o111 else '-'}{status.st_mtime_ns}"
+        mark = f"{mark_of_mode(status.st_mode)}{status.st_mtime_ns}"
         return FileState("file", status.st_size, mark)
     if stat.S_ISLNK(status.st_mode):
         return FileState("link", 0, _text(os.readlink(path)))  # noqa: PTH115

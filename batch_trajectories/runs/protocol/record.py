@@ -6,7 +6,7 @@ Keys, in this order: `id`, `status`, `status_reason` (null or text), `error` (nu
 the conversation (see `Trajectory.to_record`; branches also have `fork`), `inner_tools` (only with
 subagents or a preparation: what was offered in conversations inside it, by their names), `check`
 (null, or the result of the row's check; see `run_check`), `scores` (only with `--reward`; see
-`runs.store.checks`), `diff` (what changed in the image's repository; see `runs.worker.diff`; only
+`runs.store.checks`), `diff` (what changed in the image's repository; see `runs.worker.diffs`; only
 with `--workspace=image`), `workspace` (only with `--keep_workspaces`: the `name` of the file in
 kept_workspaces/, or the `error` why it is not kept), `audit` (only of `check_tasks`; see
 `runs.audit.verdicts`), `tools` (schemas as offered), `options` (those of the conversation that are

@@ -14,7 +14,7 @@ rebuild          undoes calls that a crash cut off
 workspaces       workspaces and sandboxes of tasks
 workspace_setup  files and commands of a row
 history          removes later commits from a repository
-diff             what a conversation changed in a repository
+diffs/           what conversations changed in repositories
 check            the check of a row
 judging          where a check runs, and what it gets there
 remote_journal   a journal that the parent writes

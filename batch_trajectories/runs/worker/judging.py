@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.worker.check import CheckFailed, Open, run_check, unjudged
-from batch_trajectories.runs.worker.diff import MAX_CARRIED_BYTES
+from batch_trajectories.runs.worker.diffs.making import MAX_CARRIED_BYTES
 from batch_trajectories.runs.worker.workspace_setup import fresh_root, make_executable, run_command
 from toolsets.builtin.command_result import sandbox_of
 from toolsets.context import ToolContext

@@ -182,10 +182,11 @@ class Worker:
             send=self.send,
             on_retry=self._on_retry,
         )
+        spaces = Workspaces(self._setup, web=self._web, browsers=self._browsers)
         self._runner = _kind_of_runner(self._config)(
             self._setup,
             setups=self._setups,
-            spaces=Workspaces(self._setup, web=self._web, browsers=self._browsers),
+            spaces=spaces,
             journal=self._journal,
             calls=self._calls,
             stops=self,
@@ -212,6 +213,7 @@ class Worker:
         loop.remove_reader(self._connection.fileno())
         await asyncio.gather(*self._removals)
         await self._runner.close()
+        await spaces.close()
         await self._calls.close()
         for one in reversed(shared):
             await one.close()

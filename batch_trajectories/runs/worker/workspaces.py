@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -68,10 +70,10 @@ class Workspaces:
         self._problems: dict[str, str | None] = {}
         self._in_images: ImageSandboxes | None = None
         if setup.config.is_inside and setup.provenance.sandbox is not None:
-            from batch_trajectories.runs.worker.diff import Known
+            from batch_trajectories.runs.worker.diffs.diffs import Diffs
 
             self._in_images = image_sandboxes(setup.config)
-            self._known = Known()
+            self._diffs = Diffs()
         self._digests = dict(setup.images)
         """Of images that conversations of the run used, by reference: they must not change."""
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -119,7 +121,7 @@ class Workspaces:
 
     async def _prepare_image(self, context: ToolContext, row: RowTask) -> PreparedWorkspace:
         """As `prepare`, for a workspace inside an image."""
-        from batch_trajectories.runs.worker.diff import begin_diff
+        from batch_trajectories.runs.worker.diffs.beginning import begin_diff
 
         spec = self._spec_of(row)
         root = context.workspace.root
@@ -131,7 +133,7 @@ class Workspaces:
             if not kept:
                 if row.setup is not None:
                     await self._set_up_in_image(context, row, row.setup)
-                await begin_diff(context, is_needed=row.is_judged_afresh, known=self._known)
+                await begin_diff(context, is_needed=row.is_judged_afresh, known=self._diffs.known)
                 await asyncio.to_thread(mark_set_up, root, sandbox.image_digest)
         except BaseException:
             await context.close(remove=False)
@@ -203,43 +205,39 @@ class Workspaces:
         """
         if self._in_images is None:
             return None
-        from batch_trajectories.runs.worker.diff import (
-            DiffError,
-            empty_diff,
-            has_repository,
-            is_unchanged,
-            make_diff,
-            no_diff,
-        )
+        from batch_trajectories.runs.worker.diffs.diffs import Opening
 
         # Processes that the model left running could change files, or leave no room for others.
         await sandbox_of(context).stop()
-        if not has_repository(context.workspace.root):
-            return None
         afresh = row.is_judged_afresh
-        unchanged = await asyncio.to_thread(is_unchanged, context)
-        if unchanged and not afresh:
-            return empty_diff()
-        worked = fresh = None
-        try:
-            fresh = await self._fresh(context, row, with_history=not afresh)
-            if unchanged:
-                diff = empty_diff()
-            else:
-                worked = await self.reopened(context, row, starts_entrypoint=False)
-                diff = await make_diff(worked, fresh, row.setup, self._known)
-            is_left = afresh
-        except (SetupFailed, DiffError) as error:
-            if afresh and isinstance(error, SetupFailed):
-                raise
-            diff, is_left = no_diff(str(error)), False
-        finally:
-            for opened in (worked, fresh):
-                if opened is not None:
-                    await sandbox_of(opened).stop()
-        if fresh is not None and not is_left:
-            await asyncio.to_thread(fresh.workspace.remove)
-        return diff
+        root = context.workspace.root
+        made_of = self._made_of(context, row, with_history=not afresh)
+        shared = root.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+
+        def fresh(at: Path) -> Callable[[], Awaitable[ToolContext]]:
+            return partial(self._fresh, context, row, at, with_history=not afresh)
+
+        opening = Opening(
+            fresh=fresh(fresh_root(root)),
+            reopened=partial(self.reopened, context, row, starts_entrypoint=False),
+            shared=fresh(shared),
+            made_of=made_of,
+        )
+        return await self._diffs.make(context, row.setup, opening, is_afresh=afresh)
+
+    async def close(self) -> None:
+        """End what was opened for several conversations."""
+        if self._in_images is not None:
+            await self._diffs.close()
+
+    def _made_of(self, context: ToolContext, row: RowTask, *, with_history: bool) -> str | None:
+        """What fresh workspaces of a row are made of; None where its commands decide that."""
+        setup = row.setup
+        if setup is not None and (setup.files or setup.commands):
+            return None
+        base = None if setup is None or with_history else setup.base_commit
+        image = cast("ImageSandbox", sandbox_of(context)).image_digest
+        return repr((image, self._spec_of(row), base))
 
     @asynccontextmanager
     async def inside(self, context: ToolContext, row: RowTask) -> AsyncIterator[Inside | None]:
@@ -289,10 +287,9 @@ class Workspaces:
         await asyncio.to_thread(remove_tree, root)
 
     async def _fresh(
-        self, context: ToolContext, row: RowTask, *, with_history: bool
+        self, context: ToolContext, row: RowTask, root: Path, *, with_history: bool
     ) -> ToolContext:
         """A fresh workspace: the image, set up as the row says. Raises `SetupFailed`."""
-        root = fresh_root(context.workspace.root)
         sandbox = await self._sandbox_in_image(root, row, self._spec_of(row))
         fresh = self._inside(context, sandbox, root)
         try:

@@ -276,7 +276,12 @@ def _mark(path: str) -> str:
         return ""
     if not stat.S_ISREG(status.st_mode):
         return ""
-    return f"{'x' if status.st_mode & 0o111 else '-'}{status.st_mtime_ns}"
+    return f"{mark_of_mode(status.st_mode)}{status.st_mtime_ns}"
+
+
+def mark_of_mode(mode: int) -> str:
+    """Who may execute a file: its owner, others only, or nobody."""
+    return "x" if mode & 0o100 else "o" if mode & 0o111 else "-"
 
 
 def _key(entry: Entry) -> str:

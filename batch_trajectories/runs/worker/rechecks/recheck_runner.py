@@ -77,7 +77,7 @@ class RecheckRunner(TaskRunner):
 
 
 def patch_in(diff: dict[str, Any]) -> bytes:
-    """The exact bytes of a diff in a record; see `runs.worker.diff`."""
+    """The exact bytes of a diff in a record; see `runs.worker.diffs`."""
     if (encoded := diff.get("base64")) is not None:
         return base64.b64decode(encoded)
     return str(diff["patch"]).encode()

@@ -1,0 +1,111 @@
+"""What differs between a workspace in an image and a fresh one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple, cast
+
+from batch_trajectories.runs.dataset.row_setup import RowSetup
+from batch_trajectories.runs.worker.diffs.beginning import Known
+from batch_trajectories.runs.worker.diffs.git import image_sandbox
+from toolsets.context import ToolContext
+from toolsets.sandbox.image_files import FileSource, FileState, ImageFiles
+from toolsets.sandbox.layer_files import NotComparable, differences
+from toolsets.workspace.files import is_named
+
+_NESTED = "/.git"
+_CARRIED = ("file", "link")
+
+
+class Changes(NamedTuple):
+    """What a conversation changed in a directory, by the paths in it."""
+
+    top: str
+    begun: dict[str, FileState]
+    """What was there, at least where something was changed."""
+    changed: dict[str, FileState]
+    """Files and links that are other ones than before."""
+    gone: list[str]
+    """What is no longer there, or is something else."""
+    had: set[str]
+    """Files and links that were there, among those two."""
+    of_image: list[str]
+    """What the check takes from the image, among those two."""
+    nested: list[str]
+    """The repositories within that of the fresh workspace."""
+    source: FileSource
+    source_before: FileSource | None
+    """Where the files are, and were; None where only the sandbox knows that."""
+
+
+async def changes_of(
+    worked: ToolContext, fresh: ToolContext, top: str, setup: RowSetup | None, known: Known
+) -> Changes:
+    """What a conversation changed beneath `top`; nothing may run in either workspace.
+
+    What its model did not have is left out. Raises `ToolError`.
+    """
+    with suppress(NotComparable):
+        return await changes_of_layers(worked, fresh, top, setup, known)
+    one, other = cast("ImageFiles", worked.workspace), cast("ImageFiles", fresh.workspace)
+    ended, begun = await asyncio.gather(
+        asyncio.to_thread(one.tree, top), asyncio.to_thread(other.tree, top)
+    )
+    nested = [path for path in begun if path.endswith(_NESTED)]
+    return _sorted_out(top, ended, begun, setup, nested, one, None)
+
+
+async def changes_of_layers(
+    worked: ToolContext, fresh: ToolContext, top: str, setup: RowSetup | None, known: Known
+) -> Changes:
+    """As `changes_of`; raises `NotComparable` where a comparison of layers does not tell."""
+    ends, begins = image_sandbox(worked).layers, image_sandbox(fresh).layers
+    if ends is None or begins is None:
+        raise NotComparable("the layers are not known")
+    found = await asyncio.to_thread(differences, ends, begins, top)
+    nested = await known.get(fresh, _nested, top)
+    return _sorted_out(top, found.ended, found.begun, setup, nested, found.files, found.before)
+
+
+def _sorted_out(
+    top: str,
+    ended: dict[str, FileState],
+    begun: dict[str, FileState],
+    setup: RowSetup | None,
+    nested: list[str],
+    source: FileSource,
+    source_before: FileSource | None,
+) -> Changes:
+    hidden = [path.rstrip("/") for path in setup.hidden] if setup else []
+    from_image = setup.check.from_image if setup and setup.check else ()
+    for states in (ended, begun):
+        for path in [path for path in states if _is_left_out(f"{top}/{path}", hidden)]:
+            del states[path]
+    gone = [path for path, state in begun.items() if _kind(ended.get(path)) != state.kind]
+    changed = {
+        path: state
+        for path, state in ended.items()
+        if state.kind in _CARRIED and begun.get(path) != state
+    }
+    had = {path for path in (*gone, *changed) if _kind(begun.get(path)) in _CARRIED}
+    of_image = [p for p in {*gone, *changed} if any(is_named(p, one) for one in from_image)]
+    return Changes(top, begun, changed, gone, had, of_image, nested, source, source_before)
+
+
+async def _nested(fresh: ToolContext, top: str) -> list[str]:
+    """The repositories within a repository."""
+    tree = await asyncio.to_thread(cast("ImageFiles", fresh.workspace).tree, top)
+    return [path for path in tree if path.endswith(_NESTED)]
+
+
+def _is_left_out(path: str, hidden: Sequence[str]) -> bool:
+    """Whether a path belongs to git's own data or to files that the model did not have."""
+    if path.endswith(_NESTED):
+        return True
+    return any(path == one or path.startswith(f"{one}/") for one in hidden)
+
+
+def _kind(state: FileState | None) -> str | None:
+    return None if state is None else state.kind

@@ -1,0 +1,111 @@
+"""The diffs of the conversations of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.runs.dataset.row_setup import RowSetup
+from batch_trajectories.runs.worker.diffs.beginning import (
+    Known,
+    find_top,
+    has_repository,
+    is_unchanged,
+)
+from batch_trajectories.runs.worker.diffs.changes import changes_of_layers
+from batch_trajectories.runs.worker.diffs.git import DiffError, image_sandbox
+from batch_trajectories.runs.worker.diffs.making import empty_diff, make_diff, no_diff, recorded
+from batch_trajectories.runs.worker.diffs.plain import Differ, Differs, Plain, plain_of
+from batch_trajectories.runs.worker.workspace_setup import SetupFailed
+from toolsets.context import ToolContext
+from toolsets.sandbox.layer_files import NotComparable
+
+Open = Callable[[], Awaitable[ToolContext]]
+"""Opens a workspace. Raises `SetupFailed`."""
+
+
+class Opening(NamedTuple):
+    """How workspaces for the diff of a conversation are opened."""
+
+    fresh: Open
+    """As that of the conversation was at its start."""
+    reopened: Open
+    """That of the conversation again."""
+    shared: Open
+    """As `fresh`, for all that are made of the same."""
+    made_of: Hashable | None
+    """What a fresh workspace is made of; None where each is another one."""
+
+
+class Diffs:
+    """Makes diffs, and keeps what those of several conversations have in common."""
+
+    def __init__(self) -> None:
+        self.known = Known()
+        self._differs = Differs()
+
+    async def make(
+        self, worked: ToolContext, setup: RowSetup | None, opening: Opening, *, is_afresh: bool
+    ) -> dict[str, Any] | None:
+        """What a conversation changed in the repository of its image; None where there is none.
+
+        Its sandbox must have been stopped. For a check `is_afresh` the changed fresh workspace is
+        left. Raises `SetupFailed` if there is none for such a check.
+        """
+        if not has_repository(worked.workspace.root):
+            return None
+        unchanged = await asyncio.to_thread(is_unchanged, worked)
+        plain = None if unchanged else await self._plain(worked, setup, opening)
+        if not is_afresh and (unchanged or plain is not None):
+            return empty_diff() if plain is None else recorded(plain.patch)
+        again = fresh = None
+        try:
+            fresh = await opening.fresh()
+            if unchanged:
+                diff = empty_diff()
+            else:
+                again = await opening.reopened()
+                diff = await make_diff(again, fresh, setup, self.known, plain)
+            is_left = is_afresh
+        except (SetupFailed, DiffError) as error:
+            if is_afresh and isinstance(error, SetupFailed):
+                raise
+            diff, is_left = no_diff(str(error)), False
+        finally:
+            for opened in (again, fresh):
+                if opened is not None:
+                    await image_sandbox(opened).stop()
+        if fresh is not None and not is_left:
+            await asyncio.to_thread(fresh.workspace.remove)
+        return diff
+
+    async def close(self) -> None:
+        """End what was opened for several conversations."""
+        await self._differs.close()
+
+    async def _plain(
+        self, worked: ToolContext, setup: RowSetup | None, opening: Opening
+    ) -> Plain | None:
+        """The diff, where a workspace that others share is enough to make it."""
+        if opening.made_of is None:
+            return None
+
+        async def make() -> Differ | None:
+            fresh = await opening.shared()
+            if image_sandbox(fresh).origin is not None:
+                top = await self.known.get(fresh, find_top)
+                if top not in (None, "/"):
+                    return Differ(fresh, top)
+            await fresh.close(remove=True)
+            return None
+
+        with suppress(SetupFailed, NotComparable, ToolError):
+            async with self._differs.using(opening.made_of, make) as differ:
+                if differ is not None:
+                    fresh, top = differ.fresh, differ.top
+                    changes = await changes_of_layers(worked, fresh, top, setup, self.known)
+                    return await plain_of(changes, differ)
+        return None

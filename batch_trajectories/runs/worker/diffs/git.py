@@ -1,0 +1,86 @@
+"""How git runs in the sandbox of an image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
+
+from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.text import clip
+from toolsets.context import ToolContext
+from toolsets.sandbox.base import ExecResult, Sandbox
+from toolsets.sandbox.image_files import ImageSandbox
+
+TIMEOUT_S = 600.0
+_ARGUMENTS_BYTES = 64 << 10
+
+# `safe.directory`: the files may belong to another user than commands. Modes are those on disk.
+GIT = (
+    "set -e; umask 077; export LC_ALL=C GIT_CONFIG_COUNT=4 "
+    "GIT_CONFIG_KEY_0=safe.directory 'GIT_CONFIG_VALUE_0=*' "
+    "GIT_CONFIG_KEY_1=core.fileMode GIT_CONFIG_VALUE_1=true "
+    "GIT_CONFIG_KEY_2=core.fsmonitor GIT_CONFIG_VALUE_2=false "
+    "GIT_CONFIG_KEY_3=core.hooksPath GIT_CONFIG_VALUE_3=/dev/null; "
+)
+AT_TOP = GIT + 'cd "$1"; shift; '
+AT_STORE = AT_TOP + "store=$1; shift; "
+# `--no-ext-diff` and `--no-textconv`: what the repository configures is not asked.
+SHOWN_AS = (
+    "--binary --no-color --no-ext-diff --no-textconv --no-renames --src-prefix=a/ --dst-prefix=b/"
+)
+
+
+class DiffError(Exception):
+    """The changes of a conversation cannot be copied to a fresh workspace."""
+
+
+async def run(
+    sandbox: Sandbox,
+    script: str,
+    *arguments: str,
+    stdin: bytes = b"",
+    timeout_s: float = TIMEOUT_S,
+) -> ExecResult:
+    """Run a script, which must end with 0. Raises `DiffError`."""
+    argv = ["sh", "-c", script, "sh", *arguments]
+    result = await sandbox.exec(argv, timeout_s=timeout_s, stdin=stdin)
+    if result.exit_code != 0:
+        said = clip((result.stderr or result.stdout).strip(), max_chars=500)
+        how = "it timed out" if result.timed_out else f"exit code {result.exit_code}"
+        raise DiffError(f"the diff cannot be made: {said or how}")
+    return result
+
+
+def listed(paths: Iterable[str]) -> bytes:
+    """Paths as git reads them with `-z`."""
+    return b"".join(path.encode() + b"\0" for path in sorted(paths))
+
+
+def batches(paths: Iterable[str]) -> Iterator[list[str]]:
+    """Paths that fit into the arguments of a command."""
+    some: list[str] = []
+    size = 0
+    for path in paths:
+        size += len(path.encode()) + 1
+        if some and size > _ARGUMENTS_BYTES:
+            yield some
+            some, size = [], len(path.encode()) + 1
+        some.append(path)
+    if some:
+        yield some
+
+
+def uppermost(paths: Iterable[str]) -> Sequence[str]:
+    """Paths in their order, without those beneath another."""
+    found: list[str] = []
+    for path in sorted(paths, key=lambda path: path.split("/")):
+        if not found or not path.startswith(f"{found[-1]}/"):
+            found.append(path)
+    return found
+
+
+def image_sandbox(context: ToolContext) -> ImageSandbox:
+    """The sandbox of a workspace in an image. Raises `ToolError`."""
+    if context.sandbox is None:
+        raise ToolError("there is no sandbox to run commands in")
+    return cast("ImageSandbox", context.sandbox)
