@@ -1,6 +1,7 @@
 """Working in container images.
 
 test_layer_files    workspaces compared by their layers, and diffs of plain changes
+test_plain_diffs    diffs that git makes of contents, in a workspace that conversations share
 test_layers         layers that are hostile, damaged or of other formats
 test_shared_layers  layers that several images have, which are on disk once
 test_bases          images whose history is removed once for many conversations
