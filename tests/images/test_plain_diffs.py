@@ -13,7 +13,7 @@ import pytest
 from batch_trajectories.runs.worker.diffs import plain
 from batch_trajectories.runs.worker.diffs.beginning import Known, begin_diff
 from batch_trajectories.runs.worker.diffs.changes import changes_of
-from batch_trajectories.runs.worker.diffs.diffs import Diffs, Opening
+from batch_trajectories.runs.worker.diffs.diffs import Diffs, Openings
 from batch_trajectories.runs.worker.diffs.making import make_diff
 from batch_trajectories.runs.worker.diffs.objects import EMPTY_TREE, Blob, Objects
 from batch_trajectories.runs.worker.diffs.plain import Differ, plain_of
@@ -152,7 +152,7 @@ def diffs_of(images: Path, tmp_path: Path, *did: str) -> tuple[list[dict[str, An
         async def reopened() -> ToolContext:
             return contexts_in(images, layer)[0]
 
-        opening = Opening(opens("fresh"), reopened, opens("shared"), "the image")
+        opening = Openings(opens("fresh"), reopened, opens("shared"), "the image")
         return await diffs.make(context, None, opening, is_afresh=False)
 
     async def use() -> list[dict[str, Any] | None]:

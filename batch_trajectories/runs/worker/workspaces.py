@@ -205,7 +205,7 @@ class Workspaces:
         """
         if self._in_images is None:
             return None
-        from batch_trajectories.runs.worker.diffs.diffs import Opening
+        from batch_trajectories.runs.worker.diffs.diffs import Openings
 
         # Processes that the model left running could change files, or leave no room for others.
         await sandbox_of(context).stop()
@@ -217,7 +217,7 @@ class Workspaces:
         def fresh(at: Path) -> Callable[[], Awaitable[ToolContext]]:
             return partial(self._fresh, context, row, at, with_history=not afresh)
 
-        opening = Opening(
+        opening = Openings(
             fresh=fresh(fresh_root(root)),
             reopened=partial(self.reopened, context, row, starts_entrypoint=False),
             shared=fresh(shared),

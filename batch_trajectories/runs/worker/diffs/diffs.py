@@ -27,7 +27,7 @@ Open = Callable[[], Awaitable[ToolContext]]
 """Opens a workspace. Raises `SetupFailed`."""
 
 
-class Opening(NamedTuple):
+class Openings(NamedTuple):
     """How workspaces for the diff of a conversation are opened."""
 
     fresh: Open
@@ -48,7 +48,7 @@ class Diffs:
         self._differs = Differs()
 
     async def make(
-        self, worked: ToolContext, setup: RowSetup | None, opening: Opening, *, is_afresh: bool
+        self, worked: ToolContext, setup: RowSetup | None, opening: Openings, *, is_afresh: bool
     ) -> dict[str, Any] | None:
         """What a conversation changed in the repository of its image; None where there is none.
 
@@ -87,7 +87,7 @@ class Diffs:
         await self._differs.close()
 
     async def _plain(
-        self, worked: ToolContext, setup: RowSetup | None, opening: Opening
+        self, worked: ToolContext, setup: RowSetup | None, opening: Openings
     ) -> Plain | None:
         """The diff, where a workspace that others share is enough to make it."""
         if opening.made_of is None:
