@@ -396,10 +396,12 @@ def test_what_cannot_work_is_refused_at_the_start(
 
 
 def test_a_dry_run_names_images_that_are_missing(images: Path, tmp_path: Path) -> None:
-    write_rows(tmp_path / "p.jsonl", row("a", "python:1"), row("b", "no:1"), row("c", "no:1"))
-    done = run(tmp_path, "--dry_run", images=images, **OPTIONS)
+    judged = row("d", "python:1", check={"command": "true", "image": "no:1", "artifacts": ["x"]})
+    rows = [row("a", "python:1"), row("b", "no:1"), row("c", "no:1"), judged]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, "--dry_run", *FLAGS, images=images, **OPTIONS)
     assert done.returncode == 0, done.stderr
-    assert f"2 rows will fail; the first: image 'no:1' is not in {images}" in done.stdout
+    assert f"3 rows will fail; the first: image 'no:1' is not in {images}" in done.stdout
     write_rows(tmp_path / "p.jsonl", row("a", "python:1"))
     assert "will fail" not in run(tmp_path, "--dry_run", images=images, **OPTIONS).stdout
 

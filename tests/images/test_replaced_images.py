@@ -102,6 +102,27 @@ def test_the_image_of_a_check_is_one_that_must_not_change(
     assert records(tmp_path)["b"]["check"]["image"]["digest"] == digest_of(own)
 
 
+def test_what_a_check_names_is_looked_for_before_the_first_call(
+    images: Path, tmp_path: Path
+) -> None:
+    for_nothing: dict[str, dict[str, Any]] = {
+        "no image": {"image": "no:1", "artifacts": ["pkg"]},
+        "no user there": {"image": "shell:1", "user": "nobody-here", "artifacts": ["pkg"]},
+        "no user": {"user": "nobody-here"},
+    }
+    rows = [
+        row(id, "python:1", terminal("true"), check={"command": "true", **check})
+        for id, check in for_nothing.items()
+    ]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, *FLAGS, **OPTIONS, images=images, max_attempts=1)
+    assert done.returncode == 1, done.stderr
+    found = records(tmp_path)
+    assert [record["turns"] for record in found.values()] == [[], [], []]
+    assert {record["error"]["class"] for record in found.values()} == {"setup_failed"}
+    assert "image 'no:1' is not in" in found["no image"]["error"]["message"]
+
+
 def test_a_conversation_whose_image_was_replaced_begins_again(
     images: Path, own: Path, tmp_path: Path
 ) -> None:

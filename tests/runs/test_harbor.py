@@ -318,6 +318,27 @@ def test_tests_keep_what_may_be_run(tmp_path: Path) -> None:
     assert files["/tests/data"] == b"y"
 
 
+@pytest.mark.parametrize(
+    ("line", "verifier", "needed"),
+    [
+        ("#!/usr/bin/env ruby", "", "ruby"),
+        ("#!/usr/bin/env -S uv run --script", "", "uv"),
+        ("#!/usr/bin/env A=b ruby", "", "/usr/bin/env"),
+        ("#!/usr/bin/env ruby", '[verifier.env]\nPATH = "/opt/ruby/bin"', "/usr/bin/env"),
+        ("#!/bin/bash -e", "", "/bin/bash"),
+        ("#!", "", "/bin/sh"),
+        ("true", "", "/bin/sh"),
+    ],
+)
+def test_the_program_that_runs_the_tests_is_looked_for_before_the_first_call(
+    tmp_path: Path, line: str, verifier: str, needed: str
+) -> None:
+    task = write_task(tmp_path / "t", SIMPLE + verifier, **{"tests/test.sh": f"{line}\n"})
+    setup = read(task).setup
+    assert setup is not None
+    assert any(f"command -v {needed} >" in command for command in setup.commands)
+
+
 def test_files_that_a_task_would_keep_are_counted(tmp_path: Path) -> None:
     for n, task in enumerate(['artifacts = ["/app"]\n' + SIMPLE, SIMPLE]):
         row = load_rows_file("harbor").row(HarborTask(write_task(tmp_path / f"{n}", task)).row())
@@ -512,16 +533,21 @@ class TestDataset:
         assert [task.path.name for task in single.tasks] == ["good-1"]
 
     def test_tasks_are_found_in_directories(self, tmp_path: Path) -> None:
-        """With their paths as ids; what is in a task is its own."""
-        write_task(tmp_path / "one")
-        write_task(tmp_path / "org" / "one")
-        write_task(tmp_path / "org" / "set" / "two", SIMPLE + "gpus = 1")
-        write_task(tmp_path / "one" / "environment" / "inner")
-        write_task(tmp_path / "a" / "b" / "c" / "deep")
-        rows: list[Any] = list(rows_of_source(source_of(tmp_path), set()))
-        assert [row["id"] for row in rows] == ["one", "org/one", "org/set/two"]
-        assert rows[2]["row_error"].startswith("org/set/two/task.toml:3: environment.gpus")
-        assert tasks_in(tmp_path / "a" / "b" / "c" / "deep" / "tests") == []
+        """With their paths as ids, at any depth and behind links; what is in a task is its own."""
+        tasks = tmp_path / "tasks"
+        write_task(tasks / "one")
+        write_task(tasks / "org" / "one")
+        write_task(tasks / "org" / "set" / "two", SIMPLE + "gpus = 1")
+        write_task(tasks / "one" / "environment" / "inner")
+        write_task(tasks / "a" / "b" / "c" / "d" / "deep")
+        (tasks / "a" / "around").symlink_to(tasks)
+        write_task(tmp_path / "elsewhere" / "far")
+        (tasks / "org" / "zone").symlink_to(tmp_path / "elsewhere")
+        rows: list[Any] = list(rows_of_source(source_of(tasks), set()))
+        found = ["a/b/c/d/deep", "one", "org/one", "org/set/two", "org/zone/far"]
+        assert [row["id"] for row in rows] == found
+        assert rows[3]["row_error"].startswith("org/set/two/task.toml:3: environment.gpus")
+        assert tasks_in(tasks / "a" / "b" / "c" / "d" / "deep" / "tests") == []
 
     def test_it_needs_to_be_named_as_what_it_is(self, tmp_path: Path) -> None:
         with pytest.raises(DatasetError, match=r"holds Harbor tasks; add --rows=harbor"):

@@ -183,10 +183,12 @@ def _no_images(plan: Plan) -> list[str]:
     if not config.is_inside or plan.scan.rows == 0:
         return []
     problem_of = cache(image_sandboxes(config).problem_of_image)
-    images = (rules.read(task.columns).image for task in _first_tasks(plan))
-    missing = [
-        problem_of(image.reference if image else config.docker_image or "") for image in images
-    ]
+    missing = []
+    for row in (rules.read(task.columns) for task in _first_tasks(plan)):
+        names = [row.image.reference if row.image else config.docker_image or ""]
+        if row.check is not None and row.check.image is not None:
+            names.append(row.check.image.reference)
+        missing.append(next(filter(None, map(problem_of, names)), None))
     problems = [problem for problem in missing if problem is not None]
     if not problems:
         return []

@@ -1,6 +1,6 @@
 """Harbor task directories as rows; configs/rows/harbor.yaml makes rows of a run of them.
 
-A dataset is a directory of task directories, at most three levels deep, or a single one. A row has
+A dataset is a directory of task directories, at any depth, or a single one. A row has
 `id` (the path of the directory), `instruction`, `task` (what task.toml holds), `image`, `network`,
 `check_network`, `check_user`, `limits`, `tests` (files by their path in the container),
 `interpreter` (of tests/test.sh), `health` (the command that waits until services answer),
@@ -48,8 +48,6 @@ _DOCKERFILE = "Dockerfile"
 _TEST = "test.sh"
 _SOLVE = "solve.sh"
 _SHELL = "/bin/sh"
-_MAX_FOLDERS = 2
-"""Between a dataset and its tasks."""
 _MAX_FILES_BYTES = 64 << 20
 _BUILD_TIMEOUT_S = 600.0
 
@@ -350,22 +348,35 @@ class HarborTask(NamedTuple):
         if first.endswith(b"\r"):
             raise TaskRefused(f"tests/{_TEST}: line 1 ends with a carriage return; remove it")
         words = first[2:].decode(errors="replace").split()
-        return words[0] if words else _SHELL
+        if not words:
+            return _SHELL
+        # The variables of the verifier decide where `env` looks for a program.
+        named = [word for word in words[1:] if not word.startswith("-")]
+        if words[0].endswith("/env") and named and not self._has_path() and "=" not in named[0]:
+            return named[0]
+        return words[0]
+
+    def _has_path(self) -> bool:
+        """Whether the verifier has a PATH of its own."""
+        env = self._settings().get("verifier", {}).get("env")
+        return isinstance(env, dict) and "PATH" in env
 
 
 def tasks_in(directory: Path) -> list[HarborTask]:
     """The tasks of a dataset; none if the directory is not one. Raises `OSError`."""
     if (directory / TASK_FILE).is_file():
         return [HarborTask(directory.absolute())]
-    return list(_tasks_beneath(directory, ""))
+    return list(_tasks_beneath(directory, "", {directory.resolve()}))
 
 
-def _tasks_beneath(directory: Path, folder: str) -> Iterator[HarborTask]:
+def _tasks_beneath(directory: Path, folder: str, read: set[Path]) -> Iterator[HarborTask]:
+    """Links are followed, and each directory is read once."""
     for path in sorted(directory.iterdir()):
         if (path / TASK_FILE).is_file():
             yield HarborTask(path, folder)
-        elif folder.count("/") < _MAX_FOLDERS and path.is_dir() and not path.is_symlink():
-            yield from _tasks_beneath(path, f"{folder}{path.name}/")
+        elif path.is_dir() and (place := path.resolve()) not in read:
+            read.add(place)
+            yield from _tasks_beneath(path, f"{folder}{path.name}/", read)
 
 
 def files_of(tasks: Iterable[HarborTask], *, with_solutions: bool = False) -> list[Path]:

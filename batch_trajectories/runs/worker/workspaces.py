@@ -131,6 +131,8 @@ class Workspaces:
         try:
             await self._made(sandbox)
             if not kept:
+                if row.check is not None:
+                    await self._find_judge(row, row.check, root)
                 if row.setup is not None:
                     await self._set_up_in_image(context, row, row.setup)
                 await begin_diff(context, is_needed=row.is_judged_afresh, known=self._diffs.known)
@@ -279,6 +281,16 @@ class Workspaces:
         )
         await self._made(sandbox)
         return self._inside(context, sandbox, root)
+
+    async def _find_judge(self, row: RowTask, check: Check, root: Path) -> None:
+        """Raise `SetupFailed` where the image or the user that a check names is not there.
+
+        What a conversation costs would be paid for nothing.
+        """
+        if check.image is not None or check.user is not None:
+            spec = self._spec_of_check(row, check)
+            as_user = replace(spec, user=check.user or spec.user)
+            await self._sandbox_in_image(fresh_root(root), row, as_user)
 
     async def remove_judged(self, row: RowTask, check: Check, root: Path) -> None:
         """Remove a workspace that was made for a check alone."""
