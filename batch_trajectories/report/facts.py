@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent.messages.message import USER_TURN
 from agent.messages.reasoning import split_inline_reasoning
-from agent.models.deadline import TimeAtWork
 from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.tools import names_of
@@ -49,8 +49,8 @@ def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
         "answer": _snippet(_last_content(replies, "assistant")),
         "model": record.model,
         "turns": len(turns),
-        "calls": sum(calls for calls, _ in tools.values()),
-        "failed_calls": sum(failed for _, failed in tools.values()),
+        "calls": sum([calls for calls, _ in tools.values()]),
+        "failed_calls": sum([failed for _, failed in tools.values()]),
         "input_tokens": usage.get("input_tokens"),
         "output_tokens": usage.get("output_tokens"),
         "cached_tokens": usage.get("cache_read_tokens"),
@@ -74,10 +74,12 @@ def seconds_at_work(record: Record) -> float:
 
     Without the parent's turns of a branch, and without waits as far as the record says them.
     """
-    at_work = TimeAtWork()
+    seconds, latest = 0.0, -math.inf
     for began, ended in sorted(_spans(record)):
-        at_work.add(began, ended)
-    return at_work.seconds
+        if ended > latest:  # calls that overlap count once
+            seconds += ended - (began if began > latest else latest)
+            latest = ended
+    return seconds
 
 
 def _spans(part: StoredConversation) -> list[tuple[float, float]]:
@@ -127,7 +129,7 @@ def flags_of(record: Record) -> list[str]:
 def _by_name(record: Record) -> dict[str, float] | None:
     """All rewards by name; None if there is only the one that is shown anyway."""
     named = rewards_of(record).named
-    return dict(named) if named.keys() - {MAIN} else None
+    return dict(named) if named and named.keys() != {MAIN} else None
 
 
 def _tools(record: Record, own: Own) -> dict[str, tuple[int, int]]:
@@ -148,7 +150,8 @@ def _failures(own: Own) -> dict[str, int]:
 def _last_content(messages: Sequence[StoredMessage], role: str) -> str:
     for message in reversed(messages):
         if message.role == role:
-            return split_inline_reasoning(message.content).rest
+            text = message.content
+            return split_inline_reasoning(text).rest if "<" in text else text
     return ""
 
 

@@ -86,9 +86,9 @@ class Own:
             self._counts = _counts_of(self)
         return self._counts
 
-    @counts.setter
-    def counts(self, counts: Counts) -> None:
-        self._counts = counts
+    def know(self, start: int, counts: Counts) -> None:
+        """Take what the caller knows; nothing was brought along."""
+        self._places, self._counts = (0, start), counts
 
 
 def _counts_of(own: Own) -> Counts:

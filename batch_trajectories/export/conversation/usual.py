@@ -28,7 +28,7 @@ from batch_trajectories.runs.store.record_types import Record, Tools
 def usual_entries(record: Record, own: Own) -> list[Entry] | None:
     """The entries of a completed conversation, None if it is not of the usual shape.
 
-    The counts of `own` are made on the way.
+    Start and counts of `own` are made on the way.
     """
     offered = once(record.tools, _names_of_usual)
     messages, turns = record.messages, own.turns
@@ -121,7 +121,7 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         entries.append(Turn(number, reasoning, text, calls, results, 1, "model", hides))
     if place != len(messages) or holds_marker("\n".join(texts)):
         return None
-    own.counts = Counts(
+    counts = Counts(
         [stats[name] for name in sorted(stats)],
         last,
         with_reasoning,
@@ -133,6 +133,7 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         started_at,
         ended_at,
     )
+    own.know(first, counts)
     return entries
 
 

@@ -166,10 +166,9 @@ class _Part:
         for record, own in given:
             self.rewards.add(record)
             self.health.add(record, own)
-        rows = [
-            row_of(record, own) | {"exported": form["file"]}
-            for (record, own), form in zip(given, forms, strict=True)
-        ]
+        rows = [row_of(record, own) for record, own in given]
+        for row, form in zip(rows, forms, strict=True):
+            row["exported"] = form["file"]
         self.columns = [*rows[-1], "chunk", "place"]
         shown = [
             record.spliced(
@@ -324,12 +323,10 @@ def _shown(conversation: Conversation, style: Style) -> dict[str, Any]:
     """`system` (the text), `turns` and `given`."""
     system, *turns = turns_of(conversation, style)
     shown = [(speaker := turn["from"], turn["value"], speaker == "gpt") for turn in turns]
-    with_loss = sum([has_loss for _, _, has_loss in shown])
-    return {
-        "system": system["value"],
-        "turns": shown,
-        "given": with_loss - len(conversation.own_turns),
-    }
+    given = 0
+    if conversation.has_others:
+        given = sum([has_loss for _, _, has_loss in shown]) - len(conversation.own_turns)
+    return {"system": system["value"], "turns": shown, "given": given}
 
 
 def _masked(record: Record, masks: Masks) -> dict[str, Sequence[str]]:

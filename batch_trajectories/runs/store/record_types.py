@@ -42,7 +42,7 @@ from batch_trajectories.runs.store.row_texts import Texts, restore
 Tools = Sequence[Mapping[str, Any]]
 """Tools as they were offered. Records with the same tools share one list: never change it."""
 
-
+_TOOLS, _END = b'"tools":', b"}\n"
 _NONE = msgspec.Raw(b"")
 """Stands for JSON that a record lacks."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})  # shared: what a line lacks takes no time
@@ -341,11 +341,20 @@ class Record(StoredConversation, kw_only=True):
 
         Values are JSON. All else is copied without being parsed, so that it is fast.
         """
+        given = self._given_later()
+        if not (given or self.row_texts):  # mostly, and then one cut is often enough
+            before, key, after = self.line.rpartition(_TOOLS)
+            own, rest = bytes(self.raw_tools), without_checksum(after)
+            if key not in before and rest.startswith(own) and rest.endswith(_END):
+                more = dict(members)
+                tools, rest = more.pop("tools", own), rest[len(own) : -len(_END)]
+                added = [b',"%b":%b' % (name.encode(), json) for name, json in more.items()]
+                return b"".join((before, key, tools, rest, *added, b"}"))
         places = _members_in(self.line)
         places.pop(KEY, None)
         if places.pop(ROW_TEXTS, None) is not None:
             places["row"] = msgspec.Raw(msgspec.json.encode(self.row))
-        for name, value in self._given_later().items():
+        for name, value in given.items():
             places[name] = msgspec.Raw(msgspec.json.encode(value))
         places |= {name: msgspec.Raw(json) for name, json in members.items()}
         return msgspec.json.encode(places)
