@@ -11,6 +11,7 @@ test_sources          datasets in other forms than plain JSONL
 test_row_setup        rows that bring files, and checks of the final state
 test_history          what is left of a repository's history before a conversation
 test_row_texts        long texts that row and conversation share, stored once
+test_spliced          lines of records, written with other members
 test_row_images       columns that name an image, and how to work and judge in it
 test_rows_files       rows files: other datasets become rows of a run
 test_harbor           Harbor task directories as rows
