@@ -80,6 +80,21 @@ def test_other_commands_write_through_no_link_either(
     assert target.is_file() or not any(target.iterdir())
 
 
+@pytest.mark.parametrize("name", ["batches", "inflight", "workspaces"])
+def test_a_repair_removes_nothing_behind_a_link(tmp_path: Path, name: str) -> None:
+    given = scripted(tmp_path)
+    assert run(tmp_path, **given).returncode == 0
+    with replaced_by_a_link(tmp_path / "trajectories" / "r" / name, tmp_path / "mine") as target:
+        (target / "worker-0-0.jsonl").touch()
+        (target / ("0" * 32)).mkdir()
+        refused = run(tmp_path, "verify", "r", "--repair")
+        assert refused.returncode == 2, refused.stderr
+        assert f"r/{name}: a symbolic link" in refused.stderr
+        assert {path.name for path in target.iterdir()} == {"file", "worker-0-0.jsonl", "0" * 32}
+        (target / "worker-0-0.jsonl").unlink()
+        (target / ("0" * 32)).rmdir()
+
+
 def test_a_run_directory_may_be_a_link_itself(tmp_path: Path) -> None:
     given = scripted(tmp_path)
     (tmp_path / "fast").mkdir()

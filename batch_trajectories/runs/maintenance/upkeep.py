@@ -29,7 +29,12 @@ from batch_trajectories.runs.maintenance.verify_exports import Problem
 from batch_trajectories.runs.sources.kept_dataset import KeptDataset, keep_dataset
 from batch_trajectories.runs.store.checksum import is_whole
 from batch_trajectories.runs.store.failures import NO_LIMIT, Settled, is_settled
-from batch_trajectories.runs.store.files import MIRRORED_DATASET, alone_on, keep_readable
+from batch_trajectories.runs.store.files import (
+    MIRRORED_DATASET,
+    alone_on,
+    keep_readable,
+    refuse_links,
+)
 from batch_trajectories.runs.store.journal import Inflight, read_journaled_replies
 from batch_trajectories.runs.store.records import RecordFile, UnreadableRecord, load_index, take_out
 from batch_trajectories.runs.supervisor.budget import set_aside_damaged
@@ -96,12 +101,14 @@ def check(
 
     `read_data` compares the training files with those that `make` writes from the same records.
     Raises `RunLocked` while a process works on the run, `StorageError` if a repair cannot be
-    written, and `ConfigError` if a repair would shorten the training file.
+    written, `ConfigError` if a repair would shorten the training file, and `RunDirError` for a
+    link in a run to be repaired: what it leads to is not the run's.
     """
     # With what runs tasks: commands that only need `scan_of` would take 20 MB more.
 
     remake = make if read_data else None
     if repair:
+        refuse_links(path)
         with locked(path):
             report, scan = _verified(path, identity, config, remake)
             problems = report.problems
