@@ -13,7 +13,8 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,6 +32,8 @@ _PROMPT = "Run the commands that the task needs, one at a time, and then say tha
 _KEY_ENV = "AGENT_CHECK_KEY"
 _RUN = "check"
 _MODEL = "check-model"
+_LAST_WORDS_S = 30.0
+"""For a run to start, and to end once its agent has had the time that there is."""
 _SHOWN = 5
 """Differences that are named."""
 _SHOWN_CHARS = 600
@@ -95,28 +98,38 @@ class _Trial:
         self._before_kill = 0
         """How many requests were answered before the kill."""
         self._timed_out = False
+        self._ends_at = 0.0
+        """By the monotonic clock."""
 
     async def run(self, timeout_s: float) -> None:
         """Start the agent, kill its run once all results are there, and start it again."""
         (self._directory / "p.jsonl").write_text(json.dumps({"id": "check", "prompt": _PROMPT}))
+        self._ends_at = time.monotonic() + timeout_s
+        async with self._endpoint.serve() as url:
+            try:
+                async with asyncio.timeout(timeout_s + _LAST_WORDS_S):
+                    await self._try(url)
+            except TimeoutError:
+                self._timed_out = True
+
+    async def _try(self, url: str) -> None:
+        first = asyncio.create_task(self._start(url))
+        results = asyncio.create_task(self._endpoint.has_all_results.wait())
         try:
-            async with self._endpoint.serve() as url, asyncio.timeout(timeout_s):
-                first = asyncio.create_task(self._start(url))
-                results = asyncio.create_task(self._endpoint.has_all_results.wait())
-                await asyncio.wait((first, results), return_when=asyncio.FIRST_COMPLETED)
-                if not first.done():
-                    self._was_killed = True
-                    self._before_kill = len(self._endpoint.requests)
-                    first.cancel()
-                results.cancel()
-                await asyncio.gather(first, results, return_exceptions=True)
-                self._endpoint.may_end.set()
-                await (self._start(url) if self._was_killed else first)
-        except TimeoutError:
-            self._timed_out = True
+            await asyncio.wait((first, results), return_when=asyncio.FIRST_COMPLETED)
+            if not first.done():
+                self._was_killed = True
+                self._before_kill = len(self._endpoint.requests)
+        finally:
+            first.cancel()
+            results.cancel()
+            await asyncio.gather(first, results, return_exceptions=True)
+        self._endpoint.may_end.set()
+        await (self._start(url) if self._was_killed else first)
 
     async def _start(self, url: str) -> None:
         """Run the batch runner to its end; kills it with all of its processes if cancelled."""
+        left_s = max(0.1, self._ends_at - time.monotonic())
         api = self._agent.speaks[0]
         described = self._agent.model_dump(mode="json", exclude_unset=True)
         # The run has another current directory.
@@ -130,6 +143,8 @@ class _Trial:
             **{"model": _MODEL, "api": api, "key_env": _KEY_ENV, "sandbox": self._sandbox},
             "base_url": url if api in (anthropic_messages.API, gemini.API) else f"{url}/v1",
             **{"num_workers": 1, "concurrency": 1, "max_attempts": 2, "max_turns": 20},
+            # What is left of --timeout_s: the run then ends the agent, and has its output.
+            **{"max_conversation_s": left_s, "accept_config_change": "max_conversation_s"},
             "prices": json.dumps({_MODEL: {"input": 0, "output": 0}}),
         }
         process = await asyncio.create_subprocess_exec(
@@ -159,21 +174,36 @@ class _Trial:
         record = next(run.records(), None)
         failures = [line["message"] for line in run.failures()]
         if not requests:
-            reason = failures[-1] if failures else "it went on until --timeout_s"
+            reason = (
+                failures[-1] if failures else f"it went on until --timeout_s{self._log(record)}"
+            )
             advice = "" if _REFUSED in reason else f". {_URL}"
             yield Finding("problem", f"no model call of it was answered: {reason}{advice}")
             return
         apis = ", ".join(sorted({request.read.api for request in requests}))
         yield Finding("ok", f"{len(requests)} model calls were answered ({apis})")
         yield from self._tools(requests)
-        if self._timed_out:
-            yield Finding("problem", "it has not ended in time: give it more by --timeout_s")
+        if self._timed_out or (record is not None and record["status"] == "time_limit"):
+            text = f"it has not ended in time: give it more by --timeout_s{self._log(record)}"
+            yield Finding("problem", text)
         elif record is None:
             yield Finding("problem", f"it has no answer: {failures[-1]}. {_FINAL_CALL}")
         else:
             yield from self._ending(record)
             yield from self._resuming(record)
             yield from self._rows(record)
+
+    def _log(self, record: Mapping[str, Any] | None) -> str:
+        """Keep what is known of an agent that did not end; names the file."""
+        ran = {} if record is None else record["agent"]
+        said = "".join(f"[{name}]\n{ran[name]}\n" for name in ("stdout", "stderr") if ran.get(name))
+        path = self._directory / "trajectories" / _RUN / "run.log"
+        log = path.read_text(errors="replace") if path.exists() else "it has not begun\n"
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="agent-check-", suffix=".log", delete=False
+        ) as file:
+            file.write(f"{said}[run.log]\n{log}")
+        return f"; what it printed, and the log of its run, are in {file.name}"
 
     def _tools(self, requests: Sequence[AnsweredCall]) -> Iterator[Finding]:
         """Whether the commands ran, and how calls and ids come back."""

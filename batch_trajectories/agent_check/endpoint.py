@@ -22,6 +22,9 @@ COMMANDS = ("echo checked > check.txt && cat check.txt", "cat check.txt && echo 
 ANSWER = "Both commands have run."
 """The final answer."""
 
+_CLOSE_S = 2.0
+"""For replies in flight when it closes; 0 would be no limit."""
+
 _TITLE = "Check"
 """What requests get in which the agent offers no tools, such as those for a title."""
 
@@ -59,7 +62,7 @@ class CheckEndpoint:
             yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         finally:
             listener.close()
-            await server.shutdown(0.0)
+            await server.shutdown(_CLOSE_S)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.raw_path

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,11 @@ while True:
 """An agent that names its session to the model, and that may change the ids of calls."""
 
 
-def check(**fields: Any) -> dict[str, list[str]]:
+def check(*, timeout_s: float = 120.0, **fields: Any) -> dict[str, list[str]]:
     """The findings by level."""
     given: dict[str, Any] = {"speaks": "openai_chat", "version": [], "aliases": {"m": "x"}}
     agent = CommandAgent.model_validate(given | fields)
-    found = check_agent(agent, sandbox="bwrap", final_command=None, timeout_s=120.0)
+    found = check_agent(agent, sandbox="bwrap", final_command=None, timeout_s=timeout_s)
     levels = ("ok", "note", "problem")
     return {level: [one.text for one in found if one.level == level] for level in levels}
 
@@ -82,6 +84,27 @@ def test_a_call_that_the_gateway_refuses_is_named_with_the_reason(tmp_path: Path
         "the agent asks for model 'm', which this run does not have; add it to `aliases` of the "
         "agent, or have it ask for `{model}`"
     )
+
+
+@pytest.mark.parametrize("case", ["without a call", "between two calls"])
+def test_the_log_of_an_agent_that_does_not_end_is_kept_and_named(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    given = own(tmp_path)
+    program = Path(given["command"][1])
+    wait = "print('now it waits', flush=True); __import__('time').sleep(600)\n"
+    text = program.read_text()
+    begin = "while True:\n" if case == "without a call" else "    messages.append(message)\n"
+    indent = begin[: len(begin) - len(begin.lstrip())]
+    program.write_text(text.replace(begin, f"{indent}{wait}{begin}"))
+    problem = check(**given, timeout_s=5.0)["problem"][-1]
+    assert "--timeout_s; what it printed, and the log of its run, are in " in problem
+    log = Path(re.findall(r"are in (\S+\.log)", problem)[0])
+    assert log.parent == tmp_path
+    assert "[stdout]\nnow it waits\n" in log.read_text()
+    assert "agent      custom" in log.read_text()
 
 
 def test_paths_are_those_of_the_current_directory(
