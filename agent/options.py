@@ -254,7 +254,7 @@ class AgentOptions(BaseModel):
     approve: str | None = meaning(
         None,
         "MODULE:FUNCTION that approves or denies each tool call.",
-        pattern=r"^[\w.]+:[\w.]+$",
+        pattern=r"^.+:[\w.]+$",
     )
     subagents: Annotated[tuple[Subagent, ...], BeforeValidator(parse_json)] = meaning(
         (), "Agents that the model can call as tools."

@@ -76,6 +76,16 @@ def place_of(value: Path) -> Path:
     return Path(unquote(url.removeprefix("file://"))) if scheme == "file" else UrlPath(url)
 
 
+def place_beside(place: Any, directory: Path) -> Any:
+    """FILE.py:ATTRIBUTE with the path of that file in `directory`, where it exists there.
+
+    Else it is as given: a module, or a file of the current directory.
+    """
+    file = place.rpartition(":")[0] if isinstance(place, str) else ""
+    is_there = file.endswith(".py") and (directory / file).is_file()
+    return str(directory / place) if is_there else place
+
+
 def local_path(value: Any) -> Any:
     """Before-validator: a URL is no path; `s3://bucket` would be a directory `s3:` here."""
     if isinstance(value, str | Path) and is_url(str(value)):

@@ -521,3 +521,28 @@ def test_exactly_the_masked_turns_are_marked(kinds: list[str], brought: int) -> 
     conversation = Masks(mask, threshold=0.5).applied(read_conversation(stored(record)))
     good = [f"A{n}" for n, kind in enumerate(kinds) if kind == "good"]
     assert learnt(row_of(conversation, Style())) == [*good, "End."]
+
+
+def test_functions_and_templates_are_looked_for_beside_the_recipe_first(tmp_path: Path) -> None:
+    here = tmp_path / "my recipes"
+    here.mkdir()
+    recipe = here / "r.yaml"
+    recipe.write_text(
+        "formats: [openai]\n"
+        "mask: {function: own.py:late}\n"
+        "filters: {answer: {match: python, function: own.py:right}}\n"
+        "fit: {template: own.jinja, other_context: mask}\n"
+    )
+
+    def read() -> tuple[str | None, ...]:
+        read = load_recipe(recipe, {})
+        assert read.mask is not None
+        assert read.filters.answer is not None
+        assert read.fit is not None
+        return read.mask.function, read.filters.answer.function, read.fit.template
+
+    assert read() == ("own.py:late", "own.py:right", "own.jinja")
+    (here / "own.py").touch()
+    (here / "own.jinja").touch()
+    there = (f"{here}/own.py:late", f"{here}/own.py:right", f"{here}/own.jinja")
+    assert read() == there

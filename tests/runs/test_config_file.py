@@ -209,6 +209,17 @@ def test_a_bare_name_is_a_preset_and_everything_else_a_path(
         load_config(Path("nothing"), FLAGS)
 
 
+def test_the_file_of_approve_is_looked_for_beside_the_config_first(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    for place in ("rules.py:ask", "rules:ask"):
+        config.write_text(f"approve: {place}\n")
+        assert load_config(config, FLAGS).approve == place
+    (tmp_path / "rules.py").touch()
+    config.write_text("approve: rules.py:ask\n")
+    assert load_config(config, FLAGS).approve == f"{tmp_path}/rules.py:ask"
+    assert load_config(config, FLAGS | {"approve": "rules.py:no"}).approve == "rules.py:no"
+
+
 def test_the_file_of_a_reward_is_looked_for_beside_the_config_first(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "graders.py").touch()

@@ -44,7 +44,7 @@ class Mask(BaseModel):
     """The answer of a conversation that did not pass."""
     model: Literal["own_model"] | None = None
     """`own_model`: the reply is of another model that an agent called."""
-    function: Annotated[str, Field(pattern=r"^[\w./-]+:[\w.]+$")] | None = None
+    function: Annotated[str, Field(pattern=r"^.+:[\w.]+$")] | None = None
     """MODULE:FUNCTION, called with the record; returns a list with an item for each turn of this
     run's model: true or a text (the reason) for a turn without loss."""
 

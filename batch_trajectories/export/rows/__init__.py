@@ -3,6 +3,7 @@
 format_names  the names of the formats
 format        what a format is
 recipe        formats, style, filters and splits of an export
+recipe_paths   paths in its file, which are relative to it
 filter_options  the filters of a recipe
 row_files     files of rows: staged, hashed, split and sharded
 files         the files of a format: one row per conversation, per turn, or of its own

@@ -31,7 +31,7 @@ class AnswerCheck(RecipePart):
     regex: the column is a pattern; python: `function` decides."""
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
     """Largest relative difference of numbers."""
-    function: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
+    function: Annotated[str, Field(pattern=r"^.+:[\w.]+$")] | None = None
     """MODULE:FUNCTION, called with answer and record; returns whether the answer is right."""
 
     @model_validator(mode="after")

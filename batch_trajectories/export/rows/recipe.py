@@ -46,6 +46,7 @@ from batch_trajectories.export.rows.filter_options import (
 )
 from batch_trajectories.export.rows.format import Copies, Format, RowFormat, format_named, named
 from batch_trajectories.export.rows.format_names import OTHER_NAMES, names
+from batch_trajectories.export.rows.recipe_paths import with_paths
 from batch_trajectories.export.templates.fitting import Fit, Fitting
 from batch_trajectories.runs.config.loading import place_in, read_mapping
 from batch_trajectories.runs.config.option_types import AcceptedRows
@@ -383,7 +384,7 @@ def load_recipe(
 
     `filters` are flags too. Paths in the file are relative to it.
     """
-    values = _read(path) if path is not None else {}
+    values = {} if path is None else with_paths(read_mapping(path, "recipe"), path.parent)
     values = {"formats": ("hermes",), **values, **flags}
     if filters and isinstance(given := values.get("filters", {}), dict):
         values["filters"] = {**given, **filters}
@@ -392,19 +393,6 @@ def load_recipe(
     except ValidationError as error:
         lines = [_explain(mistake, path, flags) for mistake in mistakes_in(error)]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    loaded = read_mapping(path, "recipe")
-    filters = loaded.get("filters")
-    if isinstance(filters, dict) and isinstance(tokenizer := filters.get("tokenizer"), str):
-        filters["tokenizer"] = str(path.parent / tokenizer)
-    if isinstance(filters, dict) and isinstance(files := filters.get("evaluation_files"), list):
-        filters["evaluation_files"] = [
-            str(file) if str(file).startswith("hf:") else str(path.parent / str(file))
-            for file in files
-        ]
-    return loaded
 
 
 _PARTS: Mapping[str, type[BaseModel]] = {

@@ -20,6 +20,7 @@ from batch_trajectories.basics.validation import (
     Mistake,
     is_url,
     mistakes_in,
+    place_beside,
 )
 from batch_trajectories.runs.config.option_types import holds_nul, is_text
 from batch_trajectories.runs.config.run_config import RunConfig
@@ -103,7 +104,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     if "tools" in loaded:
         loaded["tools"] = [_place(place, path.parent) for place in _listed(loaded["tools"])]
     if "reward" in loaded:
-        loaded["reward"] = [_found(place, path.parent) for place in _listed(loaded["reward"])]
+        loaded["reward"] = [place_beside(one, path.parent) for one in _listed(loaded["reward"])]
+    if "approve" in loaded:
+        loaded["approve"] = place_beside(loaded["approve"], path.parent)
     for key in ("distribution", "rows", "agent"):
         if isinstance(loaded.get(key), str) and loaded[key].endswith((".yaml", ".yml")):
             loaded[key] = str(path.parent / loaded[key])
@@ -119,12 +122,6 @@ def _place(place: Any, directory: Path) -> Any:
     """A place of tools, with the path of a file relative to the config file's directory."""
     file = place.rpartition(":")[0] if isinstance(place, str) else ""
     return str(directory / place) if file.endswith(".py") else place
-
-
-def _found(place: Any, directory: Path) -> Any:
-    """The same where that file exists; else it is one of the current directory."""
-    found = _place(place, directory)
-    return found if isinstance(found, str) and Path(found.rpartition(":")[0]).is_file() else place
 
 
 def place_in(file: Path, keys: Sequence[str]) -> str:
