@@ -117,8 +117,8 @@ def test_which_diffs_are_made_of_contents(
             for context in contexts:
                 await done_in(context, SET_UP)
             await done_in(worked, f"cd {TOP}; {(PLAIN | OTHERS)[name]}")
-            changes = await changes_of(worked, fresh, TOP, None, Known())
-            found = await plain_of(changes, Differ(fresh, TOP))
+            changes, nested = await changes_of(worked, fresh, TOP, None, Known())
+            found = await plain_of(changes, Differ(fresh, TOP, nested))
             monkeypatch.setattr(BwrapImageSandbox, "memory_dir", None)
             return found and found.patch, await make_diff(worked, general, None)
         finally:

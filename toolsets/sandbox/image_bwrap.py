@@ -153,6 +153,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
         self._image = image
         self.image_digest = image.digest
         self.is_continued = (workspace.root / "upper").exists()
+        self._layering = layering_of(workspace.root.parent, image.path.parent)
         self._starts_entrypoint = spec.starts_entrypoint
         self._network = spec.network or limits.network
         self._user = user_of(image, spec.user)
@@ -204,8 +205,9 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
         keep_base(self._workspace.root, base)
 
     @property
-    def _layering(self) -> Layering:
-        return layering_of(self._workspace.root.parent, self._image.path.parent)
+    def is_made_at_once(self) -> bool:
+        """See `ImageSandbox`."""
+        return self._layering == "overlay"
 
     def make(self) -> None:
         """See `ImageSandbox`."""

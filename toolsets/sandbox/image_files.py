@@ -9,10 +9,10 @@ import errno
 import os
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
 from toolsets.sandbox.base import Sandbox, SandboxError
@@ -25,6 +25,8 @@ _BATCH = 500
 _MAX_SEARCHED_BYTES = 32 << 20
 """Of one request, so that others need not wait long."""
 _FORBIDDEN = "the sandbox said what it may not"
+
+Answer = TypeVar("Answer")
 
 
 class ImageSandbox(Sandbox):
@@ -48,6 +50,11 @@ class ImageSandbox(Sandbox):
     @abstractmethod
     def is_kept(self) -> bool:
         """Whether what an earlier sandbox of this conversation changed is still there."""
+
+    @property
+    def is_made_at_once(self) -> bool:
+        """Whether `make` has nothing to prepare."""
+        return False
 
     @abstractmethod
     def make(self) -> None:
@@ -163,11 +170,15 @@ class ImageFiles(FileSource):
 
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
         """See `Files`."""
+        return self._wait(self.read(path, max_bytes))
+
+    async def read(self, path: str, max_bytes: int) -> bytes:
+        """As `read_bytes`, in the event loop."""
         pieces: list[bytes] = []
         offset = 0
         while offset < max_bytes:
             size = min(_PART_BYTES, max_bytes - offset)
-            reply = self._ask(path, op="read", offset=offset, size=size)
+            reply = await self.ask(path, op="read", offset=offset, size=size)
             piece = _content(reply.contents[0][1]) if reply.contents else b""
             pieces.append(piece)
             offset += len(piece)
@@ -291,9 +302,15 @@ class ImageFiles(FileSource):
             after = last
 
     def _ask(self, path: str, **request: Any) -> Reply:
+        return self._wait(self.ask(path, **request))
+
+    def _wait(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
+        return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
+
+    async def ask(self, path: str, **request: Any) -> Reply:
+        """Make one request about a path. Raises `PathError`, `SandboxError` and `HostError`."""
         check_path(path, str.encode)  # requests are JSON
-        answer = self._sandbox.ask_files({**request, "path": path})
-        reply = asyncio.run_coroutine_threadsafe(answer, self._loop).result()
+        reply = await self._sandbox.ask_files({**request, "path": path})
         if reply.error is not None:
             raise self._error(reply.error, path)
         return reply

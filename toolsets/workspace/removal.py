@@ -64,21 +64,16 @@ def _empty(top: int) -> None:
         if not names:
             return
         for name in names:
-            try:
-                os.unlink(name, dir_fd=top)
-            except (IsADirectoryError, PermissionError):
-                _lift(top, name)
-            except FileNotFoundError:
-                continue
+            with contextlib.suppress(FileNotFoundError):
+                if not _removed(top, name):
+                    _lift(top, name)
 
 
 def _lift(top: int, name: bytes) -> None:
     middle = _open(top, name)
     try:
         for inner in _names(middle):
-            try:
-                os.unlink(inner, dir_fd=middle)
-            except (IsADirectoryError, PermissionError):
+            if not _removed(middle, inner):
                 # Moving a directory changes its "..", which needs write permission for it.
                 os.close(_open(middle, inner))
                 fresh = b".lifted-" + secrets.token_hex(8).encode()
@@ -86,6 +81,18 @@ def _lift(top: int, name: bytes) -> None:
     finally:
         os.close(middle)
     os.rmdir(name, dir_fd=top)
+
+
+def _removed(parent: int, name: bytes) -> bool:
+    """Remove a file or an empty directory; False for one that is not empty, or not yet ours."""
+    try:
+        os.unlink(name, dir_fd=parent)
+    except (IsADirectoryError, PermissionError):
+        try:
+            os.rmdir(name, dir_fd=parent)
+        except OSError:
+            return False
+    return True
 
 
 def _open(parent: int, name: bytes) -> int:

@@ -76,6 +76,8 @@ class Workspaces:
             self._diffs = Diffs()
         self._digests = dict(setup.images)
         """Of images that conversations of the run used, by reference: they must not change."""
+        self._brought: set[str] = set()
+        """References of images that were here when a conversation of this worker began."""
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def open(self, key: bytes, row: RowTask, *, resumed: bool) -> ToolContext:
@@ -125,8 +127,13 @@ class Workspaces:
 
         spec = self._spec_of(row)
         root = context.workspace.root
-        sandbox = await self._sandbox_in_image(root, row, spec)
-        kept, is_other = await asyncio.to_thread(keep_or_remove, root, sandbox)
+
+        def begun() -> tuple[ImageSandbox, bool, bool]:
+            sandbox = self._make_sandbox(root, row, spec)
+            return sandbox, *keep_or_remove(root, sandbox)
+
+        await self._bring(row, spec)
+        sandbox, kept, is_other = await asyncio.to_thread(begun)
         context = self._inside(context, sandbox, root)
         try:
             await self._made(sandbox)
@@ -135,8 +142,12 @@ class Workspaces:
                     await self._find_judge(row, row.check, root)
                 if row.setup is not None:
                     await self._set_up_in_image(context, row, row.setup)
-                await begin_diff(context, is_needed=row.is_judged_afresh, known=self._diffs.known)
-                await asyncio.to_thread(mark_set_up, root, sandbox.image_digest)
+                await begin_diff(
+                    context,
+                    is_needed=row.is_judged_afresh,
+                    known=self._diffs.known,
+                    then=partial(mark_set_up, root, sandbox.image_digest),
+                )
         except BaseException:
             await context.close(remove=False)
             raise
@@ -358,15 +369,34 @@ class Workspaces:
         extras: Extras | None = None,
     ) -> ImageSandbox:
         """Raises `SetupFailed` where the image cannot be used."""
-        assert self._in_images is not None
+        await self._bring(row, spec)
+        return await asyncio.to_thread(self._make_sandbox, root, row, spec, limits, extras)
+
+    async def _bring(self, row: RowTask, spec: ImageSpec) -> None:
+        """Have an image here. Raises `SetupFailed`."""
+        if spec.reference in self._brought:
+            return
         # One of the conversations that wait for an image occupies a thread, not each.
         async with self._waiting[spec.reference]:
-            try:
-                made = await asyncio.to_thread(
-                    self._in_images.make, Workspace(root), limits or self._limits(row), spec, extras
-                )
-            except ToolError as error:
-                raise SetupFailed(f"{self._node()}{error}") from error
+            if spec.reference not in self._brought:
+                root = self._setup.run_dir / "workspaces" / TEMPORARY
+                await asyncio.to_thread(self._make_sandbox, root, row, spec)
+                self._brought.add(spec.reference)
+
+    def _make_sandbox(
+        self,
+        root: Path,
+        row: RowTask,
+        spec: ImageSpec,
+        limits: Limits | None = None,
+        extras: Extras | None = None,
+    ) -> ImageSandbox:
+        """As `_sandbox_in_image`, in a thread."""
+        assert self._in_images is not None
+        try:
+            made = self._in_images.make(Workspace(root), limits or self._limits(row), spec, extras)
+        except ToolError as error:
+            raise SetupFailed(f"{self._node()}{error}") from error
         before = self._digests.setdefault(spec.reference, made.image_digest)
         if before != made.image_digest:
             raise SetupFailed(
@@ -380,6 +410,8 @@ class Workspaces:
         return f"on {os.uname().nodename}: " if self._setup.config.executor == "ray" else ""
 
     async def _made(self, sandbox: ImageSandbox) -> None:
+        if sandbox.is_made_at_once:
+            return
         try:
             await asyncio.to_thread(sandbox.make)
         except ToolError as error:

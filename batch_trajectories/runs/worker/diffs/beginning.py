@@ -39,38 +39,53 @@ class Known:
         return cast("Found", self._found[origin, find])
 
 
-async def begin_diff(context: ToolContext, *, is_needed: bool, known: Known | None = None) -> None:
+async def begin_diff(
+    context: ToolContext,
+    *,
+    is_needed: bool,
+    known: Known | None = None,
+    then: Callable[[], object] | None = None,
+) -> None:
     """Remember whether a repository holds the workspace, before the model could change that.
 
-    Raises `SetupFailed` where there is none and it is needed, as for fresh checks.
+    `then` is called when that is written, in the same thread. Raises `SetupFailed` where there is
+    no repository and it is needed, as for fresh checks.
     """
     try:
         top = await (known or Known()).get(context, find_top)
     except ToolError as error:
         raise SetupFailed(str(error)) from error
-    if top is not None:
-        await asyncio.to_thread(_remember, context, top)
-    elif is_needed:
+    if top is None and is_needed:
         raise SetupFailed("`check`: `fresh` needs git and a repository that holds the workspace")
+    await asyncio.to_thread(_remember, context, top, then)
 
 
-def _remember(context: ToolContext, top: str) -> None:
-    mark = image_sandbox(context).layer_mark(top)
-    context.workspace.make()
-    (context.workspace.root / _START).write_text(f"{top}\0{mark or ''}")
+def _remember(context: ToolContext, top: str | None, then: Callable[[], object] | None) -> None:
+    if top is not None:
+        mark = image_sandbox(context).layer_mark(top)
+        context.workspace.make()
+        (context.workspace.root / _START).write_text(f"{top}\0{mark or ''}")
+    if then is not None:
+        then()
 
 
-def has_repository(root: Path) -> bool:
-    """Whether a repository held the workspace at its start."""
-    return (root / _START).exists()
+def start_of(root: Path) -> tuple[str, str] | None:
+    """The directory of the repository that held the workspace at its start, and its mark then."""
+    try:
+        top, _, mark = (root / _START).read_text().partition("\0")
+    except FileNotFoundError:
+        return None
+    return top, mark
 
 
 def is_unchanged(context: ToolContext) -> bool:
     """Whether it is certain, without a comparison of files, that the repository is as it was.
 
-    Nothing of the conversation may run.
+    Nothing of the conversation may run. False without a repository.
     """
-    top, _, mark = (context.workspace.root / _START).read_text().partition("\0")
+    if (start := start_of(context.workspace.root)) is None:
+        return False
+    top, mark = start
     return bool(mark) and image_sandbox(context).layer_mark(top) == mark
 
 

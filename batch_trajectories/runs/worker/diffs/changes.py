@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple, cast
 
 from batch_trajectories.runs.dataset.row_setup import RowSetup
@@ -33,8 +34,6 @@ class Changes(NamedTuple):
     """Files and links that were there, among those two."""
     of_image: list[str]
     """What the check takes from the image, among those two."""
-    nested: list[str]
-    """The repositories within that of the fresh workspace."""
     source: FileSource
     source_before: FileSource | None
     """Where the files are, and were; None where only the sandbox knows that."""
@@ -42,31 +41,31 @@ class Changes(NamedTuple):
 
 async def changes_of(
     worked: ToolContext, fresh: ToolContext, top: str, setup: RowSetup | None, known: Known
-) -> Changes:
-    """What a conversation changed beneath `top`; nothing may run in either workspace.
+) -> tuple[Changes, list[str]]:
+    """What a conversation changed beneath `top`, and the repositories within that of `fresh`.
 
-    What its model did not have is left out. Raises `ToolError`.
+    Nothing may run in either workspace. What its model did not have is left out. Raises
+    `ToolError`.
     """
-    with suppress(NotComparable):
-        return await changes_of_layers(worked, fresh, top, setup, known)
+    ends, begins = image_sandbox(worked).layers, image_sandbox(fresh).layers
+    if ends is not None and begins is not None:
+        with suppress(NotComparable):
+            changes = await asyncio.to_thread(changes_of_layers, ends, begins, top, setup)
+            return changes, await known.get(fresh, find_nested, top)
     one, other = cast("ImageFiles", worked.workspace), cast("ImageFiles", fresh.workspace)
     ended, begun = await asyncio.gather(
         asyncio.to_thread(one.tree, top), asyncio.to_thread(other.tree, top)
     )
     nested = [path for path in begun if path.endswith(_NESTED)]
-    return _sorted_out(top, ended, begun, setup, nested, one, None)
+    return _sorted_out(top, ended, begun, setup, one, None), nested
 
 
-async def changes_of_layers(
-    worked: ToolContext, fresh: ToolContext, top: str, setup: RowSetup | None, known: Known
+def changes_of_layers(
+    ends: Sequence[Path], begins: Sequence[Path], top: str, setup: RowSetup | None
 ) -> Changes:
     """As `changes_of`; raises `NotComparable` where a comparison of layers does not tell."""
-    ends, begins = image_sandbox(worked).layers, image_sandbox(fresh).layers
-    if ends is None or begins is None:
-        raise NotComparable("the layers are not known")
-    found = await asyncio.to_thread(differences, ends, begins, top)
-    nested = await known.get(fresh, _nested, top)
-    return _sorted_out(top, found.ended, found.begun, setup, nested, found.files, found.before)
+    found = differences(ends, begins, top)
+    return _sorted_out(top, found.ended, found.begun, setup, found.files, found.before)
 
 
 def _sorted_out(
@@ -74,7 +73,6 @@ def _sorted_out(
     ended: dict[str, FileState],
     begun: dict[str, FileState],
     setup: RowSetup | None,
-    nested: list[str],
     source: FileSource,
     source_before: FileSource | None,
 ) -> Changes:
@@ -91,10 +89,10 @@ def _sorted_out(
     }
     had = {path for path in (*gone, *changed) if _kind(begun.get(path)) in _CARRIED}
     of_image = [p for p in {*gone, *changed} if any(is_named(p, one) for one in from_image)]
-    return Changes(top, begun, changed, gone, had, of_image, nested, source, source_before)
+    return Changes(top, begun, changed, gone, had, of_image, source, source_before)
 
 
-async def _nested(fresh: ToolContext, top: str) -> list[str]:
+async def find_nested(fresh: ToolContext, top: str) -> list[str]:
     """The repositories within a repository."""
     tree = await asyncio.to_thread(cast("ImageFiles", fresh.workspace).tree, top)
     return [path for path in tree if path.endswith(_NESTED)]

@@ -12,10 +12,14 @@ from batch_trajectories.runs.dataset.row_setup import RowSetup
 from batch_trajectories.runs.worker.diffs.beginning import (
     Known,
     find_top,
-    has_repository,
     is_unchanged,
+    start_of,
 )
-from batch_trajectories.runs.worker.diffs.changes import changes_of_layers
+from batch_trajectories.runs.worker.diffs.changes import (
+    Changes,
+    changes_of_layers,
+    find_nested,
+)
 from batch_trajectories.runs.worker.diffs.git import DiffError, image_sandbox
 from batch_trajectories.runs.worker.diffs.making import empty_diff, make_diff, no_diff, recorded
 from batch_trajectories.runs.worker.diffs.plain import Differ, Differs, Plain, plain_of
@@ -55,10 +59,11 @@ class Diffs:
         Its sandbox must have been stopped. For a check `is_afresh` the changed fresh workspace is
         left. Raises `SetupFailed` if there is none for such a check.
         """
-        if not has_repository(worked.workspace.root):
+        begin = await asyncio.to_thread(_look, worked, setup, opening)
+        if begin is None:
             return None
-        unchanged = await asyncio.to_thread(is_unchanged, worked)
-        plain = None if unchanged else await self._plain(worked, setup, opening)
+        unchanged, changes = begin
+        plain = None if changes is None else await self._plain(changes, opening)
         if not is_afresh and (unchanged or plain is not None):
             return empty_diff() if plain is None else recorded(plain.patch)
         again = fresh = None
@@ -86,26 +91,39 @@ class Diffs:
         """End what was opened for several conversations."""
         await self._differs.close()
 
-    async def _plain(
-        self, worked: ToolContext, setup: RowSetup | None, opening: Openings
-    ) -> Plain | None:
+    async def _plain(self, changes: Changes, opening: Openings) -> Plain | None:
         """The diff, where a workspace that others share is enough to make it."""
-        if opening.made_of is None:
-            return None
 
         async def make() -> Differ | None:
             fresh = await opening.shared()
             if image_sandbox(fresh).origin is not None:
                 top = await self.known.get(fresh, find_top)
-                if top not in (None, "/"):
-                    return Differ(fresh, top)
+                if top == changes.top != "/":
+                    return Differ(fresh, top, await self.known.get(fresh, find_nested, top))
             await fresh.close(remove=True)
             return None
 
-        with suppress(SetupFailed, NotComparable, ToolError):
+        with suppress(SetupFailed, ToolError):
             async with self._differs.using(opening.made_of, make) as differ:
-                if differ is not None:
-                    fresh, top = differ.fresh, differ.top
-                    changes = await changes_of_layers(worked, fresh, top, setup, self.known)
-                    return await plain_of(changes, differ)
+                return None if differ is None else await plain_of(changes, differ)
         return None
+
+
+def _look(
+    worked: ToolContext, setup: RowSetup | None, opening: Openings
+) -> tuple[bool, Changes | None] | None:
+    """Whether a repository is certainly unchanged; else its changes, where layers tell them.
+
+    None where there is no repository.
+    """
+    if (start := start_of(worked.workspace.root)) is None:
+        return None
+    top, _ = start
+    layers = image_sandbox(worked).layers
+    unchanged = is_unchanged(worked)
+    if unchanged or layers is None or opening.made_of is None:
+        return unchanged, None
+    with suppress(NotComparable):
+        # Below its own layer is what a fresh workspace is made of.
+        return False, changes_of_layers(layers, layers[1:], top, setup)
+    return False, None

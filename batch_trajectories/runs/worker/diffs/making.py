@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, cast
 
 from batch_trajectories.basics.errors import ToolError
@@ -119,10 +119,10 @@ async def make_diff(
             raise DiffError("a fresh copy of the image has no repository")
         if top == "/":
             raise DiffError("the repository is the whole image")
-        changes = await changes_of(worked, fresh, top, setup, known)
-        plain = plain or await plain_of(changes, Differ(fresh, top))
+        changes, nested = await changes_of(worked, fresh, top, setup, known)
+        plain = plain or await plain_of(changes, Differ(fresh, top, nested))
         if plain is None:
-            return recorded(await _made(changes, fresh))
+            return recorded(await _made(changes, nested, fresh))
         await _remove(fresh, changes)
         carried = _without(changes.changed, plain.ignored)
         await _carry(changes.source, cast("ImageFiles", fresh.workspace), top, carried)
@@ -152,12 +152,12 @@ def no_diff(why: str) -> dict[str, Any]:
     return {**empty_diff(), "error": why}
 
 
-async def _made(changes: Changes, fresh: ToolContext) -> bytes:
+async def _made(changes: Changes, nested: Sequence[str], fresh: ToolContext) -> bytes:
     """Copy the changes to a fresh workspace, and return the diff that git makes there."""
     top, changed, source = changes.top, dict(changes.changed), changes.source
     sandbox, files = image_sandbox(fresh), cast("ImageFiles", fresh.workspace)
     store = f"/tmp/.diff-{files.root.name[:16]}"
-    had = changes.had - await _ignored(fresh, changes.had, top, store, _BEGIN, *changes.nested)
+    had = changes.had - await _ignored(fresh, changes.had, top, store, _BEGIN, *nested)
     await run(sandbox, _BEFORE, top, store, stdin=listed(had))
     kept = [*batches(changes.of_image)]
     for part, some in enumerate(kept):
@@ -168,7 +168,7 @@ async def _made(changes: Changes, fresh: ToolContext) -> bytes:
     if new := changed.keys() - had:
         changed = _without(changed, await _ignored(fresh, new, top, store, _IGNORED_LATER))
     await _carry(source, files, top, _without(changed, rules))
-    await run(sandbox, _END, top, store, *changes.nested, stdin=listed(changed))
+    await run(sandbox, _END, top, store, *nested, stdin=listed(changed))
     patch = await asyncio.to_thread(files.read_bytes, f"{store}/patch", MAX_BYTES + 1)
     for part, some in enumerate(kept):
         await run(sandbox, _BRING_BACK, top, store, str(part), *some)

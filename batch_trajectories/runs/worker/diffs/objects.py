@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import binascii
 import hashlib
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-from toolsets.sandbox.image_files import FileSource
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 EMPTY_TREE = hashlib.sha1(b"tree 0\0", usedforsecurity=False).hexdigest()
 _DIRECTORY = b"40000"
+_MAX_REQUEST_BYTES = 512 << 10
+"""Of contents in one request; a single one may be larger."""
 
 
 class Blob(NamedTuple):
@@ -23,7 +24,7 @@ class Blob(NamedTuple):
     """Of a link, its target."""
 
 
-class Objects(FileSource):
+class Objects:
     """Blobs and trees, to be copied to a directory of objects."""
 
     def __init__(self) -> None:
@@ -34,14 +35,19 @@ class Objects(FileSource):
         """Add a tree with files by their paths; return its name."""
         return self._tree(blobs).hex()
 
-    def read_all(self, top: str, paths: Sequence[str]) -> dict[str, bytes]:
-        """See `FileSource`."""
-        del top
-        return {path: self.files[path] for path in paths}
-
-    def read_bytes(self, path: str, max_bytes: int) -> bytes:
-        """See `FileSource`."""
-        return self.files["/".join(path.rsplit("/", 2)[1:])][:max_bytes]
+    def requested(self) -> Iterator[list[dict[str, Any]]]:
+        """The entries of requests that write them; see `inside.file_requests`."""
+        entries: list[dict[str, Any]] = []
+        size = 0
+        for path, raw in self.files.items():
+            if entries and size + len(raw) > _MAX_REQUEST_BYTES:
+                yield entries
+                entries, size = [], 0
+            content = binascii.b2a_base64(raw, newline=False).decode()
+            more = {"target": None, "is_executable": False}
+            entries.append({"path": path, "content": content, **more})
+            size += len(raw)
+        yield entries
 
     def _tree(self, blobs: Mapping[str, Blob]) -> bytes:
         beneath: defaultdict[bytes, dict[str, Blob]] = defaultdict(dict)

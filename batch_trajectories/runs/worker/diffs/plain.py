@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import NamedTuple, cast
@@ -29,7 +29,7 @@ from batch_trajectories.runs.worker.diffs.objects import EMPTY_TREE, Blob, Objec
 from toolsets.context import ToolContext
 from toolsets.sandbox.image_files import FileSource, FileState, ImageFiles
 
-_MAX_BYTES = 4 << 20
+_MAX_BYTES = 1 << 20
 """Of all files, as they were and as they are."""
 _MOST_FILES = 2000
 _TIMEOUT_S = 60.0
@@ -76,9 +76,11 @@ class Plain(NamedTuple):
 class Differ:
     """Makes diffs of files of one workspace, in which nothing may be changed meanwhile."""
 
-    def __init__(self, fresh: ToolContext, top: str) -> None:
+    def __init__(self, fresh: ToolContext, top: str, nested: Sequence[str]) -> None:
+        """`top` is the directory of the repository, `nested` are repositories within it."""
         self.fresh = fresh
         self.top = top
+        self.can_read = not nested and image_sandbox(fresh).memory_dir is not None
         self._files = cast("ImageFiles", fresh.workspace)
         self._is_usual: bool | None = None
         self._ignored: set[str] = set()
@@ -129,26 +131,28 @@ class Differ:
 
         Raises `DiffError` and `ToolError`.
         """
-        self._diffs += 1
-        store = f"{image_sandbox(self.fresh).memory_dir}/{self._diffs}"
-        trees = await asyncio.to_thread(self._put, sides, f"{store}/objects")
-        if trees is None or trees[0] == trees[1]:
-            return trees and b""
-        await run(image_sandbox(self.fresh), _DIFF, self.top, store, *trees, timeout_s=_TIMEOUT_S)
-        return await asyncio.to_thread(self._files.read_bytes, f"{store}/patch", 4 * _MAX_BYTES)
-
-    def _put(self, sides: Callable[[], Sides | None], store: str) -> tuple[str, str] | None:
-        """Write the objects of both sides; return the names of their trees."""
-        if (read := sides()) is None:
+        read = await asyncio.to_thread(_objects, sides)
+        if read is None:
             return None
-        objects = Objects()
-        trees = objects.add_tree(read.begun), objects.add_tree(read.ended)
-        if trees[0] != trees[1]:
-            states = {path: FileState("file", len(raw), "-") for path, raw in objects.files.items()}
-            self._files.copy_from(objects, store, states)
-            self._stored_bytes += sum(state.size for state in states.values())
+        objects, trees = read
+        if trees[0] == trees[1]:
+            return b""
+        self._diffs += 1
+        self._stored_bytes += sum(map(len, objects.files.values()))
         self.is_used_up |= self._diffs >= _MOST_DIFFS or self._stored_bytes >= _MAX_STORED_BYTES
-        return trees
+        store = f"{image_sandbox(self.fresh).memory_dir}/{self._diffs}"
+        for entries in objects.requested():
+            await self._files.ask(f"{store}/objects", op="put", entries=entries)
+        await run(image_sandbox(self.fresh), _DIFF, self.top, store, *trees, timeout_s=_TIMEOUT_S)
+        return await self._files.read(f"{store}/patch", 4 * _MAX_BYTES)
+
+
+def _objects(sides: Callable[[], Sides | None]) -> tuple[Objects, tuple[str, str]] | None:
+    """The objects of both sides, and the names of their trees."""
+    if (read := sides()) is None:
+        return None
+    objects = Objects()
+    return objects, (objects.add_tree(read.begun), objects.add_tree(read.ended))
 
 
 async def plain_of(changes: Changes, differ: Differ) -> Plain | None:
@@ -167,8 +171,7 @@ async def _made(changes: Changes, differ: Differ) -> Plain | None:
     if (
         changes.source_before is None
         or changes.of_image
-        or changes.nested
-        or image_sandbox(differ.fresh).memory_dir is None
+        or not differ.can_read
         or len(states) > _MOST_FILES
         or sum(state.size for state in states) > _MAX_BYTES
         or any(map(_is_special, {*begun, *changes.changed}))
