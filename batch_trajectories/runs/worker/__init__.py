@@ -12,6 +12,7 @@ rechecks/        judging conversations again, for `check`
 replay           repeats the tool calls of a branch's parent
 rebuild          undoes calls that a crash cut off
 workspaces       workspaces and sandboxes of tasks
+run_images       images of a run, as a worker uses them
 workspace_setup  files and commands of a row
 history          removes later commits from a repository
 diffs/           what conversations changed in repositories

@@ -128,6 +128,24 @@ def image_was_replaced(root: Path, digest: str) -> bool:
         return False
 
 
+async def make_ready(sandbox: ImageSandbox) -> None:
+    """Prepare what a sandbox keeps. Raises `SetupFailed`."""
+    if sandbox.is_made_at_once:
+        return
+    try:
+        await asyncio.to_thread(sandbox.make)
+    except ToolError as error:
+        raise SetupFailed(str(error)) from error
+
+
+async def home_of_user(sandbox: ImageSandbox) -> str:
+    """HOME of the user that commands run as, asked inside with a Python that is always there."""
+    from toolsets.sandbox.programs import inside_python
+
+    code = "import os; print(os.environ.get('HOME') or '/', end='')"
+    return (await sandbox.exec([*inside_python().command, "-I", "-S", "-c", code])).stdout
+
+
 def fresh_root(root: Path) -> Path:
     """Where the fresh workspace of a conversation is, for its diff and its check."""
     return root.with_name(f"{root.name}.fresh")

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from batch_trajectories.basics.errors import ToolError
-from batch_trajectories.runs.config.sandboxes import image_sandboxes
 from batch_trajectories.runs.dataset.row import RowTask
 from batch_trajectories.runs.protocol.messages import WorkerSetup
 from batch_trajectories.runs.worker.workspace_setup import (
     SetupFailed,
     fresh_root,
     half_set_up,
+    home_of_user,
     keep_or_remove,
+    make_ready,
     mark_set_up,
     remove_all,
     set_up_workspace,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from batch_trajectories.runs.scoring.functions import Inside
     from toolsets.browser.process import Browsers
     from toolsets.net.web_settings import WebSettings
-    from toolsets.sandbox.base import ImageSandboxes, ImageSpec, SandboxSettings
+    from toolsets.sandbox.base import ImageSpec, SandboxSettings
     from toolsets.sandbox.image_files import ImageSandbox
 
 LOST = "the workspace was lost"
@@ -68,16 +69,13 @@ class Workspaces:
         self._web = web
         self._browsers = browsers
         self._problems: dict[str, str | None] = {}
-        self._in_images: ImageSandboxes | None = None
+        self._images: RunImages | None = None
         if setup.config.is_inside and setup.provenance.sandbox is not None:
             from batch_trajectories.runs.worker.diffs.diffs import Diffs
+            from batch_trajectories.runs.worker.run_images import RunImages
 
-            self._in_images = image_sandboxes(setup.config)
+            self._images = RunImages(setup)
             self._diffs = Diffs()
-        self._digests = dict(setup.images)
-        """Of images that conversations of the run used, by reference: they must not change."""
-        self._brought: set[str] = set()
-        """References of images that were here when a conversation of this worker began."""
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def open(self, key: bytes, row: RowTask, *, resumed: bool) -> ToolContext:
@@ -88,7 +86,7 @@ class Workspaces:
         workspace = Workspace(self._setup.run_dir / "workspaces" / key.hex())
         return ToolContext(
             workspace,
-            self._sandbox_for(workspace, row) if self._in_images is None else None,
+            self._sandbox_for(workspace, row) if self._images is None else None,
             web=self._web,
             browsers=self._browsers,
             resumed=resumed,
@@ -107,7 +105,7 @@ class Workspaces:
             await asyncio.to_thread(remove_tree, root)
         if row.setup is not None:
             context.workspace.start_dir = row.setup.start_dir
-        if self._in_images is not None:
+        if self._images is not None:
             return await self._prepare_image(context, row)
         if (image := row.image and row.image.reference) and (
             problem := await self._image_problem(image)
@@ -125,18 +123,20 @@ class Workspaces:
         """As `prepare`, for a workspace inside an image."""
         from batch_trajectories.runs.worker.diffs.beginning import begin_diff
 
-        spec = self._spec_of(row)
+        assert self._images is not None
+        images = self._images
+        spec, limits = self._spec_of(row), self._limits(row)
         root = context.workspace.root
 
         def begun() -> tuple[ImageSandbox, bool, bool]:
-            sandbox = self._make_sandbox(root, row, spec)
+            sandbox = images.sandbox_in_thread(root, limits, spec)
             return sandbox, *keep_or_remove(root, sandbox)
 
-        await self._bring(row, spec)
+        await images.bring(limits, spec)
         sandbox, kept, is_other = await asyncio.to_thread(begun)
         context = self._inside(context, sandbox, root)
         try:
-            await self._made(sandbox)
+            await make_ready(sandbox)
             if not kept:
                 if row.check is not None:
                     await self._find_judge(row, row.check, root)
@@ -160,7 +160,7 @@ class Workspaces:
         """
         spec = self._spec_of(row) if check is None else self._spec_of_check(row, check)
         reference = spec.reference
-        if (digest := self._digests.get(reference)) is None:
+        if self._images is None or (digest := self._images.digests.get(reference)) is None:
             return None
         return {"reference": reference, "digest": digest}
 
@@ -179,34 +179,34 @@ class Workspaces:
         """
         root = context.workspace.root
         limits = replace(self._limits(row), timeout_s=timeout_s, output_bytes=output_bytes)
-        if self._in_images is None:
+        if self._images is None:
             settings = self._settings(row)
             kind = self._setup.config.sandbox
             return make_sandbox(kind, Workspace(root), limits, settings, extras=extras), None
-        inside = await self._sandbox_in_image(root, row, self._spec_of(row), limits, extras)
-        await self._made(inside)
-        return inside, inside.user_home or await _home_of_user(inside)
+        inside = await self._images.sandbox(root, limits, self._spec_of(row), extras)
+        await make_ready(inside)
+        return inside, inside.user_home or await home_of_user(inside)
 
     async def reopened(
         self, context: ToolContext, row: RowTask, *, starts_entrypoint: bool = True
     ) -> ToolContext:
         """The context with a new sandbox, where its own was stopped."""
-        if self._in_images is None:
+        if self._images is None:
             return context
         root = context.workspace.root
         spec = replace(self._spec_of(row), starts_entrypoint=starts_entrypoint)
         sandbox = await self._sandbox_in_image(root, row, spec)
-        await self._made(sandbox)
+        await make_ready(sandbox)
         return self._inside(context, sandbox, root)
 
     @property
     def are_in_images(self) -> bool:
         """Whether workspaces are directories of images."""
-        return self._in_images is not None
+        return self._images is not None
 
     def has_network(self, row: RowTask) -> bool:
         """Whether commands of a row may reach the network."""
-        if self._in_images is None:
+        if self._images is None:
             return self._setup.config.network
         return self._spec_of(row).network
 
@@ -216,7 +216,7 @@ class Workspaces:
         It ends the conversation's sandbox. For a fresh check it leaves the changed copy of the
         image. Raises `SetupFailed` if there is no copy for such a check.
         """
-        if self._in_images is None:
+        if self._images is None:
             return None
         from batch_trajectories.runs.worker.diffs.diffs import Openings
 
@@ -240,7 +240,7 @@ class Workspaces:
 
     async def close(self) -> None:
         """End what was opened for several conversations."""
-        if self._in_images is not None:
+        if self._images is not None:
             await self._diffs.close()
 
     def _made_of(self, context: ToolContext, row: RowTask, *, with_history: bool) -> str | None:
@@ -255,7 +255,7 @@ class Workspaces:
     @asynccontextmanager
     async def inside(self, context: ToolContext, row: RowTask) -> AsyncIterator[Inside | None]:
         """The workspace inside its image, to be read after the conversation; None elsewhere."""
-        if self._in_images is None:
+        if self._images is None:
             yield None
             return
         from batch_trajectories.runs.scoring.functions import Inside
@@ -282,7 +282,7 @@ class Workspaces:
         """The workspace in `root` in a sandbox for a check, as a user of its image."""
         limits = self._limits(row if check.limits is None else row._replace(limits=check.limits))
         limits = replace(limits, timeout_s=check.timeout_s or limits.timeout_s)
-        if self._in_images is None:
+        if self._images is None:
             workspace = Workspace(root)
             sandbox = self._sandbox_for(workspace, row, limits)
             return replace(context, workspace=workspace, sandbox=sandbox, held={})
@@ -290,7 +290,7 @@ class Workspaces:
         sandbox = await self._sandbox_in_image(
             root, row, replace(spec, user=user or spec.user), limits
         )
-        await self._made(sandbox)
+        await make_ready(sandbox)
         return self._inside(context, sandbox, root)
 
     async def _find_judge(self, row: RowTask, check: Check, root: Path) -> None:
@@ -317,7 +317,7 @@ class Workspaces:
         fresh = self._inside(context, sandbox, root)
         try:
             await asyncio.to_thread(remove_all, root, sandbox)
-            await self._made(sandbox)
+            await make_ready(sandbox)
             if row.setup is not None:
                 again = row.setup._replace(hidden=())
                 if with_history:
@@ -361,61 +361,11 @@ class Workspaces:
         return replace(context, workspace=ImageFiles(kept, sandbox), sandbox=sandbox)
 
     async def _sandbox_in_image(
-        self,
-        root: Path,
-        row: RowTask,
-        spec: ImageSpec,
-        limits: Limits | None = None,
-        extras: Extras | None = None,
+        self, root: Path, row: RowTask, spec: ImageSpec, limits: Limits | None = None
     ) -> ImageSandbox:
         """Raises `SetupFailed` where the image cannot be used."""
-        await self._bring(row, spec)
-        return await asyncio.to_thread(self._make_sandbox, root, row, spec, limits, extras)
-
-    async def _bring(self, row: RowTask, spec: ImageSpec) -> None:
-        """Have an image here. Raises `SetupFailed`."""
-        if spec.reference in self._brought:
-            return
-        # One of the conversations that wait for an image occupies a thread, not each.
-        async with self._waiting[spec.reference]:
-            if spec.reference not in self._brought:
-                root = self._setup.run_dir / "workspaces" / TEMPORARY
-                await asyncio.to_thread(self._make_sandbox, root, row, spec)
-                self._brought.add(spec.reference)
-
-    def _make_sandbox(
-        self,
-        root: Path,
-        row: RowTask,
-        spec: ImageSpec,
-        limits: Limits | None = None,
-        extras: Extras | None = None,
-    ) -> ImageSandbox:
-        """As `_sandbox_in_image`, in a thread."""
-        assert self._in_images is not None
-        try:
-            made = self._in_images.make(Workspace(root), limits or self._limits(row), spec, extras)
-        except ToolError as error:
-            raise SetupFailed(f"{self._node()}{error}") from error
-        before = self._digests.setdefault(spec.reference, made.image_digest)
-        if before != made.image_digest:
-            raise SetupFailed(
-                f"{self._node()}image {spec.reference!r} was replaced during the run: it was "
-                f"{before}, now it is {made.image_digest}"
-            )
-        return made
-
-    def _node(self) -> str:
-        """Which machine a message is about, where a run has several."""
-        return f"on {os.uname().nodename}: " if self._setup.config.executor == "ray" else ""
-
-    async def _made(self, sandbox: ImageSandbox) -> None:
-        if sandbox.is_made_at_once:
-            return
-        try:
-            await asyncio.to_thread(sandbox.make)
-        except ToolError as error:
-            raise SetupFailed(str(error)) from error
+        assert self._images is not None
+        return await self._images.sandbox(root, limits or self._limits(row), spec)
 
     def _spec_of(self, row: RowTask) -> ImageSpec:
         from toolsets.sandbox.base import ImageSpec
@@ -458,16 +408,8 @@ class Workspaces:
             cpus=cpus,
             processes=config.max_processes,
             workspace_mb=min(config.workspace_mb, disk_mb or config.workspace_mb),
-            network=config.network and self._in_images is None,
+            network=config.network and self._images is None,
         )
-
-
-async def _home_of_user(sandbox: ImageSandbox) -> str:
-    """HOME of the user that commands run as, asked inside with a Python that is always there."""
-    from toolsets.sandbox.programs import inside_python
-
-    code = "import os; print(os.environ.get('HOME') or '/', end='')"
-    return (await sandbox.exec([*inside_python().command, "-I", "-S", "-c", code])).stdout
 
 
 async def _set_up(context: ToolContext, setup: RowSetup) -> None:
