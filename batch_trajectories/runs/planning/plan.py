@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +26,9 @@ from batch_trajectories.runs.dataset.shards import parse_shard
 from batch_trajectories.runs.directory.leftovers import look_at_place
 from batch_trajectories.runs.directory.owed import stopping_rule
 from batch_trajectories.runs.planning.executor_choice import check_executor
+from batch_trajectories.runs.planning.training_file import check_training_file
 from batch_trajectories.runs.sources.kept_dataset import ONLY, KeptDataset, RowFilter, keep_dataset
 from batch_trajectories.runs.store.checks import EXPECTED
-from batch_trajectories.runs.store.files import longest_temporary_for, training_file_of
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
 from toolsets.sandbox.factory import sandbox_kind
@@ -72,7 +71,7 @@ def make_plan(
     Writes nothing but a dataset that is not JSONL, as JSONL; without `writes` not even that (see
     `keep_dataset`). Raises `ConfigError`, `DatasetError`, or what `keep_dataset` raises.
     """
-    _check_training_file(config)
+    check_training_file(config)
     try:
         config = with_listed_servers(config)
         if config.agent is not None:
@@ -177,30 +176,6 @@ def _check_variables(config: RunConfig) -> None:
             raise ConfigError(
                 f"--env_from={name}: this variable is not set; set it, or leave the option out"
             )
-
-
-def _check_training_file(config: RunConfig) -> None:
-    """Raise `ConfigError` if the exports could not be written, or would overwrite the dataset."""
-    training = training_file_of(config.run_dir)
-    try:
-        taken = training.exists()
-        longest_temporary_for(training).exists()
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        raise ConfigError(
-            f"{training}: {error.strerror}; choose a shorter --run_name or --output_dir"
-        ) from error
-    if taken and config.dataset_file.exists() and training.samefile(config.dataset_file):
-        raise ConfigError(
-            f"{config.dataset_file}: the training file of this run would overwrite this dataset; "
-            "choose another --run_name or --output_dir"
-        )
-    if training.is_dir():
-        raise ConfigError(
-            f"{training}: the training file of this run has this name, but it is a directory; "
-            "choose another --run_name or --output_dir"
-        )
 
 
 def _without_sandbox(problem: str, toolsets: Sequence[str], config: RunConfig) -> str:
