@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import signal
@@ -116,10 +117,43 @@ def test_lasting_failures_are_retried_less_until_the_endpoint_has_answered() -> 
     retries: list[Retry] = []
     assert asyncio.run(ask()) == [4, 8, 1, 8, 8]
     assert [retry.attempt for retry in retries[:3]] == [1, 2, 3]
-    assert [round(retry.left_s - retry.wait_s) for retry in retries[:3]] == [6, 4, 0]
+    assert [round(retry.left_s - retry.wait_s) for retry in retries[:3]] == [7, 4, 0]
     assert re.fullmatch(
         r"connection: no such name; attempt 1, next in .* s, given up in \d+ s", str(retries[0])
     )
+
+
+FAILURES = {
+    "in an outage": (ModelError("connection", "refused", was_sent=False), False, 0.5),
+    "by load that others do not meet": (ModelError("overloaded", "busy"), True, 8.0),
+    "of a reply, while others are answered": (ModelError("connection", "cut"), True, 0.25),
+    "with a pause that was asked for": (
+        ModelError("overloaded", "busy", retry_after_s=10.0),
+        True,
+        0.5,
+    ),
+}
+"""A failure, whether the endpoint answers others, and how far a pause may be from its mean."""
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize("case", FAILURES)
+def test_the_time_that_is_left_is_that_of_the_pauses_to_come(case: str) -> None:
+    error, answers_others, off_by = FAILURES[case]
+
+    async def ask() -> None:
+        adapter = Unreachable(error)
+        model = RetryingModel(adapter, SETTINGS, api_key="", on_retry=retries.append)
+        if answers_others:
+            model._answered_at = math.inf
+        await attempts_of(model, adapter)
+
+    retries: list[Retry] = []
+    asyncio.run(ask())
+    assert len(retries) == 7
+    for n, retry in enumerate(retries):
+        later = [one.wait_s for one in retries[n + 1 :]]
+        assert retry.left_s - retry.wait_s == pytest.approx(sum(later), abs=off_by * len(later) + 1)
 
 
 @pytest.mark.slow

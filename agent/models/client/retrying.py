@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -221,10 +221,21 @@ class _Patience:
         wait_s = state.next_action.sleep if state.next_action else 0.0
         left_s = self._left_s()
         if error.kind != "rate_limited":
-            later = range(self._failures + 1, self._most(error))
-            pauses = (min(2.0 ** (n - 1), _most_wait_s(error)) for n in later)
-            left_s = min(left_s, wait_s + sum(pauses))
+            later = self._most(error) - self._failures - 1
+            left_s = min(left_s, wait_s + sum(self._later_pauses_s(error, later)))
         return Retry(error.kind, str(error), state.attempt_number, wait_s, left_s)
+
+    def _later_pauses_s(self, error: ModelError, count: int) -> Iterator[float]:
+        """The mean lengths of the pauses of `pause_s` if more attempts fail in the same way."""
+        if error.retry_after_s is not None:
+            yield from [min(error.retry_after_s, MAX_WAIT_S) + 0.5] * count
+        elif error.has_answered_others and not error.is_by_load:
+            yield from [_SHORT_WAIT_S / 2] * count
+        else:
+            pause_s = self._pauses[error.is_by_load]
+            for _ in range(count):
+                yield pause_s * 0.375 if error.has_answered_others else pause_s + 0.5
+                pause_s = min(2 * pause_s, _most_wait_s(error))
 
     def _left_s(self) -> float:
         tried_s = time.monotonic() - self._began_at - self.waited_s
