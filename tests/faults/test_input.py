@@ -85,6 +85,20 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path) -> None:
         assert "written by another version of this program (schema 99" in refused.stderr
 
 
+@pytest.mark.parametrize("content", [b'{"config": 5}', b"[]", b'{"schema_version": null}'])
+def test_a_run_json_of_another_program_is_said_to_be_one(tmp_path: Path, content: bytes) -> None:
+    write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": SAY})
+    path = tmp_path / "trajectories" / "r" / "run.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    refused = run(tmp_path, **SCRIPTED)
+    assert refused.returncode == 2
+    assert (
+        "r/run.json: not written by this program (it has no `schema_version`); restore it from a "
+        "copy, or start over with --fresh" in refused.stderr
+    )
+
+
 @pytest.mark.long
 def test_a_huge_line_and_many_rows_take_limited_memory(tmp_path: Path) -> None:
     """F35: a line of 100 MB, and half a million rows."""

@@ -315,16 +315,15 @@ def read_run_json(path: Path) -> dict[str, Any]:
                 "it with the config"
             )
         if missing := [key for key in _RUN_KEYS if not isinstance(run.get(key), _RUN_KEYS[key])]:
-            raise RunDirError(
-                f"{path}/run.json: damaged ({', '.join(missing)}); start over with --fresh"
-            )
+            what = f"damaged ({', '.join(missing)})"
+            raise RunDirError(f"{path}/run.json: {what}; start over with --fresh")
         run["config"] = in_todays_words(run["config"], run["config"].get("base_url"))
         return run
-    raise RunDirError(
-        f"{path}/run.json: written by another version of this program (schema "
-        f"{run.get('schema_version') if isinstance(run, dict) else None}, this one has "
-        f"{SCHEMA_VERSION}); use that version, or start over with --fresh"
-    )
+    what = "not written by this program (it has no `schema_version`); restore it from a copy"
+    if isinstance(run, dict) and (version := run.get("schema_version")) is not None:
+        what = f"written by another version of this program (schema {version}, this one has "
+        what += f"{SCHEMA_VERSION}); use that version"
+    raise RunDirError(f"{path}/run.json: {what}, or start over with --fresh")
 
 
 def directory_of(run: Path | str, output_dir: Path) -> Path:
