@@ -328,6 +328,23 @@ def test_a_pattern_that_takes_too_long_is_left_to_the_server(
     check_by({"type": "object", **schema}, "t")(arguments)
 
 
+@pytest.mark.parametrize("keyword", ["anyOf", "allOf", "oneOf"])
+def test_references_that_double_with_each_level_are_left_to_the_server(keyword: str) -> None:
+    names = [f"#/$defs/n{n}" for n in range(40)]
+    inner = {
+        f"n{n}": {keyword: [{"$ref": name}] * 2} for n, name in enumerate(names[1:])
+    }
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": names[0]}, "b": {"type": "string"}},
+        "$defs": {**inner, "n39": {"type": "integer"}},
+    }
+    check = check_by(schema, "t")
+    check({"a": "no number"})
+    with pytest.raises(ArgumentsError, match="b: 1 is not of type 'string'"):
+        check({"b": 1})
+
+
 def test_patterns_are_checked() -> None:
     check = check_by(
         {

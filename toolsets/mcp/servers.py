@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -183,13 +184,19 @@ _MAX_PROBLEMS = 10
 _MAX_PROBLEM_CHARS = 300
 _PATTERN_TIMEOUT_S = 0.2
 """All conversations of the worker wait for a search."""
+_CHECK_TIMEOUT_S = 1.0
+"""Of all arguments of a call."""
+
+
+class _TooLong(Exception):
+    """A check takes longer than it may."""
 
 
 def check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, Any]], None]:
     """A check of arguments against a server's schema; raises `McpError` for an invalid schema.
 
-    What cannot be checked here is left to the server: references to other documents, and patterns
-    that take too long.
+    What cannot be checked here is left to the server: references to other documents, and what
+    takes too long: patterns, and references that double with each level.
     """
     import jsonschema
     from referencing import Registry
@@ -200,6 +207,8 @@ def check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, A
         kind.check_schema(schema)
         if '"pattern' in json.dumps(schema):
             kind = jsonschema.validators.extend(kind, _Patterns(kind.VALIDATORS).keywords())
+        limit = _Limit()
+        kind = jsonschema.validators.extend(kind, limit.keywords(kind.VALIDATORS))
     except jsonschema.SchemaError as error:
         raise McpError(
             f"mcp: the schema of {tool_name} is not a JSON Schema: {error.message}"
@@ -213,9 +222,10 @@ def check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, A
     validator = kind(schema, registry=Registry())
 
     def check(arguments: dict[str, Any]) -> None:
+        limit.until = time.monotonic() + _CHECK_TIMEOUT_S
         try:
             problems = sorted(validator.iter_errors(arguments), key=lambda error: error.json_path)
-        except Unresolvable:
+        except (Unresolvable, _TooLong):
             return
         except RecursionError:
             raise ArgumentsError("the JSON is nested too deeply") from None
@@ -228,6 +238,25 @@ def check_by(schema: Mapping[str, Any], tool_name: str) -> Callable[[dict[str, A
             raise ArgumentsError("\n".join(lines))
 
     return check
+
+
+class _Limit:
+    """The end of the time for a check, which each keyword of JSON Schema looks at."""
+
+    def __init__(self) -> None:
+        self.until = 0.0
+
+    def keywords(self, unlimited: Mapping[str, Any]) -> dict[str, Any]:
+        """Functions of jsonschema that raise `_TooLong` after the end."""
+        return {name: self._limited(function) for name, function in unlimited.items()}
+
+    def _limited(self, function: Any) -> Any:
+        def keyword(*arguments: Any) -> Any:
+            if time.monotonic() > self.until:
+                raise _TooLong
+            return function(*arguments)
+
+        return keyword
 
 
 class _Patterns:
