@@ -331,9 +331,7 @@ def test_a_pattern_that_takes_too_long_is_left_to_the_server(
 @pytest.mark.parametrize("keyword", ["anyOf", "allOf", "oneOf"])
 def test_references_that_double_with_each_level_are_left_to_the_server(keyword: str) -> None:
     names = [f"#/$defs/n{n}" for n in range(40)]
-    inner = {
-        f"n{n}": {keyword: [{"$ref": name}] * 2} for n, name in enumerate(names[1:])
-    }
+    inner = {f"n{n}": {keyword: [{"$ref": name}] * 2} for n, name in enumerate(names[1:])}
     schema = {
         "type": "object",
         "properties": {"a": {"$ref": names[0]}, "b": {"type": "string"}},
