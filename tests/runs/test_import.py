@@ -21,7 +21,7 @@ from batch_trajectories.runs.importing.conversation import time_of
 from batch_trajectories.runs.importing.importing import ImportEnd, import_conversations
 from batch_trajectories.runs.store.reader import stored_records
 from testing.fake_hub import REPOSITORY, fake_hub
-from tests.running import lines, run, write_rows
+from tests.running import ids, lines, run, write_rows
 from tests.stored import row_in
 from tests.stored_runs.test_stored_runs import COMMITS, HERE
 
@@ -391,6 +391,33 @@ def test_a_damaged_file_of_a_directory_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [("images", "has_images"), ("videos", "has_files"), ("audios", "has_files")],
+)
+def test_rows_with_pictures_in_a_column_are_no_text(
+    tmp_path: Path, column: str, reason: str
+) -> None:
+    """As LLaMA-Factory and TRL have them: the texts have only places for them."""
+    said = {"role": "assistant", "content": "A cat."}
+    turns = [{"from": "human", "value": "<image>What is it?"}, {"from": "gpt", "value": "A cat."}]
+    rows: list[dict[str, Any]] = [
+        {"id": "m", "messages": [{"role": "user", "content": "What is it?"}, said]},
+        {"id": "s", "conversations": turns},
+    ]
+    write_rows(tmp_path / "rows.jsonl", *({**row, column: ["cat.png"]} for row in rows))
+    write_rows(
+        tmp_path / "plain.jsonl", *({**row, "id": row["id"] * 2, column: []} for row in rows)
+    )
+    for name in ("rows", "plain"):
+        done = run(tmp_path, "import", f"{name}.jsonl", run_name="r")
+        assert done.returncode == 0, done.stderr
+    exports = tmp_path / "trajectories/r/exports"
+    rejected = {row["id"]: row["reason"] for row in lines(exports / "rejects.jsonl")}
+    assert rejected == {"m": reason, "s": reason}
+    assert sorted(ids(tmp_path / "trajectories/r.jsonl")) == ["mm", "ss"]
+
+
 def test_an_imported_run_is_a_run_for_other_commands(tmp_path: Path) -> None:
     good = {"messages": [said("Hi")["message"], {"role": "assistant", "content": "Yes."}]}
     write_rows(tmp_path / "rows.jsonl", good, {"messages": []})

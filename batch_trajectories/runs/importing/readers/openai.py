@@ -7,9 +7,10 @@ object, `tools` a list or JSON text; null is as absent, as Parquet has it. Messa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agent.messages.message import Message, ProviderBlocks
 from batch_trajectories.basics import exact_json
 from batch_trajectories.runs.importing.conversation import (
     Dialogue,
@@ -25,6 +26,8 @@ _API = "openai_chat"
 _MARKS = ("weight", "loss", "train", "training")
 _NOT_COLUMNS = ("id", "messages", "tools", "metadata", "prompt")
 _LONGEST = 1000
+_MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
+"""Columns of what the texts of a row only have places for, and what is in them."""
 
 
 def _read(row: Mapping[str, Any]) -> Foreign:
@@ -35,6 +38,7 @@ def _read(row: Mapping[str, Any]) -> Foreign:
         raise Unreadable("messages: it must be a list of objects")
     items = [(None, f"messages[{n}]", _plain(message)) for n, message in enumerate(given)]
     read = [messages[0] for messages in read_messages(_API, items)]
+    keep_media(row, read)
     own = [one for one in given if one.get("role") == "assistant"]
     quiet = [n for n, one in enumerate(own, 1) if any(_is_off(one.get(mark)) for mark in _MARKS)]
     return Foreign(
@@ -46,6 +50,20 @@ def _read(row: Mapping[str, Any]) -> Foreign:
         facts=of_metadata(metadata_in(row)),
         imported={"no_loss": quiet} if quiet else {},
     )
+
+
+def keep_media(row: Mapping[str, Any], messages: Sequence[Message]) -> None:
+    """Add pictures, videos and sounds in columns of a row to its first message of a user."""
+    parts = [
+        {"type": kind, "source": one if isinstance(one, str) else "bytes"}
+        for column, kind in _MEDIA.items()
+        if isinstance(found := row.get(column), list)
+        for one in found
+    ]
+    first = next((message for message in messages if message["role"] == "user"), None)
+    if parts and first is not None:
+        known = first.get("provider_blocks") or ProviderBlocks(api=_API, blocks=[])
+        first["provider_blocks"] = {**known, "blocks": [*known["blocks"], *parts]}
 
 
 def id_of(row: Mapping[str, Any]) -> str | None:

@@ -17,6 +17,7 @@ from batch_trajectories.runs.importing.conversation import (
 from batch_trajectories.runs.importing.readers.openai import (
     columns_of,
     id_of,
+    keep_media,
     metadata_in,
     tools_of,
 )
@@ -51,6 +52,7 @@ def _read(row: Mapping[str, Any]) -> Foreign:
         messages, tools = hermes.trajectory.messages, tools or hermes.tools
     else:
         messages = [_message(entry, n) for n, entry in enumerate(entries)]
+    keep_media(row, messages)
     replies = [{"model": known.get("model_returned")} for m in messages if m["role"] == "assistant"]
     found = Foreign(Dialogue(messages, replies), "sharegpt", id=id_of(row), tools=tools)
     columns = {key: value for key, value in columns_of(row).items() if key != "system"}
