@@ -30,12 +30,15 @@ class Runs:
         self.place = place
         self.shared = str(place / "shared")
         self.begun: list[SharedLimits] = []
+        self.said: list[str] = []
 
-    def start(self, name: str, *, spent: int = 0, parts: int = 1) -> SharedLimits:
+    def start(
+        self, name: str, *, spent: int = 0, parts: int = 1, limit: Cost = LIMIT
+    ) -> SharedLimits:
         run_dir = self.place / name
         run_dir.mkdir(exist_ok=True)
         (run_dir / "lock").touch()
-        run = SharedLimits(self.shared, run_dir, LIMIT, parts=parts)
+        run = SharedLimits(self.shared, run_dir, limit, parts=parts, say=self.said.append)
         self.counted = run.join(Cost(tokens=spent)).tokens
         run.begin()
         self.begun.append(run)
@@ -109,6 +112,25 @@ def test_what_a_killed_run_has_not_spent_comes_back_where_it_is_started_again(ru
     assert runs.counted == 50
     assert granted(second, 500) == 500
     assert runs.accounts() == {"a": 50, "b": 500}
+
+
+def test_a_run_whose_budget_is_not_that_of_the_others_is_told_of_both(runs: Runs) -> None:
+    runs.start("a").close(Cost())
+    runs.start("b")
+    assert runs.said == []
+    runs.start("c", limit=Cost(2.5, 5000))
+    runs.start("d", limit=Cost())
+    assert [message.partition("; ")[0].partition(": this run ")[2] for message in runs.said] == [
+        "has the budget $2.50 and 5,000 tokens, but a has 1,000 tokens",
+        "has the budget none, but a has 1,000 tokens",
+    ]
+
+
+def test_entries_of_earlier_versions_have_no_budgets(runs: Runs) -> None:
+    ledger = Ledger(runs.shared)
+    ledger.append({"x": Member("x", "start", is_open=False)})
+    runs.start("a", limit=Cost(5.0))
+    assert runs.said == []
 
 
 @pytest.mark.slow

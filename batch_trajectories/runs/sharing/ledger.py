@@ -43,6 +43,14 @@ class Member(msgspec.Struct, frozen=True, gc=False):
     """What it may have spent over all its starts, and may still spend."""
     share: float = 0.0
     """The part of the rates that it may use, from 0 to 1."""
+    limit_usd: float | None = None
+    limit_tokens: int = 0
+    """The budget that it knows of, 0 where it has none; None in entries of earlier versions."""
+
+    @property
+    def limit(self) -> Cost | None:
+        """The budget that it knows of; None if that is unknown."""
+        return None if self.limit_usd is None else Cost(self.limit_usd, self.limit_tokens)
 
     @property
     def account(self) -> Cost:

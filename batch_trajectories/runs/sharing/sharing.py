@@ -19,6 +19,7 @@ import random
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,18 @@ _SETTLE_S = 1.0
 class SharedLimits:
     """One run's part. Call it in the thread that made it."""
 
-    def __init__(self, place: str, run_dir: Path, limit: Cost, *, parts: int) -> None:
+    def __init__(
+        self,
+        place: str,
+        run_dir: Path,
+        limit: Cost,
+        *,
+        parts: int,
+        say: Callable[[str], None] = log.warning,
+    ) -> None:
         """`limit` is the budget of all runs, and `parts` how many runs there are, as far as is
-        known. Raises what `Ledger` raises."""
+        known; `say` shows warnings. Raises what `Ledger` raises."""
+        self._say = say
         self._ledger = Ledger(place)
         self._place = place
         self._run_dir = run_dir
@@ -106,9 +116,27 @@ class SharedLimits:
                 account = Cost(max(spent.usd, before.usd), max(spent.tokens, before.tokens))
             self._account = account
             beat = 0 if before is None else before.beat
-            me = Member(self._run_dir.name, self._start, beat)
+            limit = self._limit
+            me = Member(
+                *(self._run_dir.name, self._start, beat),
+                limit_usd=limit.usd,
+                limit_tokens=limit.tokens,
+            )
             if patiently(partial(self._write, me, share=0.0, account=account)):
+                self._compare_limits()
                 return account
+
+    def _compare_limits(self) -> None:
+        """Say which run has another budget: each holds the sum of all below its own."""
+        for name, other in self._ledger.members.items():
+            if name != self._id and other.limit is not None and other.limit != self._limit:
+                self._say(
+                    f"warning: --shared_limits={self._place}: this run has the budget "
+                    f"{_as_text(self._limit)}, but {other.name} has {_as_text(other.limit)}; "
+                    "each keeps the sum of all below its own: give all runs the same "
+                    "--max_run_cost_usd and --max_run_tokens"
+                )
+                return
 
     def begin(self) -> None:
         """Start the thread; call it once what `join` returned is on disk."""
@@ -286,6 +314,12 @@ class SharedLimits:
             self._wrote_at = began
             self._share, self._share_until = share, began + _SURE_BEATS * beat_s
         return True
+
+
+def _as_text(limit: Cost) -> str:
+    parts = [f"${limit.usd:,.2f}"] if limit.usd else []
+    parts += [f"{limit.tokens:,} tokens"] if limit.tokens else []
+    return " and ".join(parts) or "none"
 
 
 def _disk_of(run_dir: Path) -> list[Any]:

@@ -205,7 +205,7 @@ def _work(
                     config, plan.setups, run_dir, state.settled, is_new=makes_batches
                 )
                 stack.callback(batches.close)
-            shared = _shared_limits(config, run_dir)
+            shared = _shared_limits(config, run_dir, progress)
             limits = limits_of(config, plan.setups)
             budget = RunBudget(
                 budget_of(config), spent=state.spent, budget_log=budget_log, shared=shared
@@ -257,14 +257,14 @@ def _work(
     )
 
 
-def _shared_limits(config: RunConfig, run_dir: RunDir) -> SharedLimits | None:
+def _shared_limits(config: RunConfig, run_dir: RunDir, progress: Progress) -> SharedLimits | None:
     if config.shared_limits is None:
         return None
     from batch_trajectories.runs.sharing.sharing import SharedLimits  # most runs have none
 
     parts = 1 if config.shard is None else parse_shard(config.shard).count
     limit = budget_of(config) or Cost()
-    return SharedLimits(config.shared_limits, run_dir.path, limit, parts=parts)
+    return SharedLimits(config.shared_limits, run_dir.path, limit, parts=parts, say=progress.say)
 
 
 def _tasks_with(scan: Scan, keys: Container[bytes]) -> Iterator[Task]:
