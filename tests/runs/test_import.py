@@ -390,7 +390,6 @@ def test_a_damaged_file_of_a_directory_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "other").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("column", "reason"),
     [("images", "has_images"), ("videos", "has_files"), ("audios", "has_files")],
@@ -405,19 +404,18 @@ def test_rows_with_pictures_in_a_column_are_no_text(
         {"id": "m", "messages": [{"role": "user", "content": "What is it?"}, said]},
         {"id": "s", "conversations": turns},
     ]
-    write_rows(tmp_path / "rows.jsonl", *({**row, column: ["cat.png"]} for row in rows))
-    write_rows(
-        tmp_path / "plain.jsonl", *({**row, "id": row["id"] * 2, column: []} for row in rows)
-    )
-    for name in ("rows", "plain"):
-        done = run(tmp_path, "import", f"{name}.jsonl", run_name="r")
-        assert done.returncode == 0, done.stderr
+    for row in rows:
+        whole, plain = {**row, column: ["cat.png"]}, {**row, "id": row["id"] * 2, column: []}
+        write_rows(tmp_path / f"{row['id']}.jsonl", whole, plain)
+    done = run(tmp_path, "import", "m.jsonl", "s.jsonl", run_name="r")
+    assert done.returncode == 0, done.stdout
     exports = tmp_path / "trajectories/r/exports"
     rejected = {row["id"]: row["reason"] for row in lines(exports / "rejects.jsonl")}
     assert rejected == {"m": reason, "s": reason}
     assert sorted(ids(tmp_path / "trajectories/r.jsonl")) == ["mm", "ss"]
 
 
+@pytest.mark.slow
 def test_an_imported_run_is_a_run_for_other_commands(tmp_path: Path) -> None:
     good = {"messages": [said("Hi")["message"], {"role": "assistant", "content": "Yes."}]}
     write_rows(tmp_path / "rows.jsonl", good, {"messages": []})
