@@ -11,7 +11,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from toolsets.workspace.removal import remove_tree
@@ -19,6 +19,8 @@ from toolsets.workspace.workspace import TEMPORARY
 
 _MOST_UNUSED = 16
 _SUFFIX, _BELOW = ".base", "below"
+_VOLATILE = "work/incompat/volatile"
+"""As `inside.namespaces` has it: where the kernel marks a mount that waits for no disk."""
 
 
 def use_base(layer: Path, name: str) -> bool:
@@ -48,7 +50,7 @@ def keep_base(made: Path, name: str) -> None:
 
     Bases that no conversation uses go, but for those that were used last.
     """
-    remove_tree(made / "work")  # the kernel's own
+    remove_work(made)
     _sync(made)
     with _alone(made.parent):
         base = made.with_name(f"{name}{_SUFFIX}")
@@ -56,6 +58,19 @@ def keep_base(made: Path, name: str) -> None:
             made.rename(base)
     remove_tree(made)
     remove_bases(made.parent, left=_MOST_UNUSED)
+
+
+def remove_work(layer: Path) -> None:
+    """Remove what is the kernel's own beside a layer that is no longer mounted."""
+    work = layer / "work"
+    with suppress(OSError):  # anything else there is removed below
+        (work / "work").chmod(0o700)
+        mark = work / _VOLATILE
+        (mark / "dirty").unlink()
+        for directory in (mark, mark.parent, mark.parent.parent, work):
+            directory.rmdir()
+        return
+    remove_tree(work)
 
 
 def _sync(directory: Path) -> None:

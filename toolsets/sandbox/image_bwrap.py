@@ -21,7 +21,7 @@ from threading import Lock
 from typing import Literal, NamedTuple
 
 from batch_trajectories.basics.errors import HostError
-from toolsets.images.bases import base_of, keep_base, remove_bases, use_base
+from toolsets.images.bases import base_of, keep_base, remove_bases, remove_work, use_base
 from toolsets.images.layers import resolve
 from toolsets.images.names import ImageError
 from toolsets.images.store import ImageStore, UnpackedImage
@@ -217,6 +217,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
 
     def discard(self) -> None:
         """See `ImageSandbox`: what is kept is in the workspace's directory."""
+        remove_work(self._workspace.root)
 
     def layer_mark(self, path: str) -> str | None:
         """See `ImageSandbox`: of files in the layer, what only a change of them changes."""
