@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -291,6 +293,45 @@ def test_functions_that_hold_all_threads_for_ever_stop_the_run(
 
     with pytest.raises(HostError, match="no thread is free"):
         asyncio.run(calls())
+
+
+def test_the_time_limit_of_a_function_begins_when_it_does(
+    context: ToolContext, one_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours in the queue for a thread do not count."""
+    now = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], process_time=time.process_time, thread_time=time.thread_time
+    )
+    monkeypatch.setattr("toolsets.toolbox.time", clock)
+    release, begun, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    @tool()
+    def waits(context: ToolContext) -> str:
+        """Wait."""
+        begun.set()
+        go_on.wait(PATIENCE_S)
+        return "in time"
+
+    async def calls() -> ToolResult:
+        one_thread.submit(release.wait, PATIENCE_S)
+        toolbox = Toolbox([waits], context, call_timeout_s=PATIENCE_S)
+        called = asyncio.create_task(toolbox.call("waits", ""))
+        await asyncio.sleep(0)
+        now[0] = 100 * PATIENCE_S
+        release.set()
+        async with asyncio.timeout(PATIENCE_S):
+            while not begun.is_set():
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # it is looked at meanwhile
+        go_on.set()
+        return await called
+
+    try:
+        assert asyncio.run(calls()).content == "in time"
+    finally:
+        release.set()
+        go_on.set()
 
 
 @pytest.mark.parametrize("swallows", [False, True])
