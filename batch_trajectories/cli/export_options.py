@@ -285,7 +285,21 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
             f"{file['rows']:>9,} in {directory / file['path']} ({plural(file['bytes'], 'byte')})"
             for file in part["files"]
         ]
+    lines += _of_arguments(manifest)
     return "\n".join(lines)
+
+
+def _of_arguments(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """How rows can be kept whose arguments are no JSON object."""
+    from batch_trajectories.export.conversation.tolerance import NO_OBJECT
+
+    counts = (part["rejected_by_reason"] for part in (manifest, *manifest["formats"]))
+    if reasons := sorted(NO_OBJECT & {reason for by_reason in counts for reason in by_reason}):
+        accept = f"--accept_rows={','.join(reasons)}"
+        yield (
+            f"rows whose arguments are no JSON object are kept as written by {accept}: in hermes, "
+            "and with --arguments text in openai, dpo and kto"
+        )
 
 
 def _of_masked_turns(part: Mapping[str, Any]) -> Iterator[str]:

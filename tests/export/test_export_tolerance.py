@@ -130,6 +130,23 @@ def test_where_calls_are_objects_they_refuse_the_row(tmp_path: Path, name: str, 
     assert reasons.endswith(f"; {how}")
 
 
+@pytest.mark.parametrize("names", ["openai", "llamafactory", "hermes,openai"])
+def test_an_export_says_how_rows_are_kept_whose_arguments_are_no_object(
+    tmp_path: Path, names: str
+) -> None:
+    directory = str(make_run(tmp_path, BROKEN, A_LIST).run_dir)
+    told = (
+        "rows whose arguments are no JSON object are kept as written by "
+        "--accept_rows=arguments_not_json,arguments_not_object: in hermes, and with "
+        "--arguments text in openai, dpo and kto"
+    )
+    assert told in run(tmp_path, "export", directory, "--format", names).stdout
+    kept = ("--format=openai,hermes", "--arguments=text", f"{KEPT},arguments_not_object")
+    said = run(tmp_path, "export", directory, *kept).stdout
+    assert "rows whose arguments" not in said
+    assert "2 rows of openai" in said
+
+
 def test_tags_in_a_text_are_kept_where_they_are_not_structure(tmp_path: Path) -> None:
     source = make_run(tmp_path, TAGGED)
     (row,) = rows(source, "openai", accept_rows="marker_in_text")
