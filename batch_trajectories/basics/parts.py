@@ -24,22 +24,29 @@ Advance = Callable[[int], object]
 
 
 def in_parts(
-    items: Sequence[T], do: Callable[[Sequence[T], Advance], R], *, doing: str, enough: int
+    items: Sequence[T],
+    do: Callable[[Sequence[T], Advance], R],
+    *,
+    doing: str,
+    enough: int,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> list[R]:
     """What `do` gives for each part of `items`, in order; shows progress as `doing`.
 
     There are as many parts as processors, each in a forked process and with at least `enough`
     items; a single part, in this process, where that is too few or a fork would be unsafe because
-    other threads run. Results are pickled. Raises what `do` raises, and `EnvironmentStop` if a
-    process dies.
+    other threads run. Results are pickled. `meanwhile` is called in this process, which otherwise
+    waits. Raises what both raise, and `EnvironmentStop` if a process dies.
     """
     parts = min(len(os.sched_getaffinity(0)), _MOST, len(items) // enough)
     with LongWork(doing, total=len(items)) as work, rare_garbage_collection():
         if parts < 2 or threading.active_count() > 1 or not hasattr(os, "fork"):
+            meanwhile()
             return [do(items, work.advance)]
         size = -(-len(items) // parts)
         children = [_Child(do, items[first : first + size]) for first in range(0, len(items), size)]
         try:
+            meanwhile()
             return _results_of(children, work)
         finally:
             for child in children:

@@ -183,6 +183,32 @@ def test_parts_are_in_order_and_in_other_processes(monkeypatch: pytest.MonkeyPat
     assert in_parts(range(9), work, doing="count", enough=10) == [(os.getpid(), [*range(9)])]
 
 
+@pytest.mark.parametrize("enough", [1, 100])
+def test_this_process_does_its_own_work_meanwhile(
+    enough: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_processes(monkeypatch, 2)
+    reads, writes = os.pipe()
+
+    def wait(items: Any, advance: Callable[[int], object]) -> bytes:
+        return os.read(reads, 1)
+
+    def begin() -> None:
+        os.write(writes, b"ab")
+
+    found = in_parts(range(9), wait, doing="wait", enough=enough, meanwhile=begin)
+    assert sorted(found) == ([b"a", b"b"] if enough == 1 else [b"a"])
+
+    def fail() -> None:
+        begin()
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        in_parts(range(9), wait, doing="wait", enough=enough, meanwhile=fail)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
 def test_a_part_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     use_processes(monkeypatch, 2)
     parent = os.getpid()

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -106,12 +107,13 @@ def write_report(
         return part
 
     is_audit = bool(run["config"].get("audit"))
+    about = cache(partial(_about, stored))
     try:
         shutil.rmtree(temporary_of(directory), ignore_errors=True)
         if is_audit:
             parts = [collect_tasks()]
         else:
-            parts = over_records(stored.path, collect, doing="report")
+            parts = over_records(stored.path, collect, doing="report", meanwhile=about)
         whole, *others = parts
         put_in_place(directory, [part.collected for part in parts])
     except OSError as error:
@@ -125,7 +127,7 @@ def write_report(
     whole.health.add_failures(stored_failures(stored.path))
     row_pieces = sum(part.collected.row_pieces for part in parts)
     meta = {
-        **_about(stored),
+        **about(),
         "rewards": whole.rewards.to_json(),
         "health": problems_in(whole.health.to_json()),
         "is_audit": is_audit,

@@ -129,10 +129,17 @@ def few_of(items: Iterable[T], length_of: Callable[[T], int]) -> Iterator[list[T
         yield few
 
 
-def over_records(run_dir: Path, do: Callable[[SomeRecords], R], *, doing: str) -> list[R]:
+def over_records(
+    run_dir: Path,
+    do: Callable[[SomeRecords], R],
+    *,
+    doing: str,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> list[R]:
     """The results of `do` for the records of `stored_records`, in one or several parts, in order.
 
-    Large runs are divided among processes. `doing` names the work for its progress.
+    Large runs are divided among processes, of which this one has only `meanwhile` to do. `doing`
+    names the work for its progress.
     """
     from batch_trajectories.basics.parts import in_parts
 
@@ -156,4 +163,4 @@ def over_records(run_dir: Path, do: Callable[[SomeRecords], R], *, doing: str) -
                 yield [*map(read_one, few)]
                 advance(len(few))
 
-        return in_parts(numbers, do_part, doing=doing, enough=ENOUGH)
+        return in_parts(numbers, do_part, doing=doing, enough=ENOUGH, meanwhile=meanwhile)
