@@ -141,6 +141,27 @@ def test_an_image_that_was_replaced_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("is_of_row", [True, False])
+def test_an_image_around_a_directory_that_was_replaced_is_refused_by_name(
+    tmp_path: Path, is_of_row: bool
+) -> None:
+    options = {**PODMAN, "workspace": "directory"}
+    if not is_of_row:
+        options["docker_image"] = "own:1"
+    podman("tag", "localhost/python:1", "localhost/own:1")
+    image = {"image": "own:1" if is_of_row else None}
+    write_rows(tmp_path / "p.jsonl", row("a", "own:1", terminal("true")) | image)
+    done = run(tmp_path, **options)
+    assert done.returncode == 0, done.stderr
+    digest = "sha256:" + podman("image", "inspect", "--format", "{{.Id}}", "localhost/own:1")
+    assert records_of(tmp_path)["a"]["image"] == {"reference": "own:1", "digest": digest}
+    podman("tag", "localhost/shell:1", "localhost/own:1")
+    done = run(tmp_path, **options)
+    assert done.returncode == 2
+    assert f"images: the run has {{'own:1': '{digest}'}}" in done.stderr
+
+
+@pytest.mark.usefixtures("engine")
 def test_later_commits_are_removed_in_containers(tmp_path: Path) -> None:
     """What the set-up adds to the history of the image stands for a fix that came with it."""
     later = (

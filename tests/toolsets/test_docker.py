@@ -37,6 +37,7 @@ if args[0] == "version":
     sys.exit(0)
 if args[:2] == ["image", "inspect"]:
     if args[-1] in ("python:3.11", "other:1"):
+        print("sha256:" + args[-1][0] * 64, "null")
         sys.exit(0)
     sys.exit("Error response from daemon: No such image: " + args[-1])
 home = args[args.index("--volume") + 1].split(":")[0]
@@ -225,6 +226,8 @@ def test_each_row_runs_in_its_own_image(tmp_path: Path, engine: Path) -> None:
     for record in lines(tmp_path / "trajectories" / "r" / "records.jsonl"):
         assert json.loads(record["messages"][2]["content"])["stdout"] == "hi\n"
         assert record["sandbox"] == "docker"
+        reference = record["image"]["reference"]
+        assert record["image"]["digest"] == "sha256:" + reference[0] * 64
     started = [one["args"] for one in lines(engine) if one["args"][0] == "run"]
     images = {args[args.index("python3") - 1] for args in started}
     assert (len(started), images) == (2, {"python:3.11", "other:1"})

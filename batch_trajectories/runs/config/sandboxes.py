@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.runs.config.run_config import RunConfig
@@ -38,8 +38,19 @@ def problem_of_sandbox(config: RunConfig) -> str | None:
 
 def replaced_images(config: RunConfig, known: Mapping[str, str]) -> dict[str, str]:
     """The digests of those images that are others now than `known`; missing ones do not count."""
-    digests = image_sandboxes(config).digests(known) if known else {}
+    digests = _digests(config, known) if known else {}
     return {name: digest for name, digest in digests.items() if digest != known[name]}
+
+
+def image_digest(config: RunConfig, reference: str) -> str | None:
+    """The digest of an image that conversations use; None where it is not there or has no name."""
+    return _digests(config, [reference]).get(reference)
+
+
+def _digests(config: RunConfig, references: Collection[str]) -> dict[str, str]:
+    settings, run_dir = config.sandbox_settings(), config.run_dir.absolute()
+    made = sandbox_kind(config.sandbox).in_images(settings, run_dir)
+    return {} if made is None else made.digests(references)
 
 
 def remove_leftover_containers(config: RunConfig) -> None:

@@ -375,7 +375,7 @@ def _run_json(
             key: {"from": then.get(key), "to": now[key]} for key in now if then.get(key) != now[key]
         }
         images = before.get(IMAGES, {})
-        if config.is_inside and (replaced := replaced_images(config, images)):
+        if config.uses_images and (replaced := replaced_images(config, images)):
             changes[IMAGES] = {
                 "from": {name: images[name] for name in replaced},
                 "to": replaced,

@@ -69,6 +69,8 @@ class Workspaces:
         self._web = web
         self._browsers = browsers
         self._problems: dict[str, str | None] = {}
+        self._digests = dict(setup.images)
+        """Of images around workspaces, by reference; of those inside, `RunImages` knows."""
         self._images: RunImages | None = None
         if setup.config.is_inside and setup.provenance.sandbox is not None:
             from batch_trajectories.runs.worker.diffs.diffs import Diffs
@@ -107,10 +109,11 @@ class Workspaces:
             context.workspace.start_dir = row.setup.start_dir
         if self._images is not None:
             return await self._prepare_image(context, row)
-        if (image := row.image and row.image.reference) and (
-            problem := await self._image_problem(image)
-        ):
-            raise SetupFailed(problem)
+        config = self._setup.config
+        if config.uses_images:
+            image = row.image.reference if row.image else config.docker_image
+            if image is not None and (problem := await self._image_problem(image)):
+                raise SetupFailed(problem)
         if half_set_up(root).exists():
             await asyncio.to_thread(remove_tree, root)
         kept = root.exists()
@@ -158,9 +161,12 @@ class Workspaces:
 
         None where there is no image, or none that was used.
         """
+        digests = self._digests if self._images is None else self._images.digests
+        if not digests:
+            return None
         spec = self._spec_of(row) if check is None else self._spec_of_check(row, check)
         reference = spec.reference
-        if self._images is None or (digest := self._images.digests.get(reference)) is None:
+        if (digest := digests.get(reference)) is None:
             return None
         return {"reference": reference, "digest": digest}
 
@@ -380,13 +386,28 @@ class Workspaces:
         return replace(spec, network=check.network or spec.network)
 
     async def _image_problem(self, image: str) -> str | None:
-        """Why a row's image cannot be run, checked once per image."""
+        """Why an image cannot be around workspaces, found out once per image."""
         if image not in self._problems:
-            config = self._setup.config
-            self._problems[image] = await asyncio.to_thread(
-                sandbox_problem, config.sandbox, config.sandbox_settings(image)
-            )
+            async with self._waiting[image]:
+                if image not in self._problems:
+                    self._problems[image] = await asyncio.to_thread(self._look_at, image)
         return self._problems[image]
+
+    def _look_at(self, image: str) -> str | None:
+        from batch_trajectories.runs.config.sandboxes import image_digest
+
+        config = self._setup.config
+        if problem := sandbox_problem(config.sandbox, config.sandbox_settings(image)):
+            return problem
+        try:
+            digest = image_digest(config, image)
+        except ToolError as error:
+            return str(error)
+        if digest is not None and (before := self._digests.setdefault(image, digest)) != digest:
+            return (
+                f"image {image!r} was replaced during the run: it was {before}, now it is {digest}"
+            )
+        return None
 
     def _sandbox_for(
         self, workspace: Workspace, row: RowTask, limits: Limits | None = None

@@ -156,6 +156,10 @@ class _EngineImages(ImageSandboxes):
         """See `ImageSandboxes`."""
         from toolsets.images.names import full_name  # few runs have images
 
+        if len(references) == 1:  # a list of all images is long where there are many
+            [reference] = references
+            found = config_of(self._settings.engine, reference)
+            return {} if found is None else {reference: found[1]}
         known = image_digests(self._settings.engine)
         by_name = {reference: known.get(full_name(reference)) for reference in references}
         return {reference: digest for reference, digest in by_name.items() if digest}
