@@ -2,7 +2,6 @@
 
 plan             all checks of a start
 executor_choice  opens the executor that the config names
-training_file    whether its training file can be written
 logprobs         what is said of log-probabilities before the first call
 preview          what a dry run shows
 

@@ -23,10 +23,9 @@ from batch_trajectories.runs.config.toolsets import catalog_of, with_listed_serv
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, cached_scan
 from batch_trajectories.runs.dataset.shards import parse_shard
-from batch_trajectories.runs.directory.leftovers import look_at_place
+from batch_trajectories.runs.directory.leftovers import check_training_file, look_at_place
 from batch_trajectories.runs.directory.owed import stopping_rule
 from batch_trajectories.runs.planning.executor_choice import check_executor
-from batch_trajectories.runs.planning.training_file import check_training_file
 from batch_trajectories.runs.sources.kept_dataset import ONLY, KeptDataset, RowFilter, keep_dataset
 from batch_trajectories.runs.store.checks import EXPECTED
 from toolsets.sandbox.base import SandboxError
