@@ -2,7 +2,7 @@
 
 run_lock    the lock of a run: one process at a time
 run_dir     the run directory and run.json
-leftovers   what is in the place of a run: another file, what a crash has left, a run to be moved aside
+leftovers   what is in the place of a run: other files, leftovers of a crash, an earlier run
 control     how people steer the process that works on a run
 narrowing   changes that would shorten a training file
 run_totals  tasks done, failed, discarded and pending; tokens, cost; all that was spent

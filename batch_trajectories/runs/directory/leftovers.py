@@ -1,4 +1,4 @@
-"""What a start finds in the place of its run: another file, leftovers of a crash, an earlier run."""
+"""What a start finds in the place of its run: other files, leftovers of a crash, an earlier run."""
 
 from __future__ import annotations
 
