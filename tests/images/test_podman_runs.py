@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ from tests.images.test_image_runs import (
 from tests.images.test_image_runs import records as records_of
 from tests.images.test_task_runs import forty_tasks, judge_forty_tasks, kill_often, results_of
 from tests.running import lines, run, started, wait_until, write_rows
+from toolsets.sandbox.base import ImageSpec, Limits, SandboxSettings
+from toolsets.sandbox.containers.docker import DockerSandbox
 from toolsets.sandbox.containers.engine import engine_warning, run_label
+from toolsets.workspace.workspace import Workspace
 
 pytestmark = pytest.mark.long
 
@@ -194,6 +198,29 @@ def _begun(label: str) -> int:
         for name in names
     )
     return sum(done.returncode == 0 for done in tests)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_container_that_a_kill_has_left_half_made_is_made_again(tmp_path: Path) -> None:
+    settings = SandboxSettings(engine="podman")
+    images = DockerSandbox.in_images(settings, tmp_path)
+    sandbox = images.make(Workspace(tmp_path / "w"), Limits(), ImageSpec("localhost/python:1"))
+    name = f"bt-{run_label(tmp_path)}-w"
+    create = ["podman", "create", "--name", name, "localhost/python:1", "true"]
+    for step in cycle(range(1, 40)):  # until it is known to the storage alone
+        creating = subprocess.Popen(create, stdout=subprocess.DEVNULL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            creating.wait(step / 40)
+        creating.kill()
+        creating.wait()
+        if name in podman("ps", "--all", "--format", "{{.Names}}").split():
+            podman("rm", "--force", name)
+        elif name in podman("ps", "--all", "--external", "--format", "{{.Names}}").split():
+            break
+    sandbox.make()
+    assert name in podman("ps", "--all", "--format", "{{.Names}}").split()
+    sandbox.discard()
+    assert podman("ps", "--all", "--external", "--quiet") == ""
 
 
 def test_slow_storage_is_named(

@@ -12,6 +12,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import orjson
@@ -49,6 +50,8 @@ from toolsets.workspace.workspace import Workspace
 HOME = "/workspace"
 
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
+_IN_USE = b" is already in use by "
+"""What both engines say of a container's name."""
 _DEFAULTS = {"LANG": "C.UTF-8", "TERM": "dumb", "MPLBACKEND": "Agg"}
 
 
@@ -266,10 +269,16 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
         argv = [*inside_python().command, "-I", "-S", "-c", BOOT, "0"]
         labels = {RUN_LABEL: self._run, f"{RUN_LABEL}.options": digest}
         named = [item for pair in labels.items() for item in ("--label", "=".join(pair))]
-        self._ask(
+        create = (
             *("create", "--interactive", "--pull", "never", "--name", self._container),
             *(*named, *options, "--entrypoint", argv[0], image, *argv[1:]),
         )
+        done = ask_engine(self._engine, create)
+        if done.returncode != 0 and _IN_USE in done.stderr:
+            # A kill has left half a container, which the engine does not show.
+            self._ask("rm", "--force", "--volumes", self._container)
+            done = ask_engine(self._engine, create)
+        self._check("create", done)
 
     def discard(self) -> None:
         """See `ImageSandbox`."""
@@ -330,5 +339,9 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
     def _ask(self, *arguments: str, fails: bool = False) -> None:
         """Ask the engine; raises `SandboxError` with its words unless it may fail."""
         done = ask_engine(self._engine, arguments)
-        if done.returncode != 0 and not fails:
-            raise SandboxError(f"sandbox {self._engine}: {arguments[0]}: {words_of(done)}")
+        if not fails:
+            self._check(arguments[0], done)
+
+    def _check(self, command: str, done: CompletedProcess[bytes]) -> None:
+        if done.returncode != 0:
+            raise SandboxError(f"sandbox {self._engine}: {command}: {words_of(done)}")
