@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -106,6 +108,34 @@ def test_a_first_start_that_comes_back_may_not_write(tmp_path: Path, url: str) -
     assert (tmp_path / "a/r/records.jsonl").read_bytes() == LINE + b'{"b":1}\n'
     (kept,) = (tmp_path / "a/r/quarantine").glob("before-mirror-*/records.jsonl")
     assert kept.read_bytes() == LINE * 2
+
+
+@pytest.mark.parametrize("late", [1, 9])
+def test_a_machine_that_slept_while_it_sent_is_no_slow_bucket(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    """Another start may have the lease by then, which the next part shows."""
+    first = mirrored(url, a_run(tmp_path))
+    clock, create = time.monotonic, Bucket.create
+    created: list[str] = []
+    are_enough = Event()
+
+    def created_late(self: Bucket, name: str, content: bytes) -> bool:
+        done = create(self, name, content)
+        created.append(name)
+        if len(created) > 3:
+            are_enough.set()
+        with (tmp_path / "r/records.jsonl").open("ab") as file:
+            file.write(LINE)  # so that there is another part
+        return done
+
+    monkeypatch.setattr(Bucket, "create", created_late)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 60 * min(len(created), late))
+    (tmp_path / "r/run.log").write_bytes(LINE * 2)
+    assert are_enough.wait(60)
+    monkeypatch.undo()
+    assert (first.problem is not None) == (late > 1)
+    first.close()
 
 
 def test_a_copy_of_a_directory_does_not_write_over_what_came_later(

@@ -53,7 +53,7 @@ STALE_S = 45.0
 LAG_S = 30.0
 """What the mirror may lack, in seconds of the run; then the run stops."""
 _FAILURES = 3
-"""So many requests must fail before that: the machine may have slept."""
+"""So many requests in a row must fail, or end that late: the machine may have slept in one."""
 _CLOSE_S = 30.0
 _LOOK_EVERY_S = 2.0
 _NOTE_EVERY_S = 30.0
@@ -212,29 +212,30 @@ class Mirror:
 
     def _follow(self) -> None:
         while not self._stopping.wait(SEND_EVERY_S):
+            why = ""
             try:
                 self._send()
-                self._failures = 0
             except RunLocked as error:
                 self.problem = error
                 return
             except Exception as error:
                 if not isinstance(error, BucketFailed | OSError):
                     log.exception("mirror: a bug in this program")
-                self._failures += 1
                 log.warning("mirror: %s", error)
-                if self._failures >= _FAILURES:
-                    self._check_lag(str(error))
+                why = str(error)
             else:
-                self._check_lag("the bucket is too slow")
+                if self._lag_s() > LAG_S:
+                    why = "the bucket is too slow"
+            self._failures = self._failures + 1 if why else 0
+            lag_s = self._lag_s()
+            if self._failures >= _FAILURES and lag_s > LAG_S and self.problem is None:
+                self.problem = EnvironmentStop(
+                    f"the mirror {self._bucket.url} lacks the last {lag_s:.0f} s of the run: {why}. "
+                    f"They are in {self._run_dir}; run the same command again there to continue."
+                )
 
-    def _check_lag(self, why: str) -> None:
-        lag_s = time.monotonic() - self._even_at
-        if lag_s > LAG_S and self.problem is None:
-            self.problem = EnvironmentStop(
-                f"the mirror {self._bucket.url} lacks the last {lag_s:.0f} s of the run: {why}. "
-                f"They are in {self._run_dir}; run the same command again there to continue."
-            )
+    def _lag_s(self) -> float:
+        return time.monotonic() - self._even_at
 
     def _send(self, *, is_end: bool = False) -> bool:
         """Create the next part if there is news; return whether the mirror has all then.
