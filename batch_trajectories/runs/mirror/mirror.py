@@ -230,8 +230,9 @@ class Mirror:
             lag_s = self._lag_s()
             if self._failures >= _FAILURES and lag_s > LAG_S and self.problem is None:
                 self.problem = EnvironmentStop(
-                    f"the mirror {self._bucket.url} lacks the last {lag_s:.0f} s of the run: {why}. "
-                    f"They are in {self._run_dir}; run the same command again there to continue."
+                    f"the mirror {self._bucket.url} lacks the last {lag_s:.0f} s of the run: "
+                    f"{why}. They are in {self._run_dir}; run the same command again there to "
+                    "continue."
                 )
 
     def _lag_s(self) -> float:
