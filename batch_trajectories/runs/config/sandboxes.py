@@ -15,8 +15,7 @@ log = logging.getLogger(__name__)
 
 def image_sandboxes(config: RunConfig) -> ImageSandboxes:
     """How the conversations of a run work in images; raises `SandboxError` if they cannot."""
-    settings, run_dir = config.sandbox_settings(), config.run_dir.absolute()
-    if (made := sandbox_kind(config.sandbox).in_images(settings, run_dir)) is None:
+    if (made := _in_images(config)) is None:
         raise SandboxError(
             f"sandbox {config.sandbox}: it cannot work in images; use --sandbox=bwrap or docker, "
             "or leave --workspace=image out"
@@ -47,10 +46,22 @@ def image_digest(config: RunConfig, reference: str) -> str | None:
     return _digests(config, [reference]).get(reference)
 
 
+def replaced_during_run(known: dict[str, str], reference: str, digest: str) -> str | None:
+    """Why an image cannot be used that is not the `known` one; else it is known from now on."""
+    before = known.setdefault(reference, digest)
+    if before == digest:
+        return None
+    return f"image {reference!r} was replaced during the run: it was {before}, now it is {digest}"
+
+
 def _digests(config: RunConfig, references: Collection[str]) -> dict[str, str]:
-    settings, run_dir = config.sandbox_settings(), config.run_dir.absolute()
-    made = sandbox_kind(config.sandbox).in_images(settings, run_dir)
+    made = _in_images(config)
     return {} if made is None else made.digests(references)
+
+
+def _in_images(config: RunConfig) -> ImageSandboxes | None:
+    settings, run_dir = config.sandbox_settings(), config.run_dir.absolute()
+    return sandbox_kind(config.sandbox).in_images(settings, run_dir)
 
 
 def remove_leftover_containers(config: RunConfig) -> None:

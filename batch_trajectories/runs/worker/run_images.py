@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from batch_trajectories.basics.errors import ToolError
-from batch_trajectories.runs.config.sandboxes import image_sandboxes
+from batch_trajectories.runs.config.sandboxes import image_sandboxes, replaced_during_run
 from batch_trajectories.runs.protocol.messages import WorkerSetup
 from batch_trajectories.runs.worker.workspace_setup import SetupFailed
 from toolsets.sandbox.base import Extras, ImageSpec, Limits
@@ -57,10 +57,6 @@ class RunImages:
             made = self._sandboxes.make(Workspace(root), limits, spec, extras)
         except ToolError as error:
             raise SetupFailed(f"{node}{error}") from error
-        before = self.digests.setdefault(spec.reference, made.image_digest)
-        if before != made.image_digest:
-            raise SetupFailed(
-                f"{node}image {spec.reference!r} was replaced during the run: it was "
-                f"{before}, now it is {made.image_digest}"
-            )
+        if problem := replaced_during_run(self.digests, spec.reference, made.image_digest):
+            raise SetupFailed(f"{node}{problem}")
         return made

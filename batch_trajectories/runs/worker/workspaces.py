@@ -394,7 +394,7 @@ class Workspaces:
         return self._problems[image]
 
     def _look_at(self, image: str) -> str | None:
-        from batch_trajectories.runs.config.sandboxes import image_digest
+        from batch_trajectories.runs.config.sandboxes import image_digest, replaced_during_run
 
         config = self._setup.config
         if problem := sandbox_problem(config.sandbox, config.sandbox_settings(image)):
@@ -403,11 +403,7 @@ class Workspaces:
             digest = image_digest(config, image)
         except ToolError as error:
             return str(error)
-        if digest is not None and (before := self._digests.setdefault(image, digest)) != digest:
-            return (
-                f"image {image!r} was replaced during the run: it was {before}, now it is {digest}"
-            )
-        return None
+        return digest and replaced_during_run(self._digests, image, digest)
 
     def _sandbox_for(
         self, workspace: Workspace, row: RowTask, limits: Limits | None = None
