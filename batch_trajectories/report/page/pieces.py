@@ -8,7 +8,7 @@ Several processes can each collect a part; the number of the first record of a p
 first chunk, so all chunks have different numbers.
 
 A page that was opened from disk may not fetch files but may load scripts. So each file is a script
-that passes its data to the page: `reportData(report, kind, number, json)`.
+that passes its data to the page: reportData(report, kind, number, String.raw`JSON`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import orjson
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.runs.store.files import make_directory, open_temporary
@@ -99,10 +97,11 @@ class Pieces:
             self._rows, self._rows_size = [], 0
 
     def _write(self, path: Path, kind: str, number: int, items: list[bytes]) -> None:
-        # As a string to parse: in a JavaScript literal, a key __proto__ would not be data.
-        text = orjson.dumps(_listed(items).decode())
-        head = f'reportData("{self._report_id}", "{kind}", {number}, '
-        call = b"".join((head.encode(), text, b");\n"))
+        # As a string to parse: in a JavaScript literal, a key __proto__ would not be data. A raw
+        # string ends at a backtick and begins a value at ${, which JSON has only inside strings.
+        json = _listed(items).replace(b"`", b"\\u0060").replace(b"$", b"\\u0024")
+        head = f'reportData("{self._report_id}", "{kind}", {number}, String.raw`'
+        call = b"".join((head.encode(), json, b"`);\n"))
         if path.exists():
             with path.open("ab") as file:
                 file.write(call)

@@ -174,7 +174,10 @@ class _Part:
         self.columns = [*rows[-1], "chunk", "place"]
         shown = [
             record.spliced(
-                {"tools": once(record.tools, self._tools_shown), "training_form": dumps_row(form)}
+                {
+                    "tools": once(record.tools, self._tools_shown),
+                    "training_form": dumps_row(form)[:-1],  # without its newline
+                }
             )
             for record, form in zip(records, forms, strict=True)
         ]

@@ -9,12 +9,13 @@ unfinished tasks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
@@ -57,6 +58,8 @@ _ENOUGH = 10_000
 
 _READ_AHEAD = 1 << 20
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class Report:
@@ -82,7 +85,11 @@ def verify(
     """
     report = Report()
     report.problems += _check_identity(path, identity)
-    entries = _check_records(path, report)
+
+    def count(index: Index) -> RunTotals | None:
+        return None if isinstance(scan, str) else compute_totals(path, scan, config, index=index)
+
+    entries, totals = _check_records(path, report, count)
     report.problems += _check_logs(path)
     settled = Settled(entries, config.max_attempts)
     report.problems += _check_journals(path, settled)
@@ -90,12 +97,11 @@ def verify(
     report.problems += check_batches(path, settled=settled, ended=Settled(entries, NO_LIMIT))
     steps = path / "batches.jsonl"
     report.problems += _check_tail(steps, sum(1 for _ in lines_from(steps, 0)))
-    if isinstance(scan, str):
+    if isinstance(scan, str) or totals is None:
         message = f"its tasks are unknown, so summary and exports cannot be checked: {scan}"
         report.problems.append(Problem("contradiction", path / "run.json", None, message))
         return report
     report.problems += _check_cached_scan(path / NAME, scan)
-    totals = compute_totals(path, scan, config, index=entries)
     report.may_owe = bool(totals.pending or totals.to_retry)
     report.problems += _check_summary(path, totals)
     report.problems += check_exports(path, totals, made)
@@ -108,34 +114,48 @@ def _check_identity(path: Path, identity: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("contradiction", path / "run.json", None, message)
 
 
-def _check_records(path: Path, report: Report) -> Index:
-    """The records that count, by task; adds problems of records to `report`."""
+def _check_records(path: Path, report: Report, count: Callable[[Index], T]) -> tuple[Index, T]:
+    """The records that count, by task, and what `count` gives for them.
+
+    Adds problems of records to `report`.
+    """
     records = path / "records.jsonl"
     try:
         rows = (path / "records.idx").read_bytes()
     except FileNotFoundError:
         rows = b""
-    if not _are_rows_of(rows, records):
-        return _named_problems(path, rows, report)
+    if not _are_rows_to(rows, records):
+        rebuilt = _named_problems(path, rows, report)
+        return rebuilt, count(rebuilt)
     index = Index(rows)
+    known = cache(lambda: (count(index), [*index.repeated()]))
+    if not _are_rows_of(rows, records, meanwhile=known):
+        rebuilt = _named_problems(path, rows, report)
+        return rebuilt, count(rebuilt)
     report.records = index.written()
-    lines = array("I", accumulate(map(bool, column_of(memoryview(rows), LENGTHS))))
-    _check_repeated(records, index, [number - 1 for number in lines], report)
-    return index
+    counted, repeated = known()
+    if repeated:
+        lines = array("I", accumulate(map(bool, column_of(memoryview(rows), LENGTHS))))
+        _check_repeated(records, index, repeated, [number - 1 for number in lines], report)
+    return index, counted
 
 
-def _are_rows_of(rows: bytes, records: Path) -> bool:
-    """Whether each line of the records is whole, and these are the rows of an index of them.
-
-    Large files are read by several processes.
-    """
-    view = memoryview(rows)
+def _are_rows_to(rows: bytes, records: Path) -> bool:
+    """Whether these are whole rows of an index, up to the end of the records."""
     if not is_index(rows) or checked_bytes(rows) != len(rows) or len(rows) % ROW_BYTES:
         return False
+    view = memoryview(rows)
     offsets, lengths = column_of(view, OFFSETS), column_of(view, LENGTHS)
-    count = len(lengths)
-    if count == 1 or offsets[count - 1] + lengths[count - 1] != records.stat().st_size:
-        return False
+    return len(lengths) > 1 and offsets[-1] + lengths[-1] == records.stat().st_size
+
+
+def _are_rows_of(rows: bytes, records: Path, *, meanwhile: Callable[[], object]) -> bool:
+    """Whether each line of the records is whole, and these `_are_rows_to` are those of an index.
+
+    Large files are read by several processes; `meanwhile` is what this one does.
+    """
+    view = memoryview(rows)
+    offsets, lengths = column_of(view, OFFSETS), column_of(view, LENGTHS)
 
     def first(row: int) -> int:
         """The row of the ending that precedes a row, if there is one."""
@@ -161,8 +181,9 @@ def _are_rows_of(rows: bytes, records: Path) -> bool:
                 advance(1)
         return True
 
+    numbers = range(1, len(lengths))
     work = f"reading {records.name}"
-    return all(in_parts(range(1, count), are_right, doing=work, enough=_ENOUGH))
+    return all(in_parts(numbers, are_right, doing=work, enough=_ENOUGH, meanwhile=meanwhile))
 
 
 def _named_problems(path: Path, stored: bytes, report: Report) -> Index:
@@ -193,13 +214,19 @@ def _named_problems(path: Path, stored: bytes, report: Report) -> Index:
     index.end(number)
     report.problems += index.problems
     rebuilt = Index(bytes(rows))
-    _check_repeated(records, rebuilt, lines, report)
+    _check_repeated(records, rebuilt, rebuilt.repeated(), lines, report)
     return rebuilt
 
 
-def _check_repeated(records: Path, index: Index, lines: Sequence[int], report: Report) -> None:
+def _check_repeated(
+    records: Path,
+    index: Index,
+    repeated: Iterable[tuple[int, int]],
+    lines: Sequence[int],
+    report: Report,
+) -> None:
     """Add records that a later one of the same task contradicts; `lines` are those of the rows."""
-    for first, second in index.repeated():
+    for first, second in repeated:
         before = index.entry(first)
         if before.status == "failed" and before.attempt < index.entry(second).attempt:
             continue  # it was tried again
