@@ -483,16 +483,16 @@ def test_a_report_says_where_the_function_of_a_mask_is_gone_or_fails(
 ) -> None:
     source = make_run(tmp_path, looped())
     directory = source.run_dir / "exports" / "dataset"
-    (tmp_path / "mine.py").write_text("def f(record):\n    return [1 < 2] * 5 + [None]\n")
+    (tmp_path / "masks_of_page.py").write_text("def f(record):\n    return [1 < 2] * 5 + [None]\n")
     monkeypatch.chdir(tmp_path)
-    export_dataset(source, Recipe(formats=("openai",), mask=Mask(function="mine.py:f")), directory)
+    export_dataset(source, Recipe(formats=("openai",), mask=Mask(function="masks_of_page.py:f")), directory)
     masks = masks_of_dataset(source.run_dir)
     short = record_of(user(), assistant("Hi."))
     form = training_form(stored(short), key_of=len, style=Style(), masks=masks)
     assert "gave 6 items for row-1-0" in form["masked"]["1"][0]
-    (tmp_path / "mine.py").unlink()
+    (tmp_path / "masks_of_page.py").unlink()
     assert masks_of_dataset(source.run_dir) is None
-    assert "mask.function: cannot import 'mine.py:f'" in capsys.readouterr().err
+    assert "mask.function: cannot import 'masks_of_page.py:f'" in capsys.readouterr().err
 
 
 def test_recipes_of_earlier_manifests_are_read() -> None:
