@@ -485,7 +485,9 @@ def test_a_report_says_where_the_function_of_a_mask_is_gone_or_fails(
     directory = source.run_dir / "exports" / "dataset"
     (tmp_path / "masks_of_page.py").write_text("def f(record):\n    return [1 < 2] * 5 + [None]\n")
     monkeypatch.chdir(tmp_path)
-    export_dataset(source, Recipe(formats=("openai",), mask=Mask(function="masks_of_page.py:f")), directory)
+    export_dataset(
+        source, Recipe(formats=("openai",), mask=Mask(function="masks_of_page.py:f")), directory
+    )
     masks = masks_of_dataset(source.run_dir)
     short = record_of(user(), assistant("Hi."))
     form = training_form(stored(short), key_of=len, style=Style(), masks=masks)
