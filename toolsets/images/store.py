@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 import tarfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from batch_trajectories.basics.locked import locked
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import UrlPath
 from toolsets.images.archives import StoredImage, images_in, opener
-from toolsets.images.layers import STATE, TREE, Unpacking, read_inside
+from toolsets.images.layers import STATE, TREE, Unpacking
 from toolsets.images.names import ImageError, digest_of, full_name
 from toolsets.workspace.removal import remove_tree
 
@@ -54,10 +55,6 @@ class UnpackedImage:
         """The tree."""
         return self.path / TREE
 
-    def read(self, path: str) -> bytes | None:
-        """The beginning of a file of the image; None if it has none."""
-        return read_inside(self.rootfs, path)
-
 
 class ImageStore:
     """The images of a directory, and what is unpacked of them.
@@ -75,6 +72,8 @@ class ImageStore:
             directory = cache_of(self._url, "images")
         self.directory = directory.absolute()
         self.unpacked = self.directory / f".unpacked-{os.getuid()}"
+        self._known: dict[str, UnpackedImage] = {}
+        """By reference: many conversations ask for the same."""
 
     def problem(self) -> str | None:
         """Why no image can be used; None where nothing is wrong.
@@ -99,14 +98,7 @@ class ImageStore:
 
     def find(self, reference: str) -> StoredImage:
         """The image that a name or digest means; raises `ImageError` if there is none."""
-        digest = digest_of(reference)
-        if digest is not None:
-            matching = [
-                image for image in self._images if digest in (image.digest, image.config_digest)
-            ]
-        else:
-            name = full_name(reference)
-            matching = [image for image in self._images if name in image.names]
+        matching = self._by_name.get(digest_of(reference) or full_name(reference), [])
         if len({image.config_digest for image in matching}) > 1:
             places = ", ".join(sorted(str(image.source) for image in matching))
             raise ImageError(f"image {reference!r}: several have this name ({places})")
@@ -124,6 +116,12 @@ class ImageStore:
 
         Raises `ImageError` if it is missing, damaged or refused, and `HostError`.
         """
+        known = self._known.get(reference)
+        if known is None or not (known.path / _CONFIG).exists():
+            known = self._known[reference] = self._unpacked(reference)
+        return known
+
+    def _unpacked(self, reference: str) -> UnpackedImage:
         image = self.find(reference)
         place = self.unpacked / image.digest.removeprefix("sha256:")
         try:
@@ -172,6 +170,15 @@ class ImageStore:
     @property
     def _images(self) -> list[StoredImage]:
         return self._scanned[0]
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[StoredImage]]:
+        """The images that a name or digest means."""
+        found: defaultdict[str, list[StoredImage]] = defaultdict(list)
+        for image in self._images:
+            for name in {*image.names, image.digest, image.config_digest}:
+                found[name].append(image)
+        return dict(found)
 
     @property
     def _problems(self) -> list[ImageError]:

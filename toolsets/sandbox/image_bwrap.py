@@ -15,14 +15,14 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Literal, NamedTuple
 
 from batch_trajectories.basics.errors import HostError
 from toolsets.images.bases import base_of, keep_base, remove_bases, remove_work, use_base
-from toolsets.images.layers import resolve
+from toolsets.images.layers import read_inside, resolve
 from toolsets.images.names import ImageError
 from toolsets.images.store import ImageStore, UnpackedImage
 from toolsets.sandbox.base import (
@@ -421,29 +421,34 @@ def user_of(image: UnpackedImage, name: str | None) -> User:
 
     Raises `ImageError` for a name that the image does not have.
     """
-    wanted, _, group = (name or image.user or "0").partition(":")
-    known = _table(image, "/etc/passwd", 6)
+    return _user_in(image.rootfs, name or image.user or "0")
+
+
+@lru_cache(1024)  # many conversations ask for the same
+def _user_in(rootfs: Path, name: str) -> User:
+    wanted, _, group = name.partition(":")
+    known = _table(rootfs, "/etc/passwd", 6)
     entry = next((row for row in known if wanted in (row[0], row[2])), None)
     if entry is None and not wanted.isdecimal():
         raise ImageError(f"user {wanted!r} is not in /etc/passwd of the image")
     try:
         uid, gid = (int(wanted), 0) if entry is None else (int(entry[2]), int(entry[3]))
         if group:
-            gid = int(group) if group.isdecimal() else _group(image, group)
+            gid = int(group) if group.isdecimal() else _group(rootfs, group)
     except ValueError as error:
         raise ImageError(f"/etc/passwd of the image: {wanted!r} has no numbers") from error
     home = entry[5] if entry is not None and entry[5].startswith("/") else "/"
     return User(wanted if entry is None else entry[0], uid, gid, home)
 
 
-def _group(image: UnpackedImage, name: str) -> int:
-    for row in _table(image, "/etc/group", 3):
+def _group(rootfs: Path, name: str) -> int:
+    for row in _table(rootfs, "/etc/group", 3):
         if row[0] == name:
             return int(row[2])
     raise ImageError(f"group {name!r} is not in /etc/group of the image")
 
 
-def _table(image: UnpackedImage, path: str, columns: int) -> list[list[str]]:
-    text = (image.read(path) or b"").decode("utf-8", "replace")
+def _table(rootfs: Path, path: str, columns: int) -> list[list[str]]:
+    text = (read_inside(rootfs, path) or b"").decode("utf-8", "replace")
     rows = (line.split(":") for line in text.splitlines())
     return [row for row in rows if len(row) >= columns]
