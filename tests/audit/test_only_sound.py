@@ -34,7 +34,7 @@ def test_a_run_uses_the_sound_rows_that_have_not_changed(tmp_path: Path) -> None
         done = run(tmp_path, "--row_setup", **RUN)
         assert done.returncode == 0, done.stderr
         assert (
-            "--only_sound=audit: 1 rows are sound; left out: 1 changed since, 1 not in the audit, "
+            "--only_sound=audit: 1 sound row; left out: 1 changed since, 1 not in the audit, "
             "1 passes_untouched, 1 reference_fails"
         ) in done.stderr
     assert ids(tmp_path / "trajectories" / "r" / "records.jsonl") == ["sound"]

@@ -979,7 +979,7 @@ def test_arguments_that_are_null_are_named_and_pointed_to_parquet(tmp_path: Path
     counts = [part.get("rows_with_null_arguments") for part in manifest["formats"]]
     assert counts == [1, None]
     card = (directory / "README.md").read_text()
-    assert "- 1 rows of `openai` have arguments that are null." in card
+    assert "- arguments that are null in 1 row of `openai`: Axolotl" in card
     assert "| Axolotl | `openai_parquet/train.parquet` |" in card
     done = run(tmp_path, "export", str(source.run_dir), format="openai")
     assert "1 of these rows have arguments that are null, which Axolotl drops" in done.stdout

@@ -86,7 +86,7 @@ def test_questions_come_from_the_hub_and_the_manifest_names_the_commit(tmp_path:
     assert manifest["evaluation"] == [{"name": name, "revision": REVISION, **counts}]
     card = (dataset / "README.md").read_text()
     assert f"- compared with benchmarks: 13 words in a row, in all texts\n  - `{name}`, " in card
-    assert f"revision {REVISION}: 1 questions; left out: 1 by words" in card
+    assert f"revision {REVISION}: 1 question; left out: 1 by words" in card
     gone = run(tmp_path, "export", source.run_dir, recipe="recipe.yaml",
                env={**home, **environment})  # fmt: skip
     assert gone.returncode == 4

@@ -174,7 +174,7 @@ def test_statistics_and_the_card_count_it(tmp_path: Path) -> None:
     directory, manifest = exported(source, formats="hermes")
     counts = {"assistant_turns": 3, "with_reasoning": 1, "without_reasoning": 2, "hidden": 1}
     assert manifest["statistics"]["reasoning"] == {**counts, "rows_with_any": 1}
-    assert "1 more turns had some that the API hides" in (directory / "README.md").read_text()
+    assert "1 more turn had some that the API hides" in (directory / "README.md").read_text()
     statistics = statistics_of(source.run_dir, style=Style())
     assert "reasoning in 33.3% of 3 turns, hidden by the API in 33.3%" in list(
         as_text(statistics, {})

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from batch_trajectories.basics.text import plural
 from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.export.rows.format import format_named
 from batch_trajectories.export.rows.recipe import Recipe, RunShare
@@ -139,7 +140,7 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield "## Where it comes from"
     yield ""
     for model in manifest["models"]:
-        yield f"- model `{model['model']}`: {model['records']:,} conversations"
+        yield f"- model `{model['model']}`: {plural(model['records'], 'conversation')}"
     for toolset in statistics["toolsets"]:
         yield f"- toolset `{toolset['toolset']}`: offered in {toolset['percent']}%"
     if "run" in manifest:
@@ -186,8 +187,8 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     for part in manifest["formats"]:
         if count := part.get("rows_with_null_arguments"):
             yield (
-                f"- {count:,} rows of `{part['format']}` have arguments that are null. Axolotl "
-                "drops these from JSON lines, not from Parquet."
+                f"- arguments that are null in {plural(count, 'row')} of `{part['format']}`: "
+                "Axolotl drops these from JSON lines, not from Parquet."
             )
         if segments := part.get("segments"):
             yield _by_segments(part["format"], segments, is_marked=part["marks_loss"])
@@ -200,7 +201,7 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield (
         f"- reasoning: in {reasoning['with_reasoning']:,} of {reasoning['assistant_turns']:,} "
         + (f"turns, style `{recipe.reasoning or 'as each format has it'}`")
-        + (f"; {hidden:,} more turns had some that the API hides" if hidden else "")
+        + (f"; {plural(hidden, 'more turn')} had some that the API hides" if hidden else "")
     )
     if recipe.per_turn:
         yield (
@@ -237,7 +238,8 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     for one in manifest.get("evaluation", ()):
         revision = f", revision {one['revision']}" if one["revision"] else ""
         by = ", ".join(f"{count:,} by {what}" for what, count in one["left_out"].items())
-        yield f"  - `{one['name']}`{revision}: {one['questions']:,} questions; left out: {by or 0}"
+        questions = plural(one["questions"], "question")
+        yield f"  - `{one['name']}`{revision}: {questions}; left out: {by or 0}"
     yield "- personal data: not looked for"
     yield ""
     yield "`manifest.json` has the recipe, all counts and a sha256 per file."
@@ -268,8 +270,9 @@ def _by_runs(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
 def _by_templates(parity: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     proved = [f"`{one['template']}`" for one in parity if one["is_proved"]]
     yield (
-        f"Rendered by {len(parity):,} chat templates; in {len(proved):,} of them every turn is "
-        f"learnt in the context that inference has{': ' if proved else '.'}{', '.join(proved)}"
+        f"Rendered by {plural(len(parity), 'chat template')}; in {len(proved):,} of them every "
+        "turn is learnt in the context that inference has"
+        f"{': ' if proved else '.'}{', '.join(proved)}"
     )
     others = [one for one in parity if not one["is_proved"] and "failed" not in one]
     if others:
@@ -301,11 +304,13 @@ _AUTHORS = {
 def _by_segments(name: str, segments: Mapping[str, Any], *, is_marked: bool) -> str:
     counts = ", ".join(f"{count:,} of {of}" for of, count in segments["conversations"].items())
     words = f"- rows of `{name}` show messages as the model saw them: {counts}, "
-    words += f"{segments['turns']:,} turns, each learnt in one row"
+    words += f"{plural(segments['turns'], 'turn')}, each learnt in one row"
     if not is_marked:
         words += "; only the last turn of a row is to be learnt"
     if unknown := segments["unknown_turns"]:
-        words += f"; {unknown:,} turns left out, for which records do not say what was shown"
+        words += (
+            f"; {plural(unknown, 'turn')} left out, for which records do not say what was shown"
+        )
     return words
 
 
@@ -330,12 +335,12 @@ def _masked(part: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in masked["by_reason"].items())
         how = "left out" if recipe.per_turn else "marked" if "marks_loss" in part else "mask 0"
         yield (
-            f"- {part['format']}: {masked['turns']:,} of {masked['of']:,} turns carry no loss"
-            + (f" ({reasons}); {how}" if reasons else "")
+            f"- {part['format']}: {masked['turns']:,} of {plural(masked['of'], 'turn')} carry no "
+            "loss" + (f" ({reasons}); {how}" if reasons else "")
         )
     if count := part.get("not_passed"):
         yield (
-            f"- {part['format']}: {count:,} conversations did not pass or ended early "
+            f"- {part['format']}: {plural(count, 'conversation')} did not pass or ended early "
             "(`included` in their metadata)"
         )
 

@@ -16,6 +16,7 @@ import orjson
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError, RunDirError
+from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.audit.audited import SAME_IN_RUNS
 from batch_trajectories.runs.audit.verdicts import NO_REFERENCE, SOUND, TASKS_FILE, task_digest
 from batch_trajectories.runs.config.run_config import RunConfig
@@ -70,7 +71,7 @@ def describe_sound(told: Mapping[str, Any]) -> str:
     rows = dict(told["rows"])
     used = rows.pop(SOUND, 0)
     left = ", ".join(f"{count:,} {name}" for name, count in sorted(rows.items())) or "none"
-    return f"--only_sound={told['audit']}: {used:,} rows are sound; left out: {left}"
+    return f"--only_sound={told['audit']}: {plural(used, 'sound row')}; left out: {left}"
 
 
 def read_sound_rows(config: RunConfig) -> SoundRows | None:
