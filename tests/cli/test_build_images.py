@@ -149,7 +149,7 @@ def test_podman_builds_and_saves_images(tmp_path: Path) -> None:
         store = ImageStore(tmp_path / "images")
         for image in images:
             unpacked = store.unpack(image)
-            assert unpacked.read("app/data") == str(tmp_path).encode()
+            assert (unpacked.rootfs / "app/data").read_text() == str(tmp_path)
             assert unpacked.workdir == "/app"
     finally:
         subprocess.run(["podman", "rmi", "--force", *images], capture_output=True, check=False)
