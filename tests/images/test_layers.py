@@ -26,7 +26,7 @@ from toolsets.images import layers as layers_module
 from toolsets.images.archives import images_in
 from toolsets.images.names import ImageError
 from toolsets.images.store import ImageStore, UnpackedImage
-from toolsets.sandbox.image_bwrap import user_of
+from toolsets.images.users import user_of
 from toolsets.workspace.removal import remove_tree
 
 

@@ -5,7 +5,8 @@ layouts      writes a layout that many images share
 names        references, which images they mean, and ImageError
 layers       layers as one directory tree that is safe on this machine
 store        the unpacked images of this user
+users        who commands of an image run as
 bases        layers that many conversations of an image begin above
 
-Other rooms import bases, layers, layouts, names, store.
+Other rooms import bases, layers, layouts, names, store, users.
 """
