@@ -86,6 +86,12 @@ def place_beside(place: Any, directory: Path) -> Any:
     return str(directory / place) if is_there else place
 
 
+def path_beside(path: str, directory: Path) -> str:
+    """A path in `directory`, where it exists there; else it is as given."""
+    beside = directory / path
+    return str(beside) if beside.exists() else path
+
+
 def local_path(value: Any) -> Any:
     """Before-validator: a URL is no path; `s3://bucket` would be a directory `s3:` here."""
     if isinstance(value, str | Path) and is_url(str(value)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -350,3 +351,28 @@ def test_no_more_agents_run_than_fit_into_memory() -> None:
     assert (one.num_workers, one.concurrency) == (1, 1)
     given = with_checked_agent(config(agent=agent, concurrency=5))
     assert (given.num_workers, given.concurrency) == (4, 5)
+
+
+@pytest.mark.parametrize("is_in_config", [False, True], ids=["agent_file", "config_file"])
+def test_programs_are_looked_for_beside_the_file_that_names_them_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_config: bool
+) -> None:
+    """Then in the current directory; what is nowhere stays as it was written."""
+    here, beside = tmp_path / "here", tmp_path / "files"
+    (beside / "data").mkdir(parents=True)
+    here.mkdir()
+    for path in (beside / "both.py", here / "both.py", here / "only_here.py"):
+        path.touch()
+    absolute = str(here / "only_here.py")
+    programs = ["data", "both.py", "only_here.py", "nowhere.py", absolute]
+    file = beside / "my.yaml"
+    file.write_text(json.dumps({"agent": {**AGENT, "programs": programs}}))
+    monkeypatch.chdir(here)
+    given = {"dataset_file": "p.jsonl", "run_name": "r", "model": "openai:m"}
+    if is_in_config:
+        agent = load_config(Path("../files/my.yaml"), given).agent
+    else:
+        agent = config(agent="../files/my.yaml").agent
+    assert agent is not None
+    found = ["../files/data", "../files/both.py", "only_here.py", "nowhere.py", absolute]
+    assert [*map(str, agent.programs)] == found

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batch_trajectories.basics.validation import place_beside
+from batch_trajectories.basics.validation import path_beside, place_beside
 
 
 def with_paths(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
@@ -20,8 +20,7 @@ def with_paths(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     if isinstance(mask := loaded.get("mask"), dict) and "function" in mask:
         made["mask"] = {**mask, "function": place_beside(mask["function"], directory)}
     if isinstance(fit := loaded.get("fit"), dict) and isinstance(fit.get("template"), str):
-        path = directory / fit["template"]
-        made["fit"] = {**fit, "template": str(path) if path.exists() else fit["template"]}
+        made["fit"] = {**fit, "template": path_beside(fit["template"], directory)}
     return made
 
 

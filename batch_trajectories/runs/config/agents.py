@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from agent.gateway.command_agent import CommandAgent
 from agent.models.model import ModelSettings
 from agent.options import LIMITS, AgentOptions, parse_json
 from batch_trajectories.basics.presets import preset_or_path
+from batch_trajectories.basics.validation import path_beside
 from batch_trajectories.runs.config.endpoints import is_secret
 
 DEFAULTS: Mapping[str, Any] = {"max_turns": 200, "max_conversation_s": 3600.0, "repeat_limit": 0}
@@ -46,7 +48,16 @@ def _read(value: Any) -> Any:
         loaded = loaded["agent"]  # as in a config file
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: must have `key: value` lines, such as command and speaks")
-    return {"name": path.stem, **loaded}
+    return {"name": path.stem, **with_programs(loaded, path.parent)}
+
+
+def with_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """An agent that a file in `directory` holds: its `programs` are looked for there first."""
+    programs = loaded.get("programs")
+    if not isinstance(programs, list):
+        return dict(loaded)
+    placed = [path_beside(p, directory) if isinstance(p, str) else p for p in programs]
+    return {**loaded, "programs": placed}
 
 
 def check_options(agent: CommandAgent, given: Collection[str]) -> None:

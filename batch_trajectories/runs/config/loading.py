@@ -110,6 +110,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     for key in ("distribution", "rows", "agent"):
         if isinstance(loaded.get(key), str) and loaded[key].endswith((".yaml", ".yml")):
             loaded[key] = str(path.parent / loaded[key])
+    if isinstance(agent := loaded.get("agent"), dict):
+        from batch_trajectories.runs.config.agents import with_programs  # few runs have agents
+
+        loaded["agent"] = with_programs(agent, path.parent)
     return loaded
 
 
