@@ -29,16 +29,19 @@ def in_parts(
     *,
     doing: str,
     enough: int,
+    amount: int | None = None,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[R]:
     """What `do` gives for each part of `items`, in order; shows progress as `doing`.
 
-    There are as many parts as processors, each in a forked process and with at least `enough`
-    items; a single part, in this process, where that is too few or a fork would be unsafe because
-    other threads run. Results are pickled. `meanwhile` is called in this process, which otherwise
-    waits. Raises what both raise, and `EnvironmentStop` if a process dies.
+    There are as many parts as processors, each in a forked process and with at least `enough` of
+    the `amount` of work: the items, or their bytes. A single part, in this process, where that is
+    too little or a fork would be unsafe because other threads run. Results are pickled. `meanwhile`
+    is called in this process, which otherwise waits. Raises what both raise, and `EnvironmentStop`
+    if a process dies.
     """
-    parts = min(len(os.sched_getaffinity(0)), _MOST, len(items) // enough)
+    amount = len(items) if amount is None else amount
+    parts = min(len(os.sched_getaffinity(0)), _MOST, len(items), amount // enough)
     with LongWork(doing, total=len(items)) as work, rare_garbage_collection():
         if parts < 2 or threading.active_count() > 1 or not hasattr(os, "fork"):
             meanwhile()

@@ -66,6 +66,11 @@ class RecordOrder:
             raise
 
     @property
+    def bytes(self) -> int:
+        """Of the lines of all records."""
+        return sum(self._lengths)
+
+    @property
     def with_record(self) -> int:
         """Number of tasks that have a record."""
         return sum(1 for _ in self.numbers())

@@ -49,7 +49,7 @@ from batch_trajectories.runs.store.files import (
     temporary_for,
     training_file_of,
 )
-from batch_trajectories.runs.store.reader import ENOUGH
+from batch_trajectories.runs.store.reader import ENOUGH_BYTES
 from batch_trajectories.runs.store.record_parts import StoredError
 from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.scores import CHECK, Scores
@@ -236,7 +236,9 @@ def export_run(
                 part.write(order.few(some), read, style, advance, paths)
                 return part
 
-            whole, *others = in_parts(numbers, write, doing="export", enough=ENOUGH)
+            whole, *others = in_parts(
+                numbers, write, doing="export", enough=ENOUGH_BYTES, amount=order.bytes
+            )
         for part in others:
             whole.add(part)
         # The training file comes last: where it is new, the others are.

@@ -39,8 +39,8 @@ def use_processes(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
     monkeypatch.setattr(threading, "active_count", lambda: 1)  # those of pytest do not matter
     for module in (reader, training_files):
-        monkeypatch.setattr(module, "ENOUGH", 1)
-    monkeypatch.setattr(verify, "_ENOUGH", 1)
+        monkeypatch.setattr(module, "ENOUGH_BYTES", 1)
+    monkeypatch.setattr(verify, "_ENOUGH_BYTES", 1)
 
 
 def groups(folder: Path) -> Path:
@@ -178,6 +178,8 @@ def test_parts_are_in_order_and_in_other_processes(monkeypatch: pytest.MonkeyPat
     assert [n for _, part in found for n in part] == [*range(1000)]
     assert len({pid for pid, _ in found} | {os.getpid()}) == 4
     assert in_parts(range(9), work, doing="count", enough=10) == [(os.getpid(), [*range(9)])]
+    found = in_parts(range(9), work, doing="count", enough=10, amount=29)  # few, but large
+    assert [part for _, part in found] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
 
 
 @pytest.mark.parametrize("enough", [1, 100])

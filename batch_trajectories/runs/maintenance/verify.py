@@ -53,8 +53,8 @@ from batch_trajectories.runs.supervisor.budget import is_budget_line
 _OF_CHECKS = ("checks", "completed_passed", "completed_not_passed", "prompts_passed")
 """Keys of summary.json that versions without `checks.scored` counted otherwise."""
 
-_ENOUGH = 10_000
-"""A process with fewer records takes as long to start as it saves."""
+_ENOUGH_BYTES = 40 << 20
+"""A process with less of the records takes as long to start as it saves."""
 
 _READ_AHEAD = 1 << 20
 
@@ -183,7 +183,11 @@ def _are_rows_of(rows: bytes, records: Path, *, meanwhile: Callable[[], object])
 
     numbers = range(1, len(lengths))
     work = f"reading {records.name}"
-    return all(in_parts(numbers, are_right, doing=work, enough=_ENOUGH, meanwhile=meanwhile))
+    size = records.stat().st_size
+    parts = in_parts(
+        numbers, are_right, doing=work, enough=_ENOUGH_BYTES, amount=size, meanwhile=meanwhile
+    )
+    return all(parts)
 
 
 def _named_problems(path: Path, stored: bytes, report: Report) -> Index:

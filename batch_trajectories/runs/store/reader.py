@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _DIGEST = b',"input_digest":"'
 _HEAD_BYTES = 512
 
-ENOUGH = 5000
-"""A process with fewer records takes as long to start as it saves."""
+ENOUGH_BYTES = 20 << 20
+"""A process with less of the records takes as long to start as it saves."""
 
 _FEW_BYTES = 1 << 20
 """The fastest for records of 4 and 34 KB, of 32 KiB to 2 MiB."""
@@ -163,4 +163,7 @@ def over_records(
                 yield [*map(read_one, few)]
                 advance(len(few))
 
-        return in_parts(numbers, do_part, doing=doing, enough=ENOUGH, meanwhile=meanwhile)
+        size = sum(lengths)
+        return in_parts(
+            numbers, do_part, doing=doing, enough=ENOUGH_BYTES, amount=size, meanwhile=meanwhile
+        )
