@@ -10,6 +10,8 @@ _NUMBERS = r"\b(?=[a-fA-F-]*\d)[0-9a-fA-F-]{8,}\b|(?<!HTTP )(?<!\d)\d+"
 """Also hexadecimal ids; no HTTP status."""
 _VALUES = re.compile(_NUMBERS), re.compile(rf"'[^']*'|\"[^\"]*\"|{_NUMBERS}")
 
+_LEFT_OUT = "[...]"
+
 
 def clip(text: str, *, max_chars: int) -> str:
     """Return `text`, or its head and tail around a mark if it is longer than `max_chars`.
@@ -22,6 +24,34 @@ def clip(text: str, *, max_chars: int) -> str:
     tail = max_chars - head
     mark = f"\n[... {len(text) - max_chars} characters cut ...]\n"
     return text[:head] + mark + text[len(text) - tail :]
+
+
+def in_a_line(message: str, *, max_chars: int = 300) -> str:
+    """A message of several lines for a place that has one; marks and bars beside `max_chars`.
+
+    It has the first line, which says what failed, and as many of the last ones as fit, which say
+    why; what is left out between them is marked.
+    """
+    lines = [line for line in (" ".join(line.split()) for line in message.splitlines()) if line]
+    if len(lines) < 2:
+        return _without_middle("".join(lines), max_chars)
+    first = _without_middle(lines[0], max_chars // 2)
+    left = max(max_chars - len(first), max_chars // 2)
+    last = [_without_middle(lines[-1], left)]
+    left -= len(last[0])
+    for line in reversed(lines[1:-1]):
+        if (left := left - len(line)) < 0:
+            last.append(_LEFT_OUT)
+            break
+        last.append(line)
+    return " | ".join([first, *reversed(last)])
+
+
+def _without_middle(line: str, max_chars: int) -> str:
+    if len(line) <= max_chars:
+        return line
+    head = max_chars // 2
+    return f"{line[:head].rstrip()} {_LEFT_OUT} {line[head - max_chars :].lstrip()}"
 
 
 def valid_utf8(text: str) -> str:

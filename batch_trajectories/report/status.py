@@ -13,7 +13,7 @@ import orjson
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import show, show_json
 from batch_trajectories.basics.errors import RunDirError
-from batch_trajectories.basics.text import plural
+from batch_trajectories.basics.text import in_a_line, plural
 from batch_trajectories.report.facts import seconds_at_work
 from batch_trajectories.report.formatting import count, moment, one_line, plain, seconds
 from batch_trajectories.runs.batch_api.totals import BatchTotals, compute_batch_totals
@@ -182,7 +182,7 @@ def _errors(errors: list[dict[str, Any]]) -> list[str]:
         *(
             f"  {one_line(error['class'], _ID_CHARS)} {count(error['count'])}, the last: "
             f"{one_line(error['id'], _ID_CHARS)}: "
-            f"{one_line(error['message'], _LINE_CHARS)}"
+            f"{plain(in_a_line(error['message'], max_chars=2 * _LINE_CHARS))}"
             for error in errors[:_SHOWN]
         ),
     ]

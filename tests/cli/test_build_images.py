@@ -83,7 +83,7 @@ class TestPlayed:
         built = run(tmp_path, "build-images", "tasks")
         assert built.returncode == 1
         assert "one: " in built.stderr
-        assert "docker cannot build it: unknown instruction: broken" in built.stderr
+        assert "docker cannot build it: first line | unknown instruction: broken" in built.stderr
         assert "1 image built or there already, 1 failed" in built.stdout
         assert log.read_text() == "one True\ntwo True\n"
 

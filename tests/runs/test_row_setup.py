@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.basics.text import in_a_line
 from batch_trajectories.runs.dataset.row import RowRules
 from batch_trajectories.runs.dataset.row_check import Check
 from batch_trajectories.runs.dataset.row_setup import RowSetup, read_row_setup
@@ -160,6 +161,44 @@ def test_a_set_up_that_fails_is_a_failure_with_its_output(tmp_path: Path) -> Non
     assert "ended with exit code 3: no such thing" in record["error"]["message"]
     assert record["check"] is None
     assert record["turns"] == []
+
+
+def test_why_a_set_up_failed_is_one_line_wherever_there_is_only_one(tmp_path: Path) -> None:
+    """The line that helps may be the first, the last or one between; failures.jsonl has all."""
+    setup = "printf 'ERROR: no foo\\n\\n[notice] a new pip\\n' >&2; exit 3"
+    write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": [ANSWER], "setup": setup})
+    given = {**SCRIPTED, "sandbox": "local", "max_attempts": 1}
+    done = run(tmp_path, "--row_setup", **given)
+    assert done.returncode == 1, done.stderr
+    told = "ended with exit code 3: ERROR: no foo | [notice] a new pip"
+    place = tmp_path / "trajectories" / "r"
+    shown, totals = (done.stderr + done.stdout).split("1 prompt x 1", 1)
+    assert re.search(rf"a: attempt 1 failed \(setup_failed\): .*{re.escape(told)}\n", shown)
+    assert re.search(rf" 1  setup_failed: .*{re.escape(told)}\n", totals)
+    [reason] = json.loads((place / "summary.json").read_bytes())["reasons"]
+    assert reason["message"].endswith(told)
+    log = (place / "run.log").read_text()
+    assert re.search(rf"a: failed after 0 turns \(setup_failed\): .*{re.escape(told)}\n", log)
+    status = run(tmp_path, "status", "r").stdout
+    assert re.search(rf"setup_failed 1, the last: a: .*{re.escape(told)}\n", status)
+    [failure] = lines(place / "failures.jsonl")
+    assert failure["message"].endswith("ERROR: no foo\n\n[notice] a new pip")
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("", ""),
+        ("  one \n", "one"),
+        ("0123456789" * 5, "0123456789012345 [...] 4567890123456789"),
+        ("first\n\n  second\tline\r\nlast", "first | second line | last"),
+        ("first\n" + "x" * 40 + "\nwhy\nlast", "first | [...] | why | last"),
+        ("f" * 40 + "\n" + "l" * 40, "ffffffff [...] ffffffff | llllllll [...] llllllll"),
+    ],
+)
+def test_a_message_in_a_line(message: str, line: str) -> None:
+    """The first line, and as many of the last as fit."""
+    assert in_a_line(message, max_chars=32) == line
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args
 import orjson
 
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.text import clip
+from batch_trajectories.basics.text import clip, in_a_line
 from batch_trajectories.runs.audit.skipped import why_hollow
 from batch_trajectories.runs.audit.steps import Name, step_of
 from batch_trajectories.runs.dataset.column_names import (
@@ -227,7 +227,7 @@ def _ended(part: Mapping[str, Any]) -> str:
 def how_it_ended(check: Mapping[str, Any]) -> str:
     """How a check ended, in a line; `check` is the result of `run_check`."""
     if check.get("error"):
-        return _last(check["error"])
+        return in_a_line(check["error"])
     tests = check.get("tests") or {}
     if wrong := tests.get("first_wrong"):
         shown = ", ".join(f"{name} {status}" for name, status in list(wrong.items())[:3])

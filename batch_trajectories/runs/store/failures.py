@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from batch_trajectories.basics.text import clip, without_values
+from batch_trajectories.basics.text import in_a_line, without_values
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object, with_checksum
 from batch_trajectories.runs.store.files import AppendFile, repair_tail
 from batch_trajectories.runs.store.index import IndexEntry
 from batch_trajectories.runs.store.tasks import BadRow, task_key
 
 _REASONS = 20
-_SHOWN = 300
 
 
 class Failure(NamedTuple):
@@ -114,8 +113,8 @@ def load_failed_attempts(run_dir: Path) -> dict[bytes, str]:
 def why_tasks_failed(run_dir: Path, tasks: Collection[bytes]) -> list[dict[str, Any]]:
     """Why the last attempts of these tasks failed, the most frequent first; writes nothing.
 
-    Keys: `class`, `message` (the last line of one of them) and `count`. Messages that differ only
-    in numbers and in what they quote count as one.
+    Keys: `class`, `message` (one of them, in a line) and `count`. Messages whose last lines differ
+    only in numbers and in what they quote count as one.
     """
     if not tasks:
         return []
@@ -127,7 +126,7 @@ def why_tasks_failed(run_dir: Path, tasks: Collection[bytes]) -> list[dict[str, 
         if (key := task_key(line["id"], line["input_digest"])) in tasks:
             said = line["message"].strip().rpartition("\n")[2]
             last[key] = kind = (line["class"], without_values(said))
-            examples[kind] = clip(said, max_chars=_SHOWN)
+            examples[kind] = in_a_line(line["message"])
     counts = Counter(last.values()).most_common(_REASONS)
     return [{"class": kind[0], "message": examples[kind], "count": count} for kind, count in counts]
 

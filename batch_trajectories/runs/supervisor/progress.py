@@ -27,6 +27,7 @@ from batch_trajectories.basics.console import (
     say,
     terminal_size,
 )
+from batch_trajectories.basics.text import in_a_line
 from batch_trajectories.runs.protocol.messages import Counters, no_counters
 from batch_trajectories.runs.store.failures import Failure
 from batch_trajectories.runs.store.files import temporary_for
@@ -162,10 +163,9 @@ class Progress:
         """Show only the first failures: a run may have thousands, and failures.jsonl has all."""
         self._failures_told += 1
         if self._failures_told <= _FAILURES_SHOWN:
-            last_line = failure.message.strip().splitlines()[-1]
             self.say(
                 f"{failure.id}: attempt {failure.attempt} failed ({failure.error_class}): "
-                f"{last_line}"
+                f"{in_a_line(failure.message)}"
             )
         if self._failures_told == _FAILURES_SHOWN and self._file is not None:
             self.say(f"further failures: {self._file.with_name('failures.jsonl')}")

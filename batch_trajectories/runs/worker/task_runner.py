@@ -24,7 +24,7 @@ from agent.runner import ConversationRunner
 from agent.setup import Home, replies_played
 from agent.state.trajectory import Kept, Trajectory
 from batch_trajectories.basics.errors import AgentFailed, HostError, Stopped, machine_failure
-from batch_trajectories.basics.text import plural
+from batch_trajectories.basics.text import in_a_line, plural
 from batch_trajectories.runs.config.models import Setups, setup_of_task
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.row import RowTask
@@ -193,9 +193,9 @@ class TaskRunner:
             failure = _failure(task, assignment, error.error_class, str(error))
         finally:
             await work.context.close(remove=False)
-        calls = trajectory.agent_calls
-        turns = trajectory.turns if calls is None else len(calls.live)
-        log.info("%s: %s after %s", task.id, work.end.status, plural(turns, "turn"))
+        turns = trajectory.turns if (calls := trajectory.agent_calls) is None else len(calls.live)
+        why = f" ({failure.error_class}): {in_a_line(failure.message)}" if failure else ""
+        log.info("%s: %s after %s%s", task.id, work.end.status, plural(turns, "turn"), why)
         if failure and assignment["attempt"] < self._config.max_attempts:
             return _failed(task, failure)
         self._not_durable[task.key] = work.context

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from batch_trajectories.basics.locked import locked
+from batch_trajectories.basics.text import in_a_line
 from toolsets.images.names import ImageError
 from toolsets.sandbox.base import Pull, SandboxError
 
@@ -218,5 +219,4 @@ def ask_engine(
 
 
 def words_of(done: subprocess.CompletedProcess[bytes]) -> str:
-    said = done.stderr.decode(errors="replace").strip().splitlines()
-    return said[-1][:300] if said else "it said nothing"
+    return in_a_line(done.stderr.decode(errors="replace")) or "it said nothing"
