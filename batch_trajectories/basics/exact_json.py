@@ -113,6 +113,35 @@ def is_nested_too_deep(json_text: bytes) -> bool:
     return bool(brackets)
 
 
+def place_of_repeated_key(text: bytes) -> str | None:
+    """Where an object in JSON has a key twice, such as `messages[0].content`; None: nowhere.
+
+    `text` was read without errors. Slower than reading it: `loads` takes the last value.
+    """
+    if is_nested_too_deep(text):
+        return None
+    repeated: dict[int, tuple[dict[str, Any], str]] = {}  # kept, so that no other has its id
+
+    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            keys = [key for key, _ in pairs]
+            repeated[id(made)] = made, next(key for key in keys if keys.count(key) > 1)
+        return made
+
+    inside: list[tuple[str, Any]] = [("", json.loads(text, object_pairs_hook=read))]
+    while inside:
+        place, value = inside.pop()
+        if isinstance(value, list):
+            inside += [(f"{place}[{n}]", one) for n, one in enumerate(value)][::-1]
+        elif isinstance(value, dict):
+            before = f"{place}." if place else ""
+            if id(value) in repeated:
+                return before + repeated[id(value)][1]
+            inside += [(before + key, one) for key, one in value.items()][::-1]
+    return None
+
+
 def repeated_key(content: bytes, read: Mapping[str, Any]) -> str | None:
     """A key that a JSON object, or an object directly in it, has twice; None if there is none.
 

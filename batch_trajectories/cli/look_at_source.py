@@ -78,7 +78,7 @@ def _described(
     source: Path, lines: list[bytes], *, shown: int, columns: str | None, kind: str | None
 ) -> str:
     from batch_trajectories.basics import exact_json
-    from batch_trajectories.basics.text import clip, plural
+    from batch_trajectories.basics.text import clip, first_few, plural
     from batch_trajectories.runs.dataset.row import RowRules, kind_of, usual_prompt
 
     rules = RowRules()
@@ -88,6 +88,7 @@ def _described(
     reasons = Counter[str]()
     first_places: dict[str, str] = {}
     proposed = Counter[str]()
+    repeated = []
     printed = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -105,6 +106,8 @@ def _described(
             place, why = _place_of(str(error))
             reasons[why] += 1
             first_places.setdefault(why, place)
+        if (twice := exact_json.place_of_repeated_key(line)) is not None:
+            repeated.append(f"row {number}, `{twice}`")
         if "prompt" not in row and (usual := usual_prompt(row)):
             proposed[usual] += 1
         if number <= shown:
@@ -121,6 +124,12 @@ def _described(
     for reason, count in reasons.most_common(_REASONS):
         place = first_places.get(reason, "")
         description.append(f"{plural(count, 'row')}: {reason}{place and f' (the first: {place})'}")
+    if repeated:
+        places = first_few(repeated, separator="; ")
+        description.append(
+            f"{plural(len(repeated), 'row')} with a key twice in one object, whose last value "
+            f"counts: {places}"
+        )
     description += printed
     if proposed and not columns:
         columns = f"prompt={proposed.most_common(1)[0][0]}"

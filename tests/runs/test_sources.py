@@ -638,3 +638,23 @@ def test_look_shows_columns_and_proposes_the_prompt(tmp_path: Path) -> None:
     assert "1 of 1 row can be used" in renamed.output
     assert '{"prompt":"What is 2 + 2?","expected":"4"}' in renamed.output
     assert "p.csv --columns=prompt=problem,expected=answer\n" in renamed.output
+
+
+def test_look_names_rows_where_an_object_has_a_key_twice(tmp_path: Path) -> None:
+    """As in all JSON readers the last value counts, at any depth."""
+    rows = [
+        '{"prompt": "x", "metadata": {"a": 1, "b": {"a": 1}}}',
+        '{"prompt": "lost", "prompt": "y"}',
+        '{"prompt": [{"role": "user", "content": "lost", "\\u0063ontent": "z"}]}',
+        '{"prompt": "x", "m": [[1], [{"a": {"b": 1, "c": {}, "b": {"d": 1}}}]]}',
+        '{"prompt": "x", "m": {"m": {"a": 1, "a": 2}}, "m": {}}',
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(rows))
+    shown = CliRunner().invoke(main, ["look", str(tmp_path / "p.jsonl"), "--rows=3"])
+    assert "p.jsonl: 5 of 5 rows can be used" in shown.output
+    assert (
+        "4 rows with a key twice in one object, whose last value counts: row 2, `prompt`; "
+        "row 3, `prompt[0].content`; row 4, `m[1][0].a.b`; row 5, `m`\n"
+    ) in shown.output
+    assert 'row 2: {"prompt":"y"}' in shown.output
+    assert '"content":"z"' in shown.output
