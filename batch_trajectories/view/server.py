@@ -27,8 +27,10 @@ MOST_BYTES = 1 << 20
 """Of a request's body."""
 _LOGIN_PAUSE_S = 1.0
 
-MOST_LINE_BYTES = 64 << 10
-"""Of a request line: a selection of many rows is longer than the 8 KB that aiohttp takes."""
+MOST_LINE_BYTES = 4 << 20
+"""Of a request line: aiohttp refuses longer ones in words of its own, and browsers send no such."""
+_MOST_ADDRESS_BYTES = 64 << 10
+"""A selection of many rows is longer than the 8 KB that aiohttp takes on its own."""
 
 T = TypeVar("T")
 
@@ -63,6 +65,9 @@ class ViewServer:
     ) -> web.StreamResponse:
         """Check who asks, and turn errors into answers."""
         try:
+            if len(request.raw_path) > _MOST_ADDRESS_BYTES:
+                most = f"{_MOST_ADDRESS_BYTES >> 10} KiB"
+                raise web.HTTPRequestURITooLong(reason=f"the address is longer than {most}")
             self._guard.check_origin(request)
             if request.path.startswith("/api/") and request.path != "/api/login":
                 self._guard.check_access(request)

@@ -184,6 +184,15 @@ def test_wrong_parameters_are_named(viewer: Viewer, query: dict[str, Any]) -> No
     assert next(iter(query)) in answer.body["error"]
 
 
+@pytest.mark.parametrize("length", [9_000, 70_000, 2_000_000])
+def test_a_long_address_is_answered_or_refused_in_json(viewer: Viewer, length: int) -> None:
+    """Browsers send up to 2 MB."""
+    answer = viewer.ask("/api/runs/r/rows", q="x" * length)
+    assert answer.status == (200 if length < 64 << 10 else 414)
+    if answer.status == 414:
+        assert answer.body == {"error": "the address is longer than 64 KiB"}
+
+
 def test_labels_are_lines_and_can_be_undone(viewer: Viewer, runs: Path) -> None:
     path = f"{RUN}/labels"
     shown = viewer.get(f"{RUN}/record", id="missing")["row"]
