@@ -181,7 +181,21 @@ def test_words_that_were_cleared_do_not_come_back(browser: Browser, address: str
       document.querySelector("#by-inside").click();
       return document.querySelector("#query").value;
     }"""
+    pick = """(bar) => {
+      document.querySelector("#query").value = "";
+      document.querySelector("#query").dispatchEvent(new Event("input", { bubbles: true }));
+      bar.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+      return document.querySelector("#query").value;
+    }"""
     with opened(browser, address, "#rich") as page:
+        page.locator("#found", has_text=ALL_SHOWN).wait_for()
+        page.fill("#query", "t1#s1")
+        page.locator("#found", has_text="1 of 12 shown").wait_for()
+        assert page.get_by_role("button", name="Filter by not passed: 1").evaluate(pick) == ""
+        page.locator("#found", has_text="6 of 12 shown").wait_for()
+        page.wait_for_timeout(300)
+        assert page.input_value("#query") == ""
+        page.get_by_role("button", name="Clear").click()
         page.locator("#found", has_text=ALL_SHOWN).wait_for()
         page.fill("#query", "nothing has this")
         page.locator("#found", has_text="0 of 12 shown").wait_for()

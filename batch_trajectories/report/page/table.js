@@ -11,6 +11,7 @@ let matching = 0; // how many rows the filters leave
 let selected = -1;
 let drawn = [-1, -1];
 let searches = 0;
+let later; // a search that waits for the next key
 
 // Only in runs of which something was checked.
 const CHECK_COLUMN = {
@@ -78,8 +79,10 @@ function showFound(all, stays) {
   drawRows({ force: true });
 }
 
+// The words are those of the field, which may have been typed since the last search.
 function setFilters(changes) {
-  Object.assign(filters, changes);
+  clearTimeout(later);
+  Object.assign(filters, { query: $("query").value }, changes);
   showFilters();
   if (!$("trouble").dataset.lasts) $("trouble").hidden = true;
   return applyFilters();
@@ -222,21 +225,18 @@ function startTable() {
 }
 
 function listenToTable() {
-  let later;
-  $("query").addEventListener("input", (event) => {
+  $("query").addEventListener("input", () => {
     clearTimeout(later);
-    later = setTimeout(() => setFilters({ query: event.target.value }), 120);
+    later = setTimeout(setFilters, 120);
   });
   $("filters").addEventListener("change", ({ target }) => {
     const name = target.id.replace(/^by-/, "");
     if (target.id === "query") return;
-    clearTimeout(later);
-    setFilters({ query: $("query").value, [name]: target.type === "checkbox" ? target.checked : target.value });
+    setFilters({ [name]: target.type === "checkbox" ? target.checked : target.value });
   });
   $("filters").addEventListener("submit", (event) => (event.preventDefault(), select(0)));
   $("filters").addEventListener("reset", (event) => {
     event.preventDefault();
-    clearTimeout(later);
     setFilters(Object.fromEntries(Object.keys(filters).map((name) => [name, ""])));
   });
   $("scroller").addEventListener("scroll", () => drawRows(), { passive: true });
