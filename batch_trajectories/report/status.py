@@ -22,7 +22,7 @@ from batch_trajectories.runs.directory.run_lock import holder_of
 from batch_trajectories.runs.directory.run_totals import RunTotals, as_table
 from batch_trajectories.runs.store.failures import failures_by_class
 from batch_trajectories.runs.store.files import read_json
-from batch_trajectories.runs.supervisor.progress import PROGRESS_FILE, describe
+from batch_trajectories.runs.supervisor.progress import describe, state_of
 
 _SLOWEST = 5
 _SHOWN = 10
@@ -86,19 +86,10 @@ def look(stored: StoredRun) -> Status:
         stored.path,
         holder,
         stored.totals(),
-        None if holder is None else _progress(stored.path, pid=holder.get("pid")),
+        None if holder is None else state_of(stored.path, holder),
         run_status(stored),
         compute_batch_totals(stored.path),
     )
-
-
-def _progress(run_dir: Path, *, pid: int | None) -> dict[str, Any] | None:
-    """The state that process `pid` wrote; None if there is none, as in its first second."""
-    try:
-        state: dict[str, Any] = orjson.loads((run_dir / PROGRESS_FILE).read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return None
-    return state if state["pid"] == pid else None
 
 
 def run_status(stored: StoredRun) -> dict[str, Any]:
@@ -229,7 +220,8 @@ def _run(path: Path) -> dict[str, Any]:
     except RunDirError:
         return {"name": path.name, "state": "unreadable", **unknown}
     holder = holder_of(path)
-    stored = read_json(path / ("summary.json" if holder is None else PROGRESS_FILE)) or {}
+    stored = read_json(path / "summary.json") if holder is None else state_of(path, holder)
+    stored = stored or {}
     run = {"name": path.name, "state": "not running" if holder is None else "running"}
     counts = {key: stored.get(key) for key in ("tasks", "done", "failed", "pending")}
     if holder is not None and stored:

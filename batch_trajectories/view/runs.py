@@ -16,7 +16,7 @@ from batch_trajectories.runs.directory.run_dir import read_run_json, runs_in
 from batch_trajectories.runs.directory.run_lock import holder_of
 from batch_trajectories.runs.store.files import read_json, refuse_strange_files
 from batch_trajectories.runs.store.records import load_index
-from batch_trajectories.runs.supervisor.progress import PROGRESS_FILE, describe
+from batch_trajectories.runs.supervisor.progress import describe, state_of
 from batch_trajectories.view.index.facts import read_facts
 from batch_trajectories.view.index.parts import known_cache_of
 
@@ -155,7 +155,7 @@ def _found(run: RunPlace) -> dict[str, Any]:
         "can_label": own,
         "can_steer": own and holder is not None,
     }
-    state = _progress(run.path) if holder is not None and run.url is None else None
+    state = state_of(run.path, holder) if holder is not None and run.url is None else None
     if state is not None:
         found |= _of_process(state)
     else:
@@ -164,11 +164,6 @@ def _found(run: RunPlace) -> dict[str, Any]:
         facts, _ = read_facts(cache, run.path)
         found["health"] = None if facts is None else facts["health"]
     return found
-
-
-def _progress(path: Path) -> Mapping[str, Any] | None:
-    state = read_json(path / PROGRESS_FILE)
-    return state if state is not None and "total" in state else None
 
 
 def _of_process(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -152,11 +152,12 @@ def test_a_running_run_is_listed_with_its_progress(cwd: Path, tmp_path: Path) ->
     copy = tmp_path / "trajectories" / "r"
     shutil.copytree(cwd / "trajectories" / "r", copy)
     state = {"total": 9, "done": 4, "failed": {"timeout": 1}}
-    (copy / "progress.json").write_text(json.dumps(state))
-    with locked(copy):
-        (found,) = runs_of(tmp_path / "trajectories")
-    counts = [found[key] for key in ("state", "tasks", "done", "failed", "pending")]
-    assert counts == ["running", 9, 4, 1, 4]
+    for pid, expected in ((os.getpid(), [9, 4, 1, 4]), (1, [None] * 4)):
+        (copy / "progress.json").write_text(json.dumps({"pid": pid, **state}))
+        with locked(copy):
+            (found,) = runs_of(tmp_path / "trajectories")
+        counts = [found[key] for key in ("state", "tasks", "done", "failed", "pending")]
+        assert counts == ["running", *expected], "what an earlier process left is not of this one"
 
 
 def test_status_of_a_run_that_was_cut_off_says_what_to_do(cwd: Path, tmp_path: Path) -> None:

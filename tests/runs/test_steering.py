@@ -165,6 +165,27 @@ def test_a_run_is_paused_limited_and_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_that_ends_at_once_was_resumed(tmp_path: Path) -> None:
+    """Whoever asks looks ten times a second; the answer stays when the run is over."""
+    write_prompts(tmp_path / "p.jsonl", 1)
+    with FakeEndpoint(turns=2, latency_s=0.0, answers=0) as endpoint:
+        given: dict[str, Any] = {
+            **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
+            **{"key_env": "none", "num_workers": 1, "model": "openai:m"},
+            **{"enabled_toolsets": "none"},
+        }
+        with started(tmp_path, **given) as process:
+            wait_until(lambda: endpoint.journal()["requests"] == 1)
+            assert run(tmp_path, "pause", "r").returncode == 0
+            endpoint.answer(None)
+            wait_until(lambda: endpoint.journal()["replies"] == 1)
+            resumed = run(tmp_path, "resume", "r")
+            assert resumed.stdout == "trajectories/r: resumed\n", resumed.stderr
+            assert process.wait(timeout=60) == 0
+    assert "not running" in run(tmp_path, "status", "r").stdout
+
+
+@pytest.mark.slow
 def test_a_conversation_is_stopped_and_retried(tmp_path: Path) -> None:
     """It fails, is queued again, and continues after its saved replies."""
     write_prompts(tmp_path / "p.jsonl", 2)

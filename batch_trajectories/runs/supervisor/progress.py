@@ -30,7 +30,7 @@ from batch_trajectories.basics.console import (
 from batch_trajectories.basics.text import in_a_line
 from batch_trajectories.runs.protocol.messages import Counters, no_counters
 from batch_trajectories.runs.store.failures import Failure
-from batch_trajectories.runs.store.files import temporary_for
+from batch_trajectories.runs.store.files import read_json, temporary_for
 
 PROGRESS_FILE = "progress.json"
 
@@ -211,13 +211,13 @@ class Progress:
         return 1 - self.left / max(1, self._total)
 
     def close(self) -> None:
-        """Draw the last state."""
+        """Draw the last state. Whoever steered the run may still have to read the answer."""
         if self._is_terminal:
             last = describe(self._state(0, "", time.monotonic(), 0.0), self._turns)
             self._bar.set_postfix_str(last, refresh=False)
         with contextlib.suppress(OSError):
             self._bar.close()
-        if self._file is not None:
+        if self._file is not None and self.steered is None:
             with contextlib.suppress(OSError):
                 self._file.unlink(missing_ok=True)
 
@@ -292,6 +292,15 @@ class Progress:
         except OSError:  # the run continues without it
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def state_of(run_dir: Path, holder: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the process `holder` (see `holder_of`) wrote last; None if nothing, as at its start.
+
+    An earlier start that was killed or steered has left the file.
+    """
+    state = read_json(run_dir / PROGRESS_FILE)
+    return state if state is not None and state.get("pid") == holder.get("pid") else None
 
 
 def describe(state: Mapping[str, Any], turns: str | None = "turns") -> str:
