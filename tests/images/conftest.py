@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,12 +71,13 @@ def podman(*arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def engine(images: Path) -> Iterator[None]:
     """A Podman that has the images, and whose storage is named by variables only."""
     if shutil.which("podman") is None or shutil.which("runc") is None:
         pytest.skip("podman and runc are not installed")
-    place = tmp_path_factory.mktemp("podman")
     monkeypatch = pytest.MonkeyPatch()
+    # In a short directory: Podman cleans up after no container whose run root is longer than 50.
+    place = Path(tempfile.mkdtemp(prefix="bt-podman-"))
     (place / "containers.conf").write_text(
         '[containers]\ndefault_ulimits=["nofile=4096:4096", "nproc=4096:4096"]\n'
         '[engine]\nruntime="runc"\ncgroup_manager="cgroupfs"\nevents_logger="file"\n'
@@ -87,10 +89,12 @@ def engine(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(place / "storage.conf"))
     tried = subprocess.run(["podman", "info"], capture_output=True, text=True, check=False)
     if tried.returncode != 0:
+        shutil.rmtree(place)
         pytest.skip(f"podman does not work here: {tried.stderr.strip()[-200:]}")
     for name in ("python", "agent", "shell"):
         made = podman("pull", "--quiet", f"oci:{images / name}:1")
         podman("tag", made.split()[-1], f"localhost/{name}:1")
     yield
     subprocess.run(["podman", "system", "reset", "--force"], capture_output=True, check=False)
+    shutil.rmtree(place, ignore_errors=True)
     monkeypatch.undo()

@@ -27,7 +27,8 @@ from tests.images.test_task_runs import forty_tasks, judge_forty_tasks, kill_oft
 from tests.running import lines, run, started, wait_until, write_rows
 from toolsets.sandbox.base import ImageSpec, Limits, SandboxSettings
 from toolsets.sandbox.containers.docker import DockerSandbox
-from toolsets.sandbox.containers.engine import engine_warning, run_label
+from toolsets.sandbox.containers.engine import engine_warning
+from toolsets.sandbox.containers.leftovers import run_label
 from toolsets.workspace.workspace import Workspace
 
 pytestmark = pytest.mark.long
@@ -163,6 +164,7 @@ def test_an_image_around_a_directory_that_was_replaced_is_refused_by_name(
     done = run(tmp_path, **options)
     assert done.returncode == 2
     assert f"images: the run has {{'own:1': '{digest}'}}" in done.stderr
+    assert_nothing_is_left(tmp_path)
 
 
 @pytest.mark.usefixtures("engine")

@@ -33,7 +33,7 @@ import json, os, sys
 args = sys.argv[1:]
 with open({log!r}, "a") as log:
     log.write(json.dumps({{"args": args, "env": sorted(os.environ)}}) + "\\n")
-if args[0] == "version":
+if args[0] in ("version", "ps", "images"):
     sys.exit(0)
 if args[:2] == ["image", "inspect"]:
     if args[-1] in ("python:3.11", "other:1"):

@@ -261,7 +261,7 @@ class ImageSandboxes(ABC):
         """
 
     def remove_leftovers(self) -> int:
-        """Remove containers of conversations that have ended; return how many there were.
+        """Remove containers that no conversation uses; return how many there were.
 
         Raises `SandboxError`.
         """

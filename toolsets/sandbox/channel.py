@@ -46,6 +46,9 @@ class Launch:
     env: Mapping[str, str]
     cwd: str
     pass_fds: Sequence[int] = ()
+    reads_to_its_end: bool = False
+    """It has to be told that its input has ended even where what it wrote was not read, so it
+    reads from a socket of its own: one end of a pair is told of a reset instead."""
 
 
 class Reply(BaseModel):
@@ -97,6 +100,8 @@ class Channel:
         self.group = group
         self._process: FirstProcess | None = None
         self._socket, self._theirs = socket.socketpair()
+        self._sender = self._socket
+        """What requests are sent to: the socket that replies come from, or one of its own."""
         # A pipe: nothing that the other end writes can fill memory here.
         self._errors, self._their_errors = os.pipe()  # the first closed by `begin`
         os.set_blocking(self._errors, False)
@@ -104,12 +109,16 @@ class Channel:
 
     def launch(self, launch: Launch) -> None:
         """Start the process; raises `SandboxError` and `HostError`."""
+        their_input = self._theirs
+        if launch.reads_to_its_end:
+            self._sender, their_input = socket.socketpair()
+            self._sender.setblocking(False)
         try:
             # In this thread: a sandbox may be set to die with the thread that made it.
             self._process = LaunchedProcess(
                 subprocess.Popen(
                     list(launch.argv) if self.group is None else self.group.joined(launch.argv),
-                    stdin=self._theirs.fileno(),
+                    stdin=their_input.fileno(),
                     stdout=self._theirs.fileno(),
                     stderr=self._their_errors,
                     env=dict(launch.env),
@@ -119,12 +128,13 @@ class Channel:
                 )
             )
         except OSError as error:
-            self._socket.close()
+            self._close_ours()
             os.close(self._errors)
             if (message := machine_failure(error)) is not None:
                 raise HostError(f"cannot start a sandbox: {message}") from error
             raise SandboxError(f"the sandbox did not start: {error}") from error
         finally:
+            their_input.close()
             self._close_theirs()
 
     async def fork(self, server: Channel, request: Mapping[str, Any]) -> Reply:
@@ -157,7 +167,7 @@ class Channel:
         async with self._beginning():
             # It fits into the socket as a whole, or nearly, so this never waits long.
             with contextlib.suppress(ConnectionError):
-                await asyncio.get_running_loop().sock_sendall(self._socket, framed(program))
+                await asyncio.get_running_loop().sock_sendall(self._sender, framed(program))
             return await self.ask({**terms, "id": 0}, _START_TIMEOUT_S)
 
     @contextlib.asynccontextmanager
@@ -247,7 +257,7 @@ class Channel:
     async def _end(self, grace_s: float) -> None:
         # The server ends when the socket does, and then what it started has ended before it.
         self._watch_no_longer()
-        self._socket.close()
+        self._close_ours()
         if self._process is not None:
             await self._process.end(grace_s)
 
@@ -263,6 +273,10 @@ class Channel:
             raise Gone("ended")
         return ForkedProcess(handles[0])
 
+    def _close_ours(self) -> None:
+        self._socket.close()
+        self._sender.close()
+
     def _close_theirs(self) -> None:
         self._theirs.close()
         os.close(self._their_errors)
@@ -270,10 +284,10 @@ class Channel:
     async def _send(self, raw: bytes, until: float) -> None:
         # Nearly always as a whole, which is cheaper without the event loop.
         with contextlib.suppress(BlockingIOError):
-            raw = raw[self._socket.send(raw) :]
+            raw = raw[self._sender.send(raw) :]
         if raw:
             async with asyncio.timeout_at(until):
-                await asyncio.get_running_loop().sock_sendall(self._socket, raw)
+                await asyncio.get_running_loop().sock_sendall(self._sender, raw)
 
     def _receive(self) -> None:
         """Take what can be read for the request that waits; the event loop calls this.

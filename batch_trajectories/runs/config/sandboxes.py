@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 
-from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.errors import ConfigError, ToolError
 from batch_trajectories.runs.config.run_config import RunConfig
 from toolsets.sandbox.base import ImageSandboxes, SandboxError
 from toolsets.sandbox.factory import NO_AGENTS, sandbox_kind, sandbox_problem
@@ -33,6 +33,12 @@ def problem_of_sandbox(config: RunConfig) -> str | None:
     except SandboxError as error:
         return str(error)
     return sandbox_problem(config.sandbox, config.sandbox_settings())
+
+
+def warning_of_sandbox(config: RunConfig) -> str | None:
+    """What makes the images of a run slow here; None if nothing does, or it uses none."""
+    made = _in_images(config) if config.uses_images else None
+    return None if made is None else made.warning()
 
 
 def replaced_images(config: RunConfig, known: Mapping[str, str]) -> dict[str, str]:
@@ -65,11 +71,10 @@ def _in_images(config: RunConfig) -> ImageSandboxes | None:
 
 
 def remove_leftover_containers(config: RunConfig) -> None:
-    """Remove containers of conversations that have ended, left by a crash; logs what fails."""
-    if not config.is_inside:
-        return
+    """Remove containers that no conversation uses, left by a crash; logs what fails."""
     try:
-        if count := image_sandboxes(config).remove_leftovers():
-            log.info("removed %d containers of conversations that have ended", count)
-    except ToolError as error:
+        made = _in_images(config) if config.uses_images else None
+        if made is not None and (count := made.remove_leftovers()):
+            log.info("removed %d containers that no conversation uses", count)
+    except (ToolError, ConfigError) as error:
         log.warning("containers were not removed: %s", error)

@@ -18,7 +18,10 @@ from batch_trajectories.basics.errors import ConfigError, DatasetError
 from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.models import Setups, called_models, set_up_models, unpriced
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.config.sandboxes import image_sandboxes, problem_of_sandbox
+from batch_trajectories.runs.config.sandboxes import (
+    problem_of_sandbox,
+    warning_of_sandbox,
+)
 from batch_trajectories.runs.config.toolsets import catalog_of, with_listed_servers
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, cached_scan
@@ -300,12 +303,8 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
                 "replies and the API key; use https"
             )
 
-    if (
-        plan.sandbox is not None
-        and plan.config.is_inside
-        and (slow := image_sandboxes(plan.config).warning())
-    ):
-        say(slow)
+    if plan.sandbox is not None and (warning := warning_of_sandbox(plan.config)):
+        say(warning)
     if _needs_groups(plan) and not can_bound_memory():
         say(
             f"warning: sandbox {plan.sandbox}: cannot create a control group, so memory is checked "

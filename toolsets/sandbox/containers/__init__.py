@@ -1,5 +1,6 @@
 """Sandboxes that are containers.
 
-engine  Docker or Podman, asked through its command line
-docker  commands in a container
+engine     Docker or Podman, asked through its command line
+leftovers  containers that a run has left, and their names
+docker     commands in a container
 """

@@ -36,10 +36,13 @@ from toolsets.sandbox.containers.engine import (
     engine_warning,
     image_config,
     image_digests,
+    words_of,
+)
+from toolsets.sandbox.containers.leftovers import (
+    name_around,
     plain_name,
     remove_containers,
     run_label,
-    words_of,
 )
 from toolsets.sandbox.image_files import ImageSandbox
 from toolsets.sandbox.inside.boot import BOOT
@@ -52,6 +55,9 @@ HOME = "/workspace"
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
 _IN_USE = b" is already in use by "
 """What both engines say of a container's name."""
+_ENDS_AT_ONCE = ("--stop-timeout", "0")
+"""Its first process does not hear SIGTERM, so a removal would wait ten seconds for nothing; when it
+is killed meanwhile, Podman removes the container the next time without ending it."""
 _DEFAULTS = {"LANG": "C.UTF-8", "TERM": "dumb", "MPLBACKEND": "Agg"}
 
 
@@ -110,7 +116,8 @@ class DockerSandbox(ServedSandbox):
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """See `ServedSandbox`."""
         program = engine_program(self._engine)
-        options = ["run", "--rm", "--interactive", "--init", "--pull", "never"]
+        options = ["run", "--rm", "--interactive", "--init", "--pull", "never", *_ENDS_AT_ONCE]
+        options += ["--name", name_around(self._workspace.root)]
         options += [*self._common_options(self._limits.network), "--cap-drop", "ALL"]
         options += [
             *("--user", f"{os.getuid()}:{os.getgid()}"),
@@ -121,9 +128,7 @@ class DockerSandbox(ServedSandbox):
         ]
         if self._extras is not None and (own := self._extras.home) is not None:
             options += ["--tmpfs", f"{own}:rw,exec,mode=1777,size={self._limits.tmp_mb}m"]
-        return Launch(
-            argv=[program, *options, self._image, *argv], env=engine_environment(), cwd="/"
-        )
+        return _launch([program, *options, self._image, *argv])
 
     def _common_options(self, network: bool) -> list[str]:
         limits, runtime = self._limits, self._settings.runtime
@@ -142,6 +147,11 @@ class DockerSandbox(ServedSandbox):
         """What of this machine the container sees, read-only."""
         binds = {} if self._extras is None else self._extras.binds
         return [item for at, path in binds.items() for item in ("--volume", f"{path}:{at}:ro")]
+
+
+def _launch(argv: list[str]) -> Launch:
+    # Podman does not tell the container that its input has ended where it read a reset.
+    return Launch(argv=argv, env=engine_environment(), cwd="/", reads_to_its_end=True)
 
 
 class _EngineImages(ImageSandboxes):
@@ -191,7 +201,7 @@ class _EngineImages(ImageSandboxes):
 
     def remove_leftovers(self) -> int:
         """See `ImageSandboxes`."""
-        return remove_containers(self._settings.engine, self._run_dir)
+        return remove_containers(self._settings, self._run_dir)
 
 
 class DockerImageSandbox(DockerSandbox, ImageSandbox):
@@ -236,8 +246,7 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
     def launch(self, argv: Sequence[str], stack: ExitStack) -> Launch:
         """See `ServedSandbox`."""
         program = engine_program(self._engine)
-        started = [program, "start", "--attach", "--interactive", self._container]
-        return Launch(argv=started, env=engine_environment(), cwd="/")
+        return _launch([program, "start", "--attach", "--interactive", self._container])
 
     def is_kept(self) -> bool:
         """See `ImageSandbox`."""
@@ -271,7 +280,7 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
         named = [item for pair in labels.items() for item in ("--label", "=".join(pair))]
         create = (
             *("create", "--interactive", "--pull", "never", "--name", self._container),
-            *(*named, *options, "--entrypoint", argv[0], image, *argv[1:]),
+            *(*_ENDS_AT_ONCE, *named, *options, "--entrypoint", argv[0], image, *argv[1:]),
         )
         done = ask_engine(self._engine, create)
         if done.returncode != 0 and _IN_USE in done.stderr:

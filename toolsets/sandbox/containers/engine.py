@@ -31,6 +31,9 @@ _ENGINE = (
 """What the command line needs of the environment to find the engine; the container gets nothing."""
 _LAYOUT = "built"
 """The layout for images that were built, in a directory of images."""
+_MAX_RUN_ROOT = 50
+"""Podman reads a longer one from storage.conf, and refuses it as `--runroot`, which is how its own
+clean-up after a container gets it; seen with 4.3."""
 _TIMEOUT_S = 120
 _PULL_TIMEOUT_S = 3600
 
@@ -58,6 +61,13 @@ def docker_problem(image: str | None, engine: str = "docker") -> str | None:
 
 def engine_warning(engine: str) -> str | None:
     """What makes the engine slow, in words for the user; None if nothing is known."""
+    done = ask_engine(engine, ["info", "--format", "{{.Store.RunRoot}}"])
+    if done.returncode == 0 and len(run_root := done.stdout.decode().strip()) > _MAX_RUN_ROOT:
+        return (
+            f"warning: the run root of {engine} has more than {_MAX_RUN_ROOT} characters "
+            f"({run_root}), so {engine} cannot clean up after its containers, and each takes "
+            "seconds to end; set a shorter `runroot` in storage.conf"
+        )
     for field in ("{{.Driver}}", "{{.Store.GraphDriverName}}"):  # Docker's and Podman's
         done = ask_engine(engine, ["info", "--format", field])
         if done.returncode == 0 and done.stdout.strip() == b"vfs":
@@ -134,40 +144,6 @@ def save_image(engine: str, image: str, directory: Path) -> None:
         layout = directory if (directory / "index.json").is_file() else directory / _LAYOUT
         _, digest = image_config(engine, image, "never")
         add_to_layout(layout, image, digest, save)
-
-
-def run_label(run_dir: Path) -> str:
-    """The name of a run among the containers of this machine."""
-    return hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:12]
-
-
-def remove_containers(engine: str, run_dir: Path) -> int:
-    """Remove containers of a run whose workspaces are gone; return how many there were."""
-    run = run_label(run_dir)
-    listed = ["ps", "--all", "--filter", f"label={RUN_LABEL}={run}", "--format", "{{.Names}}"]
-    done = ask_engine(engine, listed)
-    if done.returncode != 0:
-        raise SandboxError(f"sandbox {engine}: ps: {words_of(done)}")
-    workspaces = run_dir / "workspaces"
-    if not workspaces.is_dir():
-        return 0
-    paths = {plain_name(path.name) for path in workspaces.iterdir()}
-    names = done.stdout.decode().split()
-    left = [name for name in names if name.removeprefix(f"bt-{run}-") not in paths]
-    for name in left:
-        ask_engine(engine, ["rm", "--force", "--volumes", name])
-        ask_engine(engine, ["rmi", "--force", f"localhost/{name}:files"])
-    prefix = f"localhost/bt-{run}-"
-    listed = ["images", "--filter", f"reference={prefix}*", "--format", "{{.Repository}}"]
-    for image in ask_engine(engine, listed).stdout.decode().split():
-        if image.removeprefix(prefix) not in paths:
-            ask_engine(engine, ["rmi", "--force", f"{image}:files"])
-    return len(left)
-
-
-def plain_name(name: str) -> str:
-    """The name of a workspace as part of the name of an image."""
-    return name.replace(".", "-")
 
 
 def config_of(engine: str, image: str) -> tuple[dict[str, Any], str] | None:

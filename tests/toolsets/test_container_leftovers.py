@@ -1,0 +1,186 @@
+"""What containers leave when a run is killed, with programs in the place of engine and monitor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.running import wait_until
+from toolsets.sandbox.base import SandboxSettings
+from toolsets.sandbox.channel import Channel, Launch
+from toolsets.sandbox.containers.engine import engine_warning
+from toolsets.sandbox.containers.leftovers import name_around, remove_containers, run_label
+
+PODMAN = SandboxSettings(engine="podman")
+
+ENGINE = """\
+#!/bin/sh
+echo "$*" >> {place}/asked
+case "$*" in
+*"{{{{.ID}}}}"*) cat {place}/ids ;;
+"ps "*) cat {place}/containers ;;
+*OCIRuntime*) echo {place}/bin/runtime ;;
+*RunRoot*) cat {place}/root ;;
+esac
+"""
+RUNTIME = """\
+#!/bin/sh
+echo "$*" >> {place}/runtime
+kill -9 $(cat {place}/$3)
+"""
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a `podman` on the PATH, which notes in `asked` what it was asked."""
+    place = tmp_path / "engine"
+    (place / "bin").mkdir(parents=True)
+    for name, script in (("podman", ENGINE), ("runtime", RUNTIME)):
+        program = place / "bin" / name
+        program.write_text(script.format(place=place))
+        program.chmod(0o755)
+    for name in ("ids", "containers", "root", "asked", "runtime"):
+        (place / name).touch()
+    monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
+    return place
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run whose conversation `here` has not ended."""
+    (tmp_path / "r" / "workspaces" / "here").mkdir(parents=True)
+    return tmp_path / "r"
+
+
+def test_a_client_learns_that_its_input_has_ended_though_its_output_was_not_read(
+    tmp_path: Path,
+) -> None:
+    """Podman does not tell the container where it read a reset instead, and both live on."""
+    client = (
+        "import os, time\n"
+        "os.read(0, 9); os.write(1, b'\\0\\0\\0\\x08{\"id\":0}')\n"
+        "while not os.path.exists('begun'): time.sleep(0.01)\n"
+        "os.write(1, b'what nobody reads'); open('written', 'w')\n"
+        "try:\n"
+        "    while os.read(0, 999): pass\n"
+        "except ConnectionResetError:\n"
+        "    time.sleep(1000)\n"
+        "open('ended', 'w')\n"
+    )
+
+    async def ask() -> None:
+        channel = Channel(None, output_bytes=1000)
+        argv = [sys.executable, "-c", client]
+        channel.launch(Launch(argv, {}, str(tmp_path), reads_to_its_end=True))
+        try:
+            await channel.begin({}, "")
+            (tmp_path / "begun").touch()
+            wait_until((tmp_path / "written").exists)
+        finally:
+            await channel.close()
+
+    asyncio.run(ask())
+    assert (tmp_path / "ended").exists()
+
+
+def test_containers_are_removed_that_nobody_uses(engine: Path, run_dir: Path) -> None:
+    prefix = f"bt-{run_label(run_dir)}-"
+    around = name_around(run_dir / "workspaces" / "here")
+    gone = name_around(run_dir / "workspaces" / "gone")
+    assert around.startswith(f"{prefix}here.")
+    states = {
+        f"{prefix}here": "Exited",  # its conversation continues in it
+        f"{prefix}gone": "Exited",
+        around: "Exited",
+        f"{around}2": "Running",  # by another worker
+        f"{around}3": "Created",
+        gone: "Running",
+    }
+    (engine / "containers").write_text("".join(f"{n} {s}\n" for n, s in states.items()))
+    assert remove_containers(PODMAN, run_dir) == 3
+    asked = (engine / "asked").read_text().splitlines()
+    removed = [line.split()[-1] for line in asked if line.startswith("rm --force")]
+    assert removed == [f"{prefix}gone", around, gone]
+
+
+def test_the_name_of_a_directory_can_be_any(tmp_path: Path) -> None:
+    name = name_around(tmp_path / "workspaces" / ".a b/é[1]")
+    assert name.isascii()
+    assert set(name) <= {*"abcdefghijklmnopqrstuvwxyz0123456789-."}
+
+
+Monitors = Callable[[str, str], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def monitor(engine: Path) -> Iterator[Monitors]:
+    """Starts what looks like the monitor of a container, by its id and name."""
+    program = engine / "conmon"
+    shutil.copy(Path(sys.executable).resolve(), program)
+    environment = {**os.environ, "PYTHONHOME": sys.base_prefix}
+    with ExitStack() as stack:
+
+        def start(id: str, name: str) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(
+                [str(program), "-i", "-c", id, "-n", name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+            )
+            stack.callback(process.communicate)
+            (engine / id).write_text(str(process.pid))
+            cmdline = Path(f"/proc/{process.pid}/cmdline")
+            wait_until(lambda: name in cmdline.read_text(errors="replace"))
+            return process
+
+        yield start
+
+
+def test_a_container_that_podman_has_forgotten_is_ended(
+    engine: Path, run_dir: Path, monitor: Monitors
+) -> None:
+    """As it forgets one whose removal was killed. What Podman knows, or is another's, lives."""
+    prefix = f"bt-{run_label(run_dir)}-"
+    forgotten = monitor("1" * 64, f"{prefix}gone")
+    living = [
+        monitor("2" * 64, f"{prefix}here"),
+        monitor("3" * 64, "bt-000000000000-gone"),
+        monitor("4" * 63, f"{prefix}gone"),
+    ]
+    (engine / "ids").write_text("2" * 64 + "\n")
+    assert remove_containers(PODMAN, run_dir) == 1
+    assert forgotten.wait(timeout=60) == -9
+    assert [process.poll() for process in living] == [None] * 3
+    assert (engine / "runtime").read_text() == f"delete --force {'1' * 64}\n"
+
+
+def test_a_process_in_a_sandbox_is_no_monitor(
+    engine: Path, run_dir: Path, monitor: Monitors
+) -> None:
+    """A command of a conversation can call itself what it likes."""
+    if shutil.which("unshare") is None or os.getuid() != 0:
+        pytest.skip("mount namespaces need root")
+    inside = monitor("1" * 64, f"bt-{run_label(run_dir)}-gone")
+    assert inside.stdin is not None
+    inside.stdin.write(b"import ctypes; print(ctypes.CDLL(None).unshare(0x20000))\n")
+    inside.stdin.flush()
+    own = Path("/proc/self/ns/mnt").readlink()
+    wait_until(lambda: Path(f"/proc/{inside.pid}/ns/mnt").readlink() != own)
+    assert remove_containers(PODMAN, run_dir) == 0
+    assert inside.poll() is None
+
+
+def test_a_long_run_root_is_named(engine: Path) -> None:
+    (engine / "root").write_text("/" + "r" * 49)
+    assert engine_warning("podman") is None
+    (engine / "root").write_text("/" + "r" * 50)
+    assert "has more than 50 characters" in str(engine_warning("podman"))
