@@ -81,6 +81,8 @@ def engine(images: Path) -> Iterator[None]:
     (place / "containers.conf").write_text(
         '[containers]\ndefault_ulimits=["nofile=4096:4096", "nproc=4096:4096"]\n'
         '[engine]\nruntime="runc"\ncgroup_manager="cgroupfs"\nevents_logger="file"\n'
+        # Its own, or the reset at the end takes the locks of every other Podman of this machine.
+        f'lock_type="file"\ntmp_dir="{place}/tmp"\n'
     )
     (place / "storage.conf").write_text(
         f'[storage]\ndriver="overlay"\ngraphroot="{place}/graph"\nrunroot="{place}/run"\n'

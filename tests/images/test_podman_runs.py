@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
+import time
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -24,11 +27,11 @@ from tests.images.test_image_runs import (
 )
 from tests.images.test_image_runs import records as records_of
 from tests.images.test_task_runs import forty_tasks, judge_forty_tasks, kill_often, results_of
-from tests.running import lines, run, started, wait_until, write_rows
+from tests.running import lines, run, session_of, started, wait_until, write_rows
 from toolsets.sandbox.base import ImageSpec, Limits, SandboxSettings
 from toolsets.sandbox.containers.docker import DockerSandbox
 from toolsets.sandbox.containers.engine import engine_warning
-from toolsets.sandbox.containers.leftovers import run_label
+from toolsets.sandbox.containers.leftovers import remove_containers, run_label
 from toolsets.workspace.workspace import Workspace
 
 pytestmark = pytest.mark.long
@@ -38,13 +41,20 @@ PODMAN = {**OPTIONS, "sandbox": "docker", "container_engine": "podman"}
 
 def assert_nothing_is_left(cwd: Path) -> None:
     assert podman("ps", "--all", "--quiet") == ""
-    label = f"bt-{run_label(cwd / 'trajectories/r')}"
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
-            assert label not in process.read_text(errors="replace")
+    assert _processes_of(cwd) == []
     assert not [name for name in podman("images", "--format", "{{.Repository}}").split()
                 if "bt-" in name]  # fmt: skip
     assert list((cwd / "trajectories/r/workspaces").iterdir()) == []
+
+
+def _processes_of(cwd: Path) -> list[str]:
+    """The command lines that name a container of the run."""
+    label = f"bt-{run_label(cwd / 'trajectories/r')}"
+    collected = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            collected.append(process.read_text(errors="replace"))
+    return [line for line in collected if label in line]
 
 
 @pytest.mark.usefixtures("engine")
@@ -220,9 +230,66 @@ def test_a_container_that_a_kill_has_left_half_made_is_made_again(tmp_path: Path
         elif name in podman("ps", "--all", "--external", "--format", "{{.Names}}").split():
             break
     sandbox.make()
-    assert name in podman("ps", "--all", "--format", "{{.Names}}").split()
+    made = podman("ps", "--all", "--format", "{{.Names}}").split()
+    assert made == [name]
+    assert podman("inspect", "--format", "{{.Config.StopTimeout}}", name) == "0"
     sandbox.discard()
     assert podman("ps", "--all", "--external", "--quiet") == ""
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("workspace", ["image", "directory"])
+def test_no_container_lives_on_after_a_kill(tmp_path: Path, workspace: str) -> None:
+    """Even where the result of a command waited unread for the processes that are killed."""
+    turns = [terminal("touch begun; sleep 1; touch ended"), terminal("sleep 1000")]
+    write_rows(tmp_path / "p.jsonl", row("a", "python:1", *turns))
+    options = {**PODMAN, "workspace": workspace}
+
+    def has(name: str) -> bool:
+        [container] = podman("ps", "--quiet").split() or [""]
+        at = "/testbed" if workspace == "image" else "/workspace"
+        asked = ["podman", "exec", container, "cat", f"{at}/{name}"]
+        return subprocess.run(asked, capture_output=True, check=False).returncode == 0
+
+    with started(tmp_path, "--row_setup", **options) as process:
+        wait_until(lambda: has("begun"))
+        for pid in session_of(process.pid):
+            os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: has("ended"))
+        time.sleep(0.5)  # until the result has come as far as it comes
+        kill(process)
+    wait_until(lambda: podman("ps", "--quiet") == "")
+    assert _processes_of(tmp_path) == []
+    done = run(tmp_path, "--row_setup", **{**options, "command_timeout_s": 3},
+               accept_config_change="command_timeout_s")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_container_that_podman_has_forgotten_is_ended(tmp_path: Path) -> None:
+    """It forgets one that lives where it was killed while it removed it, and then removes it."""
+    run_dir = tmp_path / "trajectories/r"
+    (run_dir / "workspaces").mkdir(parents=True)
+    name = f"bt-{run_label(run_dir)}-w"
+    deaf = ["python3", "-c", "import sys; sys.stdin.read()"]  # to SIGTERM, for ten seconds
+    podman("create", "--interactive", "--name", name, "localhost/python:1", *deaf)
+    client = ["podman", "start", "--attach", "--interactive", name]
+    with subprocess.Popen(client, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: podman("ps", "--quiet") != "")
+            removing = subprocess.Popen(["podman", "rm", "--force", name])
+            wait_until(lambda: "Stopping" in podman("ps", "--all", "--format", "{{.Status}}"))
+            removing.kill()
+            removing.wait()
+            podman("rm", "--force", name)
+            assert podman("ps", "--all", "--quiet") == ""
+            assert len(_processes_of(tmp_path)) == 2  # the client and conmon
+            assert remove_containers(SandboxSettings(engine="podman"), run_dir) == 1
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+    assert_nothing_is_left(tmp_path)
 
 
 def test_slow_storage_is_named(

@@ -104,6 +104,8 @@ def test_a_container_is_started_once_per_task_with_its_limits(
     assert argument(args, "--user") == f"{os.getuid()}:{os.getgid()}"
     assert argument(args, "--volume") == f"{workspace.root}:/workspace"
     assert argument(args, "--pull") == "never"
+    assert argument(args, "--stop-timeout") == "0"
+    assert argument(args, "--name").startswith("bt-")
     assert args[args.index("python:3.11") + 1] == "python3"
     assert "OPENAI_API_KEY" not in started["env"]
     assert not any("canary" in argument for argument in args)
