@@ -17,6 +17,7 @@ test_jobs              what a sandbox's server sends a process, and waits for
 test_installed         programs of the user in a sandbox
 test_forward           connections that leave a sandbox through a socket
 test_docker            the docker sandbox
+test_leftovers         what containers leave when a run is killed
 test_terminal          one shell and one interpreter per task
 test_mcp               MCP servers as toolsets
 test_browser           the toolset browser
