@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.running import wait_until
-from toolsets.sandbox.base import SandboxSettings
+from toolsets.sandbox.base import ImageSpec, Limits, SandboxSettings
 from toolsets.sandbox.channel import Channel, Launch
+from toolsets.sandbox.containers.docker import DockerSandbox
 from toolsets.sandbox.containers.engine import engine_warning
 from toolsets.sandbox.containers.leftovers import name_around, remove_containers, run_label
+from toolsets.workspace.workspace import Workspace
 
 PODMAN = SandboxSettings(engine="podman")
 
@@ -177,6 +179,37 @@ def test_a_process_in_a_sandbox_is_no_monitor(
     wait_until(lambda: Path(f"/proc/{inside.pid}/ns/mnt").readlink() != own)
     assert remove_containers(PODMAN, run_dir) == 0
     assert inside.poll() is None
+
+
+HALF_THERE = """\
+#!/bin/sh
+echo "$1" >> {place}/asked
+case "$1 $2" in
+"image inspect") case "$5" in a:1) echo 'sha256:12 {{}}' ;; *) exit 1 ;; esac ;;
+"container inspect") echo 'Error: container not known' >&2; exit 1 ;;
+"create "*) test -e {place}/removed || {{ echo 'Error: {said}' >&2; exit 1; }} ;;
+"rm "*) : > {place}/removed ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        'creating container storage: the container name "bt-1" is already in use by 12ab',
+        'name "bt-1" is in use: container already exists',
+    ],
+    ids=["half made", "half removed"],
+)
+def test_what_a_kill_has_left_half_there_is_made_again(
+    engine: Path, run_dir: Path, said: str
+) -> None:
+    program = engine / "bin" / "podman"
+    program.write_text(HALF_THERE.format(place=engine, said=said))
+    images = DockerSandbox.in_images(PODMAN, run_dir)
+    workspace = Workspace(run_dir / "workspaces" / "here")
+    images.make(workspace, Limits(), ImageSpec("a:1")).make()
+    assert (engine / "asked").read_text().split()[-3:] == ["create", "rm", "create"]
 
 
 def test_a_long_run_root_is_named(engine: Path) -> None:

@@ -53,8 +53,8 @@ from toolsets.workspace.workspace import Workspace
 HOME = "/workspace"
 
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
-_IN_USE = b" is already in use by "
-"""What both engines say of a container's name."""
+_IN_USE = (b" is already in use by ", b" is in use: ")
+"""What engines say of a container's name; the second Podman says of one that it half removed."""
 _ENDS_AT_ONCE = ("--stop-timeout", "0")
 """Its first process does not hear SIGTERM, so a removal would wait ten seconds for nothing; when it
 is killed meanwhile, Podman removes the container the next time without ending it."""
@@ -283,7 +283,7 @@ class DockerImageSandbox(DockerSandbox, ImageSandbox):
             *(*_ENDS_AT_ONCE, *named, *options, "--entrypoint", argv[0], image, *argv[1:]),
         )
         done = ask_engine(self._engine, create)
-        if done.returncode != 0 and _IN_USE in done.stderr:
+        if done.returncode != 0 and any(said in done.stderr for said in _IN_USE):
             # A kill has left half a container, which the engine does not show.
             self._ask("rm", "--force", "--volumes", self._container)
             done = ask_engine(self._engine, create)
