@@ -212,6 +212,14 @@ def test_what_a_kill_has_left_half_there_is_made_again(
     assert (engine / "asked").read_text().split()[-3:] == ["create", "rm", "create"]
 
 
+def test_half_an_image_hides_no_other(engine: Path, run_dir: Path) -> None:
+    """As a killed `commit` leaves one, with which Podman lists none."""
+    script = HALF_THERE.replace("esac", '"images "*) exit 125 ;;\nesac')
+    (engine / "bin" / "podman").write_text(script.format(place=engine, said=""))
+    images = DockerSandbox.in_images(PODMAN, run_dir)
+    assert images.digests(["a:1", "b:1"]) == {"a:1": "sha256:12"}
+
+
 def test_a_long_run_root_is_named(engine: Path) -> None:
     (engine / "root").write_text("/" + "r" * 49)
     assert engine_warning("podman") is None

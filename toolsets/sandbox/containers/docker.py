@@ -169,12 +169,16 @@ class _EngineImages(ImageSandboxes):
         """See `ImageSandboxes`."""
         from toolsets.images.names import full_name  # few runs have images
 
-        if len(references) == 1:  # a list of all images is long where there are many
-            [reference] = references
-            found = config_of(self._settings.engine, reference)
-            return {} if found is None else {reference: found[1]}
-        known = image_digests(self._settings.engine)
-        by_name = {reference: known.get(full_name(reference)) for reference in references}
+        by_name: dict[str, str | None] = {}
+        try:  # a list of all images is long where there are many
+            known = image_digests(self._settings.engine) if len(references) > 1 else None
+        except SandboxError:  # Podman has none where a killed `commit` has left half an image
+            known = None
+        for name in references:
+            if known is not None:
+                by_name[name] = known.get(full_name(name))
+            elif (found := config_of(self._settings.engine, name)) is not None:
+                by_name[name] = found[1]
         return {reference: digest for reference, digest in by_name.items() if digest}
 
     def warning(self) -> str | None:
