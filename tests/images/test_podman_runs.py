@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from itertools import cycle
 from pathlib import Path
@@ -259,7 +260,7 @@ def test_no_container_lives_on_after_a_kill(tmp_path: Path, workspace: str) -> N
         time.sleep(0.5)  # until the result has come as far as it comes
         kill(process)
     wait_until(lambda: podman("ps", "--quiet") == "")
-    assert _processes_of(tmp_path) == []
+    wait_until(lambda: _processes_of(tmp_path) == [])
     done = run(tmp_path, "--row_setup", **{**options, "command_timeout_s": 3},
                accept_config_change="command_timeout_s")  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -297,11 +298,12 @@ def test_slow_storage_is_named(
 ) -> None:
     assert engine_warning("podman") is None
     slow = tmp_path / "storage.conf"
-    slow.write_text(
-        f'[storage]\ndriver="vfs"\ngraphroot="{tmp_path}/graph"\nrunroot="{tmp_path}/run"\n'
-    )
-    monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(slow))
-    assert "vfs" in str(engine_warning("podman"))
+    with tempfile.TemporaryDirectory(prefix="bt-") as short:
+        slow.write_text(
+            f'[storage]\ndriver="vfs"\ngraphroot="{tmp_path}/graph"\nrunroot="{short}/run"\n'
+        )
+        monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(slow))
+        assert "vfs" in str(engine_warning("podman"))
 
 
 @pytest.mark.usefixtures("engine")
