@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -26,23 +25,11 @@ from pathlib import Path
 import click
 
 from benchmarks.export_speed import ROOT
+from benchmarks.sandboxes import make_image
 from testing.fake_endpoint import FakeEndpoint
-from testing.fake_images import layer_of_tree, make_repository, tree_of_programs, write_layout
 
 COMMANDS = {"plain": "echo hi >a", "same": "echo hi", "edit": "echo 'x = 1' >>pkg/m1.py"}
-FILES = 200
-
-
-def make_image(place: Path) -> None:
-    """An image with programs and a repository."""
-    tree = place / "tree"
-    tree.mkdir()
-    tree_of_programs(tree, with_caches=True)
-    code = "def add(a, b):\n    return a - b\n"
-    make_repository(tree / "testbed", {f"pkg/m{n}.py": code for n in range(FILES)})
-    layers = [layer_of_tree(tree)]
-    write_layout(place / "images" / "made", layers, name="1", config={"WorkingDir": "/testbed"})
-    shutil.rmtree(tree)
+FILES = {f"pkg/m{n}.py": "def add(a, b):\n    return a - b\n" for n in range(200)}
 
 
 def run(tree: Path, place: Path, kind: str, conversations: int, at_once: int, url: str) -> float:
@@ -81,8 +68,8 @@ def main(
     found = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        make_image(place)
-        for rep in range(-1, reps):  # the first one unpacks the image, and does not count
+        make_image(place, FILES)
+        for rep in range(-1, reps):  # the first one fills caches, and does not count
             for tree in trees:
                 for kind, command in COMMANDS.items():
                     arguments = json.dumps({"command": command})

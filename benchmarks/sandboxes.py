@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,6 +47,7 @@ YARDSTICK = {
     "bare python": (PYTHON, "-I", "-S", "-c", "pass"),
 }
 FURTHER = 20
+CALC = {"pkg/calc.py": "def add(a, b):\n    return a - b\n"}
 
 
 class Meter:
@@ -125,12 +126,12 @@ def private_mb(sandboxes: int, servers: set[int]) -> float:
     return total / 1024 / sandboxes
 
 
-def make_image(place: Path) -> ImageStore:
-    """An image with bash, git, Python and a repository."""
+def make_image(place: Path, files: Mapping[str, str]) -> ImageStore:
+    """An image with bash, git, Python and a repository with these files."""
     tree = place / "tree"
     tree.mkdir()
     tree_of_programs(tree, with_caches=True)
-    make_repository(tree / "testbed", {"pkg/calc.py": "def add(a, b):\n    return a - b\n"})
+    make_repository(tree / "testbed", files)
     write_layout(
         place / "images" / "made",
         [layer_of_tree(tree)],
@@ -213,7 +214,8 @@ def main(sandboxes: str, number: int, rounds: int, venvs: Path | None) -> None:
     """Measure in rounds."""
     table = Table()
     with metered() as meter, tempfile.TemporaryDirectory() as place:
-        store = make_image(Path(place)) if {"image", "podman"} & {*sandboxes.split(",")} else None
+        needs_image = bool({"image", "podman"} & {*sandboxes.split(",")})
+        store = make_image(Path(place), CALC) if needs_image else None
         for round_number in range(rounds):
             sum_ms = 0.0
             for title, argv in YARDSTICK.items():

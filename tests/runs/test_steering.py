@@ -129,20 +129,24 @@ def test_a_limit_that_is_no_number_is_named(tmp_path: Path) -> None:
     assert "--rpm: nan is no limit" in done.stderr
 
 
+def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
+    """Those of a run at an endpoint."""
+    return {
+        **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
+        **{"key_env": "none", "num_workers": 1, "model": "openai:m", "enabled_toolsets": "none"},
+        **more,
+    }
+
+
 @pytest.mark.slow
 def test_a_run_is_paused_limited_and_resumed(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 40)
     with FakeEndpoint(turns=3, latency_s=0.0, answers=0) as endpoint:
-        given: dict[str, Any] = {
-            **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
-            **{"key_env": "none", "num_workers": 2, "batch_size": 4, "model": "openai:m"},
-            **{"enabled_toolsets": "none"},
-        }
 
         def asked() -> int:
             return int(endpoint.journal()["requests"])
 
-        with started(tmp_path, **given) as process:
+        with started(tmp_path, **options(endpoint, num_workers=2, batch_size=4)) as process:
             wait_until(lambda: asked() >= 8)
             paused = run(tmp_path, "pause", "r")
             assert "paused: calls in flight end" in paused.stdout, paused.stderr
@@ -168,20 +172,17 @@ def test_a_run_is_paused_limited_and_resumed(tmp_path: Path) -> None:
 def test_a_run_that_ends_at_once_was_resumed(tmp_path: Path) -> None:
     """Whoever asks looks ten times a second; the answer stays when the run is over."""
     write_prompts(tmp_path / "p.jsonl", 1)
-    with FakeEndpoint(turns=2, latency_s=0.0, answers=0) as endpoint:
-        given: dict[str, Any] = {
-            **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
-            **{"key_env": "none", "num_workers": 1, "model": "openai:m"},
-            **{"enabled_toolsets": "none"},
-        }
-        with started(tmp_path, **given) as process:
-            wait_until(lambda: endpoint.journal()["requests"] == 1)
-            assert run(tmp_path, "pause", "r").returncode == 0
-            endpoint.answer(None)
-            wait_until(lambda: endpoint.journal()["replies"] == 1)
-            resumed = run(tmp_path, "resume", "r")
-            assert resumed.stdout == "trajectories/r: resumed\n", resumed.stderr
-            assert process.wait(timeout=60) == 0
+    with (
+        FakeEndpoint(turns=2, latency_s=0.0, answers=0) as endpoint,
+        started(tmp_path, **options(endpoint)) as process,
+    ):
+        wait_until(lambda: endpoint.journal()["requests"] == 1)
+        assert run(tmp_path, "pause", "r").returncode == 0
+        endpoint.answer(None)
+        wait_until(lambda: endpoint.journal()["replies"] == 1)
+        resumed = run(tmp_path, "resume", "r")
+        assert resumed.stdout == "trajectories/r: resumed\n", resumed.stderr
+        assert process.wait(timeout=60) == 0
     assert "not running" in run(tmp_path, "status", "r").stdout
 
 
@@ -190,12 +191,9 @@ def test_a_conversation_is_stopped_and_retried(tmp_path: Path) -> None:
     """It fails, is queued again, and continues after its saved replies."""
     write_prompts(tmp_path / "p.jsonl", 2)
     with FakeEndpoint(turns=3, latency_s=0.0, answers=2) as endpoint:
-        given: dict[str, Any] = {
-            **{"dataset_file": "p.jsonl", "run_name": "r", "base_url": endpoint.openai_url},
-            **{"key_env": "none", "num_workers": 1, "model": "openai:m"},
-            **{"enabled_toolsets": "file", "max_attempts": 3},
-        }
-        with started(tmp_path, **given) as process:
+        with started(
+            tmp_path, **options(endpoint, enabled_toolsets="file", max_attempts=3)
+        ) as process:
             wait_until(lambda: endpoint.journal()["requests"] >= 4)
             stopped = run(tmp_path, "stop", "r", "p0000")
             assert "p0000 is stopped" in stopped.stdout, stopped.stderr

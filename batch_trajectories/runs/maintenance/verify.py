@@ -124,20 +124,18 @@ def _check_records(path: Path, report: Report, count: Callable[[Index], T]) -> t
         rows = (path / "records.idx").read_bytes()
     except FileNotFoundError:
         rows = b""
-    if not _are_rows_to(rows, records):
-        rebuilt = _named_problems(path, rows, report)
-        return rebuilt, count(rebuilt)
-    index = Index(rows)
-    known = cache(lambda: (count(index), [*index.repeated()]))
-    if not _are_rows_of(rows, records, meanwhile=known):
-        rebuilt = _named_problems(path, rows, report)
-        return rebuilt, count(rebuilt)
-    report.records = index.written()
-    counted, repeated = known()
-    if repeated:
-        lines = array("I", accumulate(map(bool, column_of(memoryview(rows), LENGTHS))))
-        _check_repeated(records, index, repeated, [number - 1 for number in lines], report)
-    return index, counted
+    if _are_rows_to(rows, records):
+        index = Index(rows)
+        known = cache(lambda: (count(index), [*index.repeated()]))
+        if _are_rows_of(rows, records, meanwhile=known):
+            report.records = index.written()
+            counted, repeated = known()
+            if repeated:
+                lines = array("I", accumulate(map(bool, column_of(memoryview(rows), LENGTHS))))
+                _check_repeated(records, index, repeated, [number - 1 for number in lines], report)
+            return index, counted
+    rebuilt = _named_problems(path, rows, report)
+    return rebuilt, count(rebuilt)
 
 
 def _are_rows_to(rows: bytes, records: Path) -> bool:

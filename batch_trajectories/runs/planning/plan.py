@@ -18,10 +18,7 @@ from batch_trajectories.basics.errors import ConfigError, DatasetError
 from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.models import Setups, called_models, set_up_models, unpriced
 from batch_trajectories.runs.config.run_config import RunConfig
-from batch_trajectories.runs.config.sandboxes import (
-    problem_of_sandbox,
-    warning_of_sandbox,
-)
+from batch_trajectories.runs.config.sandboxes import problem_of_sandbox, warning_of_sandbox
 from batch_trajectories.runs.config.toolsets import catalog_of, with_listed_servers
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, cached_scan

@@ -126,9 +126,12 @@ def why_tasks_failed(run_dir: Path, tasks: Collection[bytes]) -> list[dict[str, 
         if (key := task_key(line["id"], line["input_digest"])) in tasks:
             said = line["message"].strip().rpartition("\n")[2]
             last[key] = kind = (line["class"], without_values(said))
-            examples[kind] = in_a_line(line["message"])
+            examples[kind] = line["message"]
     counts = Counter(last.values()).most_common(_REASONS)
-    return [{"class": kind[0], "message": examples[kind], "count": count} for kind, count in counts]
+    return [
+        {"class": kind[0], "message": in_a_line(examples[kind]), "count": count}
+        for kind, count in counts
+    ]
 
 
 def failures_by_class(run_dir: Path) -> list[dict[str, Any]]:

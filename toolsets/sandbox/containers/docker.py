@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -169,17 +169,14 @@ class _EngineImages(ImageSandboxes):
         """See `ImageSandboxes`."""
         from toolsets.images.names import full_name  # few runs have images
 
-        by_name: dict[str, str | None] = {}
-        try:  # a list of all images is long where there are many
-            known = image_digests(self._settings.engine) if len(references) > 1 else None
-        except SandboxError:  # Podman has none where a killed `commit` has left half an image
-            known = None
-        for name in references:
-            if known is not None:
-                by_name[name] = known.get(full_name(name))
-            elif (found := config_of(self._settings.engine, name)) is not None:
-                by_name[name] = found[1]
-        return {reference: digest for reference, digest in by_name.items() if digest}
+        engine = self._settings.engine
+        if len(references) > 1:  # a list of all images is long where there are many
+            with suppress(SandboxError):  # Podman has none where a killed `commit` left half of one
+                known = image_digests(engine)
+                by_name = {reference: known.get(full_name(reference)) for reference in references}
+                return {reference: digest for reference, digest in by_name.items() if digest}
+        found = {reference: config_of(engine, reference) for reference in references}
+        return {reference: one[1] for reference, one in found.items() if one is not None}
 
     def warning(self) -> str | None:
         """See `ImageSandboxes`."""

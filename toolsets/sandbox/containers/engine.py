@@ -61,20 +61,24 @@ def docker_problem(image: str | None, engine: str = "docker") -> str | None:
 
 def engine_warning(engine: str) -> str | None:
     """What makes the engine slow, in words for the user; None if nothing is known."""
-    done = ask_engine(engine, ["info", "--format", "{{.Store.RunRoot}}"])
-    if done.returncode == 0 and len(run_root := done.stdout.decode().strip()) > _MAX_RUN_ROOT:
+    run_root = ""
+    of_podman = "{{.Store.RunRoot}}\n{{.Store.GraphDriverName}}"
+    done = ask_engine(engine, ["info", "--format", of_podman])
+    if done.returncode == 0:
+        run_root, _, driver = done.stdout.decode().strip().partition("\n")
+    else:  # that of Docker
+        driver = ask_engine(engine, ["info", "--format", "{{.Driver}}"]).stdout.decode().strip()
+    if len(run_root) > _MAX_RUN_ROOT:
         return (
             f"warning: the run root of {engine} has more than {_MAX_RUN_ROOT} characters "
             f"({run_root}), so {engine} cannot clean up after its containers, and each takes "
             "seconds to end; set a shorter `runroot` in storage.conf"
         )
-    for field in ("{{.Driver}}", "{{.Store.GraphDriverName}}"):  # Docker's and Podman's
-        done = ask_engine(engine, ["info", "--format", field])
-        if done.returncode == 0 and done.stdout.strip() == b"vfs":
-            return (
-                f"warning: {engine} stores images with `vfs`, which copies the whole image for "
-                "each conversation; configure `overlay` storage"
-            )
+    if driver == "vfs":
+        return (
+            f"warning: {engine} stores images with `vfs`, which copies the whole image for "
+            "each conversation; configure `overlay` storage"
+        )
     return None
 
 
@@ -181,9 +185,16 @@ def engine_environment() -> dict[str, str]:
 def ask_engine(
     engine: str, arguments: Sequence[str], timeout_s: float = _TIMEOUT_S
 ) -> subprocess.CompletedProcess[bytes]:
+    return run_program([engine_program(engine), *arguments], f"sandbox {engine}", timeout_s)
+
+
+def run_program(
+    argv: Sequence[str], name: str, timeout_s: float
+) -> subprocess.CompletedProcess[bytes]:
+    """Run the engine, or what it runs itself; raises `SandboxError`, which begins with `name`."""
     try:
         return subprocess.run(
-            [engine_program(engine), *arguments],
+            argv,
             env=engine_environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -191,7 +202,7 @@ def ask_engine(
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SandboxError(f"sandbox {engine}: {error}") from error
+        raise SandboxError(f"{name}: {error}") from error
 
 
 def words_of(done: subprocess.CompletedProcess[bytes]) -> str:

@@ -14,11 +14,10 @@ import re
 import secrets
 import select
 import shutil
-import subprocess
 from pathlib import Path
 
 from toolsets.sandbox.base import SandboxError, SandboxSettings
-from toolsets.sandbox.containers.engine import ask_engine, engine_environment, words_of
+from toolsets.sandbox.containers.engine import ask_engine, run_program, words_of
 
 log = logging.getLogger(__name__)
 
@@ -142,18 +141,7 @@ def _namespaces(process: str) -> list[str]:
 
 def _end(runtime: str, id: str, monitor: int) -> bool:
     """End a container by its runtime, which knows its processes; `conmon` ends when they have."""
-    argv = [runtime, "delete", "--force", id]
-    try:
-        done = subprocess.run(
-            argv,
-            env=engine_environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_END_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SandboxError(f"{runtime}: {error}") from error
+    done = run_program([runtime, "delete", "--force", id], runtime, _END_TIMEOUT_S)
     if _has_ended(monitor, _END_TIMEOUT_S):
         return True
     log.warning("container %s lives, and podman does not know it: %s", id[:12], words_of(done))
