@@ -29,8 +29,8 @@ from tests.running import wait_until
 from tests.wire_forms import Atom, in_reply, in_row, steps, texts_of
 
 _WORK = "/workspace"
-_KILLED_AFTER = 5
-"""Replies of a session, when it is killed."""
+_KILLED_AFTER = 3
+"""Replies of a session, when it is killed: that many, and two more for each session before it."""
 _STARTS = 5
 _AT_ONCE = 2
 """Calls of an agent that can be in flight: of subagents."""
@@ -77,7 +77,7 @@ def run_agent(name: str, directory: Path, tasks: int) -> str:
             prompt = f"Work on this, please. [task{n} steps={STEPS} run={ALL}{full}]"
             session = _started(name, home, work, endpoint, AGENTS[name].begin, prompt)
             if n % 2:
-                enough = len(endpoint.exchanges) + _KILLED_AFTER
+                enough = len(endpoint.exchanges) + _KILLED_AFTER + 2 * n
                 wait_until(
                     lambda enough=enough, session=session: (
                         len(endpoint.exchanges) >= enough or session.poll() is not None
@@ -119,7 +119,8 @@ def _started(
     given = {key: filled(value) for key, value in preset.get("env", {}).items()}
     keys = {"OPENAI_API_KEY": "k", "ANTHROPIC_API_KEY": "k", "ANTHROPIC_BASE_URL": endpoint.url}
     own = {"HOME": str(home), "IS_SANDBOX": "1"}
-    sandbox = ["bwrap", "--unshare-pid", "--proc", "/proc", "--bind", str(work), _WORK]
+    sandbox = ["bwrap", "--die-with-parent", "--unshare-pid", "--proc", "/proc"]
+    sandbox += ["--bind", str(work), _WORK]
     for path in Path("/").iterdir():
         if path.is_symlink():
             sandbox += ["--symlink", str(path.readlink()), str(path)]
