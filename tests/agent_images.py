@@ -44,9 +44,10 @@ def in_image(preset: dict[str, Any], images: Path) -> dict[str, Any]:
     write_layout(images / "made", [layer_of_tree(tree)], name="1", config=config)
     shutil.rmtree(tree)
     started = [*(["node"] if is_script else []), str(program)]
+    version = preset.get("version", [name, "--version"])
     return {
         **preset,
         "command": [*started, *preset["command"][1:]],
-        "version": preset.get("version", [*started, "--version"]),
+        "version": [*started, *version[1:]] if version[:1] == [name] else version,
         "programs": [str(packages)],
     }

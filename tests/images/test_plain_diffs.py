@@ -131,8 +131,13 @@ def test_which_diffs_are_made_of_contents(
         assert patch.decode() == diff["patch"]
 
 
-def diffs_of(images: Path, tmp_path: Path, *did: str) -> tuple[list[dict[str, Any] | None], int]:
-    """The diffs of conversations of one worker at the same time; how many workspaces it opened."""
+def diffs_of(
+    images: Path, tmp_path: Path, *did: str, kinds: int = 1
+) -> tuple[list[dict[str, Any] | None], int]:
+    """The diffs of conversations of one worker at the same time; how many workspaces it opened.
+
+    `kinds`: of how many images they are for the worker.
+    """
     opened: list[str] = []
 
     def opens(name: str) -> Callable[[], Awaitable[ToolContext]]:
@@ -152,7 +157,7 @@ def diffs_of(images: Path, tmp_path: Path, *did: str) -> tuple[list[dict[str, An
         async def reopened() -> ToolContext:
             return contexts_in(images, layer)[0]
 
-        opening = Openings(opens("fresh"), reopened, opens("shared"), "the image")
+        opening = Openings(opens("fresh"), reopened, opens("shared"), f"image {number % kinds}")
         return await diffs.make(context, None, opening, is_afresh=False)
 
     async def use() -> list[dict[str, Any] | None]:
@@ -215,3 +220,13 @@ def test_a_workspace_that_failed_or_made_many_diffs_is_replaced(
     made, opened = diffs_of(images, tmp_path / "b", FIX, FIX)
     assert opened == 4
     assert [diff and diff["patch"].count("x = 1") for diff in made] == [1] * 2
+
+
+@pytest.mark.slow
+def test_workspaces_of_many_images_are_ended_once_each(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where several conversations find at the same time that too many are open."""
+    monkeypatch.setattr(plain, "_MOST_OPEN", 1)
+    made, _ = diffs_of(images, tmp_path, *[FIX] * 8, kinds=4)
+    assert [diff and diff["patch"].count("x = 1") for diff in made] == [1] * 8

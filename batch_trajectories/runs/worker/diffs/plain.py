@@ -251,5 +251,6 @@ class Differs:
             await self._end(key)
 
     async def _end(self, key: Hashable) -> None:
-        if (differ := self._open.pop(key)) is not None:
+        # Ending one takes time, in which another conversation may have begun to end it, too.
+        if (differ := self._open.pop(key, None)) is not None:
             await differ.fresh.close(remove=True)
