@@ -40,8 +40,58 @@ RIGHT = {
     "another git": f"{FIX}; printf '#!/bin/sh\\nexit 0\\n' > $(command -v git)",
     "commits and packs": f"{FIX}; git -c user.name=m -c user.email=m@m commit -qam x; git gc -q",
     "an index that is locked": f"{FIX}; touch .git/index.lock",
+    "a time as before": f"cp -p pkg/calc.py /tmp/old; {FIX}; touch -r /tmp/old pkg/calc.py",
+    "another file of the same time": f"cp -p pkg/calc.py new; {FIX}; touch -r new pkg/calc.py; "
+    "mv new /tmp; mv pkg/calc.py new; mv /tmp/new pkg/calc.py; mv -f new pkg/calc.py",
+    "names like patterns": f"{FIX}; for name in ':(exclude)pkg' ':!x' '*' '!x' '#x' -n '[a]' ' '; "
+    'do echo x > "./$name"; done',
 }
 """What a model did that fixed the bug."""
+
+ODD = "\"$(printf '\\377.txt')\""
+NESTED = "git init -q sub; echo 1 > sub/a"
+SUBMODULE = (
+    "git init -q 'ü b'; cd 'ü b'; echo 1 > a; git add a; git -c user.name=m -c user.email=m@m "
+    "commit -qm a; cd ..; git add 'ü b'; git -c user.name=m -c user.email=m@m commit -qm b"
+)
+SET_UP = {
+    "a repository that went": (NESTED, f"{FIX}; rm -r sub"),
+    "a repository that became a file": (NESTED, f"{FIX}; rm -r sub; echo x > sub"),
+    "a repository that became a link": (NESTED, f"{FIX}; rm -r sub; ln -s pkg sub"),
+    "a submodule": (SUBMODULE, f"{FIX}; echo 2 > 'ü b/a'; echo 3 > 'ü b/b'"),
+    "a submodule that went": (SUBMODULE, f"{FIX}; rm -r 'ü b'"),
+    "no context": ("git config diff.context 0; git config diff.orderFile nowhere", FIX),
+    "line ends": (
+        "git config core.autocrlf input; git config core.safecrlf true",
+        f"{FIX}; printf 'x\\r\\n' > new",
+    ),
+    "names that are not UTF-8": (f"echo x > {ODD}", f"{FIX}; touch {ODD}; echo x > new"),
+}
+"""How a workspace was set up, and what a model did there that fixed the bug."""
+UNCARRIED = {
+    "as long as before": ("python:1", "true", f"echo bb > {ODD}"),
+    "a mode": ("python:1", "true", f"chmod +x {ODD}"),
+    "a file that went": ("python:1", "true", f"rm {ODD}"),
+    "another name": ("python:1", "true", f"mv {ODD} \"$(printf '\\376.txt')\""),
+    "another target": (
+        "python:1",
+        "ln -s \"$(printf '\\377')\" link",
+        "ln -sfn \"$(printf '\\376')\" link",
+    ),
+    "within a directory": (
+        "python:1",
+        "mkdir \"$(printf '\\377')\"; echo aa > \"$(printf '\\377')/a\"",
+        "echo bb > \"$(printf '\\377')/a\"",
+    ),
+    "a link with such a name": (
+        "python:1",
+        "ln -s xa \"$(printf '\\377')\"",
+        "ln -sfn xb \"$(printf '\\377')\"",
+    ),
+    "a closed directory": ("agent:1", "mkdir closed; echo 1 > closed/a", "chmod 0 closed"),
+    "a new closed directory": ("agent:1", "true", "mkdir new; echo 1 > new/a; chmod 300 new"),
+}
+"""An image, how a workspace was set up, and what a model did besides its fix."""
 
 
 CHANGES = """
@@ -218,6 +268,31 @@ def test_a_right_fix_passes_its_fresh_check(images: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_a_right_fix_passes_wherever_the_repository_is_special(
+    images: Path, tmp_path: Path
+) -> None:
+    check_special_repositories(tmp_path, **OPTIONS, images=images)
+
+
+def check_special_repositories(tmp_path: Path, **options: Any) -> None:
+    """A right fix passes its fresh check, and its diff has the context that `git apply` needs."""
+    rows = [
+        row(
+            name, "python:1", terminal(did), check=FRESH, setup=set_up, env={"GIT_DIFF_OPTS": "-u0"}
+        )
+        for name, (set_up, did) in SET_UP.items()
+    ]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, "--row_setup", **options)
+    assert done.returncode == 0, done.stderr
+    checks = {name: record["check"] for name, record in records(tmp_path).items()}
+    assert {name: check.get("error") for name, check in checks.items()} == dict.fromkeys(SET_UP)
+    assert {name: check["reward"] for name, check in checks.items()} == dict.fromkeys(SET_UP, 1.0)
+    for record in records(tmp_path).values():
+        assert "\n def add(a, b):\n-    return a - b\n" in record["diff"]["patch"]
+
+
+@pytest.mark.slow
 def test_what_cannot_be_carried_is_no_reward(images: Path, tmp_path: Path) -> None:
     much = f"{FIX}; head -c 80000000 /dev/zero > data.bin"
     odd = f"{FIX}; python3 -c \"open(b'\\\\xff', 'w')\""
@@ -225,6 +300,16 @@ def test_what_cannot_be_carried_is_no_reward(images: Path, tmp_path: Path) -> No
         row("much", "python:1", terminal(much), check=FRESH),
         row("odd", "python:1", terminal(odd), check=FRESH),
         row("same", "python:1", terminal(odd), check={**FRESH, "in": "same"}),
+        *(
+            row(
+                name,
+                image,
+                terminal(f"{FIX}; {did}"),
+                check=FRESH,
+                setup=f"{before}; echo aa > {ODD}",
+            )
+            for name, (image, before, did) in UNCARRIED.items()
+        ),
     ]
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, "--row_setup", **OPTIONS, images=images)
@@ -233,6 +318,11 @@ def test_what_cannot_be_carried_is_no_reward(images: Path, tmp_path: Path) -> No
     assert done_records["much"]["check"]["reward"] is done_records["odd"]["check"]["reward"] is None
     assert "at most 64 MiB can be carried" in done_records["much"]["check"]["error"]
     assert "is not UTF-8" in done_records["odd"]["check"]["error"]
+    for name in UNCARRIED:
+        check = done_records[name]["check"]
+        assert check["reward"] is None, name
+        where = "the directory cannot be read" if "agent:1" in UNCARRIED[name] else "is not UTF-8"
+        assert where in check["error"], check["error"]
     assert done_records["same"]["check"]["reward"] == 1.0
     assert "is not UTF-8" in done_records["same"]["diff"]["error"]
 

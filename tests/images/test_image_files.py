@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import binascii
+import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from toolsets.context import ToolContext
 from toolsets.sandbox.base import ImageSpec
 from toolsets.sandbox.channel import Reply
 from toolsets.sandbox.image_files import ImageFiles
+from toolsets.sandbox.inside.file_requests import exact_text, real_path
 from toolsets.tool import ToolResult
 from toolsets.workspace.files import Files
 from toolsets.workspace.workspace import PathError, Workspace
@@ -132,6 +136,54 @@ def test_long_lists_and_walks_come_in_parts(images: Path, tmp_path: Path) -> Non
     assert len(listed) == 2500
 
 
+@pytest.mark.slow
+def test_names_that_are_not_text_are_told_from_each_other(images: Path, tmp_path: Path) -> None:
+    """Also where one answer does not hold all; the text for U+FFFD itself is another one, too."""
+    made = (
+        "for ((n = 0; n < 2100; n++)); do : > $'\\xff'$n; done; "
+        "mkdir -p $'\\xfe/\\ufffd' $'\\xfeb'; "
+        "echo 1 > $'\\xfe/\\ufffd/\\xc3'; echo 1 > $'\\xfeb/ö'; ln -s $'\\xc3' link"
+    )
+
+    async def act() -> None:
+        sandbox = sandbox_in(images, tmp_path / "layer", ImageSpec("shell:1", workdir="/made"))
+        files = ImageFiles(Workspace(tmp_path / "layer"), sandbox)
+        try:
+            done = await sandbox.run("shell", made)
+            assert done.exit_code == 0, done.stderr
+            tree = await asyncio.to_thread(files.tree, "/made")
+            named = {name: state for name, state in tree.items() if not name.startswith("\ufffdff")}
+            assert {name: state.kind for name, state in named.items()} == {
+                "\ufffdfe": "dir",
+                "\ufffdfe/\ufffdef\ufffdbf\ufffdbd": "dir",
+                "\ufffdfe/\ufffdef\ufffdbf\ufffdbd/\ufffdc3": "file",
+                "\ufffdfeb": "dir",
+                "\ufffdfeb/ö": "file",
+                "link": "link",
+            }
+            assert tree["link"].has_odd_target
+            assert len(tree) - len(named) == 2100
+            assert all(state.mark for state in tree.values() if state.kind == "file")
+            paths = [name for name, state in tree.items() if state.kind == "file"] + [
+                "link",
+                "none",
+            ]
+            sums = await asyncio.to_thread(files.checksums, "/made", paths)
+            crc = f"{binascii.crc32(b'1' + bytes([10])):08x}"
+            assert Counter(sums) == {"00000000": 2100, crc: 2, "": 2}
+        finally:
+            await sandbox.stop()
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize("name", [b"a", b"\xff", "\ufffd".encode(), "ö".encode(), b"\xc3a\xef\xbf"])
+def test_a_text_for_a_name_leads_to_it(name: bytes) -> None:
+    text = exact_text(os.fsdecode(name))
+    text.encode()
+    assert os.fsencode(real_path(text)) == name
+
+
 def test_absolute_paths_reach_the_whole_image(images: Path, tmp_path: Path) -> None:
     def use(files: Files) -> None:
         assert files.read_bytes("/etc/group", 4) == b"root"
@@ -191,6 +243,12 @@ class Liar:
         (
             {"entries": [("a", "file", 1)], "seen": 0},
             lambda files: list(files.contents(".", lambda _: True, b"", max_bytes=9)),
+        ),
+        ({}, lambda files: files.checksums(".", ["a"])),
+        ({"marks": ["1", "2"]}, lambda files: files.checksums(".", ["a"])),
+        (
+            {"entries": [("a", "file", 1)], "marks": ["-1 x"]},
+            lambda files: files.tree("."),
         ),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.images.conftest import podman
-from tests.images.test_diffs import check_right_fixes
+from tests.images.test_diffs import check_right_fixes, check_special_repositories
 from tests.images.test_image_runs import (
     FIXED,
     INTERRUPTED,
@@ -88,6 +88,12 @@ def test_a_check_as_another_user_has_the_same_files(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("engine")
 def test_a_right_fix_passes_its_fresh_check(tmp_path: Path) -> None:
     check_right_fixes(tmp_path, **PODMAN)
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_right_fix_passes_wherever_the_repository_is_special(tmp_path: Path) -> None:
+    check_special_repositories(tmp_path, **PODMAN)
     assert_nothing_is_left(tmp_path)
 
 

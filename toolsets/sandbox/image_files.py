@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
 from toolsets.sandbox.base import Sandbox, SandboxError
 from toolsets.sandbox.channel import Reply
+from toolsets.sandbox.inside.file_requests import UNNAMED, UNREADABLE
 from toolsets.workspace.workspace import FileEntry, PathError, Workspace, check_path
 
 _PART_BYTES = 512 << 10
@@ -108,7 +109,10 @@ class FileState(NamedTuple):
     """As in `FileEntry`."""
     size: int
     mark: str
-    """The target of a link; of a file who may execute it, and when it was changed."""
+    """The target of a link; of a file who may execute it, and the time of its contents; of a
+    directory `UNREADABLE` where its entries are not known."""
+    changed_ns: int = 0
+    """Of a file, when it or its status was changed (ctime), which no command can set."""
 
     @property
     def is_executable(self) -> bool:
@@ -120,6 +124,16 @@ class FileState(NamedTuple):
         """Whether a file may be run, but not by its owner, whose permission git looks at."""
         return self.mark.startswith("o")
 
+    @property
+    def has_odd_target(self) -> bool:
+        """Whether it is a link whose target is not UTF-8."""
+        return self.kind == "link" and UNNAMED in self.mark
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a directory has entries that are not known."""
+        return self.kind == "dir" and self.mark == UNREADABLE
+
 
 class FileSource(Protocol):
     """Where files are copied from."""
@@ -129,6 +143,9 @@ class FileSource(Protocol):
 
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
         """Up to so many bytes of a file. Raises `ToolError`."""
+
+    def checksums(self, top: str, paths: Sequence[str]) -> list[str]:
+        """Of files beneath a directory, by `checksum`; empty ones of those that cannot be read."""
 
 
 class ImageFiles(FileSource):
@@ -206,11 +223,12 @@ class ImageFiles(FileSource):
         return self._entries("walk", path)
 
     def tree(self, path: str, *, with_git: bool = False) -> dict[str, FileState]:
-        """All beneath a directory by its path in it; directories `.git` only on demand."""
+        """All beneath a directory by its path in it; directories `.git` only on demand.
+
+        Names are as `exact_text` has them.
+        """
         entries = self._marked("tree", path, with_git=with_git)
-        return {
-            entry.path: FileState(entry.kind, entry.size_bytes, mark) for entry, mark in entries
-        }
+        return {entry.path: _state(entry, mark) for entry, mark in entries}
 
     def copy_from(self, source: FileSource, top: str, states: Mapping[str, FileState]) -> None:
         """Copy files and links beneath a directory, with whether they may be executed."""
@@ -235,6 +253,17 @@ class ImageFiles(FileSource):
         if [number for number, _ in reply.contents] != [*range(len(paths))]:
             raise SandboxError(_FORBIDDEN)
         return {paths[number]: _content(content) for number, content in reply.contents}
+
+    def checksums(self, top: str, paths: Sequence[str]) -> list[str]:
+        """See `FileSource`."""
+        found: list[str] = []
+        while len(found) < len(paths):
+            some = paths[len(found) : len(found) + _BATCH]
+            marks = self._ask(top, op="checksums", paths=some).marks
+            if not 0 < len(marks) <= len(some):
+                raise SandboxError(_FORBIDDEN)
+            found += marks
+        return found
 
     def _put(self, top: str, states: Mapping[str, FileState], source: FileSource) -> None:
         """Copy what fits into one request, or one large file."""
@@ -340,6 +369,16 @@ class ImageFiles(FileSource):
         except OSError as error:
             return error.errno if error.errno in HOST_ERRNOS else None
         return None
+
+
+def _state(entry: FileEntry, mark: str) -> FileState:
+    changed_ns = "0"
+    if entry.kind == "file":
+        mark, _, changed_ns = mark.partition(" ")
+    try:
+        return FileState(entry.kind, entry.size_bytes, mark, int(changed_ns or 0))
+    except ValueError as error:
+        raise SandboxError(_FORBIDDEN) from error
 
 
 def _content(encoded: bytes | None) -> bytes:

@@ -13,11 +13,11 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.image_files import FileSource, FileState
-from toolsets.sandbox.inside.file_requests import mark_of_mode
+from toolsets.sandbox.inside.file_requests import checksum, exact_text, mark_of_file
 
 _MAX_COMPARED = 20_000
 _MAX_DEPTH = 255
@@ -80,7 +80,7 @@ class _Comparison:
             self._left -= 1
             if self._left < 0 or before.count("/") >= _MAX_DEPTH:
                 raise NotComparable("there are too many files")
-            if _text(name) != name:
+            if exact_text(name) != name:
                 raise NotComparable(f"{name!r} is not UTF-8")
             path = before + name
             layers = []
@@ -112,13 +112,27 @@ class LayerFiles(FileSource):
 
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
         """See `FileSource`."""
-        at = self.paths[path.removeprefix(f"{self._top}/")]
         try:
-            fd = os.open(at, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with os.fdopen(fd, "rb") as file:
+            with self._opened(path.removeprefix(f"{self._top}/")) as file:
                 return file.read(max_bytes)
         except OSError as error:
             raise SandboxError(f"{path}: {error.strerror}") from error
+
+    def checksums(self, top: str, paths: Sequence[str]) -> list[str]:
+        """See `FileSource`."""
+        del top
+        found = []
+        for path in paths:
+            try:
+                with self._opened(path) as file:
+                    found.append(checksum(file))
+            except OSError:
+                found.append("")
+        return found
+
+    def _opened(self, path: str) -> BinaryIO:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return os.fdopen(os.open(self.paths[path], flags), "rb")
 
 
 def _directory(layers: Sequence[Path], path: str) -> tuple[str, ...]:
@@ -165,12 +179,7 @@ def _state(path: str, status: os.stat_result) -> FileState:
     if stat.S_ISREG(status.st_mode):
         if not status.st_mode & 0o400:
             raise NotComparable(f"{path} cannot be read")
-        mark = f"{mark_of_mode(status.st_mode)}{status.st_mtime_ns}"
-        return FileState("file", status.st_size, mark)
+        return FileState("file", status.st_size, mark_of_file(status), status.st_ctime_ns)
     if stat.S_ISLNK(status.st_mode):
-        return FileState("link", 0, _text(os.readlink(path)))  # noqa: PTH115
+        return FileState("link", 0, exact_text(os.readlink(path)))  # noqa: PTH115
     return FileState("other", 0, "")
-
-
-def _text(name: str) -> str:
-    return os.fsencode(name).decode("utf-8", "replace")

@@ -129,6 +129,9 @@ async def _carry(
         for name, state in tree.items()
         if state.kind in ("file", "link") and not _is_excluded(name, exclude)
     }
+    closed = [name for name, state in tree.items() if state.is_closed]
+    if closed and not all(_is_excluded(name, exclude) for name in closed):
+        raise CheckFailed(f"`check.artifacts`: {path}/{closed[0]}: the directory cannot be read")
     size = _size_of(states, path, limit)
     await run_command(judged, ["rm", "-rf", "--", path])
     await run_command(judged, ["mkdir", "-p", "--", path])
@@ -139,7 +142,7 @@ async def _carry(
 def _size_of(states: dict[str, FileState], path: str, limit: int) -> int:
     size = sum(state.size for state in states.values() if state.kind == "file")
     for name, state in states.items():
-        if "\ufffd" in name or (state.kind == "link" and "\ufffd" in state.mark):
+        if "\ufffd" in name or state.has_odd_target:
             raise CheckFailed(f"`check.artifacts`: {path}/{name}: its name or target is not UTF-8")
     if size > limit:
         raise CheckFailed(_too_large(path))

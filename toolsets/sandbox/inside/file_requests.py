@@ -12,12 +12,19 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 _MAX_ENTRIES = 2000
 _MAX_CONTENT_BYTES = 512 << 10
 _BINARY_PROBE_BYTES = 8192
+_MAX_SUMMED_BYTES = 64 << 20
+"""Of one request, but for one larger file."""
+_PIECE_BYTES = 1 << 20
 _MAX_DEPTH = 255
+UNREADABLE = "!"
+"""The mark of a directory whose entries cannot be known."""
+UNNAMED = "\ufffd"
+"""In texts for names that are not UTF-8."""
 
 Entry = tuple[str, str, int]
 """A path, its kind and its size."""
@@ -115,18 +122,34 @@ class FileRequests:
     def _tree(self, request: dict[str, Any]) -> dict[str, Any]:
         """As `_walk`, by paths in the directory, with marks that differ where files do.
 
-        What is in directories called `.git` is left out, unless the request has `with_git`.
+        What is in directories called `.git` is left out, unless the request has `with_git`. Names
+        are as `exact_text` has them.
         """
         top = self._path(request)
         closed = None if request["with_git"] else ".git"
         entries: list[Entry] = []
         marks: list[str] = []
-        for entry in _walked(top, "", request["after"], closed=closed):
+        for entry in _walked(top, "", request["after"], closed=closed, exact=True):
             if len(entries) == _MAX_ENTRIES:
                 return {"entries": entries, "marks": marks, "more": True}
             entries.append(entry)
-            marks.append(_mark(os.path.join(top, entry[0])))
+            marks.append(_mark(real_path(os.path.join(top, entry[0]))))
         return {"entries": entries, "marks": marks, "more": False}
+
+    def _checksums(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Checksums of the first files of a list in a directory; empty ones where none is read."""
+        top, marks, left = self._path(request), [], _MAX_SUMMED_BYTES
+        for path in request["paths"]:
+            if left <= 0:
+                break
+            try:
+                with os.fdopen(self._open(real_path(os.path.join(top, path))), "rb") as file:
+                    mark = checksum(file)
+                    left -= file.tell()
+            except OSError:
+                mark = ""
+            marks.append(mark)
+        return {"marks": marks}
 
     def _read_all(self, request: dict[str, Any]) -> dict[str, Any]:
         """The contents of files in a directory."""
@@ -206,14 +229,20 @@ class FileRequests:
         raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "")
 
 
-def _walked(top: str, prefix: str, after: str | None, closed: str | None = None) -> Iterator[Entry]:
+def _walked(
+    top: str, prefix: str, after: str | None, closed: str | None = None, *, exact: bool = False
+) -> Iterator[Entry]:
     """Walk without following links; `after` is the key of the entry to continue behind.
 
-    Directories of the name `closed` are not walked.
+    Directories of the name `closed` are not walked. With `exact` names are as `exact_text` has them
+    and directories with other names than texts are walked, too.
     """
 
     def entries(before: str, *, follow: bool = False) -> list[Entry]:
-        return _entries(os.path.join(top, before[len(prefix) :]), before, follow=follow)[::-1]
+        directory = os.path.join(top, before[len(prefix) :])
+        if exact:
+            directory = real_path(directory)
+        return _entries(directory, before, follow=follow, exact=exact)[::-1]
 
     pending: list[Entry] = []
     if after is None:
@@ -236,7 +265,9 @@ def _walked(top: str, prefix: str, after: str | None, closed: str | None = None)
             pending += entries(f"{entry[0]}/")
 
 
-def _entries(directory: str, prefix: str, *, follow: bool = True) -> list[Entry]:
+def _entries(
+    directory: str, prefix: str, *, follow: bool = True, exact: bool = False
+) -> list[Entry]:
     """The entries of a directory in the order of the paths beneath them."""
     entries: list[Entry] = []
     try:
@@ -251,7 +282,7 @@ def _entries(directory: str, prefix: str, *, follow: bool = True) -> list[Entry]
                 with contextlib.suppress(OSError):
                     status = item.stat(follow_symlinks=False)
                     # A name that is not text can be shown, though not opened.
-                    name = os.fsencode(item.name).decode("utf-8", "replace")
+                    name = exact_text(item.name) if exact else _text(item.name)
                     entries.append((prefix + name, *_kind(status)))
     finally:
         os.close(fd)
@@ -267,16 +298,64 @@ def _kind(status: os.stat_result) -> tuple[str, int]:
 
 
 def _mark(path: str) -> str:
-    """The target of a link; of a file whether it is executable, and when it was changed."""
+    """The target of a link; of a file as `mark_of_file`, and a space and its ctime."""
     try:
         status = os.lstat(path)
         if stat.S_ISLNK(status.st_mode):
-            return os.fsencode(os.readlink(path)).decode("utf-8", "replace")
+            return exact_text(os.readlink(path))
+        if stat.S_ISDIR(status.st_mode):
+            can_read = os.access(path, os.R_OK | os.X_OK, effective_ids=True)
+            return "" if can_read else UNREADABLE
     except OSError:
         return ""
     if not stat.S_ISREG(status.st_mode):
         return ""
+    return f"{mark_of_file(status)} {status.st_ctime_ns}"
+
+
+def mark_of_file(status: os.stat_result) -> str:
+    """Who may execute a file, and when its contents were changed, in nanoseconds."""
     return f"{mark_of_mode(status.st_mode)}{status.st_mtime_ns}"
+
+
+def checksum(file: IO[bytes]) -> str:
+    """What tells the contents of a file from others of this length (CRC-32).
+
+    Nothing else is at hand in a sandbox: images need no Python, so no library is loaded there.
+    """
+    value = 0
+    while piece := file.read(_PIECE_BYTES):
+        value = binascii.crc32(piece, value)
+    return f"{value:08x}"
+
+
+def exact_text(name: str) -> str:
+    """A name, or the target of a link, as a text that no other one has, whatever its bytes are.
+
+    One that is not UTF-8, or has U+FFFD itself, has that and two digits for each such byte.
+    """
+    raw = os.fsencode(name)
+    marked = raw.decode("utf-8", "surrogateescape").replace(UNNAMED, "\udcef\udcbf\udcbd")
+    if marked.isascii() or not any(map(_is_byte, marked)):
+        return marked
+    return "".join(f"{UNNAMED}{ord(one) & 0xFF:02x}" if _is_byte(one) else one for one in marked)
+
+
+def _is_byte(character: str) -> bool:
+    return "\udc80" <= character <= "\udcff"
+
+
+def real_path(path: str) -> str:
+    """The path of a file that `exact_text` names."""
+    if UNNAMED not in path:
+        return path
+    head, *parts = path.split(UNNAMED)
+    raw = (bytes.fromhex(part[:2]) + part[2:].encode() for part in parts)
+    return os.fsdecode(head.encode() + b"".join(raw))
+
+
+def _text(name: str) -> str:
+    return os.fsencode(name).decode("utf-8", "replace")
 
 
 def mark_of_mode(mode: int) -> str:

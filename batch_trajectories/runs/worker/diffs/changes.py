@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -32,6 +32,8 @@ class Changes(NamedTuple):
     """What is no longer there, or is something else."""
     had: set[str]
     """Files and links that were there, among those two."""
+    closed: list[str]
+    """Directories whose entries are not known; what was in them is among `gone`."""
     of_image: list[str]
     """What the check takes from the image, among those two."""
     source: FileSource
@@ -57,7 +59,8 @@ async def changes_of(
         asyncio.to_thread(one.tree, top), asyncio.to_thread(other.tree, top)
     )
     nested = [path for path in begun if path.endswith(_NESTED)]
-    return _sorted_out(top, ended, begun, setup, one, None), nested
+    changes = await asyncio.to_thread(_sorted_out, top, ended, begun, setup, one, other)
+    return changes._replace(source_before=None), nested
 
 
 def changes_of_layers(
@@ -74,7 +77,7 @@ def _sorted_out(
     begun: dict[str, FileState],
     setup: RowSetup | None,
     source: FileSource,
-    source_before: FileSource | None,
+    source_before: FileSource,
 ) -> Changes:
     hidden = [path.rstrip("/") for path in setup.hidden] if setup else []
     from_image = setup.check.from_image if setup and setup.check else ()
@@ -82,14 +85,42 @@ def _sorted_out(
         for path in [path for path in states if _is_left_out(f"{top}/{path}", hidden)]:
             del states[path]
     gone = [path for path, state in begun.items() if _kind(ended.get(path)) != state.kind]
-    changed = {
-        path: state
-        for path, state in ended.items()
-        if state.kind in _CARRIED and begun.get(path) != state
-    }
+    other, doubtful = _differing(ended, begun)
+    sums = (of.checksums(top, doubtful) for of in (source, source_before))
+    other |= {path for path, one, before in zip(doubtful, *sums, strict=True) if one != before}
+    changed = {path: state for path, state in ended.items() if path in other}
+    closed = [path for path, one in ended.items() if one.is_closed and begun.get(path) != one]
     had = {path for path in (*gone, *changed) if _kind(begun.get(path)) in _CARRIED}
     of_image = [p for p in {*gone, *changed} if any(is_named(p, one) for one in from_image)]
-    return Changes(top, begun, changed, gone, had, of_image, source, source_before)
+    return Changes(top, begun, changed, gone, had, closed, of_image, source, source_before)
+
+
+def _differing(
+    ended: Mapping[str, FileState], begun: Mapping[str, FileState]
+) -> tuple[set[str], list[str]]:
+    """Which files and links are other ones, and of which files only the contents tell that.
+
+    A program can set the time of a file to what it was, or bring another with the same time:
+    images can have one time for all files. A file whose name is not UTF-8 could not be carried, so
+    another time alone is no change of it.
+    """
+    differing, doubtful = set(), []
+    for path, state in ended.items():
+        before = begun.get(path)
+        if state.kind not in _CARRIED or state == before:
+            continue
+        if before is not None and _can_be_same(before, state, is_odd="\ufffd" in path):
+            doubtful.append(path)
+        else:
+            differing.add(path)
+    return differing, doubtful
+
+
+def _can_be_same(before: FileState, state: FileState, *, is_odd: bool) -> bool:
+    """Whether two files differ at most in contents of one length."""
+    if before.kind != "file" or (state.kind, state.size) != ("file", before.size):
+        return False
+    return before.mark == state.mark or (is_odd and before.mark[:1] == state.mark[:1])
 
 
 async def find_nested(fresh: ToolContext, top: str) -> list[str]:

@@ -17,18 +17,21 @@ _ARGUMENTS_BYTES = 64 << 10
 # `safe.directory`: the files may belong to another user than commands. Modes are those on disk.
 # Names of objects are not looked for among refs, of which repositories can have thousands.
 GIT = (
-    "set -e; umask 077; export LC_ALL=C GIT_CONFIG_COUNT=5 "
+    "set -e; umask 077; unset GIT_DIFF_OPTS; "
+    "export LC_ALL=C GIT_CONFIG_COUNT=6 "
     "GIT_CONFIG_KEY_0=safe.directory 'GIT_CONFIG_VALUE_0=*' "
     "GIT_CONFIG_KEY_1=core.fileMode GIT_CONFIG_VALUE_1=true "
     "GIT_CONFIG_KEY_2=core.fsmonitor GIT_CONFIG_VALUE_2=false "
     "GIT_CONFIG_KEY_3=core.hooksPath GIT_CONFIG_VALUE_3=/dev/null "
-    "GIT_CONFIG_KEY_4=core.warnAmbiguousRefs GIT_CONFIG_VALUE_4=false; "
+    "GIT_CONFIG_KEY_4=core.warnAmbiguousRefs GIT_CONFIG_VALUE_4=false "
+    "GIT_CONFIG_KEY_5=core.safecrlf GIT_CONFIG_VALUE_5=false; "
 )
 AT_TOP = GIT + 'cd "$1"; shift; '
 AT_STORE = AT_TOP + "store=$1; shift; "
-# `--no-ext-diff` and `--no-textconv`: what the repository configures is not asked.
+# What the repository configures is not asked: `git apply` takes no diff without context.
 SHOWN_AS = (
-    "--binary --no-color --no-ext-diff --no-textconv --no-renames --src-prefix=a/ --dst-prefix=b/"
+    "--binary --no-color --no-ext-diff --no-textconv --no-renames --src-prefix=a/ --dst-prefix=b/ "
+    "--unified=3 --inter-hunk-context=0 -O/dev/null"
 )
 
 

@@ -54,7 +54,7 @@ _BEGIN = (
         'index=$(git rev-parse --git-path index); if [ -f "$index" ]; then '
         'cp -p "$index" "$store/index"; fi; '
         'number=0; for nested; do number=$((number + 1)); mv "$nested" "$store/$number"; done; '
-        "tab=$(printf '\\t'); line='\n'; listed=$(git ls-files -s); "
+        "tab=$(printf '\\t'); line='\n'; listed=$(git -c core.quotePath=false ls-files -s); "
         'case $line$listed in *"${line}160000 "*) echo "$listed" | while IFS= read -r entry; do '
         'case $entry in 160000*) GIT_INDEX_FILE="$store/index" '
         'git update-index --force-remove -- "${entry#*"$tab"}";; esac; done;; esac; '
@@ -76,7 +76,8 @@ _END = (
     + (
         'tree=$(tree end); read -r begin <"$store/begin"; '
         "git diff " + SHOWN_AS + ' "$begin" "$tree" >"$store/patch"; '
-        'number=0; for nested; do number=$((number + 1)); mv "$store/$number" "$nested"; done'
+        'number=0; for nested; do number=$((number + 1)); [ ! -d "${nested%/.git}" ] || '
+        'mv "$store/$number" "$nested"; done'
     )
 )
 
@@ -157,7 +158,14 @@ async def _made(changes: Changes, nested: Sequence[str], fresh: ToolContext) -> 
     top, changed, source = changes.top, dict(changes.changed), changes.source
     sandbox, files = image_sandbox(fresh), cast("ImageFiles", fresh.workspace)
     store = f"/tmp/.diff-{files.root.name[:16]}"
-    had = changes.had - await _ignored(fresh, changes.had, top, store, _BEGIN, *nested)
+    # What is beneath a directory is ignored if it is.
+    inside = {f"{path}/-" for path in changes.closed}
+    ignored = await _ignored(fresh, changes.had | inside, top, store, _BEGIN, *nested)
+    had = changes.had - ignored
+    for path in inside - ignored:
+        raise DiffError(f"{path[:-2]!r}: the directory cannot be read")
+    for path in had:
+        _check_name(path)
     await run(sandbox, _BEFORE, top, store, stdin=listed(had))
     kept = [*batches(changes.of_image)]
     for part, some in enumerate(kept):
@@ -189,10 +197,17 @@ async def _ignored(
     fresh: ToolContext, paths: Iterable[str], top: str, store: str, script: str, *arguments: str
 ) -> set[str]:
     """Which paths are ignored, as a script finds that reads them and writes a list of these."""
-    listing = listed(paths)
+    # What begins with a colon would be a pattern.
+    listing = listed(f"./{path}" if path.startswith(":") else path for path in paths)
     await run(image_sandbox(fresh), script, top, store, *arguments, stdin=listing)
     found = await asyncio.to_thread(fresh.workspace.read_bytes, f"{store}/ignored", len(listing))
-    return set(found.decode().split("\0")[:-1])
+    return {path.removeprefix("./") for path in found.decode().split("\0")[:-1]}
+
+
+def _check_name(path: str, state: FileState | None = None) -> None:
+    if "\ufffd" in path or (state is not None and state.has_odd_target):
+        named = path.replace("\ufffd", "\\x")
+        raise DiffError(f"'{named}': its name or target is not UTF-8")
 
 
 async def _carry(
@@ -204,7 +219,6 @@ async def _carry(
         what = f"{plural(len(changed), 'changed file')} with {size >> 20} MiB"
         raise DiffError(f"{what}: at most {MAX_CARRIED_BYTES >> 20} MiB can be carried")
     for path, state in changed.items():
-        if "\ufffd" in path or (state.kind == "link" and "\ufffd" in state.mark):
-            raise DiffError(f"{path!r}: its name or target is not UTF-8")
+        _check_name(path, state)
     if changed:
         await asyncio.to_thread(fresh.copy_from, source, top, changed)

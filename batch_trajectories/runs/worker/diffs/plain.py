@@ -176,7 +176,8 @@ async def _made(changes: Changes, differ: Differ) -> Plain | None:
         or sum(state.size for state in states) > _MAX_BYTES
         or any(map(_is_special, {*begun, *changes.changed}))
         or any(state.kind == "file" and state.is_for_others_only for state in begun.values())
-        or any(state.kind == "link" and "\ufffd" in state.mark for state in states)
+        or changes.closed
+        or any(state.has_odd_target for state in states)
     ):
         return None
     ignored = await differ.ignored({*begun, *changes.changed})
