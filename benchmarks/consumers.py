@@ -53,6 +53,8 @@ _FORMATS: tuple[FormatName, ...] = (
 
 _MASKED, _MASKED_TURNS = "masked", "masked_turns"
 """Exports with turns that carry no loss: marked, and left out of rows per turn."""
+_SPLIT_TURNS, _WITHOUT_REASONING = "split_turns", "without_reasoning"
+"""Exports for templates that allow one call per turn, or no reasoning beside calls."""
 _TEXT = "text"
 """An export whose arguments are JSON text."""
 
@@ -85,7 +87,12 @@ _CONSUMERS = {
         "llamafactory_loader",
         ("llamafactory",),
         needs_torch=True,
-        more=(f"llamafactory_loader {_MASKED_TURNS}",),
+        more=(
+            f"llamafactory_loader {_MASKED_TURNS}",
+            "llamafactory_templates",
+            f"llamafactory_templates {_SPLIT_TURNS}",
+            f"llamafactory_templates {_WITHOUT_REASONING}",
+        ),
     ),
     "axolotl": _Consumer(
         "axolotl_chat", ("axolotl",), needs_torch=True, more=(f"axolotl_chat {_MASKED}",)
@@ -189,6 +196,12 @@ def _export(run_dir: Path, lines: Path, twins: Path) -> None:
     )
     export_dataset(source, Recipe(formats=("openai",), per_turn=True), twins / "turns")
     export_dataset(source, Recipe(formats=("openai",), arguments="text"), twins / _TEXT)
+    split = Recipe(formats=("openai", "llamafactory"), parallel_calls="split")
+    for name, recipe in (
+        (_SPLIT_TURNS, {"per_turn": True}),
+        (_WITHOUT_REASONING, {"reasoning": "none"}),
+    ):
+        export_dataset(source, split.model_copy(update=recipe), twins / name)
     masked = {"include": "not_passed"}
     for name, choice in (
         (_MASKED, {"formats": "openai,parquet,rl"}),

@@ -42,6 +42,8 @@ class Labels:
         self.tokens = self.trained = 0
         self.own = self.masked = self.others = 0
         """Tokens in the texts of turns with loss, of turns without, and of all others."""
+        self.left_out = 0
+        """Texts of turns without loss that are not shown."""
 
     def add(self, row: Mapping[str, Any], ids: Iterable[int], marks: Iterable[bool]) -> None:
         """Check one row; `marks` say which tokens carry loss."""
@@ -73,10 +75,12 @@ class Labels:
             else:
                 self.masked_turns += 1
                 for text in _texts(message, with_names=is_placed):
-                    found = tokens.find(text, begin, end)  # templates may leave it out
-                    if found is not None:
-                        self.masked += tokens.check(found, place, is_learnt=False)
-                        at = max(at, found.end)
+                    found = tokens.find(text, begin, end)
+                    if found is None:
+                        self.left_out += 1
+                        continue
+                    self.masked += tokens.check(found, place, is_learnt=False)
+                    at = max(at, found.end)
                 if is_placed and messages[number - 1]["role"] != "assistant":
                     tokens.check(_Found(begin, end or at), place, is_learnt=False)
 
@@ -84,7 +88,8 @@ class Labels:
         return (
             f"{self.rows} rows, {self.trained:,} of {self.tokens:,} tokens carry loss: all "
             f"{self.own:,} of the texts of {self.turns} turns, none of the {self.masked:,} of "
-            f"{self.masked_turns} masked turns, none of the {self.others:,} of others"
+            f"{self.masked_turns} masked turns ({self.left_out} of their texts are not shown), "
+            f"none of the {self.others:,} of others"
         )
 
 

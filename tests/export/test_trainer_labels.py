@@ -28,8 +28,11 @@ ANSWER = TEXT.index("thoughts")
 class Characters:
     """Ids are positions in the text."""
 
+    def __init__(self, text: str = TEXT) -> None:
+        self._text = text
+
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-        return [TEXT[n] for n in ids]
+        return [self._text[n] for n in ids]
 
 
 def labels(*, changed: str = "", mark: bool = True, text: str = TEXT) -> str:
@@ -71,3 +74,13 @@ def test_a_part_on_the_wrong_side_is_named(changed: str, mark: bool, why: str) -
 def test_a_learnt_text_that_is_not_there_is_named() -> None:
     with pytest.raises(AssertionError, match="message 3: not shown: 'an"):
         labels(text=TEXT[: TEXT.index("an ")])
+
+
+def test_texts_of_masked_turns_that_are_not_there_are_counted() -> None:
+    """Trainers may leave out the reasoning of earlier turns, which the model saw."""
+    assert "1 masked turns (0 of their texts are not shown)" in labels()
+    without = TEXT.replace("masked words", "")
+    checked = Labels(Characters(without))
+    begin = without.index("thoughts")
+    checked.add(ROW, range(len(without)), [n >= begin for n in range(len(without))])
+    assert "1 masked turns (1 of their texts are not shown)" in str(checked)
