@@ -195,11 +195,14 @@ class AgentEndpoint(Served):
         *,
         reasoning: str = "",
         latency_s: float = 0.0,
+        event_s: float = 0.0,
         log: Path | None = None,
         cut_every: int | None = None,
         tokens: str | None = None,
     ) -> None:
-        """Of `cut_every` streams, one ends after its first half, and is not logged. `tokens`: it
+        """`latency_s`, `event_s`: seconds before a reply, and before each event of a stream.
+
+        Of `cut_every` streams, one ends after its first half, and is not logged. `tokens`: it
         gives token ids as this does; see `testing.fake_tokens`.
         """
         self.exchanges: list[Exchange] = []
@@ -215,7 +218,7 @@ class AgentEndpoint(Served):
         self.keeps = True
         """It keeps responses, so that requests can continue them; else it ignores their ids."""
         self._kept: dict[str, list[JSON]] = {}
-        self._reasoning, self._latency_s = reasoning, latency_s
+        self._reasoning, self._latency_s, self.event_s = reasoning, latency_s, event_s
         self._log, self.tokens = log, tokens
         self._lock = threading.Condition()
         self._taken = 0
@@ -325,6 +328,7 @@ def _handler_of(endpoint: AgentEndpoint) -> type[BaseHTTPRequestHandler]:
                 self.end_headers()
                 is_cut = endpoint.is_cut()
                 for event in events[: len(events) // 2] if is_cut else [*events, b""]:
+                    time.sleep(endpoint.event_s)
                     self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
                 if is_cut:
                     self.close_connection = True

@@ -4,7 +4,8 @@ Each agent completes tasks against a model on loopback, as somebody uses it, wit
 around it: with subagents, pictures, several calls at once, calls that fail, cut streams and a
 context that is full on the way; every second session is killed and continued. `import` reads the
 session files, and each reply of the endpoint's log must be a turn of a record, with the results
-that the agent sent for its calls. Agents must be on the PATH.
+that the agent sent for its calls, and each record what its last request showed. Agents must be on
+the PATH.
 """
 
 from __future__ import annotations
@@ -12,21 +13,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import yaml
 
 from batch_trajectories.basics.presets import presets
 from batch_trajectories.runs.importing.importing import import_conversations
 from batch_trajectories.runs.store.reader import stored_records
+from batch_trajectories.runs.store.record_types import Record
 from testing.agent_endpoint import ALL, STEPS, AgentEndpoint
 from tests.real_agents import COMPACTING
 from tests.running import wait_until
-from tests.wire_forms import Atom, in_reply, in_row, steps, texts_of
+from tests.wire_forms import Atom, in_reply, in_request, in_row, steps, texts_of
 
 _WORK = "/workspace"
 _KILLED_AFTER = 3
@@ -66,10 +72,9 @@ def run_agent(name: str, directory: Path, tasks: int) -> str:
     homes = []
     kills = []
     log = directory / "log.jsonl"
-    # Codex shows what it had of a cut stream to the model, and so does its session.
-    cuts = None if name == "codex" else 7
+    rng = random.Random(name)
     with AgentEndpoint(
-        reasoning="Let me think.", latency_s=0.05, cut_every=cuts, log=log
+        reasoning="Let me think.", latency_s=0.05, event_s=0.01, cut_every=7, log=log
     ) as endpoint:
         for n in range(tasks):
             home = directory / f"home{n}"
@@ -87,6 +92,7 @@ def run_agent(name: str, directory: Path, tasks: int) -> str:
                     ),
                     timeout_s=300,
                 )
+                time.sleep(rng.uniform(0, 0.6))  # within a reply or a command, or between them
                 session.kill()
                 session.wait()
                 kills.append(len(endpoint.exchanges))
@@ -151,6 +157,7 @@ def _compared(run_dir: Path, endpoint: AgentEndpoint, kills: Sequence[int]) -> s
     `kills`: how many replies there were at each.
     """
     sent = {one.reply["id"]: one.reply for one in endpoint.exchanges}
+    asked = {one.reply["id"]: one.request for one in endpoint.exchanges}
     shown = {call: text for one in endpoint.exchanges for call, text in _results(one.request)}
     turns: list[str] = []
     cut: list[str] = []
@@ -158,7 +165,7 @@ def _compared(run_dir: Path, endpoint: AgentEndpoint, kills: Sequence[int]) -> s
     for record in stored_records(run_dir):
         inner += len(record.inner)
         quiet = [
-            record.turns[n - 1].response_id for n in (record.imported or {}).get("no_loss", ())
+            str(record.turns[n - 1].response_id) for n in (record.imported or {}).get("no_loss", ())
         ]
         for part in (record, *record.inner):
             replies = [message for message in part.messages if message.role == "assistant"]
@@ -184,6 +191,7 @@ def _compared(run_dir: Path, endpoint: AgentEndpoint, kills: Sequence[int]) -> s
                     results += 1
         assert quiet == cut, "a stream that was cut is learnt"
         cut.clear()
+        _check_context(record, asked[str(record.turns[-1].response_id)])
     assert len({*turns}) == len(turns)
     # A session does not hold the call that wrote a summary, nor what a kill cut off.
     unseen = sent.keys() - turns
@@ -197,6 +205,25 @@ def _compared(run_dir: Path, endpoint: AgentEndpoint, kills: Sequence[int]) -> s
         f"sent, {inner} conversations inside; {len(summaries)} summaries and "
         f"{len(unseen - summaries)} replies just before a kill are in no session"
     )
+
+
+def _check_context(record: Record, request: Mapping[str, Any]) -> None:
+    """What a record shows before its last reply stood in that request, with all that a model said.
+
+    Requests hold more of others: reminders and instructions, which are not those of the session.
+    """
+    before = msgspec.to_builtins([one for one in record.messages[:-1] if one.role != "system"])
+    own = [(kind, value) for kind, value in in_row(before) if kind != "thought" and value]
+    sent = [(kind, value) for kind, value in in_request(request) if kind != "thought"]
+    found = json.loads(_plain(sent))
+    groups = [[*group] for _, group in groupby(own, lambda atom: atom[0] == "said")]
+    assert len(groups) == len(found), (groups, found)
+    for group, step in zip(groups, found, strict=True):
+        if group[0][0] == "said":
+            lost = [text for _, text in group if "".join(text.split()) not in step[1]]
+            assert not lost, (lost, step)
+        else:
+            assert json.loads(_plain(group)) == [step]
 
 
 def _plain(atoms: Iterable[Atom]) -> str:

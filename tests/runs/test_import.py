@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import secrets
 import shutil
 import time
 from collections.abc import Iterable
@@ -222,6 +223,15 @@ def wrote(id: str, block: dict[str, Any], stop: str = "tool_use", **more: Any) -
     return {"type": "assistant", "message": message, **more}
 
 
+def own(block: dict[str, Any]) -> dict[str, Any]:
+    """What Claude Code wrote in a model's place."""
+    usage = {"input_tokens": 0, "output_tokens": 0}
+    message: dict[str, Any] = {"id": secrets.token_hex(), "role": "assistant"}
+    message |= {"model": "<synthetic>"}
+    message |= {"content": [block], "stop_reason": "stop_sequence", "usage": usage}
+    return {"type": "assistant", "message": message, "isApiErrorMessage": False}
+
+
 def use(id: str, name: str = "Bash") -> dict[str, Any]:
     return {"type": "tool_use", "id": id, "name": name, "input": {"command": id}}
 
@@ -237,8 +247,14 @@ def test_a_session_of_claude_code_is_one_record(tmp_path: Path, of_its_own: bool
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
     rows = session(
         said("First"),
-        wrote("m0", {"type": "text", "text": "Hello"}, "end_turn"),
-        {"type": "system", "subtype": "compact_boundary", "parentUuid": None},
+        wrote("m0", {"type": "text", "text": "Hello"}, "end_turn", uuid="hello"),
+        said("And", uuid="and"),
+        {
+            **{"type": "system", "subtype": "compact_boundary", "parentUuid": None},
+            "compactMetadata": {
+                "preservedMessages": {"anchorUuid": "top", "uuids": ["hello", "and"]}
+            },
+        },
         said("Summary", isCompactSummary=True, isVisibleInTranscriptOnly=True, uuid="top"),
         said("Rewound"),
         wrote("gone", text),
@@ -255,6 +271,14 @@ def test_a_session_of_claude_code_is_one_record(tmp_path: Path, of_its_own: bool
         wrote("part", {"type": "text", "text": "Do"}, "end_turn"),
         wrote("y", text, isApiErrorMessage=True),
         said("Again"),
+        wrote("open", thought),
+        own({"type": "text", "text": "Tw"}),
+        said([{"type": "text", "text": "[Request interrupted by user]"}]),
+        said("Now"),
+        wrote("early", {"type": "text", "text": "Three"}),
+        said([{"type": "text", "text": "[Request interrupted by user]"}]),
+        own({"type": "text", "text": "No response requested."}),
+        said("End"),
         wrote("m2", text, "end_turn"),
     )
     side = [
@@ -272,16 +296,18 @@ def test_a_session_of_claude_code_is_one_record(tmp_path: Path, of_its_own: bool
     assert (end.completed, end.unreadable) == (1, [])
     record = only_record(run_dir)
     assert [m.content for m in record.messages] == [
-        *("Summary", "Go on", "", "ok", "found", "Do", "Again", "Done.")
+        *("Summary", "Hello", "And", "Go on", "", "ok", "found", "Do", "Again"),
+        *("Tw", "[Request interrupted by user]", "Now"),
+        *("Three", "[Request interrupted by user]", "No response requested.", "End", "Done."),
     ]
-    assert record.messages[2].reasoning == "Hm."
-    assert [call.id for call in record.messages[2].tool_calls] == ["a", "b"]
+    assert record.messages[4].reasoning == "Hm."
+    assert [call.id for call in record.messages[4].tool_calls] == ["a", "b"]
     assert [(turn.response_id, turn.finish_reason) for turn in record.turns] == [
         ("m1", "tool_calls"),
-        ("part", "stop"),
+        *[("part", "stop"), (None, "stop"), ("early", "tool_calls"), (None, "stop")],
         ("m2", "stop"),
     ]
-    assert record.imported["no_loss"] == [2]
+    assert record.imported["no_loss"] == [2, 3, 4, 5]
     assert record.turns[0].usage.input_tokens == 7
     assert [(one.name, one.messages[0].content) for one in record.inner] == [
         ("before compaction", "First"),
@@ -329,6 +355,84 @@ def test_a_session_of_codex_is_one_record(tmp_path: Path) -> None:
     ]
     assert [one.name for one in record.inner] == ["before compaction"]
     assert row_in("hermes", record)["id"] == "c1"
+
+
+def test_replies_that_were_cut_off_in_a_session_of_codex_are_not_learnt(tmp_path: Path) -> None:
+    """Of those that broke off within their reasoning, requests of the real API show nothing."""
+    lines: list[dict[str, Any]] = []
+
+    def item(read: int | None = None, **payload: Any) -> None:
+        sequence = {"metadata": {"sampled_through_sequence": read}} if read is not None else {}
+        lines.append({"timestamp": AT, "type": "response_item", "payload": payload, **sequence})
+
+    def thought(read: int, words: str) -> None:
+        item(read, type="reasoning", summary=[{"type": "summary_text", "text": words}])
+
+    def text(read: int, words: str) -> None:
+        content = [{"type": "output_text", "text": words}]
+        item(read, type="message", role="assistant", content=content)
+
+    def user(words: str) -> None:
+        item(type="message", role="user", content=[{"type": "input_text", "text": words}])
+
+    def told(total: int) -> None:
+        info = {"total_token_usage": {"total_tokens": total}}
+        info["last_token_usage"] = {"input_tokens": total, "output_tokens": 1}
+        payload = {"type": "token_count", "info": info}
+        lines.append({"timestamp": AT, "type": "event_msg", "payload": payload})
+
+    def whole(id: str) -> None:
+        payload = {"response_id": id, "usage": {"input_tokens": 7, "output_tokens": 2}}
+        lines.append({"timestamp": AT, "type": "token_usage_record", "payload": payload})
+
+    meta = {"id": "c1", "cwd": "/w", "base_instructions": {"text": "Code."}, "cli_version": "1"}
+    lines.append({"timestamp": AT, "type": "session_meta", "payload": meta})
+    user("First")
+    thought(1, "gone")
+    thought(2, "Hm.")
+    text(2, "One")
+    whole("r1")
+    told(9)
+    user("Second")
+    thought(6, "Part")
+    text(6, "Two, ")  # a kill
+    told(9)
+    user("Go on.")
+    text(9, "Th")  # an error; the agent asks again by itself
+    told(9)
+    text(10, "Three")
+    whole("r3")
+    user("And?")
+    thought(14, "gone, too")
+    user("Well?")
+    text(15, "Four")
+    item(15, type="function_call", name="sh", arguments="{}", call_id="a")
+    whole("r4")
+    user("So?")
+    text(20, "Five")
+    whole("r5")
+    write_rows(tmp_path / "rollout-1.jsonl", *lines)
+    end, run_dir = take(tmp_path, tmp_path / "rollout-1.jsonl")
+    assert (end.completed, end.unreadable) == (1, [])
+    record = only_record(run_dir)
+    assert record.status == "completed"
+    assert [
+        (m.reasoning, m.content) for m in record.messages if m.role in ("assistant", "tool")
+    ] == [
+        *[("Hm.", "One"), ("Part", "Two, "), (None, "Th\n\nThree")],
+        *[(None, "Four"), (None, "aborted"), (None, "Five")],
+    ]
+    assert [
+        (turn.response_id, turn.usage and turn.usage.input_tokens) for turn in record.turns
+    ] == [
+        *[("r1", 7), (None, None)],
+        *[("r3", 7), ("r4", 7), ("r5", 7)],
+    ]
+    assert record.imported is not None
+    assert record.imported["no_loss"] == [2, 3]
+    write_rows(tmp_path / "rollout-1.jsonl", *lines[:9])
+    _, killed = take(tmp_path / "killed", tmp_path / "rollout-1.jsonl")
+    assert only_record(killed).status == "cancelled"
 
 
 def test_what_cannot_be_read_is_named_and_the_rest_is_taken_once(tmp_path: Path) -> None:

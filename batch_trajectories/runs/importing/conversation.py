@@ -44,6 +44,10 @@ class Dialogue:
     """What it is, if it is inside another one."""
     key: str = ""
     inner: list[Dialogue] = field(default_factory=list)
+    no_loss: list[int] = field(default_factory=list)
+    """Numbers of the replies, from 1, that nobody is to learn."""
+    cut: list[int] = field(default_factory=list)
+    """Numbers of the replies, from 1, that were cut off; nobody is to learn them either."""
     sums: Mapping[str, Any] = field(default_factory=dict)
     """`usage` and `cost_usd` of all calls, where the source has them."""
 
@@ -67,7 +71,7 @@ class Dialogue:
             "usage": usage_of(paid),
             "cost_usd": cost_of(paid),
             **self.sums,
-            "model_returned": turns[-1]["model"] if turns else None,
+            "model_returned": next((turn["model"] for turn in turns[::-1] if turn["model"]), None),
         }
 
     def _paid(self) -> list[Any]:
@@ -144,10 +148,15 @@ class Foreign:
         """The record of its task; `place` says where it was read, `at` when that was written."""
         messages, content = self.conversation.messages, self.conversation.stored(at)
         last = messages[-1]
-        is_answered = last["role"] == "assistant" and (
-            self.agent is not None or not last.get("tool_calls")
+        is_cut = len(self.conversation.replies) in self.conversation.cut
+        is_answered = (
+            last["role"] == "assistant"
+            and not is_cut
+            and (self.agent is not None or not last.get("tool_calls"))
         )
         imported = {**place, **self.imported}
+        if quiet := self.conversation.no_loss + self.conversation.cut:
+            imported["no_loss"] = quiet
         tools = self.tools
         if tools is None:
             tools, imported["tools_called"] = tools_called(self.conversation), True

@@ -101,15 +101,13 @@ _MOST_NESTED = 20
 
 def _read(row: Mapping[str, Any]) -> Foreign:
     documents: dict[str, _Object] = {}
-    quiet: list[int] = []
     document = _typed(row, "")
-    conversation = _conversation(row, document, "", "", documents, quiet)
+    conversation = _conversation(row, document, "", "", documents)
     extra = document.extra or {}
     columns = extra.get("columns")
     facts = of_metadata(extra)
     facts.setdefault("model", document.agent.model_name)
     is_own = document.agent.name == _OURS
-    kept: dict[str, Any] = {"documents": documents}
     return Foreign(
         conversation,
         "atif",
@@ -117,7 +115,7 @@ def _read(row: Mapping[str, Any]) -> Foreign:
         tools=document.agent.tool_definitions,
         columns=columns if isinstance(columns, dict) else {},
         facts=facts,
-        imported=kept | ({"no_loss": quiet} if quiet else {}),
+        imported={"documents": documents},
         agent=None if is_own else {"name": document.agent.name, "version": document.agent.version},
     )
 
@@ -140,7 +138,6 @@ def _conversation(
     place: str,
     path: str,
     documents: dict[str, _Object],
-    quiet: list[int],
 ) -> Dialogue:
     """The conversation of a document; what `documents` keeps of it is under its `path`.
 
@@ -155,6 +152,7 @@ def _conversation(
     )
     messages: list[Message] = []
     replies: list[dict[str, Any]] = []
+    quiet: list[int] = []
     references: dict[str, str] = {}
     for n, step in enumerate(document.steps):
         at = f"{place}steps[{n}]"
@@ -163,7 +161,7 @@ def _conversation(
             if n > last_given:
                 kept = {key: raw_steps[n][key] for key in KEPT_OF_STEPS if key in raw_steps[n]}
                 replies.append(_reply(step, at, document.agent.model_name, kept))
-                if not path and (step.extra or {}).get("loss") is False:
+                if (step.extra or {}).get("loss") is False:
                     quiet.append(len(replies))
         else:
             messages.append(_said(step.source, step.message, f"{at}.message"))
@@ -178,7 +176,7 @@ def _conversation(
                 messages.append(_result(result, id, names, where))
             for reference in result.subagent_trajectory_ref or ():
                 references[str(reference.get("trajectory_id"))] = id or ""
-    conversation = Dialogue(messages, replies, sums=_sums(document))
+    conversation = Dialogue(messages, replies, no_loss=quiet, sums=_sums(document))
     keys: set[str] = set()
     for n, inner in enumerate(document.subagent_trajectories or ()):
         where = f"{place}subagent_trajectories[{n}]."
@@ -192,7 +190,7 @@ def _conversation(
         if key in keys:  # one call can start several
             key = f"{key}#{n + 1}"
         keys.add(key)
-        subagent = _conversation(inner, typed, where, f"{path}/{key}", documents, quiet)
+        subagent = _conversation(inner, typed, where, f"{path}/{key}", documents)
         subagent.key, subagent.name = key, typed.agent.name or SUBAGENT
         conversation.inner.append(subagent)
     return conversation

@@ -2,15 +2,16 @@
 
 A line is a message, or a block of a reply whose lines share an id. Lines name the line before them:
 what was rewound is not part of the conversation. After a compaction the conversation begins again
-with a summary; what came before is a conversation inside the record, as are subagents. Session
-files have neither the system prompt nor tools nor the reminders that Claude Code adds to requests.
+with a summary and the last messages before it, where the session names those; what came before is
+a conversation inside the record, as are subagents. Session files have neither the system prompt nor
+tools nor the reminders that Claude Code adds to requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.models.dialects.anthropic_messages import FINISH_REASONS, usage_in
 from agent.models.parsing import object_of, text_or_none
@@ -30,7 +31,10 @@ _API = "anthropic_messages"
 _BOUNDARY = "compact_boundary"
 _THOUGHTS = {"thinking", "redacted_thinking"}
 _NO_MODEL = "<synthetic>"
-"""The model of messages that Claude Code wrote itself, such as errors of the API."""
+"""The model of messages that Claude Code wrote itself. Requests show the model those that are no
+errors: what had come of a block when a user interrupted it, and a word in place of a reply."""
+_INTERRUPTED = "[Request interrupted by user"
+"""How a user's message begins that Claude Code writes then."""
 
 
 def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
@@ -38,16 +42,17 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
     main = [row for row in rows if not row.content.get("isSidechain")]
     if not any("message" in row.content for row in main):
         main = list(rows)  # the file of a subagent, given by itself
-    *before, last = [_conversation(part) for part in _parts(main)]
+    *before, last = [_conversation(part, _kept_in(part, main)) for part in _parts(main)]
     aside = [row for row in rows if row.content.get("isSidechain")] if main != rows else []
-    sides = [_conversation(part) for part in (*_by_root(aside), *_files_of(path, problems))]
+    sides = [
+        _conversation(part, _Kept()) for part in (*_by_root(aside), *_files_of(path, problems))
+    ]
     last.inner = [
         *_named(BEFORE_COMPACTION, before),
         *_named(SUBAGENT, [side for side in sides if side.messages]),
     ]
     for n, inner in enumerate(last.inner, start=1):
         inner.key = f"thread#{n}"
-    cut = [n for n, reply in enumerate(last.replies, start=1) if "is_cut" in reply]
     heads = [row.content for row in main]
     directory = next((str(one["cwd"]) for one in heads if "cwd" in one), None)
     version = next((str(one["version"]) for one in heads if "version" in one), None)
@@ -57,7 +62,6 @@ def _read(path: Path, rows: Sequence[SourceRow]) -> Foreign:
         _API,
         id=id,
         columns={} if directory is None else {"cwd": directory},
-        imported={"no_loss": cut} if cut else {},
         agent={"name": "claude-code", "version": version},
         problems=problems,
     )
@@ -77,6 +81,26 @@ def _parts(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
             parts.append([])
         parts[-1].append(row)
     return [part for part in parts if _has_messages(part)] or [[]]
+
+
+class _Kept(NamedTuple):
+    """Messages that a compaction kept beside its summary."""
+
+    after: str | None = None
+    """The line that they follow."""
+    rows: Sequence[SourceRow] = ()
+
+
+def _kept_in(part: Sequence[SourceRow], rows: Sequence[SourceRow]) -> _Kept:
+    """What a part of a session begins with that is of the part before."""
+    for row in part:
+        facts = object_of(row.content, "compactMetadata")
+        named = object_of(facts, "preservedMessages")
+        ids = named.get("allUuids") or named.get("uuids")
+        if isinstance(ids, list):
+            led = {text_or_none(id) for id in ids} - {None}
+            return _Kept(text_or_none(named.get("anchorUuid")), [*_with_results(rows, led)])
+    return _Kept()
 
 
 def _has_messages(rows: Sequence[SourceRow]) -> bool:
@@ -136,11 +160,11 @@ def _is_part(path: Path, first: Sequence[SourceRow]) -> bool:
     return session.with_name(f"{session.name}.jsonl").exists()
 
 
-def _conversation(rows: Sequence[SourceRow]) -> Dialogue:
+def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
     items: list[tuple[int, str, dict[str, Any]]] = []
     replies: dict[str, dict[str, Any]] = {}
     blocks: dict[str, list[Any]] = {}
-    for row in _not_rewound(rows):
+    for row in _with_kept(_not_rewound(rows), kept):
         message = row.content.get("message")
         if not isinstance(message, dict):
             continue
@@ -149,28 +173,42 @@ def _conversation(rows: Sequence[SourceRow]) -> Dialogue:
                 "isVisibleInTranscriptOnly"
             )
             if is_shown:
-                item = {"role": "user", "content": message.get("content")}
+                content = message.get("content")
+                if _text_of(content).startswith(_INTERRUPTED):
+                    _mind_cut(items, blocks, replies, is_retried=False)
+                item = {"role": "user", "content": content}
                 items.append((row.number, "message", item))
         elif row.content.get("type") == "assistant":
-            id = str(message.get("id") or row.content.get("uuid"))
+            id = _key(row.content)
+            is_own = _is_own(row.content)
             if id not in blocks:
-                _mind_cut(items, blocks, replies, is_retried=not _is_own(row.content))
-            if _is_own(row.content):
-                continue
+                _mind_cut(items, blocks, replies, is_retried=not is_own)
             content = message.get("content")
             if isinstance(content, str):
                 content = [{"type": "text", "text": content}]
             if not isinstance(content, list):
                 raise Unreadable("message.content: it must be a list of objects", row.number)
+            if is_own and (row.content.get("isApiErrorMessage") or not _text_of(content)):
+                continue
             if id not in blocks:
                 blocks[id] = []
-                replies[id] = {"response_id": message.get("id"), "started_at": row.time()}
+                replies[id] = {"started_at": row.time(), "is_cut": is_own}
                 item = {"role": "assistant", "content": blocks[id]}
                 items.append((row.number, "message", item))
             blocks[id] += content
-            replies[id] |= _facts(message)
+            replies[id] |= {} if is_own else {"response_id": message.get("id"), **_facts(message)}
     read = read_messages(_API, items)
-    return Dialogue([one for messages in read for one in messages], [*replies.values()])
+    given = {_key(row.content) for row in kept.rows}
+    told = [reply for id, reply in replies.items() if id not in given]
+    cut = [n for n, reply in enumerate(told, start=1) if reply.pop("is_cut")]
+    return Dialogue([one for messages in read for one in messages], told, cut=cut)
+
+
+def _with_kept(rows: Iterable[SourceRow], kept: _Kept) -> Iterator[SourceRow]:
+    for row in rows:
+        yield row
+        if kept.after is not None and row.content.get("uuid") == kept.after:
+            yield from kept.rows
 
 
 def _mind_cut(
@@ -197,8 +235,16 @@ def _mind_cut(
 
 
 def _is_own(line: Mapping[str, Any]) -> bool:
-    """Whether no model wrote the message."""
+    """Whether Claude Code wrote the message."""
     return bool(line.get("isApiErrorMessage")) or line["message"].get("model") == _NO_MODEL
+
+
+def _text_of(content: Any) -> str:
+    """The first text of a message."""
+    if isinstance(content, str):
+        return content
+    texts = (text_or_none(block.get("text")) for block in exact_json.objects_among(content))
+    return next((text for text in texts if text), "")
 
 
 def _facts(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,6 +270,11 @@ def _not_rewound(rows: Sequence[SourceRow]) -> Iterator[SourceRow]:
             parent = text_or_none(row.content.get("parentUuid"))
             if parent is None:
                 break
+    return _with_results(rows, led)
+
+
+def _with_results(rows: Sequence[SourceRow], led: Container[str | None]) -> Iterator[SourceRow]:
+    """The lines with these ids, and all others of their replies and results of these."""
     is_led = [text_or_none(row.content.get("uuid")) in led for row in rows]
     replies = {_reply_id(row.content) for row, on in zip(rows, is_led, strict=True) if on} - {None}
     calls = {
@@ -236,6 +287,11 @@ def _not_rewound(rows: Sequence[SourceRow]) -> Iterator[SourceRow]:
         results = (text_or_none(block.get("tool_use_id")) for block in _blocks(row.content))
         if on or _reply_id(row.content) in replies or any(id in calls for id in results):
             yield row
+
+
+def _key(line: Mapping[str, Any]) -> str:
+    """The same for all lines of a reply."""
+    return str(object_of(line, "message").get("id") or line.get("uuid"))
 
 
 def _reply_id(line: Mapping[str, Any]) -> str | None:

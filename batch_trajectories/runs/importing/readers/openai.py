@@ -42,13 +42,12 @@ def _read(row: Mapping[str, Any]) -> Foreign:
     own = [one for one in given if one.get("role") == "assistant"]
     quiet = [n for n, one in enumerate(own, 1) if any(_is_off(one.get(mark)) for mark in _MARKS)]
     return Foreign(
-        Dialogue(read, [{} for _ in own]),
+        Dialogue(read, [{} for _ in own], no_loss=quiet),
         _API,
         id=id_of(row),
         tools=tools_of(row),
         columns=columns_of(row),
         facts=of_metadata(metadata_in(row)),
-        imported={"no_loss": quiet} if quiet else {},
     )
 
 
