@@ -268,7 +268,8 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
         for run in manifest.get("runs", ())
     ]
     for part in manifest["formats"]:
-        lines.append(f"{part['rows']:>9,} rows of {part['format']}")
+        rows = "row" if part["rows"] == 1 else "rows"
+        lines.append(f"{part['rows']:>9,} {rows} of {part['format']}")
         lines += [
             f"  not used   {count:>9,}  {reason}"
             for reason, count in part["rejected_by_reason"].items()

@@ -79,6 +79,7 @@ def _described(
 ) -> str:
     from batch_trajectories.basics import exact_json
     from batch_trajectories.basics.text import clip, first_few, plural
+    from batch_trajectories.runs.dataset.lines import columns_in
     from batch_trajectories.runs.dataset.row import RowRules, kind_of, usual_prompt
 
     rules = RowRules()
@@ -92,9 +93,7 @@ def _described(
     printed = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = exact_json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError(f"the row is {kind_of(row)}; it must be a JSON object")
+            row = columns_in(line)
         except ValueError as error:
             reasons[f"row {number}: {error}"] += 1
             continue

@@ -640,6 +640,17 @@ def test_look_shows_columns_and_proposes_the_prompt(tmp_path: Path) -> None:
     assert "p.csv --columns=prompt=problem,expected=answer\n" in renamed.output
 
 
+def test_look_names_rows_that_a_run_refuses(tmp_path: Path) -> None:
+    deep = "[" * 300 + "]" * 300
+    lines = [f'{{"prompt": "x", "deep": {deep}}}', "[1]", "{", '{"prompt": "y"}']
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    shown = CliRunner().invoke(main, ["look", str(tmp_path / "p.jsonl")])
+    assert "p.jsonl: 1 of 4 rows can be used" in shown.output
+    assert "row 1: nested deeper than 100 levels" in shown.output
+    assert "row 2: the line is an array; it must be a JSON object" in shown.output
+    assert "row 3: not a JSON object: this looks like one over several lines" in shown.output
+
+
 def test_look_names_rows_where_an_object_has_a_key_twice(tmp_path: Path) -> None:
     """As in all JSON readers the last value counts, at any depth."""
     rows = [

@@ -140,18 +140,24 @@ def _lines(path: Path, content: ContentDigest) -> Iterator[tuple[int, int, bytes
 
 def _read_row(line: int, offset: int, text: bytes, rules: RowRules) -> Row | BadRow:
     try:
-        columns = exact_json.loads(text)
-    except exact_json.JSONDecodeError as error:
-        return BadRow(line, _why_not_json(text, error))
-    if not isinstance(columns, dict):
-        return BadRow(line, f"the line is {kind_of(columns)}; it must be a JSON object")
-    if exact_json.is_nested_too_deep(text):
-        return BadRow(line, f"nested deeper than {exact_json.MAX_NESTING} levels")
-    try:
+        columns = columns_in(text)
         rules.read(columns)
     except ValueError as error:
         return BadRow(line, str(error))
     return Row(line, columns, offset)
+
+
+def columns_in(text: bytes) -> dict[str, Any]:
+    """The columns of a line. Raises `ValueError` with what is wrong with it."""
+    try:
+        columns = exact_json.loads(text)
+    except exact_json.JSONDecodeError as error:
+        raise ValueError(_why_not_json(text, error)) from error
+    if not isinstance(columns, dict):
+        raise ValueError(f"the line is {kind_of(columns)}; it must be a JSON object")
+    if exact_json.is_nested_too_deep(text):
+        raise ValueError(f"nested deeper than {exact_json.MAX_NESTING} levels")
+    return columns
 
 
 def _why_not_json(text: bytes, error: exact_json.JSONDecodeError) -> str:
