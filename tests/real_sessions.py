@@ -40,6 +40,8 @@ _KILLED_AFTER = 3
 _STARTS = 5
 _AT_ONCE = 2
 """Calls of an agent that can be in flight: of subagents."""
+_ENDED = "aborted"
+"""Codex shows this result directly after each call that a kill ended, rows after all of them."""
 _UNSTORED = 4
 """Replies before a kill that an agent may not have stored: it writes a moment later."""
 
@@ -160,26 +162,29 @@ def _compared(run_dir: Path, endpoint: AgentEndpoint, kills: Sequence[int]) -> s
     asked = {one.reply["id"]: one.request for one in endpoint.exchanges}
     shown = {call: text for one in endpoint.exchanges for call, text in _results(one.request)}
     turns: list[str] = []
-    cut: list[str] = []
     results = inner = 0
     for record in stored_records(run_dir):
         inner += len(record.inner)
-        quiet = [
-            str(record.turns[n - 1].response_id) for n in (record.imported or {}).get("no_loss", ())
-        ]
+        quiet = (record.imported or {}).get("no_loss", [])
+        cut: list[int] = []
         for part in (record, *record.inner):
             replies = [message for message in part.messages if message.role == "assistant"]
             own = len(replies) - len(part.turns)
             for turn, message in zip(part.turns, replies[own:], strict=True):
                 id = str(turn.response_id)
+                begun, _, words = str(message.content).rpartition("\n\n")
+                is_joined = begun != "" and (part is not record or turn.turn in quiet)
+                if part is record and (is_joined or id not in sent):
+                    cut.append(turn.turn)
                 if id not in sent:
-                    cut += [id] if part is record else []
                     continue
                 calls = [
                     {"function": {"name": c.function.name, "arguments": c.function.arguments}}
                     for c in message.tool_calls or ()
                 ]
-                row: dict[str, Any] = {"role": "assistant", "content": message.content}
+                # Codex asks again where a stream was cut, and then shows the model both as one.
+                content = words if is_joined else message.content
+                row: dict[str, Any] = {"role": "assistant", "content": content}
                 row |= {"reasoning_content": message.reasoning, "tool_calls": calls}
                 assert _plain(in_row([row])) == _plain(in_reply(sent[id])), (id, row)
                 turns.append(id)
@@ -190,7 +195,6 @@ def _compared(run_dir: Path, endpoint: AgentEndpoint, kills: Sequence[int]) -> s
                     assert steps(in_row([row])) == steps([said]), message.tool_call_id
                     results += 1
         assert quiet == cut, "a stream that was cut is learnt"
-        cut.clear()
         _check_context(record, asked[str(record.turns[-1].response_id)])
     assert len({*turns}) == len(turns)
     # A session does not hold the call that wrote a summary, nor what a kill cut off.
@@ -213,8 +217,10 @@ def _check_context(record: Record, request: Mapping[str, Any]) -> None:
     Requests hold more of others: reminders and instructions, which are not those of the session.
     """
     before = msgspec.to_builtins([one for one in record.messages[:-1] if one.role != "system"])
-    own = [(kind, value) for kind, value in in_row(before) if kind != "thought" and value]
-    sent = [(kind, value) for kind, value in in_request(request) if kind != "thought"]
+    own, sent = (
+        [(kind, value) for kind, value in atoms if kind != "thought" and value not in ("", _ENDED)]
+        for atoms in (in_row(before), in_request(request))
+    )
     found = json.loads(_plain(sent))
     groups = [[*group] for _, group in groupby(own, lambda atom: atom[0] == "said")]
     assert len(groups) == len(found), (groups, found)
@@ -223,7 +229,13 @@ def _check_context(record: Record, request: Mapping[str, Any]) -> None:
             lost = [text for _, text in group if "".join(text.split()) not in step[1]]
             assert not lost, (lost, step)
         else:
-            assert json.loads(_plain(group)) == [step]
+            ((_, words, _, calls),) = json.loads(_plain(group))
+            # Claude Code sends parallel calls back in the order in which they ended.
+            assert (words, _sorted(calls)) == (step[1], _sorted(step[3])), (group, step)
+
+
+def _sorted(calls: Iterable[Any]) -> list[str]:
+    return sorted(map(json.dumps, calls))
 
 
 def _plain(atoms: Iterable[Atom]) -> str:
