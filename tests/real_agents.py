@@ -141,6 +141,7 @@ def run_agent(
     with AgentEndpoint(
         reasoning="Let me think.",
         latency_s=0.2,
+        event_s=0.02,
         log=directory.with_suffix(".log") if keep else None,
         cut_every=_CUT_EVERY,
         tokens="vllm",
