@@ -23,6 +23,8 @@ from tests.images.test_image_runs import (
 from tests.running import run, started, wait_until, write_rows
 from toolsets.images.bases import base_of, keep_base, remove_bases, use_base
 
+ONE_AT_A_TIME = {**OPTIONS, "num_workers": 1, "batch_size": 1}
+"""So that each has its own time: clocks of file systems stand still for some milliseconds."""
 MADE = "stat -c %y .git/refs"
 """Prints when the repository got its refs: removing the history makes them anew."""
 JUDGED: dict[str, Any] = {
@@ -84,8 +86,7 @@ def test_rows_of_an_image_begin_alike_and_change_nothing_for_others(
     spoil = "rm -rf .git/objects .git/refs/heads; echo x > pkg/calc.py"
     rows = [row(str(n), "python:1", terminal(f"{MADE}; {spoil}"), **JUDGED) for n in range(3)]
     write_rows(tmp_path / "p.jsonl", *rows)
-    few = {**OPTIONS, "num_workers": 1, "batch_size": 1}
-    done = run(tmp_path, *FLAGS, images=images, **few)
+    done = run(tmp_path, *FLAGS, images=images, **ONE_AT_A_TIME)
     assert done.returncode == 0, done.stderr
     assert len(_times(tmp_path)) == 1, _outputs(tmp_path)
     assert all(" M pkg/calc.py" in check for _, check in _outputs(tmp_path).values())
@@ -99,7 +100,7 @@ def test_rows_of_an_image_begin_alike_and_change_nothing_for_others(
 def test_what_a_row_adds_is_its_own(images: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     rows = [row(str(n), "python:1", terminal(MADE), **JUDGED, **changes) for n in range(2)]
     write_rows(tmp_path / "p.jsonl", *rows)
-    done = run(tmp_path, *FLAGS, images=images, **OPTIONS)
+    done = run(tmp_path, *FLAGS, images=images, **ONE_AT_A_TIME)
     assert done.returncode == 0, done.stderr
     assert len(_times(tmp_path)) == 4, "two conversations and the copies of their checks"
 
