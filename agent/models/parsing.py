@@ -109,12 +109,15 @@ def object_of(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def make_call(id: Any, name: Any, arguments: Any) -> ToolCall:
-    """A call as a record holds it; missing parts are "".
+    """A call as a record holds it; missing parts are "", missing arguments `{}`.
 
-    Some servers send the arguments as an object; the text form is the one that is recorded.
+    Some servers send the arguments as an object; the text form is the one that is recorded. Others
+    send nothing where a tool needs none, and refuse a history whose arguments are no JSON.
     """
-    if not isinstance(arguments, str):
-        arguments = "" if arguments is None else exact_json.dumps(arguments).decode()
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = "{}"
+    elif not isinstance(arguments, str):
+        arguments = exact_json.dumps(arguments).decode()
     function = FunctionCall(name=str(name or ""), arguments=arguments)
     return ToolCall(id=str(id or ""), type="function", function=function)
 

@@ -20,7 +20,7 @@ from agent.messages.reasoning import split_inline_reasoning
 from agent.models.bodies.dialect import Dialect
 from agent.models.bodies.token_ids import request_fields, without_outer_newlines
 from agent.models.bodies.unknown_fields import extra_of, uncounted_in, unknown_in
-from agent.models.dialects.openai_chat_stream import ChatAssembly
+from agent.models.dialects.openai_chat_stream import ChatAssembly, thought_in
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import (
@@ -38,9 +38,12 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {
     "stop": "stop",
     "tool_calls": "tool_calls",
     "function_call": "tool_calls",
+    "eos": "stop",
     "length": "length",
+    "model_length": "length",
     "content_filter": "refusal",
 }
+"""Those of OpenAI, Together (`eos`) and Mistral (`model_length`: the context is full)."""
 
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_details")
 """Where servers put reasoning; the API reference of OpenAI names none of them."""
@@ -173,8 +176,15 @@ def _is_continued(earlier: Mapping[str, Any], role: str) -> bool:
 def _joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
     """Two user messages are paragraphs; an assistant continues where it was interrupted."""
     between = "\n\n" if later["role"] == "user" else ""
-    content = between.join(filter(None, (earlier["content"], later["content"])))
+    said = [content for content in (earlier["content"], later["content"]) if content]
+    if any(isinstance(content, list) for content in said):
+        return {**earlier, **later, "content": [part for one in said for part in _as_parts(one)]}
+    content = between.join(said)
     return {**earlier, **later, "content": content or later["content"]}
+
+
+def _as_parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def to_api(message: Message, reasoning_field: str | None = "reasoning_content") -> dict[str, Any]:
@@ -249,10 +259,11 @@ def read_reply(body: bytes) -> Completion:
 
 def read_message(raw: Mapping[str, Any]) -> Message:
     """An assistant message of this API. Raises `ModelError("malformed")`."""
-    received = flat_text(raw.get("content"))
+    given = raw.get("content")
+    received, thought = flat_text(given), thought_in(given)
     inline, text = split_inline_reasoning(received)
     message = Message(role="assistant", content=text)
-    if reasoning := _join_reasoning(raw, inline):
+    if reasoning := _join_reasoning(raw, thought, inline):
         message["reasoning"] = reasoning
     if calls := raw.get("tool_calls"):
         if not isinstance(calls, list):
@@ -260,22 +271,25 @@ def read_message(raw: Mapping[str, Any]) -> Message:
         message["tool_calls"] = [_read_call(call) for call in calls]
     verbatim = {key: raw[key] for key in _VERBATIM_FIELDS if raw.get(key)}
     verbatim |= unknown_in(raw, _MESSAGE_FIELDS)
-    if inline is not None:
-        verbatim["content"] = received
+    if thought or inline is not None:
+        verbatim["content"] = given if thought else received
     if verbatim:
         message["provider_blocks"] = {"api": API, "blocks": [verbatim]}
     return message
 
 
-def _join_reasoning(raw: Mapping[str, Any], inline: str | None) -> str:
-    """All reasoning of one message: identical parts once, joined by a blank line."""
+def _join_reasoning(raw: Mapping[str, Any], *inside: str | None) -> str:
+    """All reasoning of one message: identical parts once, joined by a blank line.
+
+    `inside` are thoughts from within its content.
+    """
     parts = [raw.get("reasoning_content"), raw.get("reasoning")]
     details = raw.get("reasoning_details")
     if isinstance(details, list):
         for detail in details:
             if isinstance(detail, dict):
                 parts.append(detail.get("summary") or detail.get("content") or detail.get("text"))
-    parts.append(inline)
+    parts.extend(inside)
     texts = [part.strip() for part in parts if isinstance(part, str) and part.strip()]
     return "\n\n".join(dict.fromkeys(texts))
 

@@ -46,6 +46,8 @@ class ChatAssembly:
         self._has_choice = False
         self._others: dict[int, ChatAssembly] = {}
         self._message = Growing({"role": "assistant"})
+        self._content: list[Growing] = []
+        """Thoughts and texts of a content in parts; empty where it is a text."""
         self._unknown: dict[str, Any] = {}
         """Fields of the message that are not known here."""
         self._details: list[Growing] = []
@@ -82,6 +84,8 @@ class ChatAssembly:
 
     def _built(self) -> dict[str, Any]:
         message = self._message.build() | self._unknown
+        if self._content:
+            message["content"] = [_built_part(part) for part in self._content]
         if self._details:
             message["reasoning_details"] = [detail.build() for detail in self._details]
         if self._blocks:
@@ -105,6 +109,7 @@ class ChatAssembly:
         if not delta.keys() <= _DELTA_FIELDS:
             merge(self._unknown, unknown_in(delta, _DELTA_FIELDS))
         texts = {key: text for key in _TEXTS if (text := _text_of(delta.get(key)))}
+        thought = self._add_content(delta.get("content"), texts.get("content", ""))
         for key, text in texts.items():
             self._message.append(key, text)
         details = [
@@ -113,7 +118,8 @@ class ChatAssembly:
         for block in objects_among(delta.get("thinking_blocks")):
             self._add_block(block)
         # Some servers say the same thought under two or three names.
-        thought = texts.get("reasoning_content") or texts.get("reasoning") or "".join(details)
+        named = texts.get("reasoning_content") or texts.get("reasoning")
+        thought = named or "".join(details) or thought
         if thought:
             self._tell({"type": "thinking_delta", "text": thought})
         for key in ("content", "refusal"):
@@ -121,6 +127,21 @@ class ChatAssembly:
                 self._tell({"type": "text_delta", "text": texts[key]})
         for call in objects_among(delta.get("tool_calls")):
             self._add_call(call)
+
+    def _add_content(self, content: Any, text: str) -> str:
+        """Take a part of a content that is a list with thoughts; returns the new thought.
+
+        Before its first thought a content is a text.
+        """
+        thought = thought_in(content)
+        if thought and not self._content and (before := self._message.build().get("content")):
+            self._content.append(Growing({"type": "text", "text": before}))
+        for kind, piece in (("thinking", thought), ("text", text)):
+            if piece and (thought or self._content):
+                if not self._content or self._content[-1].fields["type"] != kind:
+                    self._content.append(Growing({"type": kind}))
+                self._content[-1].append(kind, piece)
+        return thought
 
     def _add_detail(self, detail: Mapping[str, Any]) -> str:
         """Take a part of `reasoning_details`; returns its text."""
@@ -211,6 +232,20 @@ class _Call:
 def _place(detail: Mapping[str, Any]) -> tuple[Any, Any]:
     """What two parts of one reasoning detail have in common."""
     return detail.get("type"), detail.get("index")
+
+
+def thought_in(content: Any) -> str:
+    """The reasoning in a content that is a list of parts, as Mistral's models write it."""
+    thoughts = [part.get("thinking") for part in objects_among(content)]
+    return "".join(map(_text_of, thoughts))
+
+
+def _built_part(part: Growing) -> dict[str, Any]:
+    """A part of a content in the form of Mistral: a thought is a list of texts."""
+    built = part.build()
+    if built["type"] != "thinking":
+        return built
+    return {**built, "thinking": [{"type": "text", "text": built["thinking"]}]}
 
 
 def _text_of(value: Any) -> str:

@@ -102,7 +102,7 @@ def test_openai_arguments_are_kept_as_text() -> None:
         {"id": None, "function": {"name": "f"}},
     ]
     read = openai_reply({"content": None, "tool_calls": calls}, "tool_calls").message
-    assert [c["function"]["arguments"] for c in read["tool_calls"]] == ['{"a": 1', '{"a":1}', ""]
+    assert [c["function"]["arguments"] for c in read["tool_calls"]] == ['{"a": 1', '{"a":1}', "{}"]
     assert read["content"] == ""
 
 

@@ -1,0 +1,112 @@
+"""What single servers of the OpenAI chat API write otherwise than OpenAI does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agent.messages.message import Message
+from agent.models.dialects import openai_chat
+from agent.models.dialects.openai_chat import to_api, to_api_messages
+from agent.models.dialects.openai_chat_stream import ChatAssembly
+from agent.models.model import Completion
+from agent.models.stream_events import StreamEvent
+
+JSON = dict[str, Any]
+
+
+def whole(message: JSON, finish: str = "stop") -> Completion:
+    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish}
+    return openai_chat.read_reply(json.dumps({"choices": [choice]}).encode())
+
+
+def streamed(*deltas: JSON, finish: str = "stop") -> tuple[Completion, list[StreamEvent]]:
+    events: list[StreamEvent] = []
+    assembly = ChatAssembly(events.append)
+    for delta in deltas:
+        assembly.add({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    assembly.add({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    return openai_chat.read_reply(assembly.finish()), events
+
+
+def text(said: str) -> JSON:
+    return {"type": "text", "text": said}
+
+
+def thinking(thought: str) -> JSON:
+    return {"type": "thinking", "thinking": [text(thought)]}
+
+
+def call(arguments: Any) -> JSON:
+    function = {"name": "f", "arguments": arguments}
+    return {"id": "c1", "type": "function", "function": function}
+
+
+MISTRAL = [thinking("Count them."), text("Three.")]
+
+
+@pytest.mark.parametrize(
+    ("deltas", "given"),
+    [
+        (
+            [
+                {"role": "assistant", "content": [thinking("Count ")]},
+                {"content": [thinking("them.")]},
+                {"content": "Thr"},
+                {"content": "ee."},
+            ],
+            MISTRAL,
+        ),
+        (
+            [{"content": [thinking("Count them.")]}, {"content": [text("Three.")]}],
+            MISTRAL,
+        ),
+        (
+            [{"content": "A"}, {"content": [text("h. "), thinking("Count")]}, {"content": "3"}],
+            [text("A"), thinking("Count"), text("h. 3")],
+        ),
+        ([{"content": [thinking("Call f.")]}, {"tool_calls": [call("{}")]}], [thinking("Call f.")]),
+    ],
+)
+def test_thoughts_in_the_content_are_reasoning_and_go_back(
+    deltas: list[JSON], given: list[JSON]
+) -> None:
+    """Mistral's models that reason answer so."""
+    calls = {"tool_calls": [call("{}")]} if "tool_calls" in deltas[-1] else {}
+    reply = whole({"content": given, **calls})
+    told, events = streamed(*deltas)
+    assert told == reply
+    message = reply.message
+    thoughts = [part["thinking"][0]["text"] for part in given if "thinking" in part]
+    assert message.get("reasoning") == "".join(thoughts)
+    assert message["content"] == "\n".join(part["text"] for part in given if "text" in part)
+    assert to_api(message) == {"role": "assistant", "content": given, **calls}
+    heard = [event["text"] for event in events if event["type"] == "thinking_delta"]
+    assert "".join(heard) == "".join(thoughts)
+
+
+def test_a_text_that_follows_thoughts_and_texts_joins_them() -> None:
+    first = whole({"content": MISTRAL}).message
+    then = Message(role="assistant", content="And four.")
+    (joined,) = to_api_messages([first, then])
+    assert joined["content"] == [*MISTRAL, text("And four.")]
+
+
+@pytest.mark.parametrize(("finish", "means"), [("eos", "stop"), ("model_length", "length")])
+def test_ends_by_other_names(finish: str, means: str) -> None:
+    """Together and Mistral document these; a reply that is refused would be paid eight times."""
+    assert whole({"content": "x"}, finish).finish_reason == means
+    assert streamed({"content": "x"}, finish=finish)[0].finish_reason == means
+
+
+@pytest.mark.parametrize("arguments", ["", None, " \n"])
+def test_a_call_without_arguments_has_none(arguments: str | None) -> None:
+    """Servers that write nothing there refuse it in a history; a row with it would be no JSON."""
+    for reply in (
+        whole({"content": None, "tool_calls": [call(arguments)]}),
+        streamed({"tool_calls": [{"index": 0, **call(arguments)}]})[0],
+    ):
+        (sent,) = to_api(reply.message)["tool_calls"]
+        assert sent["function"]["arguments"] == "{}"
