@@ -4,6 +4,7 @@ by_dialect            replies and requests that tests know of each dialect
 test_models           requests, replies and the meaning of each failure
 test_model_faults     each fault of an endpoint, in each dialect, streamed and whole
 test_tls              failures of TLS
+test_chat_servers     what single servers of the OpenAI chat API write otherwise
 test_odd_replies      values of any type in any field of a reply
 test_responses        the OpenAI Responses dialect
 test_streaming        streamed replies give the same record as whole ones
