@@ -279,6 +279,13 @@ def _table(directory: Path, manifest: Mapping[str, Any]) -> str:
                 f"{count:>9,} of these rows have arguments that are null, which Axolotl drops from "
                 "JSON lines: give it Parquet (--format openai,parquet)"
             )
+        if splits := part.get("splits_with_late_keys"):
+            lines.append(
+                f"{'':>9} datasets refuses the JSON lines of {', '.join(splits)}: the first 10 MB "
+                "have no reasoning, calls or results, later rows have; load the dataset by its "
+                "card, or hf or parquet (--format "
+                f"{part['format']},hf)"
+            )
         lines += _of_masked_turns(part)
         if part["format"] == "rl":
             lines += _of_token_rows(part, discarded=manifest["recipe"]["discarded"])

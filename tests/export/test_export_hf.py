@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.dataset.checking import findings
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
+from batch_trajectories.export.rows.late_keys import LateKeys
 from batch_trajectories.export.rows.recipe import FormatName, Recipe
+from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import judged, make_run, worked
-from tests.running import lines
+from tests.running import lines, run
 
 pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="needs `datasets`")
 
@@ -106,3 +109,61 @@ def test_a_list_of_tools_in_json_lines_loads_by_the_card(source: Source, tmp_pat
     export_dataset(source, Recipe(formats=("openai",), tools="list"), tmp_path / "d")
     by_card = library().load_dataset(str(tmp_path / "d"), cache_dir=str(tmp_path / "cache"))
     assert list(by_card["train"]) == lines(tmp_path / "d" / "openai" / "train.jsonl")
+
+
+CALLS = record_of(user(), assistant("", call('{"a": 1}')), result("r"), assistant("Done."))
+SMALL = [record_of(user(f"{n} " * 1000), assistant(f"It is {n}.")) for n in range(3)]
+LARGE = [record_of(user(f"{n} " * (1 << 19)), assistant(f"It is {n}.")) for n in range(11)]
+
+
+@pytest.mark.parametrize(
+    ("records", "shard_mb", "is_late"),
+    [
+        ([*LARGE, CALLS], None, True),
+        ([*SMALL, CALLS], 0.003, True),
+        ([CALLS, *LARGE], None, False),
+        ([*SMALL, CALLS], None, False),
+        (SMALL, None, False),
+    ],
+    ids=["late", "in a later shard", "at first", "soon", "never"],
+)
+def test_lines_whose_messages_get_further_keys_late_are_named(
+    tmp_path: Path, records: list[dict[str, Any]], shard_mb: float | None, is_late: bool
+) -> None:
+    """The library fixes the columns by the first 10 MB, unless the card names them."""
+    recipe = Recipe(formats=("openai",), shard_mb=shard_mb)
+    manifest = export_dataset(make_run(tmp_path, *records), recipe, tmp_path / "d")
+    named = manifest["formats"][0].get("splits_with_late_keys", [])
+    assert named == ["train"] * is_late
+    cache = str(tmp_path / "cache")
+    files = sorted(map(str, (tmp_path / "d").glob("openai/**/*.jsonl")))
+    if is_late:
+        with pytest.raises(library().exceptions.DatasetGenerationError):
+            library().load_dataset("json", data_files=files, cache_dir=cache)
+    else:
+        assert len(library().load_dataset("json", data_files=files, cache_dir=cache)["train"])
+    by_card = library().load_dataset(str(tmp_path / "d"), split="train", cache_dir=cache)
+    told = sorted((message["role"], message["content"]) for message in by_card[-1]["messages"])
+    last = json.loads(Path(files[-1]).read_text().splitlines()[-1])["messages"]
+    assert told == sorted((message["role"], message["content"]) for message in last)
+
+
+def test_readers_are_told_of_lines_that_the_library_refuses(tmp_path: Path) -> None:
+    source = make_run(tmp_path, *SMALL, CALLS)
+    options: dict[str, Any] = {"format": "openai", "shard_mb": 0.003}
+    done = run(tmp_path, "export", str(source.run_dir), **options)
+    assert "datasets refuses the JSON lines of train" in done.stdout
+    card = source.run_dir / "exports" / "dataset" / "README.md"
+    assert "- `datasets` refuses the JSON lines of `openai` (train)" in card.read_text()
+    done = run(tmp_path, "export", str(source.run_dir), **{**options, "format": "hf"})
+    assert "refuses" not in done.stdout
+
+
+def test_columns_of_messages_are_watched_one_by_one() -> None:
+    """Prompts of preferences can be plain until one brings turns along."""
+    plain = [{"role": "user", "content": "q"}]
+    calls = [*plain, {"role": "assistant", "content": "", "tool_calls": []}]
+    watched = LateKeys({"id": "string", "prompt": "messages", "chosen": "messages"}, shard_bytes=9)
+    for split, prompt in (("train", plain), ("train", plain), ("test", plain), ("train", calls)):
+        watched.add(split, dumps_row({"id": "p", "prompt": prompt, "chosen": calls}))
+    assert watched.splits() == ["train"]

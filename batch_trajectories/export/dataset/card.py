@@ -190,6 +190,12 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
                 f"- arguments that are null in {plural(count, 'row')} of `{part['format']}`: "
                 "Axolotl drops these from JSON lines, not from Parquet."
             )
+        if splits := part.get("splits_with_late_keys"):
+            yield (
+                f"- `datasets` refuses the JSON lines of `{part['format']}` ({', '.join(splits)}) "
+                "as a file of their own, because only later rows have reasoning, calls or "
+                "results; through this card it reads them."
+            )
         if segments := part.get("segments"):
             yield _by_segments(part["format"], segments, is_marked=part["marks_loss"])
         if others := part.get("turns_of_others"):

@@ -7,6 +7,7 @@ recipe_paths   paths in its file, which are relative to it
 filter_options  the filters of a recipe
 row_files     files of rows: staged, hashed, split and sharded
 files         the files of a format: one row per conversation, per turn, or of its own
+late_keys     whether `datasets` refuses the JSON lines
 per_turn      a conversation cut into one for each turn
 messages      conversations as OpenAI messages
 samples       the samples of a prompt, compared

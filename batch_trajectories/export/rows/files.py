@@ -18,6 +18,7 @@ from batch_trajectories.export.conversation.turns import Conversation, Turn, has
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.masking.options import NOT_PASSED
 from batch_trajectories.export.rows.format import Format, RowFormat
+from batch_trajectories.export.rows.late_keys import LateKeys
 from batch_trajectories.export.rows.per_turn import content_of, cut_by_turn
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.rows.row_files import FileTarget, MakeWriter, RowLines, SplitFiles
@@ -104,11 +105,13 @@ class FormatFiles(ABC):
             return SplitFiles(place, folder, suffix, make, shard_bytes=shard_bytes, name=name)
 
         self._outputs = []
+        self._late: LateKeys | None = None
         copies = recipe.copies if format.columns else ()
         if format.parquet is not None:
             self._outputs.append(files(name, "parquet", format.parquet()))
         elif recipe.writes_lines or not copies:
             self._outputs.append(files(name, "jsonl", RowLines))
+            self._late = LateKeys(format.columns, shard_bytes=shard_bytes)
         for one in copies:
             make = one.writer(format, recipe.copies_list_tools)
             folder = f"{name}_{one.name}"
@@ -123,6 +126,8 @@ class FormatFiles(ABC):
         """Write one row; `uses` is how many candidates it uses."""
         for output in self._outputs:
             output.write(split, line)
+        if self._late is not None:
+            self._late.add(split, line)
         self._rows += 1
         self._used += uses
         self._lengths.add(len(line))
@@ -148,6 +153,7 @@ class FormatFiles(ABC):
             written = output.finish()
             for split in filter(written.__contains__, self._splits):
                 files += [{"split": split, **file.to_json()} for file in written[split]]
+        late = [] if self._late is None else self._late.splits()
         return {
             "format": self.export.format.name,
             "rows": self._rows,
@@ -156,6 +162,7 @@ class FormatFiles(ABC):
             "rejected_by_reason": dict(sorted(self._reasons.items())),
             "row_bytes": self._lengths.to_json(),
             "files": files,
+            **({"splits_with_late_keys": late} if late else {}),
         }
 
 
