@@ -339,7 +339,15 @@ class Relay:
             self._record(reply_event(turn, unreadable, Clock(), discarded=UNREADABLE))
 
         read = partial(_keep, bodies, request.read)
-        request = replace(request, read=read, on_unreadable=pay)
+
+        def read_once(body: bytes) -> Completion:
+            try:
+                return read(body)
+            except ModelError as error:  # the parts that the agent has cannot be taken back
+                error.was_passed_on = bool(reply.parts)
+                raise
+
+        request = replace(request, read=read_once, on_unreadable=pay)
         if wanted.is_stream:
             request = replace(request, assembly=begin, on_event=on_event)
         clock = Clock()

@@ -156,6 +156,23 @@ def test_a_program_says_how_its_session_ended(tmp_path: Path, endpoint: FakeEndp
     assert (record["status"], record["status_reason"]) == ("failed", "the tests fail")
 
 
+def test_a_session_whose_last_reply_was_cut_is_completed_only_if_its_program_says_so(
+    tmp_path: Path, endpoint: FakeEndpoint
+) -> None:
+    """Half an answer, or what a filter has left of one, is no training data by default."""
+    ends = {"length": "length", "refusal": "refusal", "none": "completed", "said": "completed"}
+    with recording(tmp_path, endpoint) as world:
+        for name, end in ends.items():
+            fault = "length" if name == "said" else name
+            prompt = "Go." if fault == "none" else f"fault:{fault}"
+            world.call([{"role": "user", "content": prompt}], at=f"/sessions/{name}")
+            given = {"status": "completed"} if name == "said" else None
+            assert world.ask("DELETE", f"/sessions/{name}", given)[1]["status"] == end
+        assert stop(world.process) == 0
+    assert {name: record["status"] for name, record in records(tmp_path).items()} == ends
+    assert [row["id"] for row in lines(tmp_path / "trajectories/r.jsonl")] == ["none", "said"]
+
+
 def test_the_list_of_models_is_the_endpoints_own(tmp_path: Path, endpoint: FakeEndpoint) -> None:
     """Asked with the real key, before and within a session, which it does not begin."""
     with recording(tmp_path, endpoint) as world:

@@ -245,13 +245,14 @@ class Recorder:
         content = await request.read()
         try:
             given = exact_json.loads(content or b"{}")
-            status, reason = given.get("status", "completed"), given.get("reason")
+            status, reason = given.get("status", ""), given.get("reason")
         except (exact_json.JSONDecodeError, AttributeError):
             status = reason = None
-        if status not in get_args(Status) or not isinstance(reason, str | None):
+        if status not in ("", *get_args(Status)) or not isinstance(reason, str | None):
             message = f"status must be one of {', '.join(get_args(Status))}, and reason a text"
             return web.json_response({"error": {"message": message}}, status=400)
-        record = await self._end(session, Finish(status, reason))
+        end = Finish(status, reason) if status else None
+        record = await self._end(session, end, done=Finish("completed", reason))
         if record is None:
             message = "the recording is stopping; the session continues at its next start"
             return web.json_response({"error": {"message": message}}, status=409)
@@ -281,8 +282,13 @@ class Recorder:
         except TimeoutError:
             log.warning("%s: ended before its last call was answered", session.task.id)
 
-    async def _end(self, session: Session, end: Finish | None = None) -> dict[str, Any] | None:
-        """Make a session a record; None if it has to stay for the next start."""
+    async def _end(
+        self, session: Session, end: Finish | None = None, done: Finish | None = None
+    ) -> dict[str, Any] | None:
+        """Make a session a record; None if it has to stay for the next start.
+
+        `end` is how it ended, by its program; `done` counts unless its last reply was cut off.
+        """
         if self._sessions.get(session.name) is not session:
             return None
         del self._sessions[session.name]
@@ -301,7 +307,7 @@ class Recorder:
             self.halt(str(error))
             return None
         relay = session.gateway.relay
-        end = relay.ending or end or _ending(session)
+        end = relay.ending or end or _ending(session, done)
         refusal = relay.last_refusal
         if refusal is not None and not _has_replies(session):
             failure = self._failure(task, refusal.kind, refusal.message)
@@ -363,17 +369,19 @@ def _has_replies(session: Session) -> bool:
     return calls is not None and bool(calls.exchanges)
 
 
-def _ending(session: Session) -> Finish:
-    """The ending of a session whose program did not give one."""
+def _ending(session: Session, done: Finish | None) -> Finish:
+    """The ending of a session whose program did not give one; see `Recorder._end`."""
     calls = session.trajectory.agent_calls
     prompt = session.task.columns["prompt"]
     main = None if calls is None else lines_of(calls, prompt).main
     if calls is None or main is None:
-        return Finish("cancelled", "it ended before its first reply")
+        return done or Finish("cancelled", "it ended before its first reply")
     reply = calls.exchanges[main.numbers[-1]]["reply"]
     match reply["finish_reason"]:
         case "length" | "refusal" | "context_exceeded" as cut:
             return Finish(cut)
+    if done is not None:
+        return done
     if reply["message"].get("tool_calls") or reply["finish_reason"] != "stop":
         last = session.gateway.relay.last_refusal
         why = "" if last is None else f"; its last call failed: {last.kind}: {last.message}"

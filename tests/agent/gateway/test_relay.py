@@ -334,6 +334,25 @@ def test_a_stream_that_is_cut_after_its_first_byte_is_not_made_again(api: str) -
 
 
 @EACH
+def test_a_stream_that_ends_early_in_good_order_is_not_made_again_either(api: str) -> None:
+    """Its parts have gone to the agent: those of a second reply would follow them."""
+    events = events_of(api, reply_of(api))
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        return await stream(request, events[:1])
+
+    async def run() -> None:
+        async with relayed(api, play, is_live=True) as world:
+            status, said = await world.read(ask(stream=True))
+            assert (status, said.count(events[0])) == (200, 1)
+            assert PASSING[api] in said
+            assert len(world.endpoint.asked) == 1
+            assert not world.exchanges
+
+    asyncio.run(run())
+
+
+@EACH
 @pytest.mark.parametrize(("status", "kind"), [(500, "overloaded"), (401, "auth")])
 def test_what_ends_the_attempt_stops_the_agent_and_is_raised(
     api: str, status: int, kind: str
