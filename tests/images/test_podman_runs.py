@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -242,6 +243,51 @@ def test_a_container_that_a_kill_has_left_half_made_is_made_again(tmp_path: Path
     assert podman("inspect", "--format", "{{.Config.StopTimeout}}", name) == "0"
     sandbox.discard()
     assert podman("ps", "--all", "--external", "--quiet") == ""
+
+
+@pytest.mark.usefixtures("engine")
+def test_half_an_image_that_a_kill_has_left_is_removed(tmp_path: Path) -> None:
+    """Podman would say so of every list of images, or refuse it; one of another run stays."""
+    runs = [tmp_path / name for name in ("own", "other")]
+    known = _stored_images()
+    for run_dir in runs:
+        (run_dir / "workspaces").mkdir(parents=True)
+        label = run_label(run_dir)
+        name = f"bt-{label}-w"
+        labelled = f"batch-trajectories.run={label}"
+        podman("create", "--name", name, "--label", labelled, "localhost/python:1", "true")
+        half = _half_committed(name)
+        podman("rm", "--force", name)
+    remove_containers(SandboxSettings(engine="podman"), runs[0])
+    assert _stored_images() == {**known, half: 1}
+    remove_containers(SandboxSettings(engine="podman"), runs[1])
+    assert _stored_images() == known
+    podman("images", "--all")
+
+
+def _half_committed(name: str) -> str:
+    """Commit a container, and kill that when the image has its configuration alone."""
+    graph = podman("info", "--format", "{{.Store.GraphRoot}}")
+    before = _stored_images(graph)
+    while True:
+        commit = ["podman", "commit", name, f"localhost/{name}:files"]
+        committing = subprocess.Popen(commit, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while committing.poll() is None and not _stored_images(graph).keys() - before:
+            pass
+        committing.kill()
+        committing.wait()
+        made = {id: parts for id, parts in _stored_images(graph).items() if id not in before}
+        for id, parts in made.items():
+            if parts == 1:
+                return id
+            podman("rmi", "--force", id)
+
+
+def _stored_images(graph: str | None = None) -> dict[str, int]:
+    """How many parts each image has in Podman's storage."""
+    graph = graph or podman("info", "--format", "{{.Store.GraphRoot}}")
+    stored = json.loads((Path(graph) / "overlay-images/images.json").read_text())
+    return {image["id"]: len(image.get("big-data-names", ())) for image in stored}
 
 
 @pytest.mark.usefixtures("engine")

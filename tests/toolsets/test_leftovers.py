@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import os
 import shutil
 import subprocess
@@ -27,6 +29,9 @@ ENGINE = """\
 #!/bin/sh
 echo "$*" >> {place}/asked
 case "$*" in
+"images "*) test ! -e {place}/half || exit 125; cat {place}/images ;;
+"rmi --force "[0-9a-f]*) rm -f {place}/half ;;
+*GraphRoot*) echo {place}/graph/overlay ;;
 *"{{{{.ID}}}}"*) cat {place}/ids ;;
 "ps "*) cat {place}/containers ;;
 *OCIRuntime*) echo {place}/bin/runtime ;;
@@ -49,7 +54,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         program = place / "bin" / name
         program.write_text(script.format(place=place))
         program.chmod(0o755)
-    for name in ("ids", "containers", "root", "asked", "runtime"):
+    for name in ("ids", "containers", "images", "root", "asked", "runtime"):
         (place / name).touch()
     monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
     return place
@@ -111,6 +116,51 @@ def test_containers_are_removed_that_nobody_uses(engine: Path, run_dir: Path) ->
     asked = (engine / "asked").read_text().splitlines()
     removed = [line.split()[-1] for line in asked if line.startswith("rm --force")]
     assert removed == [f"{prefix}gone", around, gone]
+
+
+def removed_images(engine: Path) -> list[str]:
+    asked = (engine / "asked").read_text().splitlines()
+    return [line.removeprefix("rmi ") for line in asked if line.startswith("rmi ")]
+
+
+def test_images_are_removed_that_nobody_uses(engine: Path, run_dir: Path) -> None:
+    """Of a container's files; one without a name is what a killed `commit` has left."""
+    run = run_label(run_dir)
+    names = [f"localhost/bt-{run}-here", f"localhost/bt-{run}-gone", "<none>", "localhost/mine"]
+    listed = [f"{number}{'0' * 11} {name}\n" for number, name in enumerate(names)]
+    (engine / "images").write_text("".join(listed))
+    assert remove_containers(PODMAN, run_dir) == 0
+    assert removed_images(engine) == [f"--force localhost/bt-{run}-gone:files", f"2{'0' * 11}"]
+
+
+def test_half_an_image_is_removed_if_it_is_of_the_run(engine: Path, run_dir: Path) -> None:
+    """Whose it is says its configuration; Podman may list no image as long as it is there."""
+    own = {"config": {"Labels": {"batch-trajectories.run": run_label(run_dir)}}}
+    other = {"config": {"Labels": {"batch-trajectories.run": "0" * 12}}}
+    graph = engine / "graph" / "overlay-images"
+    images: list[dict[str, object]] = []
+    for number, (config, more) in enumerate(
+        [
+            (own, {}),
+            (other, {}),
+            ({"config": {}}, {}),
+            (None, {}),
+            (own, {"names": ["a:1"]}),
+            (own, {"big-data-names": ["manifest"]}),
+        ]
+    ):
+        id = f"{number}" * 64
+        (graph / id).mkdir(parents=True)
+        images.append({"id": id, **more})
+        if config is not None:
+            name = base64.b64encode(f"sha256:{id}".encode()).decode()
+            (graph / id / f"={name}").write_text(json.dumps(config))
+    (graph / "images.json").write_text(json.dumps(images[::-1]))
+    (engine / "half").touch()
+    (engine / "images").write_text(f"a localhost/bt-{run_label(run_dir)}-gone\n")
+    remove_containers(PODMAN, run_dir)
+    gone = f"--force localhost/bt-{run_label(run_dir)}-gone:files"
+    assert removed_images(engine) == [f"--force {'0' * 64}", gone]
 
 
 def test_the_name_of_a_directory_can_be_any(tmp_path: Path) -> None:

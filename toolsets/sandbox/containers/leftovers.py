@@ -6,6 +6,7 @@ directory `bt-RUN-WORKSPACE.RANDOM`: that is of use to none but the process that
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import logging
@@ -16,14 +17,17 @@ import select
 import shutil
 from pathlib import Path
 
+import orjson
+
 from toolsets.sandbox.base import SandboxError, SandboxSettings
-from toolsets.sandbox.containers.engine import ask_engine, run_program, words_of
+from toolsets.sandbox.containers.engine import RUN_LABEL, ask_engine, run_program, words_of
 
 log = logging.getLogger(__name__)
 
 _ENDED = (b"exited", b"stopped", b"dead")
 _END_TIMEOUT_S = 10.0
 """For a monitor to end after its container; it takes some milliseconds."""
+_UNNAMED = "<none>"
 _ID = re.compile(r"[0-9a-f]{64}")
 
 
@@ -46,7 +50,8 @@ def name_around(workspace: Path) -> str:
 def remove_containers(settings: SandboxSettings, run_dir: Path) -> int:
     """Remove containers of a run that nobody uses; return how many there were.
 
-    Those are the ones whose workspaces are gone, and ended ones around directories. Raises
+    Those are the ones whose workspaces are gone, and ended ones around directories. Images of their
+    files go with them, as those do that a killed `commit` left without a name. Raises
     `SandboxError`.
     """
     engine, workspaces = settings.engine, run_dir / "workspaces"
@@ -60,6 +65,7 @@ def remove_containers(settings: SandboxSettings, run_dir: Path) -> int:
     if done.returncode != 0:
         raise SandboxError(f"sandbox {engine}: ps: {words_of(done)}")
     paths = {plain_name(path.name) for path in workspaces.iterdir()}
+    images = _images(engine, run_label(run_dir))
     count = 0
     for line in done.stdout.splitlines():
         raw, _, state = line.partition(b" ")
@@ -71,14 +77,59 @@ def remove_containers(settings: SandboxSettings, run_dir: Path) -> int:
         ask_engine(engine, ["rm", "--force", "--volumes", name])
         if not is_around:
             ask_engine(engine, ["rmi", "--force", f"localhost/{name}:files"])
-    images = f"localhost/{prefix}"
-    listed = ("--filter", f"reference={images}*", "--format", "{{.Repository}}")
-    for image in ask_engine(engine, ["images", *listed]).stdout.decode().split():
-        if image.removeprefix(images) not in paths:
-            ask_engine(engine, ["rmi", "--force", f"{image}:files"])
+    for id, name in images:
+        if name == _UNNAMED:
+            ask_engine(engine, ["rmi", id])  # where nothing is made of it
+        elif name.startswith(prefix) and name.removeprefix(prefix) not in paths:
+            ask_engine(engine, ["rmi", "--force", f"localhost/{name}:files"])
     if engine == "podman":
         count += _end_forgotten(settings, prefix)
     return count
+
+
+def _images(engine: str, run: str) -> list[tuple[str, str]]:
+    """The id and the name of each image that was made of a container of a run.
+
+    Where a killed `commit` has left half of one, Podman can list no image, and remove none by name.
+    """
+    for id in _half_made(engine, run) if engine == "podman" else ():
+        ask_engine(engine, ["rmi", "--force", id])
+    by_label = ("--filter", f"label={RUN_LABEL}={run}", "--format", "{{.ID}} {{.Repository}}")
+    done = ask_engine(engine, ["images", *by_label])
+    if done.returncode != 0:
+        log.warning("images of the run are not removed: %s images: %s", engine, words_of(done))
+    listed = (line.partition(" ") for line in done.stdout.decode().splitlines())
+    return [(id, name.removeprefix("localhost/")) for id, _, name in listed]
+
+
+def _half_made(engine: str, run: str) -> list[str]:
+    """Images without a manifest whose configuration has the label of a run.
+
+    Only the files of Podman's storage tell of them. That of the configuration is written before the
+    manifest; what has neither could be anybody's.
+    """
+    place = ask_engine(
+        engine, ["info", "--format", "{{.Store.GraphRoot}}/{{.Store.GraphDriverName}}"]
+    )
+    directory = Path(f"{place.stdout.decode().strip()}-images")
+    collected = []
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
+        for image in orjson.loads((directory / "images.json").read_bytes()):
+            if image.get("names") or "manifest" in image.get("big-data-names", ()):
+                continue
+            name = base64.b64encode(f"sha256:{image['id']}".encode()).decode()
+            if _run_of(directory / image["id"] / f"={name}") == run:
+                collected.append(image["id"])
+    return collected
+
+
+def _run_of(configuration: Path) -> str | None:
+    """The run that an image's configuration names."""
+    try:
+        described = orjson.loads(configuration.read_bytes())
+        return str(described["config"]["Labels"][RUN_LABEL])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _end_forgotten(settings: SandboxSettings, prefix: str) -> int:
