@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from importlib import metadata
+from importlib.metadata import files
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +18,12 @@ from testing.trainers import tiny
 from testing.trainers.labels import Labels
 from testing.trainers.rows import rows as rows_of
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def main(directory: Path) -> None:
-    """Tokenize the JSON lines."""
+    """Tokenize the JSON lines, after a look at the command of docs/training.md."""
+    _check_command()
     datasets.disable_progress_bars()
     tokenizer = tiny.tokenizer_for(directory, PER_MESSAGE)
     files = sorted(map(str, (directory / "openai").glob("*.jsonl")))
@@ -46,6 +51,22 @@ def main(directory: Path) -> None:
             has_tools += "<tools>" in tokenizer.decode(ids[0])
     version, told = metadata.version("openrlhf"), f"tools are in the prompt of {has_tools} rows"
     print(f"= OpenRLHF {version}, {directory.name}: {labels}; {told}")
+
+
+def _check_command() -> None:
+    """Assert that the program has all options of the page's command, and is told its model.
+
+    Without its model it stops, without `max_len` it cuts rows at 2,048 tokens. It is not run: its
+    modules want packages that are compiled for a GPU.
+    """
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^python -m openrlhf\.cli\.train_sft(.+?)```", page, re.M | re.S)
+    given = set(re.findall(r"--([\w.]+)", command))
+    (source,) = (path for path in files("openrlhf") or () if path.name == "train_sft.py")
+    known = set(re.findall(r'add_argument\(\s*"--([\w.]+)"', source.read_text()))
+    assert not given - known, f"options that it has not: {given - known}"
+    needed = {"model.model_name_or_path", "data.max_len"}
+    assert given >= needed, f"not given: {needed - given}"
 
 
 if __name__ == "__main__":
