@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from batch_trajectories.runs.store.files import storage_error
 from testing.fake_endpoint import FakeEndpoint
 from tests.faults.oracle import assert_gone, finished_lines, judge_run_dir, resume_and_judge
 from tests.faults.test_process import asking
@@ -284,6 +286,22 @@ def test_a_read_only_disk_is_reported_before_any_call(tmp_path: Path) -> None:
         refused = run(tmp_path, **SCRIPTED, output_dir="disk")
     assert refused.returncode == 2
     assert "disk/r: cannot use this run directory: Read-only file system" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "to_do"),
+    [
+        (errno.ENOSPC, "make room or fix the disk"),
+        (errno.EIO, "make room or fix the disk"),
+        (errno.EACCES, "give this user the right to write there"),
+        (errno.EROFS, "make that file system writable"),
+        (errno.EFBIG, "raise the limit of file sizes (ulimit -f)"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told_with_what_helps(number: int, to_do: str) -> None:
+    told = str(storage_error(Path("r/records.jsonl"), OSError(number, os.strerror(number))))
+    assert told.startswith(f"r/records.jsonl: cannot write: {os.strerror(number)}. ")
+    assert f"; {to_do}, then run the same command again" in told
 
 
 def test_a_full_disk_is_reported_before_any_call(tmp_path: Path) -> None:

@@ -143,6 +143,31 @@ def test_a_start_that_is_refused_a_thread_or_process_ends(
     assert run(tmp_path, **options).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("says", "exit_code", "advice"),
+    [
+        ("Resource temporarily unavailable", 4, "raise the limit on processes"),
+        ("No space left on device", 2, "allow unprivileged user namespaces"),
+        ("Operation not permitted", 2, "allow unprivileged user namespaces"),
+    ],
+)
+def test_a_bwrap_that_gets_no_process_is_told_from_one_that_is_forbidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, exit_code: int, advice: str
+) -> None:
+    """The kernel says ENOSPC where no further namespace is allowed."""
+    bwrap = tmp_path / "bin" / "bwrap"
+    bwrap.parent.mkdir()
+    bwrap.write_text(
+        f"#!/bin/sh\necho 'bwrap: Creating new namespace failed: {says}' >&2\nexit 1\n"
+    )
+    bwrap.chmod(0o755)
+    monkeypatch.setenv("PATH", str(bwrap.parent), prepend=os.pathsep)
+    refused = run(tmp_path, **{**given(tmp_path), "sandbox": "bwrap"})
+    assert refused.returncode == exit_code
+    assert (says in refused.stderr, advice in refused.stderr) == (True, True)
+    assert refused.stderr.count("error: ") == 1
+
+
 def test_no_memory_is_the_machines_failure(tmp_path: Path) -> None:
     options = given(tmp_path, calls(call("squeeze")), calls(call("take")))
     is_stopped_and_goes_on(tmp_path, options, "Cannot allocate memory; give it more memory")

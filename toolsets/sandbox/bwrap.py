@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from batch_trajectories.basics.errors import HostError, machine_failure_in
 from toolsets.sandbox.base import Extras, SandboxError, SandboxSettings
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.first_process import proc_problem
@@ -147,7 +149,10 @@ def _release() -> tuple[int, ...]:
 
 
 def bwrap_problem() -> str | None:
-    """Return None where bwrap works, else what to do about it."""
+    """Return None where bwrap works, else what to do about it.
+
+    Raises `HostError` where no process is left to try it.
+    """
     return _problem_with(os.environ.get("PATH"))
 
 
@@ -160,6 +165,8 @@ def _problem_with(path: str | None) -> str | None:
     failure = _probe(bwrap, ("--disable-userns",))
     if failure is not None:
         failure = _probe(bwrap, ())
+    if failure is not None and os.strerror(errno.EAGAIN) in failure:
+        raise HostError(f"cannot try the sandbox bwrap: {machine_failure_in(failure)}")
     return failure and f"sandbox bwrap: it does not work here ({failure}); {_ALLOW}"
 
 
