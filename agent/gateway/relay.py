@@ -157,9 +157,7 @@ class Relay:
 
     def answer(self, call: AgentCall) -> Answer:
         """The reply to a model call, perhaps still to come. Raises `WireError`."""
-        wanted = call.wire.read(
-            call.path, call.body, self._volatile, self._threads.recent, self._threads.earlier
-        )
+        wanted = self._threads.read(call.wire, call.path, call.body)
         if reply := self.answers.join(wanted, is_repeat=call.is_repeat):
             log.debug("a call is asked for again: it gets the same reply")
             return reply

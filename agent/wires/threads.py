@@ -36,6 +36,8 @@ from agent.wires.shown import (
 )
 from agent.wires.thread import Thread, before_results, common
 from agent.wires.wire import NOTHING_VOLATILE, Part, Volatile, WireRequest
+from agent.wires.wire_base import Wire
+from batch_trajectories.basics.exact_json import objects_among
 
 _MOST_RECENT = 8
 """Requests that are remembered for reading the next: one of each of the latest threads."""
@@ -90,6 +92,8 @@ class Threads:
         self._recent_of: dict[int, _Recent] = {}
         self._by_id: dict[str, int] = {}
         """The latest call by the ids of replies and of conversations at the endpoint."""
+        self._items: dict[str, Mapping[str, Any]] = {}
+        """The items of all replies by their ids; see `Wire.with_items`."""
         self._ends: list[tuple[int, int]] = []
         """The thread of each call, and how many messages it had after the reply."""
         self._tools: list[list[dict[str, Any]]] = []
@@ -113,9 +117,14 @@ class Threads:
         """How many calls were paid for."""
         return len(self.exchanges)
 
+    def read(self, wire: Wire, path: str, body: Mapping[str, Any]) -> WireRequest:
+        """A model call of this agent; see `Wire.read`. Raises `WireError`."""
+        whole = wire.with_items(body, self._items)
+        return wire.read(path, whole, self.volatile, self._recent, self._earlier)
+
     @property
-    def recent(self) -> list[WireRequest]:
-        """The latest requests of the latest threads, for `Wire.read`; none after a resume."""
+    def _recent(self) -> list[WireRequest]:
+        """The latest requests of the latest threads; none after a resume."""
         return [recent.request for recent in reversed(self._recent_of.values())]
 
     @property
@@ -125,7 +134,7 @@ class Threads:
         """
         return self._diverged_at if self._aside else None
 
-    def earlier(self, id: str) -> Part | None:
+    def _earlier(self, id: str) -> Part | None:
         """See `Earlier`. Replies have the ids that the agent got."""
         if (number := self._by_id.get(id)) is None:
             return None
@@ -225,6 +234,8 @@ class Threads:
         if event["dialect"] == RESPONSES:
             ids = event["reply"]["response_id"], conversation_of(event["body"])
             self._by_id |= {id: event["number"] for id in ids if id}
+            items = objects_among(event["body"].get("output"))
+            self._items |= {id: item for item in items if isinstance(id := item.get("id"), str)}
         self.exchanges.append(event)
         self.live.add(event["number"])
         self._tools.append(thread.tools)

@@ -103,11 +103,18 @@ class Wire(ABC):
     ) -> WireRequest:
         """Read the body of a model call.
 
-        `before` are earlier requests of the same agent (see `Threads.recent`): what the body
+        `before` are earlier requests of the same agent (see `Threads.read`): what the body
         repeats of them is not read again. `earlier` knows what it continues without repeating it.
         Raises `WireError`.
         """
         return read_request(self.layout, body, self.asked(path, body), volatile, before, earlier)
+
+    def with_items(
+        self, body: Mapping[str, Any], items: Mapping[str, Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        """The body of a call with the `items` of earlier replies where it only names their ids."""
+        del items
+        return body
 
     def asked(self, path: str, body: Mapping[str, Any]) -> Asked:
         """What a call asks for beside the fields that have the same meaning for all."""

@@ -35,6 +35,8 @@ _READ_ELSEWHERE = frozenset(
     }
 )
 
+_REFERENCE = "item_reference"
+
 _RUN_BY_PROVIDER = (
     *("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search"),
 )
@@ -62,6 +64,15 @@ class ResponsesWire(Wire):
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
         return body.get("instructions"), _grouped(objects_in(given, "input"))
+
+    def with_items(
+        self, body: Mapping[str, Any], items: Mapping[str, Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        """See `Wire.with_items`. The AI SDK names all that the endpoint has stored."""
+        given = body.get("input")
+        if not isinstance(given, list) or not any(map(_named, given)):
+            return body
+        return {**body, "input": [items.get(_named(item), item) for item in given]}
 
     def follows(self, body: Mapping[str, Any]) -> str:
         """See `Wire.follows`. A conversation is given by its id or as an object with that."""
@@ -156,6 +167,13 @@ def _events_of_item(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"type": "response.custom_tool_call_input.done", "input": text}
 
 
+def _named(item: Any) -> str:
+    """The id of the item that stands in this one's place, "" if it is one itself."""
+    if not isinstance(item, dict) or item.get("type") != _REFERENCE:
+        return ""
+    return str(item.get("id") or "")
+
+
 def _grouped(items: Sequence[dict[str, Any]]) -> list[Any]:
     """The items, with those of one reply together in a list."""
     pieces: list[Any] = []
@@ -201,6 +219,8 @@ def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
         said = _said("tool", raw.get("output") or "")
         result = Message(role="tool", tool_call_id=id, name=calls.name(id), content="")
         return [{**result, "is_error": False, **said}]
+    if kind == _REFERENCE:
+        return [unknown_earlier(API, _named(raw))]
     message = Message(role="user", content=_placeholder(raw))
     message["provider_blocks"] = {"api": API, "blocks": [raw]}
     return [message]

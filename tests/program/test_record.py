@@ -168,7 +168,13 @@ def test_a_session_whose_last_reply_was_cut_is_completed_only_if_its_program_say
             world.call([{"role": "user", "content": prompt}], at=f"/sessions/{name}")
             given = {"status": "completed"} if name == "said" else None
             assert world.ask("DELETE", f"/sessions/{name}", given)[1]["status"] == end
+        messages = [{"role": "user", "content": "Go."}]
+        world.call(messages, at="/sessions/refused")
+        refused = {"model": "m", "messages": [{"role": "user", "content": "fault:http400"}]}
+        assert world.ask("POST", "/sessions/refused/v1/chat/completions", refused)[0] == 400
+        assert world.ask("DELETE", "/sessions/refused")[1]["status"] == "cancelled"
         assert stop(world.process) == 0
+    ends["refused"] = "cancelled"
     assert {name: record["status"] for name, record in records(tmp_path).items()} == ends
     assert [row["id"] for row in lines(tmp_path / "trajectories/r.jsonl")] == ["none", "said"]
 

@@ -287,7 +287,8 @@ class Recorder:
     ) -> dict[str, Any] | None:
         """Make a session a record; None if it has to stay for the next start.
 
-        `end` is how it ended, by its program; `done` counts unless its last reply was cut off.
+        `end` is how it ended, by its program; `done` counts unless its last reply was cut off, or
+        was none and the call after it failed.
         """
         if self._sessions.get(session.name) is not session:
             return None
@@ -380,10 +381,10 @@ def _ending(session: Session, done: Finish | None) -> Finish:
     match reply["finish_reason"]:
         case "length" | "refusal" | "context_exceeded" as cut:
             return Finish(cut)
-    if done is not None:
+    last = session.gateway.relay.last_refusal
+    if done is not None and last is None:
         return done
     if reply["message"].get("tool_calls") or reply["finish_reason"] != "stop":
-        last = session.gateway.relay.last_refusal
         why = "" if last is None else f"; its last call failed: {last.kind}: {last.message}"
         return Finish("cancelled", f"it ended before a final answer{why}")
-    return Finish("completed")
+    return done or Finish("completed")

@@ -351,10 +351,7 @@ class Recording:
     def read(self, talk: Talk) -> tuple[Wire, WireRequest]:
         """The request that an agent would send now."""
         wire = WIRES[api_of(talk)]
-        body = talk.body()
-        threads = self.threads
-        known = threads.volatile, threads.recent, threads.earlier
-        return wire, wire.read(path_for(talk), body, *known)
+        return wire, self.threads.read(wire, path_for(talk), talk.body())
 
     def relay(self, talk: Talk, said: Said, *, echo: bool = True) -> JSON:
         """One call that the model answers with `said`; returns the body of its reply."""

@@ -108,6 +108,42 @@ def test_a_kill_changes_nothing() -> None:
     ]
 
 
+class ByItems(ById):
+    """An agent that sends all, but names the items of replies by their ids."""
+
+    def hear(self, reply: JSON) -> None:
+        """See `Talk`."""
+        before = self.items
+        super().hear(reply)
+        self.previous = None
+        named = [{"type": "item_reference", "id": item["id"]} for item in reply["output"]]
+        self.items = [*before, *named]
+
+
+def test_items_that_are_only_named_are_those_of_the_replies() -> None:
+    """After a kill, too: each request goes on with the thread, and has its key."""
+    recording = Recording(PROMPT)
+    worked(recording, ByItems())
+    record = recording.trajectory.to_record()
+    assert said(record) == WHOLE
+    assert [(one["name"], one["calls"]) for one in record["threads"]] == [("main", 2)]
+    again = Recording(PROMPT, recording.events)
+    again.restart()
+    talk = ByItems()
+    talk.say(PROMPT)
+    assert again.ask(talk, Said("never"))
+    talk.result("a b")
+    assert again.ask(talk, Said("never"))
+
+
+def test_an_item_of_elsewhere_is_unknown_context() -> None:
+    recording, talk = Recording(PROMPT), ByItems()
+    talk.say(PROMPT)
+    talk.items.insert(0, {"type": "item_reference", "id": "msg_of_elsewhere"})
+    recording.relay(talk, Said("Two."))
+    assert lacks_messages(recording.trajectory.to_record())
+
+
 def test_a_resumed_session_continues_by_id() -> None:
     first, talk = Recording(PROMPT), ById()
     worked(first, talk)
