@@ -81,6 +81,16 @@ def _archive(mode: Literal["w:gz", "w:xz"], content: str) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.parametrize("whitespace", ["fix", "error"])
+def test_a_patch_is_applied_as_it_is_whatever_git_is_told(tmp_path: Path, whitespace: str) -> None:
+    patch = "--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+x  \n"
+    told = f"git init -q . && git config apply.whitespace {whitespace}"
+    row = plain_row("a", setup=told, solution=None, reference={"patch": patch})
+    write_rows(tmp_path / "p.jsonl", row | {"check": "grep -q 'x  $' new"})
+    code, said = audit(tmp_path)
+    assert verdicts(tmp_path) == {"a": "sound"}, (code, said)
+
+
 def test_the_solution_is_found_in_archives_and_diffs(tmp_path: Path) -> None:
     fixed = FIXED["calc.py"]
     whole = _archive("w:xz", fixed)

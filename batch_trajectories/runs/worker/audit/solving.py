@@ -16,7 +16,8 @@ _SHOWN = 2000
 # `git apply` works on the files alone.
 _APPLY = (
     "export LC_ALL=C GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory 'GIT_CONFIG_VALUE_0=*'; "
-    'cd "$(git rev-parse --show-toplevel 2>/dev/null || pwd)" && git apply "$@" -'
+    'cd "$(git rev-parse --show-toplevel 2>/dev/null || pwd)" && '
+    'git apply --whitespace=nowarn "$@" -'
 )
 
 
