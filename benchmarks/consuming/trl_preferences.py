@@ -1,7 +1,8 @@
 """TRL's DPOTrainer and KTOTrainer on an export: what they train on, and a few steps.
 
 A prompt's tokens must be the conversation up to the model's first turn, and those of a completion
-the rest of it, all of which is trained on.
+the rest of it, all of which is trained on. Templates can show a prompt otherwise once more follows:
+then loss begins there, and such prompts are counted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from testing.trainers.rows import not_checked
 from testing.trainers.rows import rows as rows_of
 
 _TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+_MARKS = ("weight", "loss")
 _SIDES = {"dpo": ("chosen", "rejected"), "kto": ("completion",)}
 
 
@@ -80,38 +82,45 @@ def _train(name: str, rows: Any, directory: Path, tokenizer: Any, folder: str) -
     _check_masks(name, trainer, prepared)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    tokens, results, found = map(sum, zip(*counts, strict=True))
+    tokens, results, found, cut = map(sum, zip(*counts, strict=True))
+    told = ", ".join(f"{float(loss):.2f}" for loss in losses)
     return (
         f"{len(prepared)} of {len(rows)} rows kept, {found} completions are conversations of "
         f"openai; all {tokens:,} tokens after the prompts carry loss, in them {results} results "
-        f"of tools; losses of 2 steps {', '.join(f'{float(loss):.2f}' for loss in losses)}"
+        f"of tools; {cut} prompts end where the template shows them otherwise; losses of 2 steps "
+        f"{told}"
     )
 
 
 def _check(
     name: str, row: Any, made: Any, said: dict[str, list[Any]], tokenizer: Any
-) -> tuple[int, int, int]:
-    """Compare texts; gives tokens and results that carry loss, and conversations that are known."""
+) -> tuple[int, int, int, int]:
+    """Compare texts; gives tokens and results that carry loss, conversations that are known, and
+    whether the prompt is cut: where a message after it changes what the template shows of it."""
     tools = json.loads(row["tools"])
     about = json.loads(row["metadata"])
     tokens = results = found = 0
     given = tokenizer.apply_chat_template(
         row["prompt"], tools=tools, tokenize=False, add_generation_prompt=True
     )
-    assert _text(tokenizer, made["prompt_ids"]) == given, f"{row['id']}: another prompt"
+    prompt, is_cut = _text(tokenizer, made["prompt_ids"]), False
     for side in _SIDES[name]:
         messages = row["prompt"] + row[side]
         whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
         ids = made["prompt_ids"] + made[f"{side}_ids"]
         assert _text(tokenizer, ids) == whole, f"{row['id']}: {side} is another conversation"
+        is_cut |= not whole.startswith(given)
         assert row[side][0]["role"] == "assistant", f"{row['id']}: {side} begins with another"
         tokens += len(made[f"{side}_ids"])
         results += sum(message["role"] == "tool" for message in row[side])
         sample = row["id"] if name == "kto" else about[side]["id"]
         if sample in said:  # the format openai leaves out what did not pass
-            assert said[sample] == messages, f"{sample}: not the conversation of openai"
+            known = [{k: v for k, v in m.items() if k not in _MARKS} for m in said[sample]]
+            assert known == messages, f"{sample}: not the conversation of openai"
             found += 1
-    return tokens, results, found
+    shown = given.startswith(prompt) if is_cut else given == prompt
+    assert shown, f"{row['id']}: another prompt"
+    return tokens, results, found, is_cut
 
 
 def _text(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -1,14 +1,18 @@
-"""verl's MultiTurnSFTDataset on the Parquet files of an export: what carries loss."""
+"""verl's MultiTurnSFTDataset on the Parquet files of an export: what carries loss.
+
+The rows are read by the class and the settings of docs/training.md, as they stand there.
+"""
 
 from __future__ import annotations
 
-import json
+import re
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
+from verl.trainer.sft_trainer import create_sft_dataset
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
 from benchmarks.consuming.templates import PER_MESSAGE
@@ -16,20 +20,7 @@ from testing.trainers import tiny
 from testing.trainers.labels import Labels
 from testing.trainers.rows import rows as rows_of
 
-
-class Rows(MultiTurnSFTDataset):
-    """The class of docs/training.md: tools are lists, and marked turns carry no loss."""
-
-    def _read_files_and_process(self) -> None:
-        super()._read_files_and_process()
-        self.tools = [json.loads(tools) for tools in self.dataframe["tools"]]
-
-    def _process_single_message(
-        self, index: int, message: dict[str, Any], *args: Any, **more: Any
-    ) -> Any:
-        made = super()._process_single_message(index, message, *args, **more)
-        ids, loss, attention, inputs = made
-        return ids, loss * (message.get("weight") != 0), attention, inputs
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(directory: Path) -> None:
@@ -37,13 +28,21 @@ def main(directory: Path) -> None:
     tokenizer = tiny.tokenizer_for(directory, PER_MESSAGE)
     files = sorted(map(str, (directory / "openai_parquet").glob("*.parquet")))
     config = OmegaConf.create({"pad_mode": "no_padding", "max_length": 1 << 17})
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    code, yaml = re.findall(
+        r"```(?:python\n# rows.py|yaml\n# verl: its config)\n(.+?)```", page, re.S
+    )
     ours = {row["id"]: row for row in rows_of(directory)}
     try:
         MultiTurnSFTDataset(files, tokenizer, config)[0]
         alone = "reads tools as text"
     except Exception as error:  # what its own class says of them is the finding
         alone = f"{type(error).__name__}: {error}"
-    data = Rows(files, tokenizer, config)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "rows.py").write_text(code)
+        given = OmegaConf.create(yaml.replace("rows.py", f"{folder}/rows.py")).data
+        settings = OmegaConf.merge({"pad_mode": "no_padding"}, given)
+        data = create_sft_dataset(files, settings, tokenizer, None)
     labels = Labels(tokenizer)
     for number, name in enumerate(data.dataframe["id"]):
         made = data[number]
