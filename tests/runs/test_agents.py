@@ -55,6 +55,7 @@ def test_a_preset_is_valid_named_after_its_file_and_on_the_page(name: str) -> No
 
 
 UUID = "51180b64-6f44-4828-a5ab-{n:012}"
+LISTING = "The directory listing of current working directory is:\n"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ UUID = "51180b64-6f44-4828-a5ab-{n:012}"
         ("kimi-code", "Exit code: 0\nWall time: 0.12{n}\n"),
         ("kimi-code", f"/.kimi-code/sessions/w/session_{UUID}/agents/main/wire.jsonl"),
         ("kimi-code", 'next_step: Use TaskOutput(task_id="bash-9vuu907{n}")'),
-        ("kimi-code", "├── task00.log\n└── task00{n}.log"),
+        ("kimi-code", f"{LISTING}\n```\n├── task00.log\n└── task00{{n}}.log\n```"),
         ("openhands", "The current date and time is: 2026-11-27T19:07:37.74424{n}"),
         ("hermes-agent", "Host: Linux (6.18.4{n}-generic)"),
         ("qwen-code", "/home/user/.qwen/tmp/c52dd/run_shell_command_babbb251fa7{n}.output"),
@@ -93,6 +94,15 @@ def test_a_preset_knows_what_its_agent_makes_anew_with_each_start(name: str, tex
     assert agent is not None
     left = {cut(text.format(n=n), agent.what_varies.texts) for n in range(10)}
     assert len(left) == 1
+
+
+@pytest.mark.parametrize("name", ["kimi-code", "kimi-code-acp"])
+def test_files_that_another_subagent_adds_are_no_other_call(name: str) -> None:
+    agent = config(agent=name).agent
+    assert agent is not None
+    listed = ("(empty directory)", "└── a.log", "├── a.log\n├── b\n│   └── c\n└── d")
+    texts = [f"{LISTING}\n```\n{files}\n```\n\n# Project" for files in listed]
+    assert len({cut(text, agent.what_varies.texts) for text in texts}) == 1
 
 
 def test_a_run_continues_where_its_preset_knows_more() -> None:
