@@ -322,3 +322,17 @@ def test_rows_together_hold_every_own_turn_once_and_whole(steps: list[tuple[str,
             assert message.get("reasoning_content") == kept
             is_learnt = message["role"] == "assistant" and place == len(row) - 1
             assert ("weight" in message) is (message["role"] == "assistant" and not is_learnt)
+
+
+@pytest.mark.parametrize("choice", [{"per_turn": True}, {"segments": True}])
+def test_the_card_says_how_llamafactory_learns_the_last_turn_alone(
+    tmp_path: Path, choice: dict[str, Any]
+) -> None:
+    """With `mask_history` its templates drop reasoning of earlier turns, which the model saw."""
+    source = source_of(tmp_path, asked_twice())
+    directory, _ = exported(source, formats="llamafactory", **choice)
+    card = " ".join((directory / "README.md").read_text().split())
+    assert "LLaMA-Factory: `mask_history: true`" in card
+    assert "`preserve_thinking: true`, or a template such as `qwen3_nothink`, keeps" in card
+    whole, _ = exported(source, formats="llamafactory")
+    assert "mask_history" not in (whole / "README.md").read_text()

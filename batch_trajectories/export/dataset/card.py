@@ -23,6 +23,12 @@ _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (10**6
 
 _NOT_STATED = "not stated; say where they come from and their license"
 
+_LAST_TURN = (
+    "- LLaMA-Factory: `mask_history: true` learns the last turn of a row alone; "
+    "`preserve_thinking: true`, or a template such as `qwen3_nothink`, keeps the reasoning of the "
+    "turns before it"
+)
+
 _FIRST = {"TRL SFTTrainer": 0, "Axolotl": 1, "LLaMA-Factory": 2}
 """Links of the trainers that most readers look for."""
 
@@ -184,7 +190,8 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
         yield ""
     if manifest["recipe"].get("arguments") == "text":
         yield "- Arguments in messages are JSON text; where a model wrote no object, what it wrote."
-    for part in manifest["formats"]:
+    by_name = {part["format"]: part for part in manifest["formats"]}
+    for part in by_name.values():
         if count := part.get("rows_with_null_arguments"):
             yield (
                 f"- arguments that are null in {plural(count, 'row')} of `{part['format']}`: "
@@ -210,10 +217,9 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
         + (f"; {plural(hidden, 'more turn')} had some that the API hides" if hidden else "")
     )
     if recipe.per_turn:
-        yield (
-            "- one row per turn: only the last turn of a row is to be learnt; `mask_history: true` "
-            "says so to LLaMA-Factory"
-        )
+        yield "- one row per turn: only the last turn of a row is to be learnt"
+    if "llamafactory" in by_name and (recipe.per_turn or recipe.segments):
+        yield _LAST_TURN
     yield f"- system prompts: `{recipe.system or 'as each format has it'}`"
     yield f"- parallel calls: `{recipe.parallel_calls}`"
     by = ", ".join(["prompt", *(f"`{column}`" for column in recipe.split_by)])
