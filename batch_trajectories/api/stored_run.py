@@ -123,7 +123,7 @@ class StoredRun:
         """
         if self.url is None:
             return holder_of(self.path)
-        from batch_trajectories.runs.mirror.copies import read_note
+        from batch_trajectories.runs.store.journal import read_note
 
         last = (read_note(self.path) or {})["last"]
         return None if last["is_end"] else last["holder"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 _NUMBERS = r"\b(?=[a-fA-F-]*\d)[0-9a-fA-F-]{8,}\b|(?<!HTTP )(?<!\d)\d+"
 """Also hexadecimal ids; no HTTP status."""
-_VALUES = re.compile(_NUMBERS), re.compile(rf"'[^']*'|\"[^\"]*\"|{_NUMBERS}")
+_VALUES = re.compile(rf"'[^']*'|\"[^\"]*\"|{_NUMBERS}")
 
 _LEFT_OUT = "[...]"
 
@@ -63,12 +63,9 @@ def valid_utf8(text: str) -> str:
     return text
 
 
-def without_values(text: str, mark: str = "", *, quoted: bool = True) -> str:
-    """A message without what differs between messages of its kind: ids, numbers, quoted names.
-
-    `quoted`: quoted texts are values, too.
-    """
-    return _VALUES[quoted].sub(mark, text)
+def without_values(text: str, mark: str = "") -> str:
+    """A message without what differs between messages of its kind: ids, numbers, quoted names."""
+    return _VALUES.sub(mark, text)
 
 
 def plural(number: int, noun: str) -> str:

@@ -122,3 +122,18 @@ def test_without_a_umask_only_the_owner_may_write(tmp_path: Path) -> None:
 def scripted(cwd: Path) -> dict[str, Any]:
     write_rows(cwd / "p.jsonl", {"id": "a", "prompt": "x", "script": [say("done")]})
     return SCRIPTED
+
+
+@pytest.mark.parametrize("note", [b"x", b"[]", b'{"url": "file:///m"}'])
+def test_a_damaged_note_of_a_mirror_is_named(tmp_path: Path, note: bytes) -> None:
+    """By what looks at conversations in flight; it is no bug of this program."""
+    write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "q", "script": [say("ok")]})
+    assert run(tmp_path, **SCRIPTED).returncode == 0
+    run_dir = tmp_path / "trajectories" / "r"
+    (run_dir / "mirror.json").write_bytes(note)
+    told = run(tmp_path, "status", "r")
+    assert told.returncode == 2, told.stderr
+    assert "mirror.json: damaged: " in told.stderr
+    whole = b'{"url": "file:///m", "number": 0, "files": {}}'
+    (run_dir / "mirror.json").write_bytes(whole)
+    assert run(tmp_path, "status", "r").returncode == 0, "earlier versions noted no `fetched`"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,30 @@ def test_a_run_stops_where_nothing_but_refusals_came(
         assert run(tmp_path, **OPTIONS, base_url=endpoint.openai_url).returncode == 0
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        lambda n, body: f"Tools are refused (request req_{n}x{n * 7919:x}Zq)",
+        lambda n, body: f"1 validation error for the request: input={body['messages']}",
+    ],
+    ids=["the id of each request", "each request itself"],
+)
+def test_refusals_that_repeat_the_request_are_alike(
+    tmp_path: Path, told: Callable[[int, dict[str, Any]], str]
+) -> None:
+    write_rows(tmp_path / "p.jsonl", *({"prompt": word} for word in ("One", "two", "and three")))
+    numbers = itertools.count()
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return 400, {"error": {"message": told(next(numbers), body)}}
+
+    with answering(answer) as (url, _):
+        refused = run(tmp_path, **OPTIONS, base_url=url)
+    assert refused.returncode == 4, refused.stderr
+    assert "requests were refused alike" in refused.stderr
+    assert not lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
+
+
 @pytest.mark.parametrize("last", ["Hello", "fault:http422"], ids=["one answered", "one alone"])
 def test_refusals_of_single_rows_fail_these(tmp_path: Path, last: str) -> None:
     prompts = ["fault:http400"] * 4 + [last] if last == "Hello" else [last]
@@ -62,6 +88,17 @@ def test_refusals_of_single_rows_fail_these(tmp_path: Path, last: str) -> None:
         assert len(failures) == len(prompts) - (last == "Hello")
         again = run(tmp_path, **OPTIONS, base_url=endpoint.openai_url, max_attempts=2)
         assert again.returncode == 1, "a start after replies marks what is refused"
+
+
+def test_a_few_rows_at_the_beginning_do_not_stop_a_run(tmp_path: Path) -> None:
+    """With one conversation at a time; more at a time are more that are tried."""
+    prompts = ["fault:http400"] * 5 + ["Hello"] * 2
+    write_rows(tmp_path / "p.jsonl", *({"id": f"p{n}", "prompt": p} for n, p in enumerate(prompts)))
+    options = {**OPTIONS, "num_workers": 1, "batch_size": 1}
+    with FakeEndpoint(latency_s=0.0, turns=1) as endpoint:
+        done = run(tmp_path, **options, base_url=endpoint.openai_url)
+    assert done.returncode == 1, done.stderr
+    assert len(lines(tmp_path / "trajectories" / "r" / "records.jsonl")) == 2
 
 
 def test_different_refusals_fail_their_rows(tmp_path: Path) -> None:

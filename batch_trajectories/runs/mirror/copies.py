@@ -29,6 +29,7 @@ from batch_trajectories.runs.store.files import (
     open_own,
     replace_file,
 )
+from batch_trajectories.runs.store.journal import read_note
 
 
 class Copy:
@@ -105,19 +106,6 @@ class Copy:
 
     def _where(self, number: int) -> str:
         return f"{self.bucket.url}/{DIRECTORY}/{name_of(number)}"
-
-
-def read_note(path: Path) -> dict[str, Any] | None:
-    """What a run directory says of its mirror; None if it has none. Raises `RunDirError`."""
-    try:
-        note = orjson.loads((path / MIRROR_NOTE).read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except orjson.JSONDecodeError as error:
-        raise RunDirError(f"{path / MIRROR_NOTE}: damaged: {error}") from None
-    if not isinstance(note, dict) or not {"url", "number", "files"} <= note.keys():
-        raise RunDirError(f"{path / MIRROR_NOTE}: damaged: not what a mirror writes")
-    return note
 
 
 def url_of_run(mirror: str, run_name: str) -> str:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from batch_trajectories.basics.buckets.bucket import Bucket, BucketFailed, patiently
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLocked
-from batch_trajectories.runs.mirror.copies import Copy, read_note, url_of_run
+from batch_trajectories.runs.mirror.copies import Copy, url_of_run
 from batch_trajectories.runs.mirror.parts import (
     DIRECTORIES,
     DIRECTORY,
@@ -41,6 +41,7 @@ from batch_trajectories.runs.store.files import (
     listed,
     make_directory,
 )
+from batch_trajectories.runs.store.journal import read_note
 from batch_trajectories.runs.store.journal_writer import boot_id
 
 log = logging.getLogger(__name__)

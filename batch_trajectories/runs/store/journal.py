@@ -25,6 +25,7 @@ from agent.messages.message import (
     is_cost_only,
     reply_in,
 )
+from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.runs.store.checksum import DamagedLine, read_object
 from batch_trajectories.runs.store.files import MIRROR_NOTE, StorageError, set_aside
@@ -203,12 +204,22 @@ class Inflight:
                 del self._open_tasks[segment]
 
 
+def read_note(path: Path) -> dict[str, Any] | None:
+    """What a run directory says of its mirror; None if it has none. Raises `RunDirError`."""
+    try:
+        note = orjson.loads((path / MIRROR_NOTE).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except orjson.JSONDecodeError as error:
+        raise RunDirError(f"{path / MIRROR_NOTE}: damaged: {error}") from None
+    if not isinstance(note, dict) or not {"url", "number", "files"} <= note.keys():
+        raise RunDirError(f"{path / MIRROR_NOTE}: damaged: not what a mirror writes")
+    return note
+
+
 def _fetched(run_dir: Path) -> frozenset[str]:
     """The segments that came from a mirror, which may have lacked their last events."""
-    try:
-        return frozenset(orjson.loads((run_dir / MIRROR_NOTE).read_bytes())["fetched"])
-    except FileNotFoundError:
-        return frozenset()
+    return frozenset((read_note(run_dir) or {}).get("fetched", ()))
 
 
 def _usable(events: list[Event], unusable: list[Event]) -> list[Event]:

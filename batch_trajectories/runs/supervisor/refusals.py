@@ -6,16 +6,21 @@ refuses every request with tools. Such a run stops, and no task is marked as fai
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from agent.models.model import url_of
-from batch_trajectories.basics.text import without_values
 from batch_trajectories.runs.executors.base import WorkerHandle
 
-_ENOUGH = 3
+_ENOUGH = 10
 """After so many refusals no task is begun until all calls in flight have ended."""
+
+_VALUE = re.compile(r"(?<!HTTP )\b[\w-]*\d[\w-]*")
+"""Numbers and ids, such as that of the request."""
+_ALIKE_CHARS = 40
+"""So much of a message says what is refused; some servers repeat the request after it."""
 
 _REMEDIES = (
     (
@@ -95,7 +100,7 @@ class Refusals:
             return [], None
         if not self._is_decided:
             self._is_decided = True
-            kinds = {without_values(one.message, quoted=False) for one in self._held}
+            kinds = {_VALUE.sub("", one.message)[:_ALIKE_CHARS] for one in self._held}
             if len(self._held) > 1 and len(kinds) == 1:
                 return [], self._describe()
         held, self._held = self._held, []
@@ -111,7 +116,7 @@ class Refusals:
         return (
             f"{', '.join(self._urls)}: the first {len(self._held)} requests were refused alike, "
             f"and none was answered: {first.message}. {remedy}; then run the same command "
-            "again. No task was marked as failed"
+            "again. No task was marked as failed; if only these rows are refused, put others first"
         )
 
 
