@@ -328,6 +328,28 @@ def test_what_cannot_be_carried_is_no_reward(images: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_what_a_verifier_cannot_be_given_is_no_reward(images: Path, tmp_path: Path) -> None:
+    check = {"command": "test ! -e pkg/closed/a", "image": "python:1", "artifacts": ["pkg"]}
+    did = "mkdir pkg/closed; echo 1 > pkg/closed/a; chmod 300 pkg/closed"
+    rows = [
+        row("closed", "agent:1", terminal(did), check=check),
+        row("left out", "agent:1", terminal(did), check=check),
+        row("open", "agent:1", terminal("true"), check=check),
+    ]
+    rows[1]["check"] = check | {"artifacts": [{"path": "pkg", "exclude": ["closed"]}]}
+    write_rows(tmp_path / "p.jsonl", *rows)
+    done = run(tmp_path, "--row_setup", **OPTIONS, images=images)
+    assert done.returncode == 0, done.stderr
+    checks = {name: record["check"] for name, record in records(tmp_path).items()}
+    assert {name: one["reward"] for name, one in checks.items()} == {
+        "closed": None,
+        "left out": 1.0,
+        "open": 1.0,
+    }
+    assert "pkg/closed: the directory cannot be read" in checks["closed"]["error"]
+
+
+@pytest.mark.slow
 def test_a_fresh_check_without_a_repository_is_refused_before_any_call(
     images: Path, tmp_path: Path
 ) -> None:
