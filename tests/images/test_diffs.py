@@ -353,9 +353,20 @@ def test_what_a_verifier_cannot_be_given_is_no_reward(images: Path, tmp_path: Pa
 def test_a_fresh_check_without_a_repository_is_refused_before_any_call(
     images: Path, tmp_path: Path
 ) -> None:
-    write_rows(tmp_path / "p.jsonl", row("a", "python:1", check=FRESH, workdir="/tmp"))
+    refused = {
+        "none": ({"workdir": "/tmp"}, "needs git and a repository"),
+        "of other files": (
+            {"setup": "git config core.worktree /tmp"},
+            "needs git and a repository",
+        ),
+        "of all files": ({"setup": "git init -q /", "workdir": "/etc"}, "is the whole image"),
+    }
+    rows = [row(name, "python:1", check=FRESH, **more) for name, (more, _) in refused.items()]
+    write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, "--row_setup", **OPTIONS, images=images, max_attempts=1)
     assert done.returncode == 1, done.stderr
-    record = records(tmp_path)["a"]
-    assert "needs git and a repository" in record["error"]["message"]
-    assert record["turns"] == []
+    for name, (_, why) in refused.items():
+        record = records(tmp_path)[name]
+        assert record["error"] is not None, name
+        assert why in record["error"]["message"]
+        assert record["turns"] == []

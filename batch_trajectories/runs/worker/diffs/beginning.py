@@ -13,7 +13,7 @@ from batch_trajectories.runs.worker.workspace_setup import SetupFailed
 from toolsets.context import ToolContext
 
 _START = "diff_start"
-_TOP = GIT + "git rev-parse --show-toplevel"
+_TOP = GIT + "git rev-parse --is-inside-work-tree --show-toplevel"
 
 Found = TypeVar("Found")
 
@@ -48,8 +48,8 @@ async def begin_diff(
 ) -> None:
     """Remember whether a repository holds the workspace, before the model could change that.
 
-    `then` is called when that is written, in the same thread. Raises `SetupFailed` where there is
-    no repository and it is needed, as for fresh checks.
+    `then` is called when that is written, in the same thread. Raises `SetupFailed` where it is
+    needed, as for fresh checks, and there is none, or changes could not be carried to another.
     """
     try:
         top = await (known or Known()).get(context, find_top)
@@ -57,6 +57,8 @@ async def begin_diff(
         raise SetupFailed(str(error)) from error
     if top is None and is_needed:
         raise SetupFailed("`check`: `fresh` needs git and a repository that holds the workspace")
+    if top == "/" and is_needed:
+        raise SetupFailed("`check`: `fresh` cannot be used where the repository is the whole image")
     await asyncio.to_thread(_remember, context, top, then)
 
 
@@ -92,4 +94,6 @@ def is_unchanged(context: ToolContext) -> bool:
 async def find_top(context: ToolContext) -> str | None:
     """The directory of the repository that holds the workspace."""
     result = await image_sandbox(context).exec(["sh", "-c", _TOP], timeout_s=TIMEOUT_S)
-    return result.stdout.rstrip("\n") if result.exit_code == 0 else None
+    is_inside, _, top = result.stdout.partition("\n")
+    # A repository can say that its files are elsewhere.
+    return top.rstrip("\n") if result.exit_code == 0 and is_inside == "true" else None
