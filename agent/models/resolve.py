@@ -186,7 +186,7 @@ def _unknown_prefix(name: str, prefix: str, known: list[str]) -> str:
 
     nearest = did_you_mean(prefix, known)
     return (
-        f"model {name!r}: unknown prefix {prefix!r}{f'; {nearest}' if nearest else ''}. Known: "
+        f"model {name!r}: unknown prefix {prefix!r}{f'; {nearest}' if nearest else '.'} Known: "
         f"{', '.join(sorted(known))} (as PREFIX:NAME; `python batch_runner.py endpoints` says "
         f"more), {SCRIPTED!r}, or a bare name with --base_url"
     )

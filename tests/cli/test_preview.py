@@ -121,6 +121,22 @@ class TestNarrowing:
         again = run(finished, "export", "r", "--format=openai")
         assert "2 of the 8 finished tasks" in again.stderr, "they were restored, and left again"
 
+    @pytest.mark.parametrize(
+        ("before", "after", "hint"),
+        [
+            ("id", "number", "or has `id` another name now?"),
+            ("number", "nr", "or have rows without `id` changed?"),
+        ],
+    )
+    def test_a_column_of_another_name_is_asked_about(
+        self, tmp_path: Path, before: str, after: str, hint: str
+    ) -> None:
+        for name in (before, after):
+            rows = [{name if key == "id" else key: row[key] for key in row} for row in ROWS]
+            write_rows(tmp_path / "p.jsonl", *rows)
+            told = run(tmp_path, **SCRIPTED)
+        assert (told.returncode, hint in told.stderr) == (2, True)
+
     @pytest.mark.slow
     def test_an_unknown_last_dataset_hides_nothing(self, finished: Path) -> None:
         (finished / "trajectories" / "r" / "dataset.idx").unlink()

@@ -92,7 +92,10 @@ def test_unusual_files_are_read(tmp_path: Path, content: bytes) -> None:
         (b"", "the file is empty"),
         (b"\n \n", "the file is empty"),
         (b"\x1f\x8b\x08", "gzip"),
-        (b"\xff\xfe{\x00", "UTF-16"),
+        (b"\xff\xfe{\x00", "UTF-16;"),
+        ('{"prompt": "a"}'.encode("utf-32"), "-f UTF-32 "),
+        ('{"prompt": "a"}'.encode("utf-16-le"), "-f UTF-16LE "),
+        ('{"prompt": "a"}'.encode("utf-16-be"), "-f UTF-16BE "),
         (b"nonsense\n", "no usable row among 1; the first, line 1: not JSON"),
     ],
 )

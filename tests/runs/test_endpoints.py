@@ -77,6 +77,7 @@ class TestNames:
             ({"endpoints": {"a": {**LOCAL, "rpn": 1}}}, "a.rpn"),
             ({"endpoints": {"a": {}}}, "in a: base_url: missing"),
             ({"model": "b:m", "endpoints": {"a": LOCAL}}, "unknown prefix 'b'. Known: a, "),
+            ({"model": "Openai:m"}, "unknown prefix 'Openai'; did you mean 'openai'[?] Known: "),
             ({"model": "m", "models": {"a": 1}}, "give one"),
             ({"models": {"a": 0, "b": 0}}, "above 0"),
             ({"models": {"a": -1}}, "greater than or equal to 0"),

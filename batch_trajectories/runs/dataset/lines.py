@@ -20,7 +20,10 @@ MAX_LINE_BYTES = 256 << 20
 
 _BLOCK = 1 << 20
 
-_UTF_16 = "UTF-16; convert it to UTF-8 first (iconv -f UTF-16 -t UTF-8)"
+
+def _encoded(name: str) -> str:
+    return f"{name}; convert it to UTF-8 first (iconv -f {name} -t UTF-8)"
+
 
 _OTHER_KINDS = {
     b"\x1f\x8b": "gzip-compressed; end its name in .gz (as in .jsonl.gz), or unpack it (gzip -d)",
@@ -30,8 +33,11 @@ _OTHER_KINDS = {
     b"PK\x03\x04": "a ZIP archive or a spreadsheet; unpack it, or save it as CSV",
     b"PAR1": "Parquet; end its name in .parquet",
     b"ARROW1": "an Arrow file; write it as Parquet or JSONL",
-    b"\xff\xfe": _UTF_16,
-    b"\xfe\xff": _UTF_16,
+    **dict.fromkeys((b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"), _encoded("UTF-32")),
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), _encoded("UTF-16")),
+    # JSON without a mark of its byte order.
+    **dict.fromkeys((b"{\x00", b"[\x00"), _encoded("UTF-16LE")),
+    **dict.fromkeys((b"\x00{", b"\x00["), _encoded("UTF-16BE")),
 }
 """First bytes of files that are often given by mistake, and what to say about them."""
 

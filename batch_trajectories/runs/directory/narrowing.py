@@ -54,7 +54,12 @@ def refuse_narrowing(
         what = f"--{why}={getattr(config, why)} leaves out {finished} of this run"
         keep = f"leave {why} {'out' if then is None else f'at {then}'}"
     else:
-        what = f"{scan.path}: {finished} of this run are not in it (was it cut off or mixed up?)"
+        has_ids = not all(id.startswith("row-") for id in ids)
+        or_what = "has `id` another name now" if has_ids else "have rows without `id` changed"
+        what = (
+            f"{scan.path}: {finished} of this run are not in it (was it cut off or mixed up, or "
+            f"{or_what}?)"
+        )
         keep = f"restore {plural(len(ids), 'row')}"
     raise ConfigError(
         f"{path}: {what}, such as {min(ids)!r}, and would leave the training file. To keep them, "
