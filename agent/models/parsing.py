@@ -122,6 +122,20 @@ def make_call(id: Any, name: Any, arguments: Any) -> ToolCall:
     return ToolCall(id=str(id or ""), type="function", function=function)
 
 
+RAW_ARGUMENTS = "raw_arguments"
+"""The key of an object in which arguments travel that are no object; the record keeps them."""
+
+
+def input_object(arguments: str) -> dict[str, Any] | None:
+    """The object that the arguments of a call are; None if they are none."""
+    try:
+        parsed = exact_json.loads(arguments or "{}")
+        exact_json.dumps(parsed)  # which refuses a nesting that reading takes
+    except (exact_json.JSONDecodeError, TypeError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
 def count_or_none(value: Any) -> int | None:
     """`value` if it can be a count of tokens, else None; some servers write 12 as 12.0.
 

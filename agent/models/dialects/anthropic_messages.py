@@ -12,7 +12,9 @@ from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import (
+    RAW_ARGUMENTS,
     count_or_none,
+    input_object,
     make_call,
     object_of,
     parse_object,
@@ -189,13 +191,9 @@ def _is_blank(block: Mapping[str, Any]) -> bool:
 
 
 def _input_object(arguments: str) -> dict[str, Any]:
-    """This API takes objects only: broken arguments travel inside one, the record keeps them."""
-    try:
-        parsed = exact_json.loads(arguments or "{}")
-        exact_json.dumps(parsed)  # which refuses a nesting that reading takes
-    except (exact_json.JSONDecodeError, TypeError):
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {"raw_arguments": arguments}
+    """This API takes objects only."""
+    parsed = input_object(arguments)
+    return {RAW_ARGUMENTS: arguments} if parsed is None else parsed
 
 
 def _tool_to_api(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ rest of a call and grows with the history, and its reply objects let incomplete 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -24,6 +24,8 @@ from agent.models.dialects.openai_chat_stream import ChatAssembly, thought_in
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import (
+    RAW_ARGUMENTS,
+    input_object,
     make_call,
     object_of,
     parse_object,
@@ -31,6 +33,7 @@ from agent.models.parsing import (
     reported_cost,
     text_or_none,
 )
+from batch_trajectories.basics import exact_json
 
 API = "openai_chat"
 
@@ -93,6 +96,8 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
             request.messages, settings.reasoning_field, blank_reasoning=settings.blank_reasoning
         ),
     }
+    if not is_openai(settings):
+        body["messages"] = _with_objects(body["messages"], request.messages)
     if settings.token_ids:
         body["messages"] = without_outer_newlines(body["messages"])
     if is_openai(settings):
@@ -113,6 +118,35 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
         body.update(request_fields(settings, streams=request.on_delta is not None))
     body.update(settings.extra_body or {})
     return body
+
+
+def _with_objects(
+    views: Sequence[dict[str, Any]], messages: Sequence[Message]
+) -> list[dict[str, Any]]:
+    """The `views` of `messages`, with an object for arguments that are none.
+
+    vLLM, SGLang and templates parse the arguments in a history, and refuse the request where they
+    cannot. Only failed calls are looked at.
+    """
+    failed = {
+        message["tool_call_id"]
+        for message in messages
+        if message["role"] == "tool" and message.get("is_error")
+    }
+    return [
+        {**view, "tool_calls": [_with_object(call, failed) for call in view["tool_calls"]]}
+        if failed and "tool_calls" in view
+        else view
+        for view in views
+    ]
+
+
+def _with_object(call: ToolCall, failed: Container[str]) -> ToolCall:
+    arguments = call["function"]["arguments"]
+    if call["id"] not in failed or input_object(arguments) is not None:
+        return call
+    given = exact_json.dumps({RAW_ARGUMENTS: arguments}).decode()
+    return {**call, "function": {**call["function"], "arguments": given}}
 
 
 def is_openai(settings: ModelSettings) -> bool:

@@ -11,7 +11,7 @@ from agent.messages.message import Message
 from agent.models.dialects import openai_chat
 from agent.models.dialects.openai_chat import to_api, to_api_messages
 from agent.models.dialects.openai_chat_stream import ChatAssembly
-from agent.models.model import Completion
+from agent.models.model import Completion, ModelSettings, Request
 from agent.models.stream_events import StreamEvent
 
 JSON = dict[str, Any]
@@ -110,3 +110,29 @@ def test_a_call_without_arguments_has_none(arguments: str | None) -> None:
     ):
         (sent,) = to_api(reply.message)["tool_calls"]
         assert sent["function"]["arguments"] == "{}"
+
+
+def sent(arguments: str, *, is_error: bool, base_url: str = "http://127.0.0.1:8000/v1") -> str:
+    """The arguments of a call as a request's history has them."""
+    settings = ModelSettings(name="m", api="openai_chat", base_url=base_url, key_env=None)
+    made = whole({"content": None, "tool_calls": [call(arguments)]}, "tool_calls").message
+    result = Message(role="tool", tool_call_id="c1", name="f", content="E", is_error=is_error)
+    history = [Message(role="user", content="Go."), made, result]
+    body = openai_chat.request_body(settings, Request(history, []))
+    assert made["tool_calls"][0]["function"]["arguments"] == arguments, "records keep what came"
+    said = body["messages"][1]["tool_calls"][0]["function"]["arguments"]
+    assert isinstance(said, str)
+    return said
+
+
+@pytest.mark.parametrize("arguments", ['{"path": "a', "{'path': 'a'}", '["a"]', "3", '{"a": NaN}'])
+def test_arguments_that_are_no_object_go_back_inside_one(arguments: str) -> None:
+    """vLLM and SGLang parse those of a history: the conversation's next call was refused."""
+    given = sent(arguments, is_error=True)
+    assert json.loads(given) == {"raw_arguments": arguments}
+    assert sent(arguments, is_error=True, base_url="https://api.openai.com/v1") == arguments
+
+
+@pytest.mark.parametrize("is_error", [False, True])
+def test_arguments_that_are_an_object_go_back_as_they_came(is_error: bool) -> None:
+    assert sent('{ "a":1}', is_error=is_error) == '{ "a":1}'
