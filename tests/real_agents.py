@@ -396,6 +396,7 @@ def _check_record(agent: str, record: dict[str, Any], sent: dict[str, Any]) -> l
     more = {"before compaction", "branch"} if is_compacted else set()
     assert names <= {"main", "subagent", "side", *more}, (record["id"], names)
     assert is_compacted or not record.get("rewritten"), record["id"]
+    assert not record["messages"][-1]["content"].startswith("<summary>"), record["id"]
     for part in parts:
         replies = [message for message in part["messages"] if message["role"] == "assistant"]
         own = len(replies) - len(part["turns"])

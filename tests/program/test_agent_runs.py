@@ -380,6 +380,24 @@ def test_an_agent_that_ends_after_its_call_for_a_title_has_done_nothing(
 
 @pytest.mark.slow
 @needs_bwrap
+@pytest.mark.parametrize(("then", "is_done"), [("kill -9 $$", False), ("kill -11 $$", True)])
+def test_an_agent_that_was_killed_after_a_text_was_not_done(
+    tmp_path: Path, endpoint: AgentEndpoint, then: str, is_done: bool
+) -> None:
+    """The text can be the summary of a compaction. One that crashes at its end was done."""
+    write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 0)})
+    tools = [{"type": "function", "function": {"name": "x", "parameters": {"type": "object"}}}]
+    with_tools = _ASK.replace("key =", f"body['tools'] = {tools}\nkey =")
+    agent = shell(f'python3 ~/ask.py m "$1" && {then}', files={"ask.py": with_tools})
+    done = run(tmp_path, **options(endpoint, agent, max_attempts=1))
+    assert len(endpoint.exchanges) == 1
+    (record,) = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
+    assert record["status"] == ("completed" if is_done else "failed")
+    assert done.returncode == (0 if is_done else 1)
+
+
+@pytest.mark.slow
+@needs_bwrap
 def test_a_killed_agent_is_a_failed_attempt_and_the_next_continues(
     tmp_path: Path, endpoint: AgentEndpoint
 ) -> None:

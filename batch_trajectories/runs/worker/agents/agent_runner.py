@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import re
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -63,6 +64,7 @@ _NO_LIMIT_S = 7 * 24 * 3600.0
 _OUTPUT_BYTES = 32 * 1024
 _SHOWN = 300
 _SIGNALLED = 128  # exit codes above it are those of signals
+_KILLED = _SIGNALLED + signal.SIGKILL
 """Characters of an agent's output in the reason of a failure."""
 
 _ENDED = ExecResult(None, "", "", timed_out=False, truncated=False, duration_s=0.0)
@@ -347,9 +349,12 @@ def _last_reply(task: AgentTask, before: Collection[int] = ()) -> ReplyEvent | N
 
 
 def _is_cut_off(task: AgentTask, relay: Relay, result: ExecResult) -> bool:
-    """Whether an agent that offered no tools was killed by a signal, or its last call has failed:
-    it may only have asked for a title."""
+    """Whether an agent was killed, so that its last reply may be the summary of a compaction; or
+    offered no tools, and a signal ended it or its last call has failed: it may only have asked for
+    a title. One that crashes after its answer was done."""
     main, is_killed = _main_line(task), (result.exit_code or 0) > _SIGNALLED
+    if result.exit_code == _KILLED:
+        return True
     return main is not None and not main.tools and (is_killed or relay.last_refusal is not None)
 
 
