@@ -63,9 +63,10 @@ _LAST_WORDS_S = 10.0
 _NO_LIMIT_S = 7 * 24 * 3600.0
 _OUTPUT_BYTES = 32 * 1024
 _SHOWN = 300
-_SIGNALLED = 128  # exit codes above it are those of signals
-_KILLED = _SIGNALLED + signal.SIGKILL
 """Characters of an agent's output in the reason of a failure."""
+_SIGNALLED = 128
+"""Exit codes above it are those of signals."""
+_KILLED = _SIGNALLED + signal.SIGKILL
 
 _ENDED = ExecResult(None, "", "", timed_out=False, truncated=False, duration_s=0.0)
 """The result of a command that was ended because it could get no more replies."""
