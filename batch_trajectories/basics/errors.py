@@ -33,11 +33,12 @@ _PROCESSES = (
     "raise the limit on processes and threads (ulimit -u, the pids limit of the container), or "
     "run fewer conversations at a time (--batch_size, --num_workers)"
 )
+_READ_ONLY = "make that file system writable"
 _TO_DO = {
     errno.ENOSPC: _DISK,
     errno.EDQUOT: _DISK,
     errno.EIO: _DISK,
-    errno.EROFS: _DISK,
+    errno.EROFS: _READ_ONLY,
     errno.EMFILE: _FILES,
     errno.ENFILE: _FILES,
     errno.ENOMEM: _MEMORY,
@@ -86,6 +87,18 @@ def machine_failure_in(output: str) -> str | None:
 def describe(number: int) -> str:
     """One of `HOST_ERRNOS` in words, and what to do about it."""
     return f"{os.strerror(number)}; {_TO_DO[number]}"
+
+
+def help_for_write(error: OSError) -> str:
+    """What to do about a file or directory that cannot be written."""
+    match error.errno:
+        case errno.EACCES | errno.EPERM:
+            return "give this user the right to write there"
+        case errno.EROFS:
+            return _READ_ONLY
+        case errno.EFBIG:
+            return "raise the limit of file sizes (ulimit -f)"
+    return "make room or fix the disk"
 
 
 def has_memory() -> bool:

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from batch_trajectories.basics.errors import help_for_write
 from batch_trajectories.basics.parts import Advance, in_parts
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation
@@ -248,7 +249,7 @@ def export_run(
     except OSError as error:
         raise StorageError(
             f"{exports}: cannot write the training files: {error.strerror or error}. The records "
-            "are safe; make room and run the same command again."
+            f"are safe; {help_for_write(error)}, then run the same command again."
         ) from error
     finally:
         for temporary in temporaries.values():

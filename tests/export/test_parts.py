@@ -100,7 +100,7 @@ def test_a_part_without_room_leaves_no_files(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(StorageError, match="make room"):
+        with pytest.raises(StorageError, match="raise the limit of file sizes"):
             training_files.export_run(path, found, num_samples=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

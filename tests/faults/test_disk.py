@@ -304,6 +304,27 @@ def test_a_file_that_cannot_be_written_is_told_with_what_helps(number: int, to_d
     assert f"; {to_do}, then run the same command again" in told
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("export", "r"), ("export", "r", "--format=openai"), ("report", "r"), ("label", "r", "p0")],
+    ids=" ".join,
+)
+def test_a_disk_that_is_only_read_is_not_called_full(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    scripted_rows(tmp_path, 1)
+    with small_disk(tmp_path / "disk", "size=8m"):
+        assert run(tmp_path, **SCRIPTED, output_dir="disk").returncode == 0
+        mount = ["mount", "-o", "remount,ro", str(tmp_path / "disk")]
+        subprocess.run(mount, check=True, timeout=PATIENCE_S)
+        more = {"verdict": "keep"} if arguments[0] == "label" else {}
+        refused = run(tmp_path, *arguments, output_dir="disk", **more)
+    assert refused.returncode == 4
+    assert "Read-only file system" in refused.stderr
+    assert "make that file system writable" in refused.stderr
+    assert "room" not in refused.stderr
+
+
 def test_a_full_disk_is_reported_before_any_call(tmp_path: Path) -> None:
     """F9: exit code 4, since the same command continues once there is room."""
     scripted_rows(tmp_path, 1)

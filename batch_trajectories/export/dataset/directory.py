@@ -23,7 +23,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from batch_trajectories.basics.console import say
-from batch_trajectories.basics.errors import ConfigError, EnvironmentStop
+from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, help_for_write
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.export.dataset.build import SCHEMA_VERSION, write_rows
@@ -108,7 +108,7 @@ def export_dataset(source: Source, recipe: Recipe, directory: Path) -> dict[str,
     except OSError as error:
         raise StorageError(
             f"{directory}: cannot write the dataset: {error.strerror or error}. The records are "
-            "safe; make room and run the same command again."
+            f"safe; {help_for_write(error)}, then run the same command again."
         ) from error
     say_removed(directory, gone)
     return manifest

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.console import say
-from batch_trajectories.basics.errors import ConfigError, RunDirError
+from batch_trajectories.basics.errors import ConfigError, RunDirError, help_for_write
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.row_json import dumps_row
@@ -118,7 +118,8 @@ def write_report(
         put_in_place(directory, [part.collected for part in parts])
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot write the report: {error.strerror or error}; make room, or --output"
+            f"{path}: cannot write the report: {error.strerror or error}; {help_for_write(error)}, "
+            "or give another place by --output"
         ) from error
     finally:
         shutil.rmtree(temporary_of(directory), ignore_errors=True)

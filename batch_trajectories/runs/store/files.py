@@ -19,7 +19,12 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from batch_trajectories.basics.errors import EnvironmentStop, RunDirError, RunLocked
+from batch_trajectories.basics.errors import (
+    EnvironmentStop,
+    RunDirError,
+    RunLocked,
+    help_for_write,
+)
 from batch_trajectories.runs.store.checksum import is_whole, with_checksum
 
 _BLOCK = 1 << 16
@@ -55,19 +60,11 @@ class StorageError(EnvironmentStop):
     """The disk refused a write: it is full, over quota, failing or gone."""
 
 
-_TO_DO = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user the right to write there"),
-    errno.EROFS: "make that file system writable",
-    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
-}
-
-
 def storage_error(path: Path, error: OSError) -> StorageError:
     """The error for a file or directory that cannot be written, with what to do next."""
-    to_do = _TO_DO.get(error.errno or 0, "make room or fix the disk")
     return StorageError(
-        f"{path}: cannot write: {error.strerror or error}. Finished work is safe; {to_do}, then "
-        "run the same command again to continue."
+        f"{path}: cannot write: {error.strerror or error}. Finished work is safe; "
+        f"{help_for_write(error)}, then run the same command again to continue."
     )
 
 
