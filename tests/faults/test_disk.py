@@ -317,7 +317,7 @@ def test_a_disk_that_is_only_read_is_not_called_full(
         assert run(tmp_path, **SCRIPTED, output_dir="disk").returncode == 0
         mount = ["mount", "-o", "remount,ro", str(tmp_path / "disk")]
         subprocess.run(mount, check=True, timeout=PATIENCE_S)
-        more = {"verdict": "keep"} if arguments[0] == "label" else {}
+        more: dict[str, Any] = {"verdict": "keep"} if arguments[0] == "label" else {}
         refused = run(tmp_path, *arguments, output_dir="disk", **more)
     assert refused.returncode == 4
     assert "Read-only file system" in refused.stderr
