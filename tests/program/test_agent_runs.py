@@ -380,8 +380,16 @@ def test_an_agent_that_ends_after_its_call_for_a_title_has_done_nothing(
 
 @pytest.mark.slow
 @needs_bwrap
-@pytest.mark.parametrize(("then", "is_done"), [("kill -9 $$", False), ("kill -11 $$", True)])
-def test_an_agent_that_was_killed_after_a_text_was_not_done(
+@pytest.mark.parametrize(
+    ("then", "is_done"),
+    [
+        ("kill -9 $$", False),
+        ("kill -11 $$", True),
+        ("python3 ~/ask.py unknown 'Go on.'", False),
+        ("python3 ~/ask.py unknown 'A title?' || true", True),
+    ],
+)
+def test_an_agent_that_could_not_go_on_after_a_text_was_not_done(
     tmp_path: Path, endpoint: AgentEndpoint, then: str, is_done: bool
 ) -> None:
     """The text can be the summary of a compaction. One that crashes at its end was done."""

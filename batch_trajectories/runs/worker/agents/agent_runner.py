@@ -350,13 +350,13 @@ def _last_reply(task: AgentTask, before: Collection[int] = ()) -> ReplyEvent | N
 
 
 def _is_cut_off(task: AgentTask, relay: Relay, result: ExecResult) -> bool:
-    """Whether an agent was killed, so that its last reply may be the summary of a compaction; or
-    offered no tools, and a signal ended it or its last call has failed: it may only have asked for
-    a title. One that crashes after its answer was done."""
-    main, is_killed = _main_line(task), (result.exit_code or 0) > _SIGNALLED
-    if result.exit_code == _KILLED:
+    """Whether an agent was not done, as its end says, though its last reply is a text: that may be
+    the summary of a compaction, or a title where it offered no tools."""
+    main, code = _main_line(task), result.exit_code or 0
+    has_failed, offered_none = relay.last_refusal is not None, main is not None and not main.tools
+    if code == _KILLED or (has_failed and code != 0):
         return True
-    return main is not None and not main.tools and (is_killed or relay.last_refusal is not None)
+    return offered_none and (code > _SIGNALLED or has_failed)
 
 
 @asynccontextmanager
