@@ -428,3 +428,43 @@ def test_commands_behind_which_nothing_is_undone(tmp_path: Path, network: bool) 
             why = "it may have acted outside the workspace"
         assert resume["rebuild"].get("why") == why, record["id"]
         assert len(resume["interrupted"]) == (why is not None)
+
+
+@pytest.mark.slow
+def test_the_interpreter_of_a_subagent_is_rebuilt_before_its_caller_has_a_result(
+    tmp_path: Path,
+) -> None:
+    """What the subagent defined before the kill is there behind it."""
+    write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "outer"})
+    helper = {**HELPER, "enabled_toolsets": ["python"]}
+    codes = ["x = 41", "print(x + 1)"]
+    is_asked, may_answer = Event(), Event()
+
+    def answer(path: str, body: JSON) -> tuple[int, JSON]:
+        turn = sum(message["role"] == "assistant" for message in body["messages"])
+        message: JSON = {"role": "assistant", "content": "done"}
+        if user_of(body) == "outer" and not turn:
+            message["tool_calls"] = calling(("helper", "inner"))
+        elif user_of(body) == "inner" and turn < len(codes):
+            message["tool_calls"] = [call(turn, "python", {"code": codes[turn]})]
+        if turn == 1 and user_of(body) == "inner":
+            is_asked.set()
+            may_answer.wait(PATIENCE_S)
+        finish = "tool_calls" if "tool_calls" in message else "stop"
+        choice = {"index": 0, "message": message, "finish_reason": finish}
+        return 200, {"id": "x", "model": "m", "choices": [choice]}
+
+    with answering(answer) as (root, _):
+        given = {**SCRIPTED, "model": "openai:m", "key_env": "none", "base_url": f"{root}/v1"}
+        given |= {"enabled_toolsets": "python", "subagents": json.dumps([helper])}
+        given |= {"sandbox": "bwrap"}
+        with started(tmp_path, **given) as process:
+            wait_until(is_asked.is_set)
+            os.killpg(process.pid, signal.SIGKILL)
+            assert_gone(process.pid)
+        may_answer.set()
+        assert run(tmp_path, **given).returncode == 0
+    (record,) = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
+    first, second = results_of(record["inner"][0])
+    assert json.loads(second) == {**json.loads(first), "stdout": "42\n"}
+    assert resume_of(record)["rebuild"]["calls"] == 1

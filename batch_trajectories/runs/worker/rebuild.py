@@ -93,7 +93,7 @@ class Rebuilder:
         knows_begun = self.assignment["knows_begun"]
         cut_off = list(_cut_off(trajectory, self._tools(), knows_begun=knows_begun))
         is_doubtful = not (prepared.kept and knows_begun) or self._had_sessions()
-        has_results = bool(trajectory.results or trajectory.last_results())
+        has_results = any(repeatable is not None for _, repeatable in self._steps())
         if not (cut_off or (has_results and is_doubtful)):
             return prepared, None
         context, rebuild = await self._rebuild(prepared.context, cut_off)
