@@ -120,22 +120,18 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     return body
 
 
-def _with_objects(
-    views: Sequence[dict[str, Any]], messages: Sequence[Message]
-) -> list[dict[str, Any]]:
+def _with_objects(views: list[dict[str, Any]], messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The `views` of `messages`, with an object for arguments that are none.
 
     vLLM, SGLang and templates parse the arguments in a history, and refuse the request where they
     cannot. Only failed calls are looked at.
     """
-    failed = {
-        message["tool_call_id"]
-        for message in messages
-        if message["role"] == "tool" and message.get("is_error")
-    }
+    failed = {message["tool_call_id"] for message in messages if message.get("is_error")}
+    if not failed:
+        return views
     return [
         {**view, "tool_calls": [_with_object(call, failed) for call in view["tool_calls"]]}
-        if failed and "tool_calls" in view
+        if "tool_calls" in view
         else view
         for view in views
     ]

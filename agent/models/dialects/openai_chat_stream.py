@@ -109,7 +109,9 @@ class ChatAssembly:
         if not delta.keys() <= _DELTA_FIELDS:
             merge(self._unknown, unknown_in(delta, _DELTA_FIELDS))
         texts = {key: text for key in _TEXTS if (text := _text_of(delta.get(key)))}
-        thought = self._add_content(delta.get("content"), texts.get("content", ""))
+        thought, content = "", delta.get("content")
+        if self._content or isinstance(content, list):
+            thought = self._add_content(content, texts.get("content", ""))
         for key, text in texts.items():
             self._message.append(key, text)
         details = [
@@ -236,6 +238,8 @@ def _place(detail: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def thought_in(content: Any) -> str:
     """The reasoning in a content that is a list of parts, as Mistral's models write it."""
+    if isinstance(content, str):
+        return ""  # as nearly always
     thoughts = [part.get("thinking") for part in objects_among(content)]
     return "".join(map(_text_of, thoughts))
 
