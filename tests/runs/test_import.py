@@ -309,6 +309,7 @@ def test_a_session_of_claude_code_is_one_record(tmp_path: Path, of_its_own: bool
     ]
     assert record.imported["no_loss"] == [2, 3, 4, 5]
     assert record.turns[0].usage.input_tokens == 7
+    assert record.usage["input_tokens"] == 6 * 7, "no call was made for words in a model's place"
     assert [(one.name, one.messages[0].content) for one in record.inner] == [
         ("before compaction", "First"),
         ("subagent", "Search"),

@@ -196,7 +196,10 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
                 item = {"role": "assistant", "content": blocks[id]}
                 items.append((row.number, "message", item))
             blocks[id] += content
-            replies[id] |= {} if is_own else {"response_id": message.get("id"), **_facts(message)}
+            if is_own:
+                replies[id]["usage"] = usage_in(message)  # nothing: no call was made
+            else:
+                replies[id] |= {"response_id": message.get("id"), **_facts(message)}
     read = read_messages(_API, items)
     given = {_key(row.content) for row in kept.rows}
     told = [reply for id, reply in replies.items() if id not in given]
