@@ -27,8 +27,7 @@ from benchmarks.consuming.llamafactory_loader import arguments_of, marks_of
 from testing.trainers import tiny
 from testing.trainers.labels import Labels
 from testing.trainers.rows import rows as rows_of
-
-ROOT = Path(__file__).resolve().parents[2]
+from testing.trainers.rows import training_page
 
 _PARALLEL, _TEXT, _REASONING, _ENDS, _TAGS = (
     "stop at parallel calls",
@@ -121,7 +120,7 @@ def _read(
 
 def _table() -> dict[str, set[str]]:
     """Which templates the page names, by how the second cell of their row begins."""
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    page = training_page()
     rows = re.findall(r"^(`.+`) \| (.+)$", page, re.MULTILINE)
     return {
         kind: {

@@ -17,8 +17,7 @@ from benchmarks.consuming.templates import PER_MESSAGE
 from testing.trainers import tiny
 from testing.trainers.labels import Labels
 from testing.trainers.rows import rows as rows_of
-
-ROOT = Path(__file__).resolve().parents[2]
+from testing.trainers.rows import training_page
 
 
 def main(directory: Path) -> None:
@@ -59,7 +58,7 @@ def _check_command() -> None:
     Without its model it stops, without `max_len` it cuts rows at 2,048 tokens. It is not run: its
     modules want packages that are compiled for a GPU.
     """
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    page = training_page()
     (command,) = re.findall(r"^python -m openrlhf\.cli\.train_sft(.+?)```", page, re.M | re.S)
     given = set(re.findall(r"--([\w.]+)", command))
     (source,) = (path for path in files("openrlhf") or () if path.name == "train_sft.py")

@@ -12,10 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from testing.trainers.rows import not_checked
+from testing.trainers.rows import not_checked, training_page
 from testing.trainers.rows import rows as rows_of
 
-ROOT = Path(__file__).resolve().parents[2]
 Rows = list[dict[str, Any]]
 
 
@@ -91,9 +90,8 @@ _READERS = {reader.__name__: reader for reader in (verl, skyrl, prime_rl, slime)
 
 def main(directory: Path, name: str) -> None:
     """Have a trainer read the rows of an export."""
-    text = (ROOT / "docs" / "training.md").read_text()
     functions: dict[str, Any] = {}
-    exec(re.findall(r"```python\n# rl.py\n(.*?)```", text, re.DOTALL)[0], functions)
+    exec(re.findall(r"```python\n# rl.py\n(.*?)```", training_page(), re.DOTALL)[0], functions)
     rows = [row for row in rows_of(directory, "rl") if row["logprobs"] is not None]
     if not rows:
         not_checked("the run has no rows of rl with logprobs; it needs --token_ids")

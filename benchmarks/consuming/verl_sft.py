@@ -19,8 +19,7 @@ from benchmarks.consuming.templates import PER_MESSAGE
 from testing.trainers import tiny
 from testing.trainers.labels import Labels
 from testing.trainers.rows import rows as rows_of
-
-ROOT = Path(__file__).resolve().parents[2]
+from testing.trainers.rows import training_page
 
 
 def main(directory: Path) -> None:
@@ -28,7 +27,7 @@ def main(directory: Path) -> None:
     tokenizer = tiny.tokenizer_for(directory, PER_MESSAGE)
     files = sorted(map(str, (directory / "openai_parquet").glob("*.parquet")))
     config = OmegaConf.create({"pad_mode": "no_padding", "max_length": 1 << 17})
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    page = training_page()
     code, yaml = re.findall(
         r"```(?:python\n# rows.py|yaml\n# verl: its config)\n(.+?)```", page, re.S
     )

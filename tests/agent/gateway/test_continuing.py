@@ -87,17 +87,23 @@ def test_the_ids_are_followed() -> None:
     assert [event["shared"] for event in recording.threads.exchanges] == [0, 3]
 
 
-def test_a_kill_changes_nothing() -> None:
-    """The same calls are answered from the journal, by the ids of the replies that it has."""
-    first = Recording(PROMPT)
-    worked(first, ById())
+def asked_again(first: Recording, talk: ById) -> Recording:
+    """What was `worked`, after a kill: both calls are answered, and none is made."""
     again = Recording(PROMPT, first.events)
     again.restart()
-    talk = ById()
     talk.say(PROMPT)
     assert again.ask(talk, Said("never"))
     talk.result("a b")
     assert again.ask(talk, Said("never"))
+    return again
+
+
+def test_a_kill_changes_nothing() -> None:
+    """The same calls are answered from the journal, by the ids of the replies that it has."""
+    first = Recording(PROMPT)
+    worked(first, ById())
+    talk = ById()
+    again = asked_again(first, talk)
     assert not talk.items
     talk.say("And the directories?")
     assert not again.ask(talk, Said("None."))
@@ -127,13 +133,7 @@ def test_items_that_are_only_named_are_those_of_the_replies() -> None:
     record = recording.trajectory.to_record()
     assert said(record) == WHOLE
     assert [(one["name"], one["calls"]) for one in record["threads"]] == [("main", 2)]
-    again = Recording(PROMPT, recording.events)
-    again.restart()
-    talk = ByItems()
-    talk.say(PROMPT)
-    assert again.ask(talk, Said("never"))
-    talk.result("a b")
-    assert again.ask(talk, Said("never"))
+    asked_again(recording, ByItems())
 
 
 def test_an_item_of_elsewhere_is_unknown_context() -> None:

@@ -65,7 +65,8 @@ def remove_containers(settings: SandboxSettings, run_dir: Path) -> int:
     if done.returncode != 0:
         raise SandboxError(f"sandbox {engine}: ps: {words_of(done)}")
     paths = {plain_name(path.name) for path in workspaces.iterdir()}
-    images = _images(engine, run_label(run_dir))
+    for id in _half_made(engine, run_label(run_dir)) if engine == "podman" else ():
+        ask_engine(engine, ["rmi", "--force", id])
     count = 0
     for line in done.stdout.splitlines():
         raw, _, state = line.partition(b" ")
@@ -77,7 +78,7 @@ def remove_containers(settings: SandboxSettings, run_dir: Path) -> int:
         ask_engine(engine, ["rm", "--force", "--volumes", name])
         if not is_around:
             ask_engine(engine, ["rmi", "--force", f"localhost/{name}:files"])
-    for id, name in images:
+    for id, name in _images(engine, run_label(run_dir)):
         if name == _UNNAMED:
             ask_engine(engine, ["rmi", id])  # where nothing is made of it
         elif name.startswith(prefix) and name.removeprefix(prefix) not in paths:
@@ -88,12 +89,7 @@ def remove_containers(settings: SandboxSettings, run_dir: Path) -> int:
 
 
 def _images(engine: str, run: str) -> list[tuple[str, str]]:
-    """The id and the name of each image that was made of a container of a run.
-
-    Where a killed `commit` has left half of one, Podman can list no image, and remove none by name.
-    """
-    for id in _half_made(engine, run) if engine == "podman" else ():
-        ask_engine(engine, ["rmi", "--force", id])
+    """The id and the name of each image that was made of a container of a run."""
     by_label = ("--filter", f"label={RUN_LABEL}={run}", "--format", "{{.ID}} {{.Repository}}")
     done = ask_engine(engine, ["images", *by_label])
     if done.returncode != 0:
@@ -105,7 +101,8 @@ def _images(engine: str, run: str) -> list[tuple[str, str]]:
 def _half_made(engine: str, run: str) -> list[str]:
     """Images without a manifest whose configuration has the label of a run.
 
-    Only the files of Podman's storage tell of them. That of the configuration is written before the
+    Where a killed `commit` has left one, Podman can list no image, and remove none by name. Only
+    the files of Podman's storage tell of them. That of the configuration is written before the
     manifest; what has neither could be anybody's.
     """
     place = ask_engine(
