@@ -110,10 +110,6 @@ FOUND_BY_NAME = {"agent/models/dialects", "export/formats"}
 
 SANDBOX = "toolsets/sandbox/"
 
-MAX_OPEN = 15
-MAX_MODULES = 15
-MAX_LINES = 450
-
 
 def path_of(name: str) -> Path:
     """The folder of a room or node: the top level has those that the program's users import."""
@@ -236,14 +232,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises `CycleError`
 
 
-def test_a_module_is_below_its_limit_of_lines() -> None:
-    """No module is longer than 450 lines, and each says in its docstring what it is for."""
-    lengths = {name_of(path): len(path.read_text().splitlines()) for path in modules()}
-    assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
+def test_a_module_says_what_it_is_for() -> None:
     assert not [name_of(path) for path in modules() if not ast.get_docstring(tree_of(path))]
 
 
-def test_a_room_opens_at_most_15_modules_and_says_which() -> None:
+def test_a_room_says_which_modules_others_import() -> None:
     """Other rooms import exactly the modules that the docstring of a room lists."""
     used: dict[str, set[str]] = {room: set() for room in rooms()}
     users: dict[str, set[str]] = {room: set() for room in rooms()}
@@ -256,14 +249,12 @@ def test_a_room_opens_at_most_15_modules_and_says_which() -> None:
     TopologicalSorter(users).prepare()  # raises `CycleError` where rooms import each other
     for room, stated in rooms().items():
         assert stated == used[room], f"{room}: {sorted(stated ^ used[room])}"
-        assert len(stated) <= MAX_OPEN, room
 
 
-def test_a_folder_is_small_and_names_its_files() -> None:
-    """At most 15 modules, and the docstring of the folder says what each file and folder is."""
+def test_a_folder_names_its_files() -> None:
+    """The docstring of a folder says what each file and folder in it is."""
     for folder in folders():
         inside = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-        assert len(inside) <= MAX_MODULES, folder
         named = set(re.findall(r"^(\w+)(?:\.\w+|/)?(?:,? .*)? {2,}\S", docstring_of(folder), re.M))
         names = {path.stem for path in inside}
         if name_of(folder / "__init__.py") in FOUND_BY_NAME:
