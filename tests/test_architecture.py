@@ -265,7 +265,7 @@ def test_a_folder_names_its_files() -> None:
         others = {path.stem for path in folder.iterdir()}
         assert named <= names | others, f"not in {folder}: {sorted(named - names - others)}"
         data = {path.suffix for path in folder.iterdir() if path.is_file()} - {".py"}
-        assert data <= {".css", ".html", ".js", ".txt", ".typed"}, folder
+        assert data <= {".css", ".html", ".js", ".toml", ".txt", ".typed"}, folder
 
 
 def test_no_two_modules_of_a_room_have_one_name() -> None:

@@ -319,8 +319,12 @@ class Relay:
         is_asking = request.asking_for_tokens is not None
         own = load_object(request.body) if is_asking else {}
 
+        is_closed = False
+
         def begin() -> Assembly:
+            nonlocal is_closed
             held.clear()  # what a stream brought that was cut
+            is_closed = False
             return wire.assembly()
 
         def on_event(raw: bytes, data: str | None) -> bool:
@@ -329,6 +333,8 @@ class Relay:
             if self._is_live and not held and not (data is not None and wire.last_event(data)):
                 reply.add(raw)
                 return True
+            nonlocal is_closed
+            is_closed = is_closed or (data is not None and wire.is_closing(data))
             held.append(raw)
             return False
 
@@ -362,7 +368,10 @@ class Relay:
         if not wanted.is_stream:
             return [exact_json.dumps(body)] if is_asking else bodies[-1:]
         # An endpoint without streams answers in one piece.
-        return held if reply.parts or held else wire.stream_of(body)
+        if not (reply.parts or held):
+            return wire.stream_of(body)
+        # An endpoint may leave a stream open after its reply, which the agent waits for.
+        return [*held, wire.closing] if wire.closing and not is_closed else held
 
     def _record(self, event: Any) -> None:
         self._journal(event)

@@ -69,6 +69,7 @@ def request_of(
         headers=wire.request_headers(call.headers),
         max_tokens=None if max_tokens is None else max_tokens * _choices(body),
         read=read,
+        unasked=None if request is None else call.wire.assembly,
         asking_for_tokens=None if asking is None else exact_json.dumps(asking),
     )
 

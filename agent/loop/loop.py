@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from agent.loop.acceptance import RUN_CALLS, repair_names, why_unusable
-from agent.loop.rules import ConversationSpec, next_step, over_time
+from agent.loop.rules import ConversationSpec, ending_of_refusal, next_step, over_time
 from agent.loop.steps import AddNote, AskUser, CallModel, Finish, ResumeTool, RunTools
 from agent.loop.tools import AgentTools
 from agent.messages.message import UNREADABLE, Event, SubEvent, ToolCall
@@ -77,9 +77,9 @@ async def run_agent(
                 except ConversationChanged:
                     continue
                 except ModelError as error:
-                    if error.kind == "context_exceeded":
-                        return Finish("context_exceeded", str(error))
-                    raise
+                    if (end := ending_of_refusal(error.kind, str(error))) is None:
+                        raise
+                    return end
             case RunTools(calls):
                 await _answer(calls, trajectory, tools, spec, record, on_event)
             case ResumeTool() as step:

@@ -257,6 +257,19 @@ def _continue(
     return AddNote(_SUMMARY, _SUM_UP) if options.final_summary else Finish("max_turns")
 
 
+def ending_of_refusal(kind: str, message: str) -> Finish | None:
+    """The ending of a conversation whose next reply the endpoint refuses; None: the call failed.
+
+    `kind` is that of the error, see `agent.models.errors.Kind`.
+    """
+    match kind:
+        case "context_exceeded":
+            return Finish("context_exceeded", message)
+        case "filtered":
+            return Finish("refusal", message)
+    return None
+
+
 def is_expected(answer: str, expected: str) -> bool:
     """Whether an answer is the expected one, but for its letters' case and the space around it."""
     return answer.strip().casefold() == expected.strip().casefold()

@@ -2,6 +2,8 @@
 
 model        the protocol, requests, completions and settings
 errors       failed calls: their kinds, and what each leads to
+error_bodies  what endpoints say when they refuse
+endpoint_words  words for endings and errors, with their meanings (endpoint_words.toml)
 admission    where a call waits for its turn
 providers    the table of providers and servers that a prefix can name
 connection   headers, proxies and credentials beyond the key

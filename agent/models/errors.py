@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+
+from agent.models.endpoint_words import find_phrase, load_words
 
 if TYPE_CHECKING:
     from agent.models.model import Completion
@@ -17,6 +19,7 @@ Kind = Literal[
     "timeout",
     "malformed",
     "context_exceeded",
+    "filtered",
     "bad_request",
     "not_found",
     "forbidden",
@@ -40,6 +43,7 @@ RULES: Mapping[Kind, Rule] = {
     "timeout": Rule("retry", "no complete reply within the attempt's time"),
     "malformed": Rule("retry", "the reply was not a complete chat reply"),
     "context_exceeded": Rule("end", "the conversation no longer fits the model's context"),
+    "filtered": Rule("end", "a filter of the provider withholds the reply, or refuses the request"),
     "bad_request": Rule("fail_task", "the endpoint refused this request (4xx)"),
     "not_found": Rule("fail_task", "the endpoint does not know this model or path (404)"),
     "forbidden": Rule("fail_task", "the endpoint does not allow this request (403)"),
@@ -60,62 +64,11 @@ SAYS_MORE_OF_THE_ENDPOINT: frozenset[Kind] = frozenset(
 _UNANSWERED: frozenset[Kind] = frozenset({"connection", "timeout", "malformed"})
 """Failures by which the endpoint did not say that it refuses the request."""
 
-_KINDS: Mapping[Kind, tuple[str, ...]] = {
-    "no_credit": (
-        "insufficient_quota",
-        "insufficient_credits",
-        "billing_error",
-        "billing_hard_limit_reached",
-        "billing_not_active",
-        "contract_spend_limit_reached",
-        "enforced_spend_limit_reached",
-        "linked_organization_billing_unavailable",
-        "linked_organization_spend_limit_reached",
-        "user_profile_billing_not_authorized",
-        "user_profile_not_billable",
-    ),
-    "blocked": (
-        "access_terminated",
-        "account_deactivated",
-        "organization_on_hold",
-        # The key by which the customer has the workspace encrypted.
-        "cmek_key_disabled",
-        "cmek_key_network_blocked",
-        "sandbox_egress_restricted",
-    ),
-    "auth": (
-        "api_key_scope_missing",
-        "authentication_error",
-        "claude_code_key_creator_not_member",
-        "invalid_api_key",
-        "organization_level_scoped_api_key_required",
-    ),
-    "forbidden": (
-        "claude_code_version_too_old",
-        "organization_not_enrolled_in_beta",
-        "organization_type_not_supported",
-        "parent_organization_required",
-        "workspace_human_review_disabled",
-        "workspace_policy_violation",
-    ),
-    "context_exceeded": ("context_length_exceeded",),
-    "rate_limited": ("ramp_limit_exceeded",),
-    "overloaded": ("request_body_timeout",),
-}
-"""Codes that are more specific than their status, or contradict it."""
+_BROAD: frozenset[str] = frozenset({"rate_limited", "overloaded", "bad_request"})
+"""Kinds whose codes are also given to errors of which the message says more."""
 
-_KIND_OF_CODE = {code: kind for kind, codes in _KINDS.items() for code in codes}
-
-_NO_CREDIT_WORDS = ("credit balance is too low",)
-_CONTEXT_WORDS = (
-    "context_length_exceeded",
-    "context length",
-    "context window",
-    "context size",
-    "context limit",
-    "prompt is too long",
-    "too many tokens",
-)
+_BY_PHRASE: tuple[Kind, ...] = ("no_credit", "context_exceeded", "filtered", "blocked")
+"""Kinds that the message may say, in the order in which they are looked for."""
 
 
 class ModelError(Exception):
@@ -186,35 +139,39 @@ class ModelError(Exception):
         return self._was_sent and self.kind in _UNANSWERED
 
 
-def kind_of(status: int | None, codes: Iterable[str], message: str) -> Kind:
-    """Classify an error by its codes, else by its status, else by its words.
+def kind_of(status: int | None, codes: Iterable[str], message: str, request: bytes = b"") -> Kind:
+    """Classify an error by its codes, else by its words, else by its status.
 
-    `codes` are what the body gives as the error's codes and type, `message` its text; the status
-    is None where it is unknown. Texts are searched only for what no prompt would hold, because some
-    servers quote the request.
+    `codes` are what the body gives as the error's codes and type, the narrowest first; `message` is
+    its text; the status is None if it is unknown. Words that stand in the `request` do not count:
+    some servers quote it.
     """
-    for code in codes:
-        if (kind := _KIND_OF_CODE.get(code)) is not None:
-            return kind
-    text = message.lower()
+    known = load_words().codes
+    kinds = [cast(Kind, known[code.lower()]) for code in codes if code.lower() in known]
+    if said := next((kind for kind in kinds if kind not in _BROAD), None):
+        return said
+    # A key that is refused, or a path that is not there, says nothing of the conversation.
+    if status not in (401, 404):
+        for kind in _BY_PHRASE:
+            if find_phrase(kind, message, request):
+                return kind
+    if kinds:
+        return kinds[0]
+    return _kind_of_status(status)
+
+
+def _kind_of_status(status: int | None) -> Kind:
     if status is None or not 400 <= status < 600:
         return "malformed"
-    if status == 402 or _says(text, _NO_CREDIT_WORDS):
-        return "no_credit"
-    if status == 429:
-        return "rate_limited"
     if status in (408, 409) or status >= 500:
         return "overloaded"
-    if status in (400, 413, 422) and _says(text, _CONTEXT_WORDS):
-        return "context_exceeded"
-    if status == 401:
-        return "auth"
-    if status == 403:
-        return "forbidden"
-    if status == 404:
-        return "not_found"
-    return "bad_request"
+    return _KIND_OF_STATUS.get(status, "bad_request")
 
 
-def _says(text: str, phrases: tuple[str, ...]) -> bool:
-    return any(word in text for word in phrases)
+_KIND_OF_STATUS: Mapping[int, Kind] = {
+    401: "auth",
+    402: "no_credit",
+    403: "forbidden",
+    404: "not_found",
+    429: "rate_limited",
+}

@@ -37,6 +37,8 @@ class Completion:
     """Texts of this model's tokens by id, as far as they are known."""
     sampling: Mapping[str, Any] | None = None
     """With tokens: see `TurnTokens`."""
+    unknown_ending: str | None = None
+    """The API's word for why the reply ended, if nothing is known of it; `extra` has it, too."""
     batch_item: str | None = None
     """The item of a provider batch that was to bring it; see `runs.batch_api.service`."""
 
@@ -156,6 +158,8 @@ class ModelSettings:
 
     Some providers of thinking models refuse a history in which it is missing.
     """
+    stream_options: bool | None = True
+    """Chat dialect: ask for the counts of tokens in a stream; None: the endpoint refuses that."""
     token_ids: bool | None = None
     """Chat dialect: ask for token ids and log-probabilities; None: do not."""
     prompt_caching: bool = True

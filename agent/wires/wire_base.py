@@ -80,6 +80,8 @@ class Wire(ABC):
     """A field beside `tools` that has the provider run tools."""
     automatic: Any = "auto"
     """The choice of tools that leaves it to the model."""
+    closing = b""
+    """The event with which every stream ends; b"" for none."""
     ends: tuple[str, ...]
     """Strings of which every event that ends a reply has one; see `is_end`."""
 
@@ -215,6 +217,11 @@ class Wire(ABC):
             return self.is_end(orjson.loads(data))
         except (orjson.JSONDecodeError, AttributeError, TypeError):
             return False
+
+    def is_closing(self, data: str) -> bool:
+        """Whether an event with this data is the `closing` one."""
+        del data
+        return False
 
     def is_end(self, event: Any) -> bool:
         """Whether an event in which one of `ends` occurs ends the reply.

@@ -42,6 +42,7 @@ class ChatWire(Wire):
     headers = frozenset({"openai-beta"})
     limits: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
     server_field = "web_search_options"
+    closing = b"data: [DONE]\n\n"
     ends = ("finish_reason",)
 
     def __init__(self) -> None:
@@ -71,11 +72,15 @@ class ChatWire(Wire):
             events.append(sse({**head, "choices": [{**ends, "delta": {}}]}))
         if usage is not None:
             events.append(sse({**head, "choices": [], "usage": usage}))
-        return [*events, b"data: [DONE]\n\n"]
+        return [*events, self.closing]
 
     def last_event(self, data: str) -> bool:
         """See `Wire.last_event`. Clients can act on the finish reason already."""
-        return data.strip() == "[DONE]" or super().last_event(data)
+        return self.is_closing(data) or super().last_event(data)
+
+    def is_closing(self, data: str) -> bool:
+        """See `Wire.is_closing`."""
+        return data.strip() == "[DONE]"
 
     def is_end(self, event: Any) -> bool:
         """See `Wire.is_end`."""

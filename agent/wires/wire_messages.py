@@ -37,6 +37,7 @@ class MessagesWire(Wire):
     limits = ("max_tokens",)
     server_field = "mcp_servers"
     automatic: Mapping[str, Any] = {"type": "auto"}
+    closing = sse({"type": "message_stop"}, event="message_stop")
     ends = ("message_delta", "message_stop")  # the former has the stop reason
 
     def __init__(self) -> None:
@@ -55,6 +56,10 @@ class MessagesWire(Wire):
         """See `Wire.upstream_path`. A query is passed on."""
         _, mark, query = path.partition("?")
         return super().upstream_path(path) + mark + query
+
+    def is_closing(self, data: str) -> bool:
+        """See `Wire.is_closing`."""
+        return '"message_stop"' in data
 
     def whole(self, body: Mapping[str, Any]) -> bytes:
         """See `Wire.whole`."""

@@ -25,6 +25,7 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.exact_json import objects_among
 
 _CHOICE_FIELDS = frozenset({"index", "text", "finish_reason"})
+_KNOWN = ("id", "model", "usage", "error", "base_resp")
 _MAX_CHOICES = 128
 """Choices of one reply that are kept, which is all that OpenAI gives for a prompt."""
 
@@ -128,6 +129,8 @@ class _TextAssembly:
     def __init__(self) -> None:
         self._reply: dict[str, Any] = {}
         self._choices: dict[int, Growing] = {}
+        self.has_reason = False
+        self.is_over = False
 
     def add(self, part: Mapping[str, Any]) -> None:
         """See `Assembly.add`."""
@@ -142,6 +145,7 @@ class _TextAssembly:
                 "finish_reason"
             )
             merge(choice.fields, unknown_in(given, _CHOICE_FIELDS))
+            self.has_reason = all(one.fields["finish_reason"] for one in self._choices.values())
 
     def finish(self) -> bytes:
         """See `Assembly.finish`."""
@@ -151,7 +155,7 @@ class _TextAssembly:
 
 def _read_as_chat(reply: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> Completion:
     """The parts of the reply that a record needs; the body itself is kept as it came."""
-    known = {key: reply[key] for key in ("id", "model", "usage") if key in reply}
+    known = {key: reply[key] for key in _KNOWN if key in reply}
     return read_reply(CHAT, exact_json.dumps({**known, "choices": choices}))
 
 

@@ -41,7 +41,9 @@ def open_batches(settings: ModelSettings, *, api_key: str) -> Batches:
 
 def body_of(request: Request, settings: ModelSettings) -> bytes:
     """The body that a live call would send, in one piece."""
-    return exact_json.dumps(dialect_of(settings.api).body(settings, request))
+    body = dialect_of(settings.api).body(settings, request)
+    body.pop("stream", None)  # batches have no streams, and may refuse the word
+    return exact_json.dumps(body)
 
 
 def read_reply(body: bytes, settings: ModelSettings) -> Completion:

@@ -13,7 +13,8 @@ from itertools import count
 from typing import Any, NoReturn, TypeVar
 
 from agent.models.client.prepared import Prepared, prepared_by_client
-from agent.models.client.transport import MAX_REPLY_BYTES, MOST_RENEWALS, Transport, is_expired
+from agent.models.client.reply_bodies import MAX_REPLY_BYTES
+from agent.models.client.transport import MOST_RENEWALS, Transport, is_expired
 from agent.models.connection import DIRECT_CONNECTION
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings

@@ -16,13 +16,28 @@ import orjson
 class Assembly(Protocol):
     """Puts one streamed reply together."""
 
+    has_reason: bool
+    """The parts so far say why the reply ended; only counts of tokens may follow."""
+    is_over: bool
+    """The stream has said that nothing more follows."""
+
     def add(self, part: Mapping[str, Any]) -> None:
-        """Take the next part; what a part should hold and does not is passed over."""
+        """Take the next part, which may also be a whole reply."""
         ...
 
     def finish(self) -> bytes:
-        """The body of the whole reply; where the stream was cut, one that reads as cut."""
+        """The body of the whole reply.
+
+        If the stream was cut, it reads as cut. If a part cannot be understood, it is an error that
+        says so: a reply never has less than its stream.
+        """
         ...
+
+
+def incomplete(reason: str, reply: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a reply that cannot be put together; `reply` says what it cost."""
+    costs = {key: reply[key] for key in ("id", "model", "usage") if reply.get(key)}
+    return {**costs, "error": {"code": "malformed_stream", "message": reason}}
 
 
 class Growing:

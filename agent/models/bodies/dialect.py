@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, get_args
 
 from agent.messages.message import Message, Usage
 from agent.models.bodies.assembly import Assembly
+from agent.models.error_bodies import error_behind_200, find_error, quote
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import load_object, reported_cost, text_or_none
@@ -71,8 +72,24 @@ def read_reply(api: str, body: bytes) -> Completion:
     try:
         return dialect.read(body)
     except ModelError as error:
-        error.paid = _paid(dialect, body)
-        raise
+        paid = _paid(dialect, body)
+        if error.kind == "malformed":
+            error = _explained(error, body)
+        error.paid = paid
+        raise error from None
+
+
+def _explained(error: ModelError, body: bytes) -> ModelError:
+    """The error that the body itself reports, else the error with a quote of the body."""
+    try:
+        reply = load_object(body)
+    except ModelError:
+        return error  # it has the quote already
+    if reply.get("error"):
+        return error  # it is that error
+    if (reported := find_error(reply)) is not None:
+        return error_behind_200(reported, "a 200 reply")
+    return ModelError("malformed", f"{error}: {quote(body)}")
 
 
 def _paid(dialect: Dialect, body: bytes) -> Completion | None:

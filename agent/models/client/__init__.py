@@ -4,6 +4,7 @@ key_command          keys that a command prints
 prepared             requests whose URL or credentials change
 call_timeouts        time limits of calls in flight
 event_stream         server-sent events
+reply_bodies         the body of a reply, whole or as a stream
 relayed              calls whose requests other programs wrote
 tls                  why TLS failed
 transport            one request and its reply
@@ -13,5 +14,6 @@ retrying             retries, and waiting for a turn
 open_model           all of these together
 pool                 the open models of a process
 
-Other rooms import key_command, open_model, pool, prepared, relayed, retrying, transport.
+Other rooms import key_command, open_model, pool, prepared, relayed, reply_bodies,
+retrying, transport.
 """

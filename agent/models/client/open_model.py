@@ -9,6 +9,7 @@ from agent.models.bodies.dialect import RELAYED, dialect_of
 from agent.models.client.endpoint import EndpointModel
 from agent.models.client.key_command import RenewableKey
 from agent.models.client.retrying import Retry, RetryingModel
+from agent.models.endpoint_words import load_words
 from agent.models.model import ModelSettings
 
 
@@ -16,6 +17,7 @@ def load_client(settings: ModelSettings) -> None:
     """Import what `open_model` and its calls need, so that processes that are forked share it."""
     if settings.api in RELAYED:
         dialect_of(settings.api)
+        load_words()
 
 
 def open_model(

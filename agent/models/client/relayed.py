@@ -35,6 +35,8 @@ class RelayRequest(Request):
     """Reads the body of the reply; raises `ModelError`."""
     assembly: Callable[[], Assembly] | None = None
     """For requests that ask for a stream: puts the reply of one attempt together."""
+    unasked: Callable[[], Assembly] | None = None
+    """Puts a reply together that comes as a stream although none was asked for."""
     asking_for_tokens: bytes | None = None
     """The body with the fields that ask for token ids; None: it is sent as it is."""
     on_event: OnEvent | None = None

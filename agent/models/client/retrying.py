@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -12,11 +13,14 @@ from typing import NamedTuple
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from agent.models.admission import CallAdmission
+from agent.models.client.relayed import RelayRequest
 from agent.models.errors import Kind, ModelError
 from agent.models.keys import Key
 from agent.models.model import Adapter, Completion, ModelSettings, Request
 from agent.models.prices import estimate_cost, priced
 from agent.models.stream_events import StreamEvent
+
+log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0
 """Longest pause between two attempts, even if the endpoint asks for more."""
@@ -74,6 +78,7 @@ class RetryingModel:
         self._adapter = adapter
         self._key = Key(api_key)
         self._answered_at = -math.inf
+        self._usual_endings: set[str] = set()
         self._on_retry = on_retry
         self.asked = settings
         """The user's settings."""
@@ -126,7 +131,7 @@ class RetryingModel:
 
     async def _ask(self, request: Request, patience: _Patience) -> Completion:
         if self._gate is None:
-            return await self._attempt(request)
+            return await self._attempt(request, patience)
         came = time.monotonic()
         entering = self._gate.enter(lambda: estimate_cost(request, self.asked))
         if request.deadline is None:
@@ -137,7 +142,7 @@ class RetryingModel:
         patience.waited_s += permit.sent_at - came
         outcome: Completion | ModelError | None = None
         try:
-            outcome = await self._attempt(request)
+            outcome = await self._attempt(request, patience)
             return outcome
         except ModelError as error:
             outcome = error
@@ -145,10 +150,12 @@ class RetryingModel:
         finally:  # also when cancelled or broken: the permit must come back
             permit.leave(outcome)
 
-    async def _attempt(self, request: Request) -> Completion:
+    async def _attempt(self, request: Request, patience: _Patience) -> Completion:
         began_at = time.monotonic()
         try:
             completion = await self._adapter.complete(request)
+            if completion.unknown_ending is not None:
+                self._doubt(completion, request, patience)
         except ModelError as error:
             error.has_answered_others = self._answered_at > began_at - _RECENTLY_S
             error.args = (self._key.out_of_text(str(error)),)
@@ -159,6 +166,30 @@ class RetryingModel:
             raise
         self._answered_at = time.monotonic()
         return priced(completion, self.asked)
+
+    def _doubt(self, completion: Completion, request: Request, patience: _Patience) -> None:
+        """Raise `ModelError("malformed")` for the first reply that ended with an unknown word.
+
+        The server may have broken it off. A second reply with such a word is taken, as are later
+        ones with the same word. Agents get every reply: they have its parts already.
+        """
+        word = completion.unknown_ending
+        assert word is not None
+        if isinstance(request, RelayRequest) or word in self._usual_endings:
+            return
+        if patience.has_doubted:
+            self._usual_endings.add(word)
+            log.warning(
+                "%s ends replies with %r, which is not known here: they are taken as complete, and "
+                "the records have the word",
+                self.asked.reference or self.asked.name,
+                word,
+            )
+            return
+        patience.has_doubted = True
+        error = ModelError("malformed", f"the reply ended for an unknown reason: {word!r}")
+        error.paid = completion
+        raise error
 
     def _most_attempts(self, error: ModelError) -> int:
         """The maximum number of attempts for such a failure, where failures count."""
@@ -183,6 +214,8 @@ class _Patience:
         self._pauses = {True: 1.0, False: 1.0}
         """The next pause after a failure that load may have caused, and after any other."""
         self._began_at = time.monotonic()
+        self.has_doubted = False
+        """A reply of this call was asked for again because of the word with which it ended."""
         self.waited_s = 0.0
         """Time at the gate: others were served meanwhile, which says nothing of this call."""
 

@@ -21,8 +21,8 @@ import truststore
 from yarl import URL
 
 from agent.models.bodies.assembly import Assembly
+from agent.models.bodies.dialect import dialect_of
 from agent.models.client.call_timeouts import CallTimeouts
-from agent.models.client.event_stream import EventSplitter, EventTooLarge, ServerEvent
 from agent.models.client.key_command import RenewableKey
 from agent.models.client.prepared import (
     Prepared,
@@ -33,29 +33,28 @@ from agent.models.client.prepared import (
     with_query,
 )
 from agent.models.client.relayed import OnEvent, RelayRequest
+from agent.models.client.reply_bodies import (
+    StreamReader,
+    begins_as_json,
+    read_first,
+    read_parts,
+    read_whole,
+    to_json,
+)
 from agent.models.client.tls import describe_failure, is_of_tls
 from agent.models.connection import proxy_for
+from agent.models.error_bodies import refusal_of
 from agent.models.errors import ModelError
 from agent.models.keys import Key
 from agent.models.model import ModelSettings
-from agent.models.parsing import error_behind_200, refusal_of
+from agent.models.stream_events import ignored
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
 
 log = logging.getLogger(__name__)
 
-MAX_REPLY_BYTES = 64 * 2**20
-"""Maximum bytes of one unpacked reply; real ones are a hundred times smaller."""
-
-_MAX_EVENT_BYTES = 8 * 2**20
-"""Maximum bytes of one event of a stream."""
-
 _CONNECT_S = 60.0
 """Seconds to connect; a connection that takes longer will not come."""
-
-_TAIL_S = 0.1
-"""Seconds for the rest of a stream after its last event; a connection is only reused once it has
-ended."""
 
 MOST_RENEWALS = 4
 """Of the credentials of one attempt: new ones may be replaced before it arrives with them."""
@@ -63,7 +62,8 @@ MOST_RENEWALS = 4
 _OF_GATEWAYS = frozenset({502, 503, 504})
 """Statuses with which a proxy reports that it does not reach the endpoint."""
 
-_END_OF_STREAM = "[DONE]"
+_MAX_HEADER_BYTES = 64 * 2**10
+"""Maximum bytes of one line of a reply's head; policies and traces of gateways are over 8 KiB."""
 
 
 class Transport:
@@ -82,6 +82,8 @@ class Transport:
         # Not the session's own: aiohttp sends those to a proxy too, in the clear, with the key.
         self._url_of = lru_cache(maxsize=8)(self._make_url)
         self._headers: Mapping[str, str] = {} if self._preparer else fixed_headers(settings, known)
+        dialect = dialect_of(settings.api)
+        self._unasked = lambda: dialect.assembly(ignored)
         self._timeouts = CallTimeouts(settings.attempt_timeout_s)
         self._session = aiohttp.ClientSession(
             # The limiter decides how many calls are in flight.
@@ -90,6 +92,8 @@ class Transport:
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            max_line_size=_MAX_HEADER_BYTES,
+            max_field_size=_MAX_HEADER_BYTES,
             # Not `trust_env`, which reads the environment and a file for each call.
             proxy=self._proxy and self._proxy.url,
         )
@@ -110,7 +114,7 @@ class Transport:
             return await self._post_prepared(self._preparer, path, request, settings, assembly)
         content = exact_json.dumps(request)
         prepared = Prepared(self._url_of(path), self._headers, content, self._key)
-        return await self._post(prepared, settings, assembly)
+        return await self._post(prepared, settings, assembly, unasked=self._unasked)
 
     def _make_url(self, path: str) -> URL:
         url = self._base_url + path
@@ -133,7 +137,7 @@ class Transport:
             try:
                 if isinstance(request, RelayRequest):
                     return await self._post_relayed(prepared, request, settings)
-                return await self._post(prepared, settings, assembly)
+                return await self._post(prepared, settings, assembly, unasked=self._unasked)
             except ModelError as error:
                 if not is_expired(error) or renewals == MOST_RENEWALS:
                     raise
@@ -160,7 +164,9 @@ class Transport:
         assembly = None if request.assembly is None else request.assembly()
         prepared = prepared._replace(headers=headers)
         if (on_event := request.on_event) is None:
-            return await self._post(prepared, settings, assembly, method=request.method)
+            return await self._post(
+                prepared, settings, assembly, unasked=request.unasked, method=request.method
+            )
         has_begun = was_passed_on = False
 
         def pass_on(raw: bytes, data: str | None) -> bool:
@@ -171,7 +177,7 @@ class Transport:
             return was_passed_on
 
         try:
-            return await self._post(prepared, settings, assembly, pass_on)
+            return await self._post(prepared, settings, assembly, pass_on, unasked=request.unasked)
         except ModelError as error:
             error.was_passed_on = was_passed_on
             raise
@@ -182,8 +188,14 @@ class Transport:
         settings: ModelSettings,
         assembly: Assembly | None,
         on_event: OnEvent | None = None,
+        *,
+        unasked: Callable[[], Assembly] | None,
         method: str = "POST",
     ) -> bytes:
+        """Send a request, and read the body of its reply in whatever form it comes.
+
+        `unasked` makes the assembly of a stream that was not asked for; see `to_json`.
+        """
         url, headers, body, key = prepared
         timeout = self._timeouts.begin()
         # Following a redirect would send the key to its target.
@@ -193,12 +205,24 @@ class Transport:
         try:
             async with timeout, sending as response:
                 if not 200 <= response.status < 300:
-                    raise await self._refusal(response, key)
+                    raise await self._refusal(response, key, body)
+                first = b""
                 # Some servers know no streams, or not for this model, and answer in one piece.
-                if assembly is None or response.content_type == "application/json":
-                    return self.clean(await _whole(response), key)
-                await self._read_stream(response, assembly, settings.idle_timeout_s, key, on_event)
-                return self.clean(assembly.finish(), key)
+                if assembly is not None and response.content_type != "application/json":
+                    first = await read_first(response)
+                    if not begins_as_json(first):
+                        reader = StreamReader(
+                            response,
+                            assembly,
+                            idle_timeout_s=settings.idle_timeout_s,
+                            key=key,
+                            clean=self.clean,
+                            request=body,
+                        )
+                        await reader.read(first, on_event)
+                        return self.clean(assembly.finish(), key)
+                whole = first + await read_whole(response)
+                return self.clean(to_json(whole, unasked), key)
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 raise ModelError(
@@ -251,7 +275,7 @@ class Transport:
         async with self._failures(key), response:
             if not 200 <= response.status < 300:
                 raise await self._refusal(response, key)
-            return self.clean(await _whole(response), key)
+            return self.clean(await read_whole(response), key)
 
     async def parts(
         self, response: aiohttp.ClientResponse, key: Key
@@ -275,11 +299,14 @@ class Transport:
         if self._preparer is not None:
             await self._preparer.close()
 
-    async def _refusal(self, response: aiohttp.ClientResponse, key: Key) -> ModelError:
-        body = b"".join([part async for part in _parts(response, is_error=True)])
+    async def _refusal(
+        self, response: aiohttp.ClientResponse, key: Key, request: bytes = b""
+    ) -> ModelError:
+        """The error of a response whose status is one; `request` is the body that was sent."""
+        body = b"".join([part async for part in read_parts(response)])
         headers = {name.lower(): key.out_of_text(value) for name, value in response.headers.items()}
         body = self.clean(body, key)
-        error = refusal_of(response.status, headers, body)
+        error = refusal_of(response.status, headers, body, request)
         error.reply = response.status, body
         if response.status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
             return self._refusal_of_the_proxy(response.status, response.reason or "")
@@ -330,54 +357,6 @@ class Transport:
         is_lasting = is_unresolved or isinstance(cause, ssl.SSLError)
         return ModelError("connection", message, was_sent=was_sent, is_lasting=is_lasting)
 
-    async def _read_stream(
-        self,
-        response: aiohttp.ClientResponse,
-        assembly: Assembly,
-        idle_timeout_s: float,
-        key: Key,
-        on_event: OnEvent | None,
-    ) -> None:
-        """Read a stream to its end, unless it falls silent once it has begun.
-
-        Until then only the attempt's time counts: who thinks or queues says nothing at first.
-        """
-        clock = asyncio.get_running_loop()
-        silence = asyncio.timeout(None)
-
-        def on_part() -> None:
-            # Bytes rather than events: what keeps a connection alive is often no event.
-            silence.reschedule(clock.time() + idle_timeout_s)
-
-        try:
-            async with silence, contextlib.aclosing(_events(response, on_part)) as events:
-                async for raw, data in events:
-                    is_end = data is not None and data.startswith(_END_OF_STREAM)
-                    if data is not None and not is_end:
-                        data = key.out_of_text(data)
-                        part = exact_json.loads_part(data)
-                        if isinstance(part, dict):
-                            if part.get("error"):
-                                raise error_behind_200(part["error"], "the stream")
-                            assembly.add(part)
-                    if on_event is not None:
-                        on_event(self.clean(raw, key), data)
-                    if is_end:
-                        break
-        except (ValueError, RecursionError) as error:
-            raise ModelError(
-                "malformed", f"in the stream: {type(error).__name__}: {error}"
-            ) from error
-        except TimeoutError as error:
-            if not silence.expired():
-                raise
-            raise ModelError(
-                "timeout", f"the stream was silent for {idle_timeout_s:g} s"
-            ) from error
-        with contextlib.suppress(TimeoutError, aiohttp.ClientError):
-            async with asyncio.timeout(_TAIL_S):
-                await response.content.readany()
-
 
 @contextlib.asynccontextmanager
 async def _ready_within(timeout_s: float) -> AsyncIterator[None]:
@@ -395,56 +374,3 @@ def is_expired(error: ModelError) -> bool:
     """Whether credentials were rejected; AWS says 403 of those that have expired."""
     is_of_aws = error.kind == "forbidden" and "expired" in str(error).lower()
     return error.kind == "auth" or is_of_aws
-
-
-async def _whole(response: aiohttp.ClientResponse) -> bytes:
-    """The body of a reply. Raises `ModelError("malformed")` where it is too large."""
-    parts = []
-    left = MAX_REPLY_BYTES
-    while part := await response.content.readany():
-        parts.append(part)
-        left -= len(part)
-        if left < 0:
-            raise _too_large()
-    return b"".join(parts)
-
-
-def _too_large() -> ModelError:
-    return ModelError("malformed", f"the reply is larger than {MAX_REPLY_BYTES // 2**20} MiB")
-
-
-async def _parts(
-    response: aiohttp.ClientResponse, *, is_error: bool = False
-) -> AsyncIterator[bytes]:
-    """The parts of a body, up to the maximum; beyond it an error just ends: its status says enough.
-
-    Raises `ModelError("malformed")`.
-    """
-    left = MAX_REPLY_BYTES
-    async for part in response.content.iter_any():
-        left -= len(part)
-        if left < 0:
-            if is_error:
-                return
-            raise _too_large()
-        yield part
-
-
-async def _events(
-    response: aiohttp.ClientResponse, on_part: Callable[[], None]
-) -> AsyncGenerator[ServerEvent, None]:
-    """The events of a stream; `on_part` is called at each arrival of bytes.
-
-    Raises `ModelError("malformed")`, and `UnicodeDecodeError`.
-    """
-    splitter = EventSplitter(_MAX_EVENT_BYTES)
-    try:
-        async for part in _parts(response):
-            on_part()
-            for event in splitter.feed(part):
-                yield event
-    except EventTooLarge as error:
-        raise ModelError(
-            "malformed", f"an event of more than {_MAX_EVENT_BYTES // 2**20} MiB in the stream"
-        ) from error
-    splitter.check_text()

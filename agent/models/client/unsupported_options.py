@@ -39,6 +39,7 @@ _OPTION_OF: Mapping[str, str] = {
     "effort parameter": "reasoning_effort",
     "adaptive thinking": "reasoning_effort",
     **dict.fromkeys(FIELDS, "token_ids"),
+    **dict.fromkeys(("stream_options", "stream_options.include_usage"), "stream_options"),
     "reasoning_content": "blank_reasoning",
 }
 """The option behind each name that an error may give to a field."""
@@ -50,7 +51,9 @@ _MISSES_REASONING = re.compile(rf"{_REASONING}\b[^.;]{{0,60}}?\b(?:missing|must 
 
 _CHAT_BOUNDS = frozenset({"max_tokens", "max_completion_tokens"})
 
-_CODES = frozenset({"unsupported_parameter", "unsupported_value", "unknown_parameter"})
+_CODES = frozenset(
+    {"unsupported_parameter", "unsupported_value", "unknown_parameter", "extra_forbidden"}
+)
 
 _WORDS = (
     "unsupported|not support(?:ed)?|not permitted|extra_forbidden|unrecognized|unknown|unexpected"
@@ -116,6 +119,8 @@ class UnsupportedOptions:
         option = _OPTION_OF[field]
         what = f"--{option}={getattr(self._settings, option)}"
         instead = f"with {now.max_tokens_name}" if getattr(now, option) else "without it"
+        if option == "stream_options":
+            what, instead = "stream_options", "without them, so streams may lack token counts,"
         if field == _REASONING:
             what, instead = "replies without reasoning", "with a blank one in them"
         log.warning(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent.messages.message import FinishReason, Message, ToolCall, Usage
+from agent.messages.message import Message, ToolCall, Usage
 from agent.models.bodies.dialect import Dialect
+from agent.models.bodies.endings import read_ending
 from agent.models.bodies.unknown_fields import extra_of, uncounted_in, unknown_in
 from agent.models.dialects.anthropic_messages_stream import MessagesAssembly
 from agent.models.errors import ModelError
@@ -31,18 +32,6 @@ _SAMPLING_VERSION = "2023-06-01"
 """The version that still takes what later ones refuse; the client of its time sent `x-api-key`."""
 
 _SAMPLING = frozenset({"temperature", "top_p", "top_k"})
-
-FINISH_REASONS: Mapping[str, FinishReason] = {
-    "end_turn": "stop",
-    "stop_sequence": "stop",
-    "tool_use": "tool_calls",
-    "max_tokens": "length",
-    "refusal": "refusal",
-    "pause_turn": "pause",
-    "model_context_window_exceeded": "context_exceeded",
-}
-"""By the API's stop reasons."""
-
 
 _REPLY_FIELDS = frozenset(
     {"id", "type", "role", "model", "content", "stop_reason", "usage", "error"}
@@ -84,8 +73,7 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
         if (value := getattr(settings, key)) is not None:
             body[key] = value
     body.update(_effort(settings.reasoning_effort))
-    if request.on_delta is not None:
-        body["stream"] = True
+    body["stream"] = request.on_delta is not None
     body.update(settings.extra_body or {})
     return body
 
@@ -215,17 +203,17 @@ def read_reply(body: bytes) -> Completion:
     blocks = reply.get("content")
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise ModelError("malformed", "the reply's content is not a list of blocks")
-    finish_reason = FINISH_REASONS.get(text_or_none(reply.get("stop_reason")) or "")
-    if finish_reason is None:
-        raise ModelError("malformed", f"the reply's stop_reason is {reply.get('stop_reason')!r}")
+    message = read_blocks(blocks)
+    ending = read_ending("stop_reason", reply.get("stop_reason"), message)
     return Completion(
-        message=read_blocks(blocks),
-        finish_reason=finish_reason,
+        message=message,
+        finish_reason=ending.reason,
         usage=usage_in(reply),
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
+        unknown_ending=ending.word,
         extra=extra_of(
-            reply=unknown_in(reply, _REPLY_FIELDS),
+            reply=unknown_in(reply, _REPLY_FIELDS) | dict(ending.unknown),
             usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
         ),
     )

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from agent.messages.message import FinishReason, Message, ToolCall, Usage
 from agent.models.bodies.dialect import Dialect
+from agent.models.bodies.endings import read_ending
 from agent.models.bodies.unknown_fields import extra_of, unknown_in
 from agent.models.dialects.gemini_stream import GeminiAssembly
 from agent.models.errors import ModelError
@@ -16,12 +17,6 @@ from agent.models.parsing import count_or_none, make_call, object_of, parse_obje
 API = "gemini"
 
 PATH = "/v1beta/models"
-
-_FINISH_REASONS: Mapping[str, FinishReason] = {
-    **dict.fromkeys(("STOP", "MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL"), "stop"),
-    "MAX_TOKENS": "length",
-}
-"""All others are refusals: the model was kept from saying more."""
 
 _REPLY_FIELDS = frozenset(
     {"candidates", "usageMetadata", "modelVersion", "responseId", "promptFeedback", "error"}
@@ -56,18 +51,16 @@ def read_reply(body: bytes) -> Completion:
     candidates = reply.get("candidates")
     blocked = object_of(reply, "promptFeedback").get("blockReason")
     if not candidates and blocked:
-        return _completion(reply, Message(role="assistant", content=""), "refusal", {}, ())
+        return _completion(reply, Message(role="assistant", content=""), "refusal", {}, (), {})
     if not isinstance(candidates, list) or not candidates or not isinstance(candidates[0], dict):
         raise ModelError("malformed", "the reply has no candidates")
     candidate = candidates[0]
-    reason = candidate.get("finishReason")
-    if not isinstance(reason, str) or not reason:
-        raise ModelError("malformed", f"the reply's finishReason is {reason!r}")
     message = read_parts(object_of(candidate, "content").get("parts") or [])
-    finish_reason = _FINISH_REASONS.get(reason, "refusal")
+    ending = read_ending("finishReason", candidate.get("finishReason"), message)
+    finish_reason = ending.reason
     if finish_reason == "stop" and "tool_calls" in message:
         finish_reason = "tool_calls"
-    return _completion(reply, message, finish_reason, candidate, candidates[1:])
+    return _completion(reply, message, finish_reason, candidate, candidates[1:], ending.unknown)
 
 
 def _completion(
@@ -76,6 +69,7 @@ def _completion(
     finish_reason: FinishReason,
     candidate: Mapping[str, Any],
     others: Sequence[Any],
+    unknown: Mapping[str, Any],
 ) -> Completion:
     return Completion(
         message=message,
@@ -85,7 +79,7 @@ def _completion(
         response_id=text_or_none(reply.get("responseId")),
         extra=extra_of(
             reply=unknown_in(reply, _REPLY_FIELDS),
-            choice=unknown_in(candidate, _CANDIDATE_FIELDS),
+            choice={**unknown_in(candidate, _CANDIDATE_FIELDS), **unknown},
             choices=list(others),
         ),
     )

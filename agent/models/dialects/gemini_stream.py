@@ -19,6 +19,9 @@ class GeminiAssembly:
         self._tell = on_delta
         self._reply: dict[str, Any] = {}
         self._candidates: dict[int, _Candidate] = {}
+        self.has_reason = False
+        self.is_over = False
+        """Always false: nothing but the end of the connection says so."""
 
     def add(self, part: Mapping[str, Any]) -> None:
         """See `Assembly.add`. The counts of the last part are totals."""
@@ -31,6 +34,7 @@ class GeminiAssembly:
             index = candidate.get("index")
             place = index if isinstance(index, int) else 0
             self._candidates.setdefault(place, _Candidate()).add(candidate)
+            self.has_reason = all(one.has_reason for one in self._candidates.values())
             if not place:
                 self._tell_parts(candidate)
 
@@ -54,6 +58,11 @@ class _Candidate:
         self._fields: dict[str, Any] = {}
         self._content: dict[str, Any] = {}
         self._parts: list[Growing] = []
+
+    @property
+    def has_reason(self) -> bool:
+        """Whether it is said why the candidate ended."""
+        return bool(self._fields.get("finishReason"))
 
     def add(self, given: Mapping[str, Any]) -> None:
         for key, value in given.items():

@@ -15,12 +15,20 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from agent.messages.message import FinishReason, Message, ToolCall, Usage
+from agent.messages.message import Message, ToolCall, Usage
 from agent.messages.reasoning import split_inline_reasoning
 from agent.models.bodies.dialect import Dialect
+from agent.models.bodies.endings import read_ending
 from agent.models.bodies.token_ids import request_fields, without_outer_newlines
 from agent.models.bodies.unknown_fields import extra_of, uncounted_in, unknown_in
-from agent.models.dialects.openai_chat_stream import ChatAssembly, thought_in
+from agent.models.dialects.openai_chat_stream import (
+    THOUGHTS,
+    ChatAssembly,
+    is_thought,
+    thought_in,
+    thought_text,
+)
+from agent.models.error_bodies import error_behind_200
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import (
@@ -34,22 +42,11 @@ from agent.models.parsing import (
     text_or_none,
 )
 from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.exact_json import objects_among
 
 API = "openai_chat"
 
-_FINISH_REASONS: Mapping[str, FinishReason] = {
-    "stop": "stop",
-    "tool_calls": "tool_calls",
-    "function_call": "tool_calls",
-    "eos": "stop",
-    "length": "length",
-    "model_length": "length",
-    "content_filter": "refusal",
-}
-"""Those of OpenAI, Together (`eos`) and Mistral (`model_length`: the context is full)."""
-
-_REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_details")
-"""Where servers put reasoning; the API reference of OpenAI names none of them."""
+_REASONING_FIELDS = (*THOUGHTS, "reasoning_details")
 
 _VERBATIM_FIELDS = (*_REASONING_FIELDS, "thinking_blocks")
 """What goes back as it came. LiteLLM puts signed thoughts of other APIs beside their text."""
@@ -70,7 +67,7 @@ _USAGE_FIELDS: Mapping[str, Sequence[str]] = {
 _NOT_SENT = frozenset(
     {
         *("annotations", "content_filter_results", "logprobs", "prompt_token_ids", "token_ids"),
-        "tool_calls",
+        *("tool_calls", "function_call"),
     }
 )
 """Fields of a message that describe it: they are kept, and no endpoint wants them back. Calls are
@@ -112,8 +109,9 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     if settings.max_tokens is not None:
         body[settings.max_tokens_name or settings.usual_max_tokens_name] = settings.max_tokens
     body.update(_effort(settings))
-    if request.on_delta is not None:
-        body.update(stream=True, stream_options={"include_usage": True})
+    body["stream"] = request.on_delta is not None
+    if body["stream"] and settings.stream_options:
+        body["stream_options"] = {"include_usage": True}
     if settings.token_ids:
         body.update(request_fields(settings, streams=request.on_delta is not None))
     body.update(settings.extra_body or {})
@@ -260,15 +258,14 @@ def read_reply(body: bytes) -> Completion:
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise ModelError("malformed", "the reply has no choices")
     choice = choices[0]
+    if choice.get("error"):
+        raise error_behind_200(choice, "the reply's choice")
     raw = choice.get("message")
     if not isinstance(raw, dict):
         raise ModelError("malformed", "the reply's choice has no message")
-    finish_reason = _FINISH_REASONS.get(text_or_none(choice.get("finish_reason")) or "")
-    if finish_reason is None:
-        raise ModelError(
-            "malformed", f"the reply's finish_reason is {choice.get('finish_reason')!r}"
-        )
     message = read_message(raw)
+    ending = read_ending("finish_reason", choice.get("finish_reason"), message)
+    finish_reason = ending.reason
     if isinstance(raw.get("refusal"), str) and not message["content"].strip():
         message["content"], finish_reason = raw["refusal"], "refusal"
     return Completion(
@@ -278,9 +275,10 @@ def read_reply(body: bytes) -> Completion:
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
         cost_usd=reported_cost(reply),
+        unknown_ending=ending.word,
         extra=extra_of(
             reply=unknown_in(reply, _REPLY_FIELDS),
-            choice=unknown_in(choice, _CHOICE_FIELDS),
+            choice=unknown_in(choice, _CHOICE_FIELDS) | dict(ending.unknown),
             choices=choices[1:],
             usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
         ),
@@ -299,6 +297,9 @@ def read_message(raw: Mapping[str, Any]) -> Message:
         if not isinstance(calls, list):
             raise ModelError("malformed", "the reply's tool_calls are not a list")
         message["tool_calls"] = [_read_call(call) for call in calls]
+    elif isinstance(call := raw.get("function_call"), dict) and call.get("name"):
+        # The form that came before `tool_calls`; some servers still answer in it.
+        message["tool_calls"] = [make_call("", call["name"], call.get("arguments"))]
     verbatim = {key: raw[key] for key in _VERBATIM_FIELDS if raw.get(key)}
     verbatim |= unknown_in(raw, _MESSAGE_FIELDS)
     if thought or inline is not None:
@@ -309,19 +310,49 @@ def read_message(raw: Mapping[str, Any]) -> Message:
 
 
 def _join_reasoning(raw: Mapping[str, Any], *inside: str | None) -> str:
-    """All reasoning of one message: identical parts once, joined by a blank line.
+    """All reasoning of one message, joined by blank lines. What is said twice is one thought.
 
     `inside` are thoughts from within its content.
     """
-    parts = [raw.get("reasoning_content"), raw.get("reasoning")]
-    details = raw.get("reasoning_details")
-    if isinstance(details, list):
-        for detail in details:
-            if isinstance(detail, dict):
-                parts.append(detail.get("summary") or detail.get("content") or detail.get("text"))
-    parts.extend(inside)
-    texts = [part.strip() for part in parts if isinstance(part, str) and part.strip()]
-    return "\n\n".join(dict.fromkeys(texts))
+    sources: list[Sequence[str | None]] = [
+        [thought_text(raw[key])] for key in THOUGHTS if key in raw
+    ]
+    if details := raw.get("reasoning_details"):
+        sources.append([_detail_text(detail) for detail in objects_among(details)])
+    if blocks := raw.get("thinking_blocks"):
+        sources.append([thought_text(block) for block in objects_among(blocks)])
+    sources += [[thought] for thought in inside]
+    texts = [[part.strip() for part in parts if part and part.strip()] for parts in sources]
+    return "\n\n".join(_without_repeats([parts for parts in texts if parts]))
+
+
+def _without_repeats(sources: Sequence[Sequence[str]]) -> Sequence[str]:
+    """The parts of thoughts from several fields, less those that only repeat others.
+
+    Servers mirror a thought in a second field, whole or in parts, and with other white space.
+    """
+    if len(sources) < 2:
+        return sources[0] if sources else ()
+    kept: dict[str, str] = {}
+    for parts in sources:
+        before = dict(kept)
+        for part in parts:
+            text = _squeezed(part)
+            if any(text in known for known in before):
+                continue
+            for known in before:
+                if known in text:  # the part says all of that, and more
+                    kept.pop(known, None)
+            kept[text] = part
+    return list(kept.values())
+
+
+def _detail_text(detail: Mapping[str, Any]) -> str:
+    return thought_text(detail.get("summary") or detail.get("content") or detail.get("text"))
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def _read_call(call: Any) -> ToolCall:
@@ -361,7 +392,10 @@ def flat_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        parts = [
+            part.get("text") if isinstance(part, dict) and not is_thought(part) else part
+            for part in content
+        ]
         return "\n".join(part for part in parts if isinstance(part, str))
     if isinstance(content, dict) and isinstance(content.get("text"), str):
         return str(content["text"])

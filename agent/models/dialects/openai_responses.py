@@ -13,13 +13,15 @@ from typing import Any
 
 import orjson
 
-from agent.messages.message import FinishReason, Message, ToolCall, Usage
+from agent.messages.message import Message, ToolCall, Usage
 from agent.messages.reasoning import split_inline_reasoning
 from agent.models.bodies.dialect import Dialect
+from agent.models.bodies.endings import ReplyEnding, read_ending
 from agent.models.bodies.unknown_fields import extra_of, uncounted_in, unknown_in
 from agent.models.dialects.openai_chat import cache_key, headers_of, is_openai
 from agent.models.dialects.openai_responses_stream import ResponsesAssembly
-from agent.models.errors import ModelError, kind_of
+from agent.models.error_bodies import error_behind_200
+from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import (
     make_call,
@@ -34,22 +36,6 @@ API = "openai_responses"
 
 _DOES_NOT_REASON = re.compile(r"(?:^|/)(?:gpt-3|gpt-4|chatgpt)|-chat")
 """Names of models that refuse to be asked for encrypted thoughts, since they have none."""
-
-_CUTS: Mapping[str, FinishReason] = {"max_output_tokens": "length", "content_filter": "refusal"}
-"""What an incomplete reply may give as its reason."""
-
-_STATUS_OF_FAILURE: Mapping[str, int] = {
-    "bio_policy": 400,
-    "context_length_exceeded": 400,
-    "data_residency_mismatch": 400,
-    "invalid_prompt": 400,
-    "misalignment_policy_violation": 400,
-    "insufficient_quota": 402,
-    "rate_limit_exceeded": 429,
-    "server_error": 500,
-    "vector_store_timeout": 504,
-}
-"""The status that a failure would have had before the reply began, of those we can meet."""
 
 _PLAIN_FIELDS: Mapping[str, frozenset[str]] = {
     "message": frozenset({"type", "id", "status", "role", "content"}),
@@ -104,8 +90,7 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
         body["max_output_tokens"] = settings.max_tokens
     if settings.reasoning_effort is not None:
         body["reasoning"] = {"effort": settings.reasoning_effort}
-    if request.on_delta is not None:
-        body["stream"] = True
+    body["stream"] = request.on_delta is not None
     _merge(body, settings.extra_body or {})
     return body
 
@@ -190,11 +175,12 @@ def read_reply(body: bytes) -> Completion:
     """
     _raise_if_failed(body)
     reply = parse_object(body)
-    finish_reason = _why_ended(reply)
     output = reply.get("output")
     if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
         raise ModelError("malformed", "the reply's output is not a list of items")
     message = read_output(output)
+    ending = _why_ended(reply, message)
+    finish_reason = ending.reason
     if finish_reason == "stop":
         if any(part.get("type") == "refusal" for item in output for part in _parts(item)):
             finish_reason = "refusal"
@@ -206,8 +192,9 @@ def read_reply(body: bytes) -> Completion:
         usage=usage_in(reply),
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
+        unknown_ending=ending.word,
         extra=extra_of(
-            reply=unknown_in(reply, _REPLY_FIELDS),
+            reply=unknown_in(reply, _REPLY_FIELDS) | dict(ending.unknown),
             usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
         ),
     )
@@ -232,25 +219,21 @@ def _raise_if_failed(body: bytes) -> None:
     if not isinstance(reply, dict) or reply.get("status") != "failed":
         return
     error = reply.get("error")
-    error = error if isinstance(error, dict) else {}
-    code, message = str(error.get("code") or ""), str(error.get("message") or "no reason given")
-    status = int(code) if code.isdecimal() else _STATUS_OF_FAILURE.get(code)
-    raise ModelError(
-        kind_of(status, (code,), message), f"the reply failed ({code or 'no code'}): {message:.500}"
-    )
+    given = error if isinstance(error, dict) else {}
+    if not isinstance(given.get("message"), str):
+        given = {**given, "message": "the reply failed, and gives no reason"}
+    raise error_behind_200({"error": given}, "a reply that failed")
 
 
-def _why_ended(reply: Mapping[str, Any]) -> FinishReason:
+def _why_ended(reply: Mapping[str, Any], message: Message) -> ReplyEnding:
     """What the endpoint says of it; a complete reply may still turn out to end in calls."""
-    status, details = reply.get("status"), reply.get("incomplete_details")
+    status = reply.get("status")
     if status == "completed":
-        return "stop"
+        return ReplyEnding("stop", {})
     if status != "incomplete":
         raise ModelError("malformed", f"the reply's status is {status!r}")
-    reason = details.get("reason") if isinstance(details, dict) else None
-    if (known := _CUTS.get(str(reason))) is None:
-        raise ModelError("malformed", f"the reply is incomplete for the reason {reason!r}")
-    return known
+    reason = object_of(reply, "incomplete_details").get("reason")
+    return read_ending("reason", reason, message)
 
 
 def read_output(output: list[dict[str, Any]]) -> Message:

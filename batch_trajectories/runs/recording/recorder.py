@@ -20,6 +20,7 @@ from aiohttp import web
 
 from agent.gateway.relay import CallLimits, Relay
 from agent.gateway.server import Gateway, body_of, server_of
+from agent.loop.rules import ending_of_refusal
 from agent.loop.steps import Finish
 from agent.messages.message import Event, Message, reply_in
 from agent.models.errors import ModelError
@@ -382,6 +383,8 @@ def _ending(session: Session, done: Finish | None) -> Finish:
         case "length" | "refusal" | "context_exceeded" as cut:
             return Finish(cut)
     last = session.gateway.relay.last_refusal
+    if last is not None and (end := ending_of_refusal(last.kind, last.message)) is not None:
+        return end
     if done is not None and last is None:
         return done
     if reply["message"].get("tool_calls") or reply["finish_reason"] != "stop":

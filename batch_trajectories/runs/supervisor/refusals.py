@@ -1,7 +1,10 @@
-"""Reports endpoints that do not answer, and holds failures back while one refuses everything.
+"""Reports endpoints that do not answer, and stops a run whose endpoint refuses everything.
 
 If an endpoint has answered none, it is not the rows that are wrong: a server without a tool parser
-refuses every request with tools. Such a run stops, and no task is marked as failed.
+refuses every request with tools. Such a run stops, and no task is marked as failed. If an endpoint
+that has answered refuses many requests alike and answers none between them, the account or the
+server has changed, in whatever words it says so: the run stops as well, and these tasks have failed
+once, so that rows that really are wrong come to an end.
 """
 
 from __future__ import annotations
@@ -16,6 +19,10 @@ from batch_trajectories.runs.executors.base import WorkerHandle
 
 _ENOUGH = 10
 """After so many refusals no task is begun until all calls in flight have ended."""
+
+_REFUSALS = frozenset({"bad_request", "forbidden", "not_found", "overloaded"})
+"""Failures by which an endpoint that answered before may refuse all further requests. Some say with
+a 500 that an account is empty."""
 
 _VALUE = re.compile(r"(?<!HTTP )\b[\w-]*\d[\w-]*")
 """Numbers and ids, such as that of the request."""
@@ -66,20 +73,33 @@ class Refusals:
         self._is_decided = has_answered or not endpoints
         """It is known that only single rows are refused."""
         self._held: list[Refused] = []
+        self._alike: list[str] = []
+        """Messages of the latest failures, all of one kind, since a call was last answered."""
 
     def on_reply(self) -> None:
         """A call was answered."""
         self._is_decided = True
+        self._alike.clear()
 
     def holds(self, worker: WorkerHandle, header: dict[str, Any], payload: bytes) -> bool:
         """Whether the message is one to hold back; keeps it then."""
         failure = header.get("failure")
         if header["type"] == "finished" and failure is None:
-            self._is_decided = True  # it is heard of before the load of its worker
+            self.on_reply()  # it is heard of before the load of its worker
+        if self._is_decided and failure is not None:
+            self._count(failure["error_class"], failure["message"])
         if self._is_decided or failure is None or failure["error_class"] != "bad_request":
             return False
         self._held.append(Refused(worker, header, payload))
         return True
+
+    def _count(self, error_class: str, message: str) -> None:
+        """Count a failure at an endpoint that has answered before."""
+        if error_class not in _REFUSALS:
+            return
+        if self._alike and _outline(self._alike[-1]) != _outline(message):
+            self._alike.clear()
+        self._alike.append(message)
 
     @property
     def are_open(self) -> bool:
@@ -89,22 +109,33 @@ class Refusals:
     @property
     def are_enough(self) -> bool:
         """Whether no more tasks should be tried before it is known if the endpoint answers."""
-        return not self._is_decided and len(self._held) >= _ENOUGH
+        return len(self._held if not self._is_decided else self._alike) >= _ENOUGH
 
     def settle(self, *, is_last: bool) -> tuple[list[Refused], str | None]:
         """The messages to handle now, and why the run must stop instead, if it must.
 
         `is_last`: no call is in flight, and as many as are needed to judge were made.
         """
+        if self._is_decided and is_last and len(self._alike) >= _ENOUGH:
+            reason, self._alike = self._describe_change(), []
+            return [], reason
         if not self._is_decided and not (is_last and self._held):
             return [], None
         if not self._is_decided:
             self._is_decided = True
-            kinds = {_VALUE.sub("", one.message)[:_ALIKE_CHARS] for one in self._held}
+            kinds = {_outline(one.message) for one in self._held}
             if len(self._held) > 1 and len(kinds) == 1:
                 return [], self._describe()
         held, self._held = self._held, []
         return held, None
+
+    def _describe_change(self) -> str:
+        return (
+            f"{', '.join(self._urls)}: the last {len(self._alike)} requests were refused alike, "
+            f"and none was answered between them: {self._alike[-1]}. Look at the account and the "
+            f"server, then run the same command again. These {len(self._alike)} tasks have failed "
+            "once; if only their rows are refused, they are given up after --max_attempts"
+        )
 
     def _describe(self) -> str:
         first = self._held[0]
@@ -118,6 +149,11 @@ class Refusals:
             f"and none was answered: {first.message}. {remedy}; then run the same command "
             "again. No task was marked as failed; if only these rows are refused, put others first"
         )
+
+
+def _outline(message: str) -> str:
+    """What messages of one kind have in common: no ids, and not the request after it."""
+    return _VALUE.sub("", message)[:_ALIKE_CHARS]
 
 
 _FORGET_S = 90.0

@@ -242,7 +242,7 @@ class Supervisor:
         is_last = not self._pool.held and (refusals.are_enough or self._queue.is_empty())
         messages, reason = refusals.settle(is_last=is_last)
         if reason is not None and self._stop_reason is None:
-            self._stop(reason, grace_s=0.0)
+            self._stop(reason, grace_s=0.0)  # nothing is in flight
         for refused in messages:
             self._on_message(*refused)
 

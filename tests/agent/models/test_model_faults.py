@@ -16,7 +16,7 @@ from agent.messages.message import Message
 from agent.models.batches.calls import open_batches
 from agent.models.bodies.dialect import DIALECTS
 from agent.models.client.endpoint import EndpointModel
-from agent.models.client.transport import MAX_REPLY_BYTES
+from agent.models.client.reply_bodies import MAX_REPLY_BYTES
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.stream_events import StreamEvent

@@ -20,9 +20,10 @@ from agent.messages.reasoning import split_inline_reasoning
 from agent.models.batches.calls import has_batches
 from agent.models.client.endpoint import EndpointModel
 from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
+from agent.models.error_bodies import retry_after_s
 from agent.models.errors import RULES, ModelError, kind_of
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.parsing import parse_object, retry_after_s
+from agent.models.parsing import parse_object
 from agent.models.prices import is_known, price
 from agent.models.resolve import MissingKey, UnknownModel, read_key, resolve_model, resolve_sibling
 from agent.models.scripted import parse_script

@@ -21,9 +21,9 @@ from agent.messages.message import Message
 from agent.models.batches.calls import open_batches
 from agent.models.bodies.dialect import DIALECTS, dialect_of
 from agent.models.client.endpoint import EndpointModel
+from agent.models.error_bodies import error_behind_200, refusal_of
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
-from agent.models.parsing import error_behind_200, refusal_of
 from tests.agent.models.by_dialect import SAMPLES
 from tests.answering import Handler, answering, listening
 from tests.running import run, write_prompts

@@ -38,11 +38,11 @@ def used(**usage: int) -> Completion:
 
 def test_only_what_was_set_is_sent() -> None:
     """S1.6, S1.18, C12: without a system message, tools or sampling there is no field for them."""
-    assert openai_chat.request_body(SETTINGS, GO).keys() == {"model", "messages"}
+    assert openai_chat.request_body(SETTINGS, GO).keys() == {"model", "messages", "stream"}
     body = anthropic_messages.request_body(
         dataclasses.replace(SETTINGS, api="anthropic_messages"), GO
     )
-    assert body.keys() == {"model", "messages", "max_tokens"}
+    assert body.keys() == {"model", "messages", "max_tokens", "stream"}
     assert body["max_tokens"] == 16_000
     zero = dataclasses.replace(SETTINGS, temperature=0.0)
     assert openai_chat.request_body(zero, GO)["temperature"] == 0.0

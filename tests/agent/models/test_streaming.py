@@ -284,7 +284,7 @@ def test_only_who_listens_asks_for_a_stream() -> None:
     settings = ModelSettings(name="m", api="", base_url=None, key_env=None)
     quiet = Request([Message(role="user", content="hi")])
     for dialect in (openai_chat, anthropic_messages):
-        assert "stream" not in dialect.request_body(settings, quiet)
+        assert dialect.request_body(settings, quiet)["stream"] is False
     listening = replace(quiet, on_delta=nobody)
     assert anthropic_messages.request_body(settings, listening)["stream"] is True
     body = openai_chat.request_body(settings, listening)
@@ -585,11 +585,12 @@ def test_anthropic_blocks_are_those_of_a_whole_reply() -> None:
         {**use, "input": {"a": 1}},
         {**use, "id": "u"},
         {**use, "id": "v", "input": {"b": 2}},
+        {"type": "text", "text": "?"},
     ]
     calls = [("t", "f", '{"a":1}'), ("u", "f", "{}"), ("v", "f", '{"b":2}')]
     assert held(reply.message)["calls"] == calls
     heard = told(events)
-    assert (heard["text_delta"], heard["thinking_delta"]) == ("hi", "why")
+    assert (heard["text_delta"], heard["thinking_delta"]) == ("hi?", "why")
     assert heard["calls"] == [("t", "f", '{"a": 1}'), ("u", "f", " "), ("v", "f", '{"b": 2}')]
     assert (reply.response_id, reply.model, reply.finish_reason) == ("m1", "m", "tool_calls")
 

@@ -13,7 +13,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agent.models.dialects.anthropic_messages import FINISH_REASONS, usage_in
+from agent.models.dialects.anthropic_messages import usage_in
+from agent.models.endpoint_words import ending_of
 from agent.models.parsing import object_of, text_or_none
 from batch_trajectories.basics import exact_json
 from batch_trajectories.runs.importing.conversation import (
@@ -253,8 +254,9 @@ def _text_of(content: Any) -> str:
 def _facts(message: Mapping[str, Any]) -> dict[str, Any]:
     """What the last line of a reply says of all of it."""
     facts: dict[str, Any] = {"model": message.get("model"), "usage": usage_in(message)}
-    if reason := FINISH_REASONS.get(str(message.get("stop_reason"))):
-        facts["finish_reason"] = reason
+    ending = ending_of(message.get("stop_reason"))
+    if ending is not None and ending != "cut":
+        facts["finish_reason"] = ending
     return facts
 
 

@@ -22,6 +22,7 @@ from agent.gateway.answers import names_only
 from agent.gateway.command_agent import CommandAgent, fill
 from agent.gateway.relay import CallLimits, RefusedModel, Relay, Route
 from agent.gateway.server import Gateway
+from agent.loop.rules import ending_of_refusal
 from agent.loop.steps import Finish
 from agent.messages.message import AgentExitEvent, AgentRestartedEvent, Event, ReplyEvent
 from agent.models.errors import ModelError
@@ -436,9 +437,10 @@ def _ending(
         if pattern and any(re.search(pattern, call["function"]["arguments"]) for call in made):
             return Finish("completed")
     if relay.last_error is not None:
-        if relay.last_error.kind == "context_exceeded":
-            return Finish("context_exceeded", str(relay.last_error))
-        raise relay.last_error
+        error = relay.last_error
+        if (end := ending_of_refusal(error.kind, str(error))) is not None:
+            return end
+        raise error
     how = "was ended" if result.exit_code is None else f"ended with exit code {result.exit_code}"
     when = "before a final answer" if last is not None else "before its first model call"
     if last is None and before:

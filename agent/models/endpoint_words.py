@@ -1,0 +1,99 @@
+"""The words of endpoints and their meanings, from `endpoint_words.toml`: one table for all APIs."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+from agent.messages.message import FinishReason
+
+Ending = FinishReason | Literal["cut"]
+"""Why a reply ended. `cut`: the server broke it off, so that it is no whole reply."""
+
+_FILE = Path(__file__).with_name("endpoint_words.toml")
+
+_AROUND = 12
+"""How many characters beyond a phrase are compared with the request, to the end of a word."""
+
+_WORD = re.compile(r"\w+")
+_ESCAPES = re.compile(r"\\[nrt\"/]")
+
+_ANY = r"[^\n]{0,60}?"
+"""What "*" in a phrase stands for."""
+
+
+class Words(NamedTuple):
+    """The tables; all words are in lower case."""
+
+    endings: Mapping[str, Ending]
+    """By the word with which an API says why a reply ended."""
+    codes: Mapping[str, str]
+    """The kind of an error (see `agent.models.errors.Kind`) by its code or type."""
+    phrases: Mapping[str, re.Pattern[str]]
+    """By kind of an error: a pattern that finds its phrases in a message."""
+    statuses: Mapping[str, int]
+    """HTTP statuses by the code or type of an error."""
+
+
+@cache
+def load_tables() -> Mapping[str, Any]:
+    """The file as it is written: tables of tables, with the source of each word."""
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+
+
+@cache
+def load_words() -> Words:
+    """The tables, ready to be searched. The file is read once in a process."""
+    tables = load_tables()
+    return Words(
+        endings={word: cast(Ending, end) for end, word in _pairs(tables["ends"])},
+        codes={code: kind for kind, code in _pairs(tables["codes"])},
+        phrases={
+            kind: re.compile("|".join(map(_pattern, phrases)))
+            for kind, phrases in tables["phrases"].items()
+        },
+        statuses=tables["statuses"],
+    )
+
+
+def ending_of(word: Any) -> Ending | None:
+    """Why a reply ended, by the API's own word; None for a word that the table lacks."""
+    if not isinstance(word, str):
+        return None
+    endings = load_words().endings
+    return endings.get(word) or endings.get(re.sub(r"[\s-]+", "_", word.strip().lower()))
+
+
+def find_phrase(kind: str, message: str, request: bytes = b"") -> str | None:
+    """The first phrase of this kind of error in a message, in lower case.
+
+    A phrase that stands in the `request`, together with the words around it, does not count: the
+    error quotes the request.
+    """
+    message = message.lower()
+    for match in load_words().phrases[kind].finditer(message):
+        # The words around a phrase differ in a quote and in an error of its own, which has
+        # numbers and names there.
+        start = message.rfind(" ", 0, max(0, match.start() - _AROUND)) + 1
+        end = message.find(" ", match.end() + _AROUND)
+        around = message[start : end if end >= 0 else None]
+        if not (request and _plain(around) in _plain(request.decode(errors="replace"))):
+            return match[0]
+    return None
+
+
+def _plain(text: str) -> str:
+    """The words of a text or of a JSON document, so that quotes of it can be found."""
+    return " ".join(_WORD.findall(_ESCAPES.sub(" ", text.lower())))
+
+
+def _pairs(table: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str]]:
+    return ((meaning, word) for meaning, words in table.items() for word in words)
+
+
+def _pattern(phrase: str) -> str:
+    return re.escape(phrase).replace(r"\*", _ANY).replace(r"\#", r"\(?[\d,.]+\)?")

@@ -1,0 +1,254 @@
+"""What endpoints say when they refuse a request: by a status, inside of a 200, or in a stream.
+
+Every API, router and server has a form of its own. All of them are read here, into codes and a
+message, and `agent.models.errors.kind_of` says what these mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple
+
+import orjson
+
+from agent.models.endpoint_words import load_words
+from agent.models.errors import ModelError, kind_of
+from batch_trajectories.basics.exact_json import objects_among
+
+_SHOWN = 500
+"""Characters of a foreign text that an error message repeats."""
+
+_QUOTED = 200
+"""Characters of a reply that cannot be read."""
+
+_DEPTH = 6
+"""How deep errors are looked for inside of errors."""
+
+_MESSAGES = (
+    *("message", "msg", "error_msg", "status_msg", "errorMessage", "Message", "detail"),
+    *("error_description", "title", "faultstring"),
+)
+"""Fields with the message of an error, the first of which counts: FastAPI and DashScope have `msg`,
+Baidu `error_msg`, MiniMax `status_msg`, AWS `Message`, RFC 9457 `title` and `detail`."""
+
+_CODES = ("error_code", "code", "type", "error_type", "status", "reason", "Code", "__type")
+"""Fields that name the cause of an error, the narrowest first. TGI has `error_type`, Google
+`status` and `reason`, AWS `__type`."""
+
+_INSIDE = ("error", "errors", "innererror", "details", "detail", "message", "fault", "base_resp")
+"""Fields that may hold the error itself. What else an error holds may be the request."""
+
+_CODE_IN_TEXT = re.compile(r"""['"](?:code|type)['"]: ?['"]([\w.-]+)['"]""")
+"""A code in an error that a gateway has written into a message as JSON or as Python."""
+
+_RETRY_DELAY = re.compile(rb'"retryDelay": ?"(\d+(?:\.\d+)?)s"')
+"""Google's `RetryInfo`."""
+
+
+class ErrorBody(NamedTuple):
+    """What an error says, whatever its form."""
+
+    codes: tuple[str, ...]
+    """What names the cause, the narrowest first: of the provider behind a router, of an inner
+    error, then the code and the type of the error itself."""
+    message: str
+    """For a person: the router's words, then the provider's own."""
+    param: str = ""
+    """The field of the request that is meant; "" for none."""
+
+    @property
+    def code(self) -> str:
+        """The narrowest code, "" for none."""
+        return self.codes[0] if self.codes else ""
+
+
+def refusal_of(
+    status: int, headers: Mapping[str, str], body: bytes, request: bytes = b""
+) -> ModelError:
+    """The error that a reply reports by its status; `request` is the body that was refused."""
+    if 300 <= status < 400:
+        place = headers.get("location", "another place")
+        message = f"HTTP {status}: it has moved to {place}; give that as the base URL"
+        return ModelError("not_found", message)
+    error = read_error(body)
+    delay = _RETRY_DELAY.search(body)
+    wait_s = retry_after_s(headers)
+    return ModelError(
+        kind_of(status, error.codes, error.message, request),
+        f"HTTP {status}: {error.message[:_SHOWN]}",
+        retry_after_s=float(delay[1]) if wait_s is None and delay else wait_s,
+        code=error.code,
+        param=error.param,
+    )
+
+
+def error_behind_200(reply: Any, place: str, request: bytes = b"") -> ModelError:
+    """An error reported after the status was sent; its codes replace the status.
+
+    Routers put the provider's error into the body, and streams have no other way. `reply` is the
+    object that holds it (see `find_error`), `place` says where that stood.
+    """
+    error = _read(reply)
+    statuses = load_words().statuses
+    codes = [code.lower() for code in error.codes]
+    given = [int(code) if code.isdecimal() else statuses.get(code, 0) for code in codes]
+    status = next((one for one in given if 400 <= one < 600), None)
+    kind = kind_of(status, error.codes, error.message, request)
+    message = f"error in {place}: {error.message[:_SHOWN]}"
+    return ModelError(kind, message, code=error.code, param=error.param)
+
+
+def find_error(reply: Mapping[str, Any]) -> Any:
+    """The part of a 200 reply, or of a stream, by which it reports an error; None if it has none.
+
+    For replies that have no usable content: there, also what is an error only by its look counts.
+    """
+    if reply.get("error") or reply.get("errors"):
+        return reply
+    base = reply.get("base_resp")
+    if isinstance(base, dict) and base.get("status_code") not in (None, 0, "0"):
+        return {"base_resp": base}
+    for choice in objects_among(reply.get("choices")):
+        if choice.get("error"):
+            return choice
+    looks_so = "error" in (reply.get("object"), reply.get("type")) or reply.get("success") is False
+    if looks_so or not reply.keys().isdisjoint(("detail", "error_code", "error_msg", "fault")):
+        return reply
+    codes = isinstance(reply.get("code"), str | int) and reply.get("code") not in (0, "0", "200")
+    return reply if codes and isinstance(reply.get("message") or reply.get("msg"), str) else None
+
+
+def read_error(body: bytes) -> ErrorBody:
+    """What the body of an error says; for one that is no JSON, its beginning."""
+    text = body.removeprefix(b"\xef\xbb\xbf").decode(errors="replace")
+    try:
+        parsed = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return ErrorBody((), text.strip() or "(empty body)")
+    return _read(parsed)
+
+
+def quote(body: bytes) -> str:
+    """The beginning of a reply that cannot be read, for a message."""
+    return repr(body[:_QUOTED].decode(errors="replace")) if body else "an empty body"
+
+
+def retry_after_s(headers: Mapping[str, str], *, now: datetime | None = None) -> float | None:
+    """How long the endpoint asks to wait: milliseconds, seconds or an HTTP date.
+
+    None where it asks for nothing usable, such as a moment that has passed.
+    """
+    milliseconds = _finite(headers.get("retry-after-ms", ""))
+    if milliseconds is not None:
+        return milliseconds / 1000
+    value = headers.get("retry-after", "")
+    seconds = _finite(value)
+    if seconds is None:
+        try:
+            when = parsedate_to_datetime(value)
+        except (ValueError, OverflowError):
+            return None
+        if when.tzinfo is None:
+            when = when.replace(tzinfo=UTC)
+        seconds = (when - (now or datetime.now(UTC))).total_seconds()
+    return seconds if seconds >= 0 else None
+
+
+def _finite(value: str) -> float | None:
+    """The number that is written there, None for what cannot be waited for."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
+
+
+def _read(parsed: Any) -> ErrorBody:
+    found = _Found()
+    found.take(parsed)
+    # The outermost words come first, and what an inner error repeats is left out.
+    messages: list[str] = []
+    for text in found.messages:
+        if not any(text in said for said in messages):
+            messages.append(text)
+    message = ": ".join(messages) or json.dumps(parsed, default=str, ensure_ascii=False)
+    codes = [*reversed(found.codes), *_CODE_IN_TEXT.findall(message)]
+    return ErrorBody(tuple(dict.fromkeys(codes)), message, found.param)
+
+
+class _Found:
+    """What was found in an error so far, from the outside in."""
+
+    def __init__(self) -> None:
+        self.codes: list[str] = []
+        """The broadest first."""
+        self.messages: list[str] = []
+        self.param = ""
+
+    def take(self, value: Any, depth: int = 0, prefix: str = "") -> None:
+        """Read an error, or what it consists of. `prefix` goes before its message."""
+        if depth > _DEPTH:
+            return
+        if isinstance(value, str):
+            self._take_text(value, depth, prefix)
+        elif isinstance(value, list):
+            for one in value[:_DEPTH]:
+                self.take(one, depth + 1)
+        elif isinstance(value, dict):
+            self._take_object(value, depth, prefix)
+
+    def _take_text(self, text: str, depth: int, prefix: str) -> None:
+        if text.lstrip()[:1] in ("{", "["):
+            try:
+                self.take(orjson.loads(text), depth + 1, prefix)
+            except orjson.JSONDecodeError:
+                pass  # a text that begins like JSON is a text
+            else:
+                return
+        if text.strip():
+            self.messages.append(prefix + text.strip())
+
+    def _take_object(self, error: Mapping[str, Any], depth: int, prefix: str) -> None:
+        self.codes += reversed([code for key in _CODES if (code := _code_of(error.get(key)))])
+        if not self.param and isinstance(error.get("param"), str):
+            self.param = error["param"]
+        text = next((error[key] for key in _MESSAGES if isinstance(error.get(key), str)), "")
+        if text:
+            self._take_text(text, depth, prefix + _place_in(error))
+        self._take_place(error)
+        for key in _INSIDE:
+            inner = error.get(key)
+            if isinstance(inner, dict | list) or (key == "error" and isinstance(inner, str)):
+                self.take(_named(key, inner), depth + 1)
+        # OpenRouter: the provider's own error, mostly as a text.
+        metadata = error.get("metadata")
+        if isinstance(metadata, dict) and metadata.get("raw"):
+            name = metadata.get("provider_name")
+            self.take(metadata["raw"], depth + 1, f"{name}: " if isinstance(name, str) else "")
+
+    def _take_place(self, error: Mapping[str, Any]) -> None:
+        """FastAPI names the field of the request as a path that begins with "body"."""
+        path = error.get("loc")
+        if not self.param and isinstance(path, list) and len(path) > 1:
+            self.param = str(path[1])
+
+
+def _place_in(error: Mapping[str, Any]) -> str:
+    path = error.get("loc")
+    return ".".join(map(str, path)) + ": " if isinstance(path, list) else ""
+
+
+def _named(key: str, inner: Any) -> Any:
+    """MiniMax has small numbers for codes, which mean other things at other providers."""
+    if key != "base_resp" or not isinstance(inner, dict):
+        return inner
+    return {**inner, "code": f"base_resp:{inner.get('status_code')}"}
+
+
+def _code_of(value: Any) -> str:
+    return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
