@@ -76,14 +76,25 @@ def find_phrase(kind: str, message: str, request: bytes = b"") -> str | None:
     """
     message = message.lower()
     for match in load_words().phrases[kind].finditer(message):
-        # The words around a phrase differ in a quote and in an error of its own, which has
-        # numbers and names there.
-        start = message.rfind(" ", 0, max(0, match.start() - _AROUND)) + 1
-        end = message.find(" ", match.end() + _AROUND)
-        around = message[start : end if end >= 0 else None]
-        if not (request and _plain(around) in _plain(request.decode(errors="replace"))):
+        if not (request and _is_quote(message, match, request)):
             return match[0]
     return None
+
+
+def _is_quote(message: str, match: re.Match[str], request: bytes) -> bool:
+    """Whether the request has the phrase, and the words before or after it.
+
+    In an error's own sentence other names and numbers stand there.
+    """
+    start = message.rfind(" ", 0, max(0, match.start() - _AROUND)) + 1
+    end = message.find(" ", match.end() + _AROUND)
+    before = message[start : match.start()]
+    after = message[match.end() : end if end >= 0 else None]
+    sent = _plain(request.decode(errors="replace"))
+    return any(
+        _WORD.search(beside) is not None and _plain(text) in sent
+        for beside, text in ((before, before + match[0]), (after, match[0] + after))
+    )
 
 
 def _plain(text: str) -> str:

@@ -224,7 +224,7 @@ class _Found:
         for key in _INSIDE:
             inner = error.get(key)
             if isinstance(inner, dict | list) or (key == "error" and isinstance(inner, str)):
-                self.take(_named(key, inner), depth + 1)
+                self.take(_named(key, inner), depth + 1, "" if text else prefix)
         # OpenRouter: the provider's own error, mostly as a text.
         metadata = error.get("metadata")
         if isinstance(metadata, dict) and metadata.get("raw"):

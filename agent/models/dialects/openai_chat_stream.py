@@ -118,6 +118,7 @@ class ChatAssembly:
 
     def finish(self) -> bytes:
         """See `Assembly.finish`. The calls end here: nothing in the stream marks their ends."""
+        self._sort_calls()
         self._calls = [call for call in self._calls if call.name or call.arguments]
         if any(not call.is_named for call in self._calls):
             self._flaw = self._flaw or "arguments for a call that has no name"
@@ -127,6 +128,12 @@ class ChatAssembly:
             for call in self._calls:
                 self._tell({"type": "tool_use_stop", "tool_id": call.id, "tool_name": call.name})
         return to_body(self._built())
+
+    def _sort_calls(self) -> None:
+        """Put the calls in the order of their indices, if each has one of its own."""
+        by_index = [(index, call) for index, call in self._by_index.items() if index.isdecimal()]
+        if len(by_index) == len(self._calls):
+            self._calls = [call for _, call in sorted(by_index, key=lambda one: int(one[0]))]
 
     def _built(self) -> dict[str, Any]:
         message = self._message.build() | self._unknown
@@ -306,7 +313,7 @@ class _Call:
         self.is_named = True
         if name.startswith(self.name):
             self.name = name
-        elif not self.name.startswith(name):
+        else:
             self.name += name
 
     def add_arguments(self, text: str) -> bool:

@@ -2,6 +2,7 @@
 
 by_dialect            replies and requests that tests know of each dialect
 test_models           requests, replies and the meaning of each failure
+test_endpoint_words   why replies end and requests are refused, in the words of servers
 test_model_faults     each fault of an endpoint, in each dialect, streamed and whole
 test_tls              failures of TLS
 test_chat_servers     what single servers of the OpenAI chat API write otherwise
@@ -9,6 +10,7 @@ test_odd_replies      values of any type in any field of a reply
 test_responses        the OpenAI Responses dialect
 test_streaming        streamed replies give the same record as whole ones
 test_event_stream     events of a stream, with their bytes
+test_stream_parts     parts of a stream in any order and numbering
 test_unknown_fields   unknown fields of a reply are kept and sent back
 test_token_ids        token ids and logprobs: asked for, read, stored
 test_unsupported_options  options that a model refuses

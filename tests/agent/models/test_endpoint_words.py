@@ -1,0 +1,247 @@
+"""The words of endpoints: why a reply ended, and why a request is refused, in every form of error.
+
+Bodies have the structure of what real servers send; their content is made up.
+"""
+
+# ruff: noqa: E501 - a body a line
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+import pytest
+
+from agent.messages.message import FinishReason
+from agent.models.bodies.dialect import read_reply
+from agent.models.endpoint_words import find_phrase, load_tables, load_words
+from agent.models.error_bodies import error_behind_200, find_error, read_error, refusal_of
+from agent.models.errors import RULES, ModelError
+
+JSON = dict[str, Any]
+
+
+def nested(message: str, **more: Any) -> JSON:
+    """An error as OpenAI's API has it."""
+    return {"error": {"message": message, **more}}
+
+
+def raw(message: str, **more: Any) -> JSON:
+    """An error as OpenRouter has it: the provider's own is a text inside of it."""
+    inner = json.dumps(nested(message, **more))
+    metadata = {"raw": inner, "provider_name": "Acme"}
+    return {"error": {"message": "Provider returned error", "code": 400, "metadata": metadata}}
+
+
+def test_every_word_has_a_source_and_a_meaning_that_exists() -> None:
+    tables = load_tables()
+    assert tables["ends"].keys() == {*get_args(FinishReason), "cut"}
+    for table in ("codes", "phrases"):
+        assert tables[table].keys() <= RULES.keys()
+    for table in ("ends", "codes", "phrases"):
+        for words in tables[table].values():
+            for word, source in words.items():
+                assert word == word.lower(), "words are compared in lower case"
+                assert source.strip(), word
+    assert all(400 <= status < 600 for status in tables["statuses"].values())
+    both = [word for words in tables["ends"].values() for word in words]
+    assert len(both) == len(set(both)), "a word means one thing"
+
+
+def test_each_phrase_finds_itself() -> None:
+    """`*` stands for some words and `#` for a number."""
+    for kind, phrases in load_tables()["phrases"].items():
+        for phrase in phrases:
+            said = f"Error: {phrase.replace('*', 'of that kind').replace('#', '(1,024)')}!"
+            assert find_phrase(kind, said) is not None, phrase
+
+
+CHAT_END: JSON = {"message": {"role": "assistant", "content": "text"}}
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("end_turn", "stop"),
+        ("EOS_TOKEN", "stop"),
+        ("stop-sequence", "stop"),
+        (" Stop ", "stop"),
+        ("TOOL_USE", "tool_calls"),
+        ("MAX_TOKENS", "length"),
+        ("Sensitive", "refusal"),
+        ("PROHIBITED_CONTENT", "refusal"),
+        ("context_window_exceeded", "context_exceeded"),
+    ],
+)
+def test_endings_mean_the_same_in_every_dialect(word: str, reason: str) -> None:
+    block = {"type": "text", "text": "text"}
+    replies = {
+        "openai_chat": {"choices": [{**CHAT_END, "finish_reason": word}]},
+        "anthropic_messages": {"content": [block], "stop_reason": word},
+        "gemini": {"candidates": [{"content": {"parts": [block]}, "finishReason": word}]},
+    }
+    for api, reply in replies.items():
+        assert read_reply(api, json.dumps(reply).encode()).finish_reason == reason
+
+
+@pytest.mark.parametrize("word", ["abort", "network_error", "insufficient_system_resource"])
+def test_a_reply_that_the_server_broke_off_is_no_reply(word: str) -> None:
+    body = json.dumps({"choices": [{**CHAT_END, "finish_reason": word}]}).encode()
+    with pytest.raises(ModelError, match="broke the reply off") as caught:
+        read_reply("openai_chat", body)
+    assert caught.value.kind == "malformed"
+
+
+def test_an_unknown_word_is_kept() -> None:
+    body = json.dumps({"choices": [{**CHAT_END, "finish_reason": "weary"}]}).encode()
+    reply = read_reply("openai_chat", body)
+    assert (reply.finish_reason, reply.unknown_ending) == ("stop", "weary")
+    assert reply.extra == {"choice": {"finish_reason": "weary"}}
+    empty = {"choices": [{"message": {"content": ""}, "finish_reason": "weary"}]}
+    with pytest.raises(ModelError, match="weary"):
+        read_reply("openai_chat", json.dumps(empty).encode())
+
+
+REFUSALS: list[tuple[int, Any, str]] = [
+    # The context is full.
+    (400, {"message": "Input is too long for requested model."}, "context_exceeded"),
+    (400, nested("Your request exceeded model token limit: 8192 (requested: 9000)"), "context_exceeded"),
+    (400, nested("Prompt exceeds max length", code="1261"), "context_exceeded"),
+    (400, [nested("The input token count (9000) exceeds the maximum number of tokens allowed (8192).", code=400)], "context_exceeded"),
+    (400, {"code": "Client specified an invalid argument", "error": "This model's maximum prompt length is 8192 but the request contains 9000 tokens."}, "context_exceeded"),
+    (422, {"error": "Input validation error: `inputs` must have less than 4096 tokens. Given: 5000", "error_type": "validation"}, "context_exceeded"),
+    (400, {"object": "error", "message": "The input (9000 tokens) is longer than the model's context length (8192 tokens).", "code": 400}, "context_exceeded"),
+    (500, nested("context size has been exceeded"), "context_exceeded"),
+    (400, nested("trying to keep the first 9000 tokens when context the overflows"), "context_exceeded"),
+    (400, nested("x", type="exceed_context_size_error"), "context_exceeded"),
+    (413, nested("Request too large for model `m`: TPM: Limit 6000, Requested 7000", code="rate_limit_exceeded"), "context_exceeded"),
+    (400, raw("This endpoint's maximum context length is 8192 tokens."), "context_exceeded"),
+    (400, nested("litellm.ContextWindowExceededError: x - {'error': {'code': 'context_length_exceeded'}}"), "context_exceeded"),
+    # The account is empty.
+    (400, {"type": "error", "error": {"type": "invalid_request_error", "message": "You have reached your specified workspace API usage limits. You will regain access on 2027-01-01."}}, "no_credit"),
+    (429, nested("Insufficient balance or no resource package. Please recharge.", code="1113"), "no_credit"),
+    (429, nested("Your account org-1 is suspended due to insufficient balance", type="exceeded_current_quota_error"), "no_credit"),
+    (500, {"type": "error", "error": {"type": "api_error", "message": "insufficient balance (1008)"}}, "no_credit"),
+    (400, {"code": "Arrearage", "message": "Access denied, please make sure your account is in good standing."}, "no_credit"),
+    (400, nested("Budget has been exceeded! Current cost: 1.2, Max budget: 1.0", type="budget_exceeded", code="400"), "no_credit"),
+    (403, nested("Key limit exceeded (total limit)", code=403), "no_credit"),
+    (403, {"code": 30001, "message": "Sorry, your account balance is insufficient"}, "no_credit"),
+    (429, {"code": "resource-exhausted", "error": "Your team has either used all available credits or reached its monthly spending limit."}, "no_credit"),
+    (412, nested("Account acme is suspended, possibly due to reaching the monthly spending limit"), "no_credit"),
+    (400, raw("Insufficient credits"), "no_credit"),
+    # A filter.
+    (400, nested("The response was filtered due to the prompt triggering the content management policy.", code="content_filter"), "filtered"),
+    (400, {"error": {"message": "x", "code": "400", "innererror": {"code": "ResponsibleAIPolicyViolation"}}}, "filtered"),
+    (400, nested("Input data may contain inappropriate content.", code="data_inspection_failed"), "filtered"),
+    (400, {"type": "error", "error": {"type": "invalid_request_error", "message": "Output blocked by content filtering policy"}}, "filtered"),
+    (403, nested("Your chosen model requires moderation and your input was flagged", code=403), "filtered"),
+    (400, nested("Content Exists Risk", type="invalid_request_error"), "filtered"),
+    (400, nested("x", code="1301"), "filtered"),
+    (400, raw("Content violates usage guidelines."), "filtered"),
+    # What only looks so.
+    (429, nested("You exceeded your current quota", code=429, status="RESOURCE_EXHAUSTED"), "rate_limited"),
+    (429, nested("Rate limit reached", code="rate_limit_exceeded"), "rate_limited"),
+    (400, nested("'temperature' must be at most 2"), "bad_request"),
+    (400, nested("x", code="base_resp:1008x"), "bad_request"),
+    (404, nested("maximum context length"), "not_found"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "body", "kind"), REFUSALS)
+def test_a_refusal_is_known_by_status_in_a_200_and_in_a_stream(
+    status: int, body: Any, kind: str
+) -> None:
+    assert refusal_of(status, {}, json.dumps(body).encode()).kind == kind
+    if kind in ("context_exceeded", "no_credit", "filtered"):
+        assert error_behind_200(body, "the stream").kind == kind
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "kind"),
+    [
+        (1002, "rate limit", "rate_limited"),
+        (1004, "login fail", "auth"),
+        (1008, "x", "no_credit"),
+        (1026, "x", "filtered"),
+        (1039, "x", "context_exceeded"),
+        (2013, "invalid params, tool result's tool id not found", "bad_request"),
+        (2013, "invalid params, context window exceeds limit", "context_exceeded"),
+    ],
+)
+def test_codes_of_base_resp(code: int, message: str, kind: str) -> None:
+    base = {"status_code": code, "status_msg": message}
+    body = {"id": "x", "choices": None, "usage": {"total_tokens": 0}, "base_resp": base}
+    with pytest.raises(ModelError, match=message.split(",")[0]) as caught:
+        read_reply("openai_chat", json.dumps(body).encode())
+    assert caught.value.kind == kind
+    whole = {"choices": [{**CHAT_END, "finish_reason": "stop"}]}
+    fine = {**whole, "base_resp": {"status_code": 0, "status_msg": ""}}
+    assert read_reply("openai_chat", json.dumps(fine).encode()).finish_reason == "stop"
+
+
+def test_an_error_that_quotes_the_request_is_not_about_its_words() -> None:
+    prompt = 'Explain: "the prompt is too long, 9 tokens" and when credits are exhausted, please.'
+    request = json.dumps({"messages": [{"role": "user", "content": f"Hi.\n{prompt}"}]}).encode()
+    for message in (
+        f"1 validation error for Request: input_value={prompt!r}",
+        f"Invalid message: Hi. {prompt}",
+    ):
+        body = json.dumps(nested(message)).encode()
+        assert refusal_of(400, {}, body, request).kind == "bad_request"
+    # The same conversation meets a real one.
+    full = json.dumps(nested("prompt is too long: 250000 tokens > 200000 maximum")).encode()
+    assert refusal_of(400, {}, full, request).kind == "context_exceeded"
+
+
+def test_what_an_error_holds_besides_its_words_is_no_error() -> None:
+    item = {"type": "missing", "loc": ["body", "x"], "msg": "Field required"}
+    body = {"detail": [{**item, "input": {"messages": "the prompt is too long"}}]}
+    assert refusal_of(422, {}, json.dumps(body).encode()).kind == "bad_request"
+    read = read_error(json.dumps(body).encode())
+    assert (read.message, read.param) == ("body.x: Field required", "x")
+
+
+def test_the_words_of_router_and_provider_are_both_shown() -> None:
+    error = refusal_of(400, {}, json.dumps(raw("At most 1 image.", type="e")).encode())
+    assert str(error) == "HTTP 400: Provider returned error: Acme: At most 1 image."
+    assert error.code == "e"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"choices": [{"error": {"message": "boom"}, "finish_reason": "error"}]},
+        {"detail": "boom"},
+        {"object": "error", "message": "boom", "code": 400},
+        {"success": False, "errors": [{"code": 10000, "message": "boom"}]},
+        {"error_code": 336, "error_msg": "boom"},
+        {"code": "InvalidParameter", "message": "boom"},
+        {"fault": {"faultstring": "boom"}},
+    ],
+)
+def test_an_error_inside_of_a_200_is_shown_in_the_servers_words(body: JSON) -> None:
+    assert find_error(body) is not None
+    for api in ("openai_chat", "anthropic_messages", "openai_responses", "gemini"):
+        with pytest.raises(ModelError, match="boom"):
+            read_reply(api, json.dumps(body).encode())
+
+
+def test_a_200_that_nobody_can_read_is_quoted() -> None:
+    body = json.dumps({"answer": "y" * 500}).encode()
+    for api in ("openai_chat", "anthropic_messages", "openai_responses", "gemini"):
+        with pytest.raises(ModelError, match="answer") as caught:
+            read_reply(api, body)
+        assert 180 < str(caught.value).count("y") <= 200
+    whole = {"choices": [{**CHAT_END, "finish_reason": "stop"}]}
+    assert find_error(whole) is None
+
+
+def test_google_says_in_the_body_how_long_to_wait() -> None:
+    info = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "34.5s"}
+    body = json.dumps(nested("x", code=429, details=[info])).encode()
+    assert refusal_of(429, {}, body).retry_after_s == 34.5
+    assert refusal_of(429, {"retry-after": "2"}, body).retry_after_s == 2.0
+
+
+def test_the_tables_are_read_once() -> None:
+    assert load_words() is load_words()
