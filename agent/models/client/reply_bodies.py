@@ -19,7 +19,7 @@ import orjson
 from agent.models.bodies.assembly import Assembly
 from agent.models.client.event_stream import EventSplitter, EventTooLarge, ServerEvent
 from agent.models.client.relayed import OnEvent
-from agent.models.error_bodies import error_behind_200, find_error
+from agent.models.error_bodies import error_behind_200, find_error, quote
 from agent.models.errors import ModelError
 from agent.models.keys import Key
 from batch_trajectories.basics import exact_json
@@ -105,7 +105,12 @@ def to_json(body: bytes, assembly: Callable[[], Assembly] | None) -> bytes:
     body = body.removeprefix(_BYTE_ORDER_MARK)
     if assembly is None or _is_document(body):
         return body
-    parts = list(_parts_in(body))
+    try:
+        parts = list(_parts_in(body))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(
+            "malformed", f"in the stream: {type(error).__name__}: {error}: {quote(body)}"
+        ) from error
     if not parts:
         return body
     whole = assembly()

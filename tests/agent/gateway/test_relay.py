@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from agent.messages.message import AgentRestartedEvent
-from agent.models.client import retrying
+from agent.models.client import reply_bodies, retrying
 from agent.models.errors import ModelError
 from agent.wires.wires import WIRES
 from tests.agent.gateway.relaying import (
@@ -489,3 +489,79 @@ def test_gemini_names_model_and_stream_in_the_path() -> None:
             assert exchange["reply"]["message"]["reasoning"] == "Hm."
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@EACH
+@pytest.mark.parametrize("is_live", [False, True])
+def test_a_stream_that_the_endpoint_leaves_open_ends_for_the_agent(
+    api: str, is_live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the last event of its API, and with all that the record has."""
+    monkeypatch.setattr(reply_bodies, "_COUNTS_S", 0.05)
+    events = events_of(api, reply_of(api))
+    while len(events) > 1 and LAST[api] in events[-1] and api != "openai_responses":
+        events.pop()
+    goes_on = asyncio.Event()
+
+    async def play(request: web.BaseRequest, body: bytes, n: int) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            await response.write(event)
+        await goes_on.wait()
+        return response
+
+    async def run() -> None:
+        async with relayed(api, play, is_live=is_live) as world:
+            _, said = await world.read(ask(stream=True))
+            goes_on.set()
+            assert said.startswith(b"".join(events))
+            assert LAST[api] in said[len(b"".join(events[:-1])) :]
+            assert len(world.endpoint.asked) == 1
+            assert world.exchanges[0]["reply"]["message"]["content"] == "Done."
+
+    asyncio.run(run())
+
+
+@EACH
+@pytest.mark.parametrize("is_live", [False, True])
+def test_an_agent_that_asks_for_no_stream_gets_none(api: str, is_live: bool) -> None:
+    """Some endpoints stream all the same."""
+
+    async def play(request: web.BaseRequest, body: bytes, n: int) -> web.StreamResponse:
+        return await stream(request, events_of(api, reply_of(api)))
+
+    async def run() -> None:
+        async with relayed(api, play, is_live=is_live) as world:
+            status, said = await world.read(ask())
+            assert status == 200
+            assert len(world.endpoint.asked) == 1
+            (exchange,) = world.exchanges
+            assert orjson.loads(said) == exchange["body"]
+            assert exchange["reply"]["message"]["content"] == "Done."
+
+    asyncio.run(run())
+
+
+@EACH
+def test_a_reply_with_an_unknown_ending_is_passed_on_and_recorded(api: str) -> None:
+    """The agent has its parts already, and is not asked to pay for them again."""
+    reply = reply_of(api)
+    match api:
+        case "openai_chat":
+            reply["choices"][0]["finish_reason"] = "weary"
+        case "anthropic_messages":
+            reply["stop_reason"] = "weary"
+        case _:
+            reply |= {"status": "incomplete", "incomplete_details": {"reason": "weary"}}
+
+    async def play(request: web.BaseRequest, body: bytes, n: int) -> web.StreamResponse:
+        return web.Response(body=orjson.dumps(reply), content_type="application/json")
+
+    async def run() -> None:
+        async with relayed(api, play) as world:
+            assert (await world.read(ask()))[0] == 200
+            assert len(world.endpoint.asked) == 1
+            assert "weary" in str(world.exchanges[0]["reply"]["extra"])
+
+    asyncio.run(run())

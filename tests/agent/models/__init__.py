@@ -7,6 +7,7 @@ test_model_faults     each fault of an endpoint, in each dialect, streamed and w
 test_tls              failures of TLS
 test_chat_servers     what single servers of the OpenAI chat API write otherwise
 test_odd_replies      values of any type in any field of a reply
+test_reply_forms      replies in other forms than asked for, and streams that are left open
 test_responses        the OpenAI Responses dialect
 test_streaming        streamed replies give the same record as whole ones
 test_event_stream     events of a stream, with their bytes

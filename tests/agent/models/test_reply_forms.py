@@ -1,0 +1,319 @@
+"""Replies in another form than was asked for, streams that are left open, and words that are new.
+
+A server sends the very bytes that a test says, to every dialect that has the form.
+"""
+
+# ruff: noqa: E501 - an error of a server a line
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from agent.messages.message import Message
+from agent.models.bodies.dialect import DIALECTS
+from agent.models.client import reply_bodies
+from agent.models.client.endpoint import EndpointModel
+from agent.models.client.open_model import open_model
+from agent.models.client.retrying import RetryingModel
+from agent.models.errors import ModelError
+from agent.models.model import Completion, ModelSettings, Request
+from agent.models.stream_events import ignored
+from tests.agent.models.by_dialect import SAMPLES
+from tests.running import PATIENCE_S
+
+JSON = dict[str, Any]
+EACH = pytest.mark.parametrize("api", DIALECTS)
+STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+MARK = b"\xef\xbb\xbf"
+HOLD = "hold"
+RESET = "reset"
+Piece = bytes | str
+Play = Callable[[JSON, int], Sequence[Piece]]
+"""From the body and the number of a request to the pieces of the answer: bytes, `HOLD` to keep the
+connection open without an end, `RESET` to break it off."""
+
+
+def head(status: int = 200, kind: str = "application/json", **more: str) -> bytes:
+    lines = [f"HTTP/1.1 {status} X", f"Content-Type: {kind}", "Connection: close"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in more.items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+
+
+def dumped(body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
+def sse(parts: Sequence[Any], end: bytes = b"\n\n") -> bytes:
+    return b"".join(b"data: " + dumped(part) + end for part in parts)
+
+
+def whole_of(api: str, text: str = "Hello.") -> JSON:
+    """A whole reply with a text and no call."""
+    return {
+        "openai_chat": {
+            "id": "r",
+            "choices": [
+                {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+            ],
+        },
+        "openai_responses": {
+            "object": "response",
+            "status": "completed",
+            "output": [{"type": "message", "content": [{"type": "output_text", "text": text}]}],
+        },
+        "anthropic_messages": {
+            "type": "message",
+            "content": [{"type": "text", "text": text}],
+            "stop_reason": "end_turn",
+        },
+    }[api]
+
+
+def parts_of(api: str) -> list[JSON]:
+    """The same reply in parts, up to the one that says why it ended."""
+    return SAMPLES[api].events(["Hel", "lo."])
+
+
+@asynccontextmanager
+async def served(play: Play) -> AsyncIterator[tuple[str, list[JSON]]]:
+    """The root of a server that answers each request as `play` says, and the bodies it was sent."""
+    asked: list[JSON] = []
+    serving: set[asyncio.Task[None]] = set()
+
+    def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.create_task(answer(reader, writer)))
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await send(reader, writer)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        fields = dict(line.lower().split(b": ", 1) for line in request.split(b"\r\n")[1:-2])
+        body = json.loads(await reader.readexactly(int(fields[b"content-length"])))
+        asked.append(body)
+        for piece in play(body, len(asked)):
+            if piece == HOLD:
+                await reader.read()  # until the client goes
+            elif piece == RESET:
+                writer.transport.abort()
+            elif isinstance(piece, bytes):
+                writer.write(piece)
+                await writer.drain()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
+        await asyncio.gather(*serving)
+
+
+def settings_of(api: str, root: str, **given: Any) -> ModelSettings:
+    base_url = root if api == "anthropic_messages" else root + "/v1"
+    given = {"attempt_timeout_s": PATIENCE_S, "idle_timeout_s": PATIENCE_S, **given}
+    return ModelSettings(name="m", api=api, base_url=base_url, key_env=None, **given)
+
+
+def ask(api: str, play: Play, *, streamed: bool, **given: Any) -> tuple[Completion, list[JSON]]:
+    """The reply to one call, and the bodies of its requests. Raises `ModelError`."""
+
+    async def run() -> tuple[Completion, list[JSON]]:
+        async with served(play) as (root, asked):
+            model = EndpointModel(settings_of(api, root, **given), "sk-test")
+            said = [Message(role="user", content="Hi.")]
+            on_delta = ignored if streamed else None
+            try:
+                return await model.complete(Request(said, on_delta=on_delta)), asked
+            finally:
+                await model.close()
+
+    return asyncio.run(run())
+
+
+FORMS: dict[str, Callable[[str], list[Piece]]] = {
+    "events": lambda api: [head(kind="text/event-stream"), sse(parts_of(api))],
+    "events that end": lambda api: [
+        *(head(kind="text/event-stream"), sse(parts_of(api)), b"data: [DONE]\n\n"),
+    ],
+    "events of another type": lambda api: [head(kind="text/plain"), sse(parts_of(api))],
+    "events called JSON": lambda api: [head(), sse(parts_of(api))],
+    "events with carriage returns": lambda api: [
+        *(head(kind="text/event-stream"), sse(parts_of(api), end=b"\r\n\r\n")),
+    ],
+    "a mark, then events": lambda api: [
+        *(head(kind="text/event-stream"), MARK, sse(parts_of(api))),
+    ],
+    "JSON": lambda api: [head(), dumped(whole_of(api))],
+    "indented JSON": lambda api: [head(), json.dumps(whole_of(api), indent=2).encode() + b"\n"],
+    "a mark, then JSON": lambda api: [head(), MARK[:1], MARK[1:] + dumped(whole_of(api))],
+    "JSON called events": lambda api: [head(kind="text/event-stream"), dumped(whole_of(api))],
+    "JSON called text": lambda api: [head(kind="text/plain"), b"\n\n", dumped(whole_of(api))],
+    "JSON, then an end": lambda api: [
+        *(head(kind="text/event-stream"), dumped(whole_of(api)), b"\ndata: [DONE]\n\n"),
+    ],
+    "an event that is all": lambda api: [
+        *(head(kind="text/event-stream"), sse([whole_of(api)]), b"data: [DONE]\n\n"),
+    ],
+    "a part a line": lambda api: [
+        head(kind="application/x-ndjson"),
+        b"\n".join(map(dumped, parts_of(api))),
+    ],
+    "a list of parts": lambda api: [head(), dumped(parts_of(api))],
+}
+
+
+@EACH
+@STREAMED
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_whole_is_read_in_any_form(api: str, streamed: bool, form: str) -> None:
+    reply, asked = ask(api, lambda body, n: FORMS[form](api), streamed=streamed)
+    assert reply.message["content"] == "Hello."
+    assert [body["stream"] for body in asked] == [streamed]
+
+
+@EACH
+@STREAMED
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+def test_a_cut_or_a_senseless_body_is_malformed(api: str, streamed: bool, kind: str) -> None:
+    for body in (b'{"choices": [', b'data: {"a": ', b"hello", b"", sse(parts_of(api)[:1])):
+        pieces = [head(kind=kind), body]
+        with pytest.raises(ModelError) as caught:
+            ask(api, lambda _, n, pieces=pieces: pieces, streamed=streamed)  # type: ignore[misc]
+        assert caught.value.kind == "malformed"
+
+
+@EACH
+@STREAMED
+def test_an_error_is_one_in_any_form(api: str, streamed: bool) -> None:
+    error = {"error": {"message": "Insufficient balance", "code": "1113"}}
+    base = {"base_resp": {"status_code": 1008, "status_msg": "insufficient balance"}}
+    for kind in ("application/json", "text/event-stream"):
+        for body in (dumped(error), sse([error]), dumped(base), sse([base])):
+            pieces = [head(kind=kind), body]
+            with pytest.raises(ModelError, match="nsufficient balance") as caught:
+                ask(api, lambda _, n, pieces=pieces: pieces, streamed=streamed)  # type: ignore[misc]
+            assert caught.value.kind == "no_credit"
+
+
+ENDINGS: dict[str, list[Piece]] = {
+    "silence": [HOLD],
+    "pings": [*[b": ping\n\n"] * 50, HOLD],
+    "empty events": [*[b'event: ping\ndata: {"type": "ping"}\n\n'] * 50, HOLD],
+    "a broken connection": [RESET],
+}
+
+
+@EACH
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_stream_ends_with_its_reply(
+    api: str, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the connection stays: the reply is whole, and paid."""
+    monkeypatch.setattr(reply_bodies, "_COUNTS_S", 0.05)
+    pieces = [head(kind="text/event-stream"), sse(parts_of(api)), *ENDINGS[ending]]
+    reply, asked = ask(api, lambda body, n: pieces, streamed=True)
+    assert reply.message["content"] == "Hello."
+    assert len(asked) == 1
+
+
+def test_counts_that_follow_the_reason_are_waited_for() -> None:
+    usage = {"id": "r", "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+    pieces = [head(kind="text/event-stream"), sse(parts_of("openai_chat")), sse([usage]), HOLD]
+    reply, _ = ask("openai_chat", lambda body, n: [*pieces[:3]], streamed=True)
+    assert reply.usage is not None
+    assert reply.usage["output_tokens"] == 3
+
+
+def test_text_after_a_reason_is_part_of_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some servers give a reason in every part."""
+    monkeypatch.setattr(reply_bodies, "_COUNTS_S", 0.05)
+    parts = [
+        {"choices": [{"delta": {"content": text}, "finish_reason": "stop"}]}
+        for text in ("Hel", "lo", ".")
+    ]
+    pieces = [head(kind="text/event-stream"), *(sse([part]) for part in parts)]
+    reply, _ = ask("openai_chat", lambda body, n: pieces, streamed=True)
+    assert reply.message["content"] == "Hello."
+
+
+@EACH
+@STREAMED
+def test_long_lines_in_the_head_of_a_reply_are_read(api: str, streamed: bool) -> None:
+    pieces = [head(X_Policy="p" * 60_000), dumped(whole_of(api))]
+    assert ask(api, lambda body, n: pieces, streamed=streamed)[0].message["content"] == "Hello."
+
+
+REFUSALS = [
+    {"message": {"detail": [{"type": "extra_forbidden", "loc": ["body", "stream_options", "include_usage"], "msg": "Extra inputs are not permitted"}]}, "type": "invalid_request_error"},
+    {"error": {"message": "Unrecognized request argument supplied: stream_options", "type": "invalid_request_error"}},
+    {"error": {"message": "Unsupported parameter: 'stream_options'", "param": "stream_options", "code": "unsupported_parameter"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", REFUSALS)
+def test_a_server_that_refuses_stream_options_gets_none(
+    error: JSON, caplog: pytest.LogCaptureFixture
+) -> None:
+    def play(body: JSON, n: int) -> list[Piece]:
+        if "stream_options" in body:
+            return [head(422), dumped(error)]
+        return [head(kind="text/event-stream"), sse(parts_of("openai_chat"))]
+
+    with caplog.at_level(logging.WARNING):
+        reply, asked = ask("openai_chat", play, streamed=True)
+    assert reply.message["content"] == "Hello."
+    assert ["stream_options" in body for body in asked] == [True, False]
+    assert "refuses stream_options" in caplog.text
+
+
+def with_ending(api: str, word: str) -> JSON:
+    """A whole reply that ended for this reason."""
+    body = whole_of(api)
+    match api:
+        case "openai_chat":
+            body["choices"][0]["finish_reason"] = word
+        case "anthropic_messages":
+            body["stop_reason"] = word
+        case _:
+            body |= {"status": "incomplete", "incomplete_details": {"reason": word}}
+    return body
+
+
+@EACH
+@STREAMED
+def test_an_unknown_ending_is_asked_for_again_once(api: str, streamed: bool) -> None:
+    """And then no more, by this and later calls: nothing is paid eight times for a word."""
+
+    async def run() -> None:
+        async with served(lambda body, n: [head(), dumped(with_ending(api, "weary"))]) as (
+            root,
+            asked,
+        ):
+            retries: list[str] = []
+            model: RetryingModel = open_model(
+                settings_of(api, root, stream_replies=streamed),
+                api_key="sk-test",
+                on_retry=lambda retry: retries.append(retry.message),
+            )
+            try:
+                said = Request([Message(role="user", content="Hi.")])
+                for count in (2, 3, 4):
+                    reply = await model.complete(said)
+                    assert reply.unknown_ending == "weary"
+                    assert reply.message["content"] == "Hello."
+                    assert len(asked) == count
+            finally:
+                await model.close()
+            (retry,) = retries
+            assert "'weary'" in retry
+
+    asyncio.run(run())
