@@ -108,3 +108,53 @@ def test_different_refusals_fail_their_rows(tmp_path: Path) -> None:
         done = run(tmp_path, **OPTIONS, base_url=endpoint.openai_url)
     assert done.returncode == 1, done.stderr
     assert len(lines(tmp_path / "trajectories" / "r" / "failures.jsonl")) == 3
+
+
+REPLY = {
+    "choices": [{"message": {"role": "assistant", "content": "fine"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 10, "completion_tokens": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (400, {"error": {"message": "Your wallet is of no use any more"}}),
+        (403, {"message": "the subscription of this team has lapsed"}),
+        (404, {"detail": "model was withdrawn"}),
+        (500, {"error": {"message": "purse is bare (77)"}}),
+    ],
+)
+def test_an_endpoint_that_turns_everything_away_stops_the_run(
+    tmp_path: Path, status: int, error: dict[str, Any]
+) -> None:
+    """In words that nobody knows: the rest of the tasks stay pending, and are done later."""
+    write_prompts(tmp_path / "p.jsonl", 60)
+    options = {**OPTIONS, "num_workers": 1, "batch_size": 4, "call_attempts": 1}
+    numbers, refusals = itertools.count(1), [(status, error)]
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return refusals[0] if refusals and next(numbers) > 5 else (200, REPLY)
+
+    run_dir = tmp_path / "trajectories" / "r"
+    with answering(answer) as (url, asked):
+        refused = run(tmp_path, **options, base_url=url)
+        assert refused.returncode == 4, refused.stderr
+        assert "none was answered between them" in refused.stderr
+        assert len(asked) < 30
+        assert len(lines(run_dir / "records.jsonl")) == 5
+        assert len(lines(run_dir / "failures.jsonl")) < 20
+        refusals.clear()
+        assert run(tmp_path, **options, base_url=url).returncode == 0
+    assert len(lines(run_dir / "records.jsonl")) == 60
+
+
+def test_refused_rows_between_answered_ones_stop_no_run(tmp_path: Path) -> None:
+    """Also if they stand together, while other conversations go on."""
+    prompts = [*["Hello"] * 4, *["fault:http400"] * 30, *["Hello"] * 10]
+    write_rows(tmp_path / "p.jsonl", *({"id": f"p{n}", "prompt": p} for n, p in enumerate(prompts)))
+    options = {**OPTIONS, "num_workers": 1, "batch_size": 44, "max_in_flight": 44}
+    with FakeEndpoint(latency_s=0.3, turns=3) as endpoint:
+        done = run(tmp_path, **options, base_url=endpoint.openai_url, max_attempts=1)
+    assert done.returncode == 1, done.stderr
+    assert len(lines(tmp_path / "trajectories" / "r" / "records.jsonl")) == 44
