@@ -144,3 +144,43 @@ def _own(prefix: str, entry: EndpointConfig) -> dict[str, Any]:
 
 def _are_set(names: Iterable[str]) -> dict[str, bool]:
     return {name: bool(os.environ.get(name, "").strip()) for name in names if name != NO_KEY}
+
+
+_CONSEQUENCES = {
+    "retry": "retried with growing pauses; then the attempt fails",
+    "end": "the conversation ends and counts as done",
+    "fail_task": "the attempt fails; the next start makes another",
+    "stop_run": "the run stops (exit 4); finished work is safe",
+}
+
+_NEVER = "; if the endpoint has never answered, the run stops (exit 4)"
+
+
+def errors_as_text() -> str:
+    """Each kind of error: its meaning, what follows, and the words by which it is known."""
+    from agent.models.endpoint_words import load_tables
+    from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT
+
+    tables = load_tables()
+    lines = []
+    for kind, rule in RULES.items():
+        never = _NEVER if kind in SAYS_MORE_OF_THE_ENDPOINT else ""
+        lines += [f"{kind} - {rule.meaning}", f"  -> {_CONSEQUENCES[rule.action]}{never}"]
+        lines += _words_as_lines("code", tables["codes"].get(kind, {}))
+        lines += _words_as_lines("says", tables["phrases"].get(kind, {}))
+    return "\n".join(lines)
+
+
+def endings_as_text() -> str:
+    """Each way in which a reply can end, and the words by which servers say so."""
+    from agent.models.endpoint_words import load_tables
+
+    lines = ["Why a reply ended (another word counts as a usual end, and the record has it):"]
+    for ending, words in load_tables()["ends"].items():
+        lines += [f"{ending}", *_words_as_lines("word", words)]
+    return "\n".join(lines)
+
+
+def _words_as_lines(label: str, words: Mapping[str, str]) -> list[str]:
+    width = min(48, max(map(len, words), default=0))
+    return [f"     {label}  {word:<{width}}  {source}" for word, source in words.items()]

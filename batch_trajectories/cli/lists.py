@@ -61,24 +61,10 @@ def endpoints(config_file: Path | None, as_json: bool) -> None:
 
 @click.command()
 def errors() -> None:
-    """List how each endpoint error is handled."""
-    from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT
+    """List how each endpoint error is handled, and by which words it is known."""
+    from batch_trajectories.cli.listings import endings_as_text, errors_as_text
 
-    consequences = {
-        "retry": "retried with growing pauses; then the attempt fails",
-        "end": "the conversation ends and counts as done",
-        "fail_task": "the attempt fails; the next start makes another",
-        "stop_run": "the run stops (exit 4); finished work is safe",
-    }
-    never = "; if the endpoint has never answered, the run stops (exit 4)"
-    width = max(map(len, RULES))
-    show(
-        "\n".join(
-            f"{kind:<{width}}  {rule.meaning}\n{'':<{width}}  -> {consequences[rule.action]}"
-            + (never if kind in SAYS_MORE_OF_THE_ENDPOINT else "")
-            for kind, rule in RULES.items()
-        )
-    )
+    show(f"{errors_as_text()}\n\n{endings_as_text()}")
 
 
 _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}

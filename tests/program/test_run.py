@@ -372,8 +372,9 @@ def test_the_table_of_failures_can_be_read(tmp_path: Path) -> None:
     done = run(tmp_path, "errors")
     assert done.returncode == 0
     for kind, rule in RULES.items():
-        assert f"{kind} " in done.stdout
-        assert rule.meaning in done.stdout
+        assert f"{kind} - {rule.meaning}" in done.stdout
+    assert "code  insufficient_quota" in done.stdout
+    assert "word  end_turn" in done.stdout
 
 
 @pytest.mark.slow
