@@ -115,8 +115,8 @@ def to_json(body: bytes, assembly: Callable[[], Assembly] | None) -> bytes:
         return body
     whole = assembly()
     for part in parts:
-        if (error := _error_in(part)) is not None:
-            raise error
+        if (reported := _error_in(part)) is not None:
+            raise reported
         whole.add(part)
     return whole.finish()
 

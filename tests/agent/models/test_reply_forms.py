@@ -227,8 +227,8 @@ def test_a_stream_ends_with_its_reply(
 
 def test_counts_that_follow_the_reason_are_waited_for() -> None:
     usage = {"id": "r", "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
-    pieces = [head(kind="text/event-stream"), sse(parts_of("openai_chat")), sse([usage]), HOLD]
-    reply, _ = ask("openai_chat", lambda body, n: [*pieces[:3]], streamed=True)
+    pieces = [head(kind="text/event-stream"), sse(parts_of("openai_chat")), sse([usage])]
+    reply, _ = ask("openai_chat", lambda body, n: pieces, streamed=True)
     assert reply.usage is not None
     assert reply.usage["output_tokens"] == 3
 

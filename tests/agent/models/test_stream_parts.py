@@ -78,7 +78,7 @@ def merged(draw: Callable[..., Any], queues: Sequence[Sequence[Any]]) -> Iterato
 
 
 WORDS = st.text(st.sampled_from('ab {}[]":,\\n\n\u00e4\U0001f600'), min_size=1, max_size=12)
-ARGUMENTS = st.one_of(
+ARGUMENTS: st.SearchStrategy[JSON] = st.one_of(
     st.just({}),
     st.dictionaries(
         st.sampled_from("abc"), st.one_of(WORDS, st.integers(), st.lists(WORDS)), max_size=3
@@ -118,12 +118,13 @@ def chat_streams(draw: Callable[..., Any]) -> tuple[list[JSON], Said]:
             id = draw(st.sampled_from([{}, {"id": ""}, {"id": f"c{n}"}]))
             whole.append(call_part(**place, **id, name=name, arguments=written))
             continue
-        mark: JSON = {
+        marks: dict[str, JSON] = {
             "usual": {"index": n},
             "ids": {"id": f"c{n}"},
             "one index": {"index": 0, "id": f"c{n}"},
             "in turn": {"index": 0},
-        }[numbering]
+        }
+        mark = marks[numbering]
         first: JSON = {"index": n, "id": f"c{n}"} if numbering == "usual" else dict(mark)
         names = pieces_of(draw, name) if draw(st.booleans()) else [name]
         head = [call_part(**first, name=names[0], **draw(st.sampled_from([{}, {"arguments": ""}])))]
@@ -147,7 +148,7 @@ def chat_streams(draw: Callable[..., Any]) -> tuple[list[JSON], Said]:
     elif whole:
         deltas = [{"tool_calls": whole}]
     field = draw(st.sampled_from(["reasoning_content", "reasoning", "reasoning_text", "thinking"]))
-    thoughts = [{field: piece} for piece in pieces_of(draw, thought)]
+    thoughts: list[JSON] = [{field: piece} for piece in pieces_of(draw, thought)]
     if draw(st.booleans()):  # mirrored, and once more in parts
         thoughts = [{**one, "reasoning_details": [detail_of(one[field])]} for one in thoughts]
     texts = [{"content": piece} for piece in pieces_of(draw, text)]
@@ -268,7 +269,9 @@ def message_streams(draw: Callable[..., Any]) -> tuple[list[JSON], Said]:
     )
     numbering = draw(st.sampled_from(["usual", "all 0", "none", "without starts", "a start each"]))
     queues: list[list[JSON]] = []
-    texts, thoughts, calls = [], [], []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[tuple[str, JSON]] = []
     for place, kind in enumerate(kinds):
         n = {"all 0": 0, "none": None}.get(numbering, place)
         if kind == "tool_use":
