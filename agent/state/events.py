@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -186,7 +187,10 @@ def exchange_event(
 
 
 def make_ids_unique(message: Message, used: Collection[str], *, turn: int) -> None:
-    """Replace empty and repeated call ids, which some servers send: results are found by id."""
+    """Replace empty and repeated call ids, which some servers send: results are found by id.
+
+    Ids that end in a number keep their form, since their models read them.
+    """
     calls = message.get("tool_calls")
     if not calls:
         return
@@ -194,7 +198,9 @@ def make_ids_unique(message: Message, used: Collection[str], *, turn: int) -> No
     seen: set[str] = set()
     for n, call in enumerate(calls):
         if call["id"] in seen or call["id"] in used or not call["id"]:
-            call["id"] = _new_id(f"call_{turn}_{n}", taken, used)
+            call["id"] = _renumbered(call["id"], taken, used) or _new_id(
+                f"call_{turn}_{n}", taken, used
+            )
         taken.add(call["id"])
         seen.add(call["id"])
     # Verbatim blocks of some dialects contain the same calls and need the same ids.
@@ -211,6 +217,20 @@ def _id_field(block: Mapping[str, Any]) -> str | None:
         return "id"
     is_call = kind == "function_call" or (kind.endswith("_call") and "call_id" in block)
     return "call_id" if is_call else None
+
+
+_NUMBERED = re.compile(r"(?P<stem>(?:functions\.)?[A-Za-z_][\w.\-]*:)(?P<number>[0-9]{1,9})")
+"""Ids of Kimi: its template shows them to the model, which counts all calls of a conversation."""
+
+
+def _renumbered(id: str, taken: Collection[str], used: Collection[str]) -> str | None:
+    """A numbered `id` with the next number that no id of this form has, None for any other id."""
+    if (parts := _NUMBERED.fullmatch(id)) is None:
+        return None
+    found = (_NUMBERED.fullmatch(other) for other in itertools.chain(taken, used))
+    numbers = {int(other["number"]) for other in found if other is not None}
+    free = (n for n in itertools.count(int(parts["number"]) + 1) if n not in numbers)
+    return f"{parts['stem']}{next(free)}"
 
 
 def _new_id(wanted: str, taken: Collection[str], used: Collection[str]) -> str:

@@ -138,6 +138,29 @@ def test_repeated_and_empty_call_ids_become_unique(tmp_path: Path) -> None:
     assert ids == ["x", "call_1_1_2", "call_1_1", "y", "call_1_4_2"], "also against made-up ones"
 
 
+@pytest.mark.parametrize(
+    ("used", "given", "unique"),
+    [
+        ([], ["functions.f:0", "functions.f:0"], ["functions.f:0", "functions.f:1"]),
+        (["functions.f:0"], ["functions.f:0"], ["functions.f:1"]),
+        (["functions.f:0", "functions.f:1"], ["functions.f:0"], ["functions.f:2"]),
+        (["f:0", "g:1"], ["f:0", "g:1"], ["f:2", "g:3"]),
+        (["functions.f:0"], ["functions.f:0", "functions.f:1"], ["functions.f:2", "functions.f:1"]),
+        (["functions.a.b-c:7"], ["functions.a.b-c:7"], ["functions.a.b-c:8"]),
+        (["f:0", "f:1:2"], ["f:0", "f:1:2", ""], ["f:1", "call_3_1", "call_3_2"]),
+        (["call_a", "1:2"], ["call_a", "1:2"], ["call_3_0", "call_3_1"]),
+    ],
+)
+def test_numbered_ids_stay_numbered(used: list[str], given: list[str], unique: list[str]) -> None:
+    """The template of Kimi shows them to the model, which counts its calls on from them."""
+    calls = [
+        {"id": id, "type": "function", "function": {"name": "f", "arguments": "{}"}} for id in given
+    ]
+    message: Any = {"role": "assistant", "content": "", "tool_calls": calls}
+    make_ids_unique(message, used, turn=3)
+    assert [call["id"] for call in message["tool_calls"]] == unique
+
+
 @pytest.mark.parametrize("length", range(9))
 def test_resuming_after_any_event_gives_the_same_conversation(tmp_path: Path, length: int) -> None:
     """Killed after n journaled events: the rest is played on, and the messages are the same."""

@@ -33,6 +33,18 @@ _SAMPLING_VERSION = "2023-06-01"
 
 _SAMPLING = frozenset({"temperature", "top_p", "top_k"})
 
+_FIELDS_OF_KINDS: Mapping[str, frozenset[str]] = {
+    "text": frozenset({"text", "citations"}),
+    "thinking": frozenset({"thinking", "signature"}),
+    "redacted_thinking": frozenset({"data"}),
+    "tool_use": frozenset({"id", "name", "input", "caller"}),
+    "tool_result": frozenset({"tool_use_id", "content", "is_error"}),
+}
+"""What belongs to one kind of block. The API refuses it in any other ("Extra inputs are not
+permitted"); fields that no kind here has are sent back as they came."""
+
+_FIELDS_OF_ANY_KIND = frozenset().union(*_FIELDS_OF_KINDS.values())
+
 _REPLY_FIELDS = frozenset(
     {"id", "type", "role", "model", "content", "stop_reason", "usage", "error"}
 )
@@ -145,7 +157,8 @@ def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
     """
     blocks = message.get("provider_blocks")
     if blocks is not None and blocks["api"] == API:
-        return [_with_object(block) for block in blocks["blocks"] if not _is_blank(block)]
+        sent = (own for block in blocks["blocks"] for own in _own_blocks(block))
+        return [_with_object(block) for block in sent if not _is_blank(block)]
     built: list[dict[str, Any]] = []
     if message["content"].strip():
         built.append({"type": "text", "text": message["content"]})
@@ -159,6 +172,27 @@ def _assistant_blocks(message: Message) -> list[dict[str, Any]]:
             }
         )
     return built
+
+
+def _own_blocks(block: dict[str, Any]) -> list[dict[str, Any]]:
+    """A block with its own fields only; the text within a call is a block before it.
+
+    Some servers put what they say after a call into the block of the call, and null for all that a
+    block does not have.
+    """
+    kind = block.get("type")
+    own = _FIELDS_OF_KINDS.get(str(kind))
+    if own is None:
+        return [block]
+    others = _FIELDS_OF_ANY_KIND - own
+    if others.isdisjoint(block) and None not in block.values():
+        return [block]
+    kept = {key: block[key] for key in block if key not in others and block[key] is not None}
+    if kind == "tool_use":
+        kept.setdefault("input", block.get("input"))
+        if text := text_or_none(block.get("text")):
+            return [{"type": "text", "text": text}, kept]
+    return [kept]
 
 
 def _with_object(block: dict[str, Any]) -> dict[str, Any]:
@@ -230,6 +264,9 @@ def read_blocks(blocks: Sequence[dict[str, Any]]) -> Message:
             case "thinking":
                 thoughts.append(str(block.get("thinking") or "").strip())
             case "tool_use":
+                texts.append(text_or_none(block.get("text")) or "")
+                if thought := text_or_none(block.get("thinking")):
+                    thoughts.append(thought.strip())
                 calls.append(_read_call(block))
     message = Message(role="assistant", content="".join(texts))
     if reasoning := "\n\n".join(filter(None, thoughts)):

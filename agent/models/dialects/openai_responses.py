@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -78,7 +78,10 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
         body["prompt_cache_key"] = cache_key(messages)
     if messages and messages[0]["role"] == "system":
         body["instructions"] = messages.pop(0)["content"]
-    body["input"] = to_api_items(messages)
+    keeps = KeptThoughts(
+        stored=(settings.extra_body or {}).get("store") is True, readable=not is_openai(settings)
+    )
+    body["input"] = to_api_items(messages, keeps)
     if request.tools:
         body["tools"] = [_tool_to_api(tool) for tool in request.tools]
         if request.tool_choice == "none":
@@ -115,15 +118,29 @@ def _merge(body: dict[str, Any], extra: Mapping[str, Any]) -> None:
         body["reasoning"] = {**ours, **theirs}
 
 
-def to_api_items(messages: Sequence[Message]) -> list[dict[str, Any]]:
+class KeptThoughts(NamedTuple):
+    """Which thoughts without encrypted content an endpoint takes back."""
+
+    stored: bool = False
+    """All of them: it stores replies and finds thoughts by their ids."""
+    readable: bool = True
+    """Those whose text it sent (`content`), as vLLM reads it; OpenAI itself refuses them."""
+
+
+_OF_ANY_SERVER = KeptThoughts()
+
+
+def to_api_items(
+    messages: Sequence[Message], keeps: KeptThoughts = _OF_ANY_SERVER
+) -> list[dict[str, Any]]:
     """The messages as items of this API; the record is not altered."""
-    return [item for message in messages for item in _items(message)]
+    return [item for message in messages for item in _items(message, keeps)]
 
 
-def _items(message: Message) -> list[dict[str, Any]]:
+def _items(message: Message, keeps: KeptThoughts) -> list[dict[str, Any]]:
     match message["role"]:
         case "assistant":
-            return _assistant_items(message)
+            return _assistant_items(message, keeps)
         case "tool":
             id, output = message["tool_call_id"], message["content"]
             return [{"type": "function_call_output", "call_id": id, "output": output}]
@@ -131,14 +148,15 @@ def _items(message: Message) -> list[dict[str, Any]]:
             return [{"role": role, "content": message["content"]}]
 
 
-def _assistant_items(message: Message) -> list[dict[str, Any]]:
+def _assistant_items(message: Message, keeps: KeptThoughts) -> list[dict[str, Any]]:
     """The items as they came where they came from this API, else the same said in its words.
 
-    Reasoning of another API is left out: the only form that is taken back is the encrypted one.
+    Reasoning of another API is left out: it is neither encrypted nor known to the endpoint.
     """
     blocks = message.get("provider_blocks")
     if blocks is not None and blocks["api"] == API:
-        return [*map(_without_logprobs, _without_open_thought(blocks["blocks"]))]
+        items = _without_lost_thoughts(_without_open_thought(blocks["blocks"]), keeps)
+        return [_without_nulls(_without_logprobs(item)) for item in items]
     items: list[dict[str, Any]] = []
     if message["content"]:
         items.append({"role": "assistant", "content": message["content"]})
@@ -147,6 +165,42 @@ def _assistant_items(message: Message) -> list[dict[str, Any]]:
         item = {"type": "function_call", "call_id": call["id"]}
         items.append({**item, "name": name, "arguments": arguments})
     return items
+
+
+def _without_lost_thoughts(
+    items: list[dict[str, Any]], keeps: KeptThoughts
+) -> list[dict[str, Any]]:
+    """The items without thoughts that the endpoint cannot take back.
+
+    What follows one goes without its id: by the id OpenAI knows that a thought came before it, and
+    refuses the item without the thought.
+    """
+    kept: list[dict[str, Any]] = []
+    is_lost = False
+    for item in items:
+        if item.get("type") == "reasoning":
+            if _is_taken_back(item, keeps):
+                kept.append(item)
+            else:
+                is_lost = True
+        elif is_lost and "id" in item:
+            kept.append({key: item[key] for key in item if key != "id"})
+        else:
+            kept.append(item)
+    return kept
+
+
+def _is_taken_back(thought: Mapping[str, Any], keeps: KeptThoughts) -> bool:
+    if thought.get("encrypted_content") or keeps.stored:
+        return True
+    return keeps.readable and any(_texts(thought.get("content")))
+
+
+def _without_nulls(item: dict[str, Any]) -> dict[str, Any]:
+    """Self-hosted servers write null for what an item does not have; OpenAI refuses some of it."""
+    if None not in item.values():
+        return item
+    return {key: item[key] for key in item if item[key] is not None}
 
 
 def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:

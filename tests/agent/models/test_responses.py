@@ -185,7 +185,8 @@ class Endpoint:
                     open_calls.append(given["call_id"])
                     assert self.repeats_ids or given["call_id"] == issued["call_id"]
                     given["call_id"] = issued["call_id"]
-                assert orjson.dumps(given) == orjson.dumps(issued), "not byte for byte"
+                known = {key: value for key, value in issued.items() if value is not None}
+                assert orjson.dumps(given) == orjson.dumps(known), "not byte for byte"
             for call_id in open_calls:
                 result = queue.pop(0)
                 assert result.keys() == {"type", "call_id", "output"}
@@ -426,6 +427,53 @@ def test_a_thought_that_the_token_limit_cut_does_not_go_back() -> None:
     assert sent(user("a"), reply.message, user("b")) == sent(user("a"), user("b"))
     reply = read(thought(1), says(text_part("x")), thought(2), **cut("max_output_tokens"))
     assert sent(reply.message) == [thought(1), says(text_part("x"))]
+
+
+def bare(n: Any, **more: Any) -> JSON:
+    """A thought that is not encrypted."""
+    return {"id": f"rs_{n}", "type": "reasoning", "summary": [], **more}
+
+
+RAW = [{"type": "reasoning_text", "text": "So."}]
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        bare(1),
+        bare(1, summary=[{"type": "summary_text", "text": "So."}]),
+        bare(1, encrypted_content=None, content=None, status=None),
+        bare(1, encrypted_content="", content=[{"type": "reasoning_text", "text": " "}]),
+    ],
+)
+def test_a_thought_that_no_endpoint_finds_does_not_go_back(lost: JSON) -> None:
+    """Nor do the ids of what follows it in its reply, by which OpenAI asks for the thought."""
+    spoken, called = says(text_part("x"), phase="commentary"), calls("1")
+    reply = read(thought(0), calls("0"), lost, spoken, called).message
+    answers = [Message(role="tool", tool_call_id=id, name="f", content="y") for id in "01"]
+    later = read(thought(5), calls("5")).message
+    results = [{"type": "function_call_output", "call_id": id, "output": "y"} for id in "01"]
+    assert sent(reply, *answers, later) == [
+        *(thought(0), calls("0")),
+        *({key: item[key] for key in item if key != "id"} for item in (spoken, called)),
+        *(*results, thought(5), calls("5")),
+    ]
+    kept = read(lost, calls("1")).message
+    stored = replace(SETTINGS, extra_body={"store": True})
+    known = {key: value for key, value in lost.items() if value is not None}
+    body = request_body(stored, Request([kept]))
+    assert (body["store"], body["input"]) == (True, [known, calls("1")])
+
+
+def test_only_servers_that_are_not_openai_take_thoughts_in_clear_text() -> None:
+    """vLLM reads `content` and shows it to the model; OpenAI cannot know it."""
+    message = read(bare(1, content=RAW), calls("1")).message
+    of_openai = replace(SETTINGS, base_url="https://eu.api.openai.com/v1")
+    hosted = replace(SETTINGS, base_url="http://gpu:8000/v1")
+    blocks = message["provider_blocks"]["blocks"]
+    assert request_body(hosted, Request([message]))["input"] == blocks
+    (only,) = request_body(of_openai, Request([message]))["input"]
+    assert only == {key: value for key, value in calls("1").items() if key != "id"}
 
 
 # What comes back
@@ -691,7 +739,8 @@ def test_a_model_is_opened_by_its_dialect() -> None:
 
 def test_the_endpoint_of_these_tests_is_strict() -> None:
     """A history with a thought left out, altered or moved is refused."""
-    first = turn_outputs(1, ["a1", "b1"])
+    outputs = turn_outputs(1, ["a1", "b1"])
+    first = [{key: value for key, value in o.items() if value is not None} for o in outputs]
     results = [{"type": "function_call_output", "call_id": id, "output": ""} for id in ("a1", "b1")]
     item = {"role": "user", "content": "x"}
     assert Endpoint().check([item, *first, *results]) == 2

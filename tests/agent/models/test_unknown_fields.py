@@ -279,6 +279,35 @@ def test_the_text_protocol_keeps_what_it_does_not_send() -> None:
     assert reply.extra["message"] == [{key: plain[key] for key in ("extra_content", "annotations")}]
 
 
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_block_goes_back_with_its_own_fields_only(thinks: bool) -> None:
+    """What a server puts into a call besides is refused by Anthropic; its text is not lost."""
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {"text": "own"}}
+    more: JSON = {"text": "\nNow g.", "signature": "s", "data": "d", "citations": None}
+    more |= {"caller": {"type": "direct"}, "content": [], "cited": 1, "is_error": False}
+    if thinks:
+        more["thinking"] = "Hm."
+    said = {"type": "text", "text": "I look.", "citations": None, "id": "x", "input": {}}
+    thought = {"type": "thinking", "thinking": "So.", "signature": "sig", "text": ""}
+    empty = {"type": "tool_use", "id": "u", "name": "g", "input": None, "text": None}
+    of_tomorrow = {"type": "of_tomorrow", "text": None, "data": "d"}
+    blocks = [thought, said, {**call, **more}, empty, of_tomorrow]
+    reply = {"role": "assistant", "content": blocks, "stop_reason": "tool_use"}
+    message = anthropic_messages.read_reply(json.dumps(reply).encode()).message
+    assert message["content"] == "I look.\nNow g."
+    assert message["reasoning"] == ("So.\n\nHm." if thinks else "So.")
+    assert message["provider_blocks"]["blocks"] == blocks, "as it came"
+    (sent,) = anthropic_messages.to_api_messages([message])
+    assert sent["content"] == [
+        {"type": "thinking", "thinking": "So.", "signature": "sig"},
+        {"type": "text", "text": "I look."},
+        {"type": "text", "text": "\nNow g."},
+        {**call, "caller": {"type": "direct"}, "cited": 1},
+        {"type": "tool_use", "id": "u", "name": "g", "input": {"raw_arguments": "null"}},
+        of_tomorrow,
+    ]
+
+
 ANTHROPIC: JSON = {
     "id": "m1",
     "type": "message",
