@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+from agent.messages.leaked_calls import leaked_call
 from agent.messages.message import Message
 from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
 from agent.models.model import Completion, Request
@@ -41,7 +42,7 @@ def why_unusable(completion: Completion, request: Request, options: AgentOptions
     if opens_reasoning(text):
         return "unclosed_reasoning"
     if not calls:
-        return None if text.strip() else "blank"
+        return None if text.strip() or _leaks(message, request) else "blank"
     if request.tool_choice == "none":
         return "calls_not_allowed"
     if options.bad_arguments == "resample":
@@ -49,6 +50,16 @@ def why_unusable(completion: Completion, request: Request, options: AgentOptions
             if not _is_object(call["function"]["arguments"]):
                 return "bad_arguments"
     return None
+
+
+def _leaks(message: Message, request: Request) -> bool:
+    """Whether a reply without text and calls has a call in its reasoning.
+
+    It is not asked for again: the conversation ends with it, see `agent.loop.rules`.
+    """
+    names = {tool["function"]["name"] for tool in request.tools}
+    found = leaked_call(message["content"], message.get("reasoning"), has_calls=False, tools=names)
+    return found is not None
 
 
 def repair_names(message: Message, names: Sequence[str]) -> None:

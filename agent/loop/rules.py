@@ -2,7 +2,7 @@
 
 `next_step` is a pure function of the trajectory: a conversation that was killed and replayed
 decides as before. If several rules apply, the first in this order wins: budget, time_limit,
-length, completed, awaiting_input, repeat, errors, max_turns.
+length, leaked_call, completed, awaiting_input, repeat, errors, max_turns.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from agent.loop.steps import AddNote, AskUser, CallModel, Finish, NextStep, ResumeTool, RunTools
+from agent.messages.leaked_calls import leaked_call
 from agent.messages.message import COST_ONLY, USER_TURN, Message, ResultEvent, ToolCall
 from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
 from agent.options import AgentOptions
@@ -80,7 +81,10 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
             return Finish(cut)
         case "pause" if not t.last_calls():
             return _continue(t, options)
-    if calls := t.open_calls():
+    calls = t.open_calls()
+    if (calls or not t.last_calls()) and (leak := _leaked(t, spec)):
+        return leak
+    if calls:
         return RunTools(calls)
     if not t.last_calls():
         return _after_text(t, spec)
@@ -148,6 +152,20 @@ def _plan_note(t: Trajectory) -> AddNote | None:
     from agent.loop.plan import plan_note
 
     return plan_note(t)
+
+
+def _leaked(t: Trajectory, spec: ConversationSpec) -> Finish | None:
+    """The ending if the text of the last reply holds a call: no export takes the conversation."""
+    message = t.replies[-1]["message"]
+    if "unusable" in message:  # the text protocol asks again
+        return None
+    leak = leaked_call(
+        message["content"],
+        message.get("reasoning"),
+        has_calls="tool_calls" in message,
+        tools=spec.tool_names,
+    )
+    return leak and Finish("leaked_call", leak.describe())
 
 
 def _may_continue(t: Trajectory, options: AgentOptions) -> bool:

@@ -44,6 +44,7 @@ Status = Literal[
     "max_turns",
     "length",
     "refusal",
+    "leaked_call",
     "repeat",
     "errors",
     "budget",

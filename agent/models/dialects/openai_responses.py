@@ -155,8 +155,8 @@ def _assistant_items(message: Message, keeps: KeptThoughts) -> list[dict[str, An
     """
     blocks = message.get("provider_blocks")
     if blocks is not None and blocks["api"] == API:
-        items = _without_lost_thoughts(_without_open_thought(blocks["blocks"]), keeps)
-        return [_without_nulls(_without_logprobs(item)) for item in items]
+        kept = _without_lost_thoughts(_without_open_thought(blocks["blocks"]), keeps)
+        return [_without_nulls(_without_logprobs(item)) for item in kept]
     items: list[dict[str, Any]] = []
     if message["content"]:
         items.append({"role": "assistant", "content": message["content"]})

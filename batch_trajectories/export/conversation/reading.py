@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from agent.messages.leaked_calls import leaked_call
 from agent.messages.parts import EARLIER, kind_of_part, parts_of
 from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
 from batch_trajectories.export.conversation.authors import (
@@ -190,6 +191,7 @@ def read_entries(
     `as_sent`: results stay in the order of the messages; else they get that of their calls.
     """
     flaws += flaws_of_parts(messages)
+    flaws[:0] = leaked_calls_in(messages, tools)  # other formats call its tags by other names
     for detail in check_conversation(messages, names_of(tools)):
         flaws.append(Flaw(Reason.UNKNOWN_TOOL, detail))
     entries: list[Entry] = []
@@ -213,6 +215,28 @@ def read_entries(
     if parts:
         entries.append(_read_turn(parts, results, number, flaws, may_be_flawed=may_be_flawed))
     return [*map(_as_sent, entries, repeat(messages))] if as_sent else entries
+
+
+def leaked_calls_in(messages: Iterable[StoredMessage], tools: Tools) -> list[Flaw]:
+    """A flaw for each reply with a tool call in its text; see `agent.messages.leaked_calls`.
+
+    Raises Rejected for a reply that holds nothing but such a call in its reasoning.
+    """
+    names = names_of(tools)
+    flaws = []
+    for place, message in enumerate(messages, start=1):
+        if message.role != "assistant":
+            continue
+        leak = leaked_call(
+            message.content, message.reasoning, has_calls=bool(message.tool_calls), tools=names
+        )
+        if leak is None:
+            continue
+        flaw = Flaw(Reason.LEAKED_CALL, f"message {place}: {leak.describe()}")
+        if not message.tool_calls and not split_inline_reasoning(message.content).rest.strip():
+            raise Rejected(flaw.reason, flaw.detail)
+        flaws.append(flaw)
+    return flaws
 
 
 def _as_sent(entry: Entry, messages: Sequence[StoredMessage]) -> Entry:

@@ -22,7 +22,13 @@ NO_OBJECT = frozenset((Reason.ARGUMENTS_NOT_JSON, Reason.ARGUMENTS_NOT_OBJECT))
 PARTS = frozenset((Reason.HAS_IMAGES, Reason.HAS_FILES))
 """Formats hold a placeholder of such a part, which is not what the model saw."""
 ANYWHERE = PARTS | frozenset(
-    (Reason.CONTROL_TOKEN, Reason.UNKNOWN_TOOL, Reason.INTERRUPTED, Reason.LEAK_SUSPECTED)
+    (
+        Reason.CONTROL_TOKEN,
+        Reason.UNKNOWN_TOOL,
+        Reason.INTERRUPTED,
+        Reason.LEAK_SUSPECTED,
+        Reason.LEAKED_CALL,
+    )
 )
 """What rows of every format can hold."""
 

@@ -9,8 +9,10 @@ Whatever differs is left to `read_conversation`, which has all the rules: both g
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
+from agent.messages.leaked_calls import leaked_call, may_leak
 from agent.messages.parts import parts_of
 from agent.state.final_answer import RESERVED
 from batch_trajectories.export.conversation.own_work import (
@@ -119,7 +121,10 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
         if len(calls) > 1 and len({call.id for call in calls}) < len(calls):
             return None
         entries.append(Turn(number, reasoning, text, calls, results, 1, "model", hides))
-    if place != len(messages) or holds_marker("\n".join(texts)):
+    said = "\n".join(texts)
+    if place != len(messages) or holds_marker(said):
+        return None
+    if may_leak(said) and _holds_leaked_call(entries, offered):
         return None
     counts = Counts(
         [stats[name] for name in sorted(stats)],
@@ -135,6 +140,15 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
     )
     own.know(first, counts)
     return entries
+
+
+def _holds_leaked_call(entries: list[Entry], tools: Collection[str]) -> bool:
+    for entry in entries:
+        if type(entry) is Turn:
+            has_calls = bool(entry.calls)
+            if leaked_call(entry.text, entry.reasoning, has_calls=has_calls, tools=tools):
+                return True
+    return False
 
 
 def _names_of_usual(tools: Tools) -> frozenset[str] | None:

@@ -53,6 +53,8 @@ class Reason(StrEnum):
     """An agent continued a response of the endpoint by its id, and what came before is unknown."""
     INTERRUPTED = "interrupted"
     """A result says that a crash interrupted its call, which the model did not cause."""
+    LEAKED_CALL = "leaked_call"
+    """A text of the model holds a tool call that its server did not read, and that never ran."""
     LEAK_SUSPECTED = "leak_suspected"
     """A conversation with a reward made a call that looked where the solution may lie."""
     HAS_IMAGES = "has_images"

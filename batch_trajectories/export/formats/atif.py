@@ -257,8 +257,9 @@ FORMAT = RowFormat(
     row_of=row_of,
     reasoning=frozenset(("field",)),
     holds=ANYWHERE | TAGS,
-    # Nothing tokenizes its documents. Placeholders of parts are not what the model saw.
-    accepts=(ANYWHERE | TAGS) - PARTS,
+    # Nothing tokenizes its documents. Placeholders of parts are not what the model saw, and a call
+    # that a server left in a text is not what the model did.
+    accepts=(ANYWHERE | TAGS) - PARTS - {Reason.LEAKED_CALL},
     splits_calls=False,
     has_segments=False,
     marks_loss=True,

@@ -27,6 +27,7 @@ RowFlaw = Literal[
     "unknown_tool",
     "interrupted",
     "leak_suspected",
+    "leaked_call",
     "arguments_not_json",
     "arguments_not_object",
     "marker_in_text",

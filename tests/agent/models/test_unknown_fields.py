@@ -287,7 +287,7 @@ def test_a_block_goes_back_with_its_own_fields_only(thinks: bool) -> None:
     more |= {"caller": {"type": "direct"}, "content": [], "cited": 1, "is_error": False}
     if thinks:
         more["thinking"] = "Hm."
-    said = {"type": "text", "text": "I look.", "citations": None, "id": "x", "input": {}}
+    said: JSON = {"type": "text", "text": "I look.", "citations": None, "id": "x", "input": {}}
     thought = {"type": "thinking", "thinking": "So.", "signature": "sig", "text": ""}
     empty = {"type": "tool_use", "id": "u", "name": "g", "input": None, "text": None}
     of_tomorrow = {"type": "of_tomorrow", "text": None, "data": "d"}
