@@ -276,7 +276,7 @@ def may_leak(text: str) -> bool:
     """Whether a text must be looked at closely; takes microseconds."""
     if "<" in text and _SIGNS_IN_ANGLES.search(text):
         return True
-    if "[" in text and ("[TOOL_CALLS]" in text or "functools[" in text or ")]" in text):
+    if "[" in text and any(sign in text for sign in ("[TOOL_CALLS]", "functools[", ")]")):
         return True
     if "{" in text and '"name"' in text:
         return True
@@ -293,16 +293,16 @@ def _find(
         if form.sign not in text:
             continue
         for match in _pattern(form.opening).finditer(text):
+            start = match.end() - len(match[0].lstrip())
             names = _names(match, text)
             is_offered = any(name in tools for name in names)
             ends = _ends_with_it(text, match.end())
             if form.is_bare:
                 counts = is_offered and ends
             else:
-                counts = is_offered or (ends and not by_name and _begins_line(text, match.start()))
-            if counts and not _is_code(text, match.start()):
-                shown = text[match.start() : match.start() + _SHOWN_CHARS].strip()
-                return form, shown
+                counts = is_offered or (ends and not by_name and _begins_line(text, start))
+            if counts and not _is_code(text, start):
+                return form, text[start : start + _SHOWN_CHARS]
     return None
 
 
@@ -331,7 +331,10 @@ def _ends_with_it(text: str, end: int) -> bool:
     rest = text[end:].strip()
     if not rest or rest.endswith((">", "]", "}", ")")):
         return True
-    return rest.startswith(("{", "[", "<", '"')) and not _CLOSES.search(rest)
+    if not rest.startswith(("{", "[", "<", '"')) or _CLOSES.search(rest):
+        return False
+    opened, closed = (sum(map(rest.count, ends)) for ends in ("{[", "}]"))
+    return opened > closed or not opened
 
 
 def _is_code(text: str, at: int) -> bool:
@@ -363,18 +366,23 @@ def parser_remedy(form: CallFormat) -> str:
     return "; ".join(parts)
 
 
-CLOSING_TAGS = ("</think>", "</thinking>", "</mm:think>", "[/THINK]")
-"""What ends reasoning that began in the prompt, as the templates of reasoning models have it."""
+_CLOSING_TAGS = ("</think>", "</thinking>", "</mm:think>", "[/THINK]")
+_NEVER_READ = ("</mm:think>", "[/THINK]")
+"""Tags that only a server's parser reads; the others are also read at the beginning of a text."""
 
 
-def closes_open_thought(content: str) -> bool:
-    """Whether a text has the end of a thought without its beginning: nobody split it off."""
-    for tag in CLOSING_TAGS:
+def holds_thought(content: str) -> bool:
+    """Whether a text has a thought that nobody split off: its end without its beginning.
+
+    The templates of reasoning models put the beginning into the prompt.
+    """
+    for tag in _CLOSING_TAGS:
         if tag in content:
             text = split_inline_reasoning(content).rest
             at = text.find(tag)
-            opening = tag.replace("/", "", 1)
-            return at >= 0 and opening not in text[:at] and not _is_code(text, at)
+            begins = tag not in _NEVER_READ and tag.replace("/", "", 1) in text[: max(at, 0)]
+            if at >= 0 and not begins and not _is_code(text, at):
+                return True
     return False
 
 

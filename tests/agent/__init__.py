@@ -10,6 +10,7 @@ test_flat             the flat message format
 test_loop             the loop with the scripted model and real tools
 test_options          options of a conversation
 test_command_agent    an agent that runs as a command, and what a row changes of it
+test_leaked_calls     calls that a server left in a text
 test_rules            rules that continue or end a conversation
 test_deadline         `max_conversation_s`
 test_react            the text protocol of models without tool calling

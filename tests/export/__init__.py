@@ -3,6 +3,7 @@
 test_export               the files of a run, from its records
 test_reading              any record is read or refused by name
 test_hermes               the Hermes format
+test_leaked_calls         tool calls that a server left in a text
 test_leaks                calls that look for the solution of a task
 test_health               named checks of what a run produced
 test_export_formats       one record in every format

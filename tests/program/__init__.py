@@ -16,6 +16,7 @@ test_batches        runs by the provider's Batch API
 test_credentials    credentials that change while runs work, are killed and resumed
 test_ray            runs whose workers are Ray actors
 test_outages        endpoints that cannot be reached
+test_parser_watch   servers that leave calls or thoughts in texts
 test_refused_requests endpoints that refuse every request
 test_processes      no process is left behind
 test_exact_json     integers of any size, from the model to the training row

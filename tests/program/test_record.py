@@ -420,3 +420,41 @@ def test_a_port_that_is_in_use_is_named(tmp_path: Path, endpoint: FakeEndpoint) 
     assert ended.returncode == 4
     message = f"127.0.0.1:{endpoint.port}: Address already in use; give another --port"
     assert message in ended.stderr
+
+
+def test_calls_that_the_server_left_in_texts_are_reported_once(
+    tmp_path: Path, endpoint: FakeEndpoint
+) -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    usage = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    reply = {"id": "c", "model": "m", "choices": [choice], "usage": usage}
+
+    class Leaking(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            content = json.dumps(reply).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Leaking)
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    with recording(tmp_path, endpoint, base_url=url) as program:
+        for name in ("a", "b"):
+            program.call([{"role": "user", "content": "Go."}], at=f"/sessions/{name}")
+            program.ask("DELETE", f"/sessions/{name}")
+        assert stop(program.process) == 0
+    server.shutdown()
+    server.server_close()
+    output = (tmp_path / "output.txt").read_text()
+    assert output.count("--tool-call-parser hermes") == 1
+    assert {one["status"] for one in records(tmp_path).values()} == {"completed"}
+    rejected = lines(tmp_path / "trajectories/r/exports/rejects.jsonl")
+    assert [one["reason"] for one in rejected] == ["leaked_call"] * 2

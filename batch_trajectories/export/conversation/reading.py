@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from agent.messages.leaked_calls import leaked_call
+from agent.messages.leaked_calls import holds_thought, leaked_call
 from agent.messages.parts import EARLIER, kind_of_part, parts_of
 from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
 from batch_trajectories.export.conversation.authors import (
@@ -191,7 +191,7 @@ def read_entries(
     `as_sent`: results stay in the order of the messages; else they get that of their calls.
     """
     flaws += flaws_of_parts(messages)
-    flaws[:0] = leaked_calls_in(messages, tools)  # other formats call its tags by other names
+    flaws[:0] = flaws_of_parsers(messages, tools)  # other formats call its tags by other names
     for detail in check_conversation(messages, names_of(tools)):
         flaws.append(Flaw(Reason.UNKNOWN_TOOL, detail))
     entries: list[Entry] = []
@@ -217,11 +217,22 @@ def read_entries(
     return [*map(_as_sent, entries, repeat(messages))] if as_sent else entries
 
 
-def leaked_calls_in(messages: Iterable[StoredMessage], tools: Tools) -> list[Flaw]:
-    """A flaw for each reply with a tool call in its text; see `agent.messages.leaked_calls`.
+def flaws_of_parsers(messages: Sequence[StoredMessage], tools: Tools) -> list[Flaw]:
+    """A flaw for each reply with a tool call or a thought in its text, which servers split off.
 
-    Raises Rejected for a reply that holds nothing but such a call in its reasoning.
+    See `agent.messages.leaked_calls`. Raises Rejected for a reply that holds nothing but such a
+    call in its reasoning.
     """
+    flaws = leaked_calls_in(messages, tools)
+    for place, message in enumerate(messages, start=1):
+        text = message.content
+        if message.role == "assistant" and holds_thought(text) and not MARKER.search(text):
+            flaws.append(Flaw(Reason.MARKER_IN_TEXT, f"message {place}: a thought in its text"))
+    return flaws
+
+
+def leaked_calls_in(messages: Sequence[StoredMessage], tools: Tools) -> list[Flaw]:
+    """The same for tool calls only."""
     names = names_of(tools)
     flaws = []
     for place, message in enumerate(messages, start=1):

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from agent.messages.leaked_calls import leaked_call, may_leak
+from agent.messages.leaked_calls import holds_thought, leaked_call, may_leak
 from agent.messages.parts import parts_of
 from agent.state.final_answer import RESERVED
 from batch_trajectories.export.conversation.own_work import (
@@ -124,7 +124,7 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
     said = "\n".join(texts)
     if place != len(messages) or holds_marker(said):
         return None
-    if may_leak(said) and _holds_leaked_call(entries, offered):
+    if (may_leak(said) or "[/THINK]" in said) and _holds_what_servers_read(entries, offered):
         return None
     counts = Counts(
         [stats[name] for name in sorted(stats)],
@@ -142,10 +142,12 @@ def usual_entries(record: Record, own: Own) -> list[Entry] | None:
     return entries
 
 
-def _holds_leaked_call(entries: list[Entry], tools: Collection[str]) -> bool:
+def _holds_what_servers_read(entries: list[Entry], tools: Collection[str]) -> bool:
     for entry in entries:
         if type(entry) is Turn:
             has_calls = bool(entry.calls)
+            if holds_thought(entry.text):
+                return True
             if leaked_call(entry.text, entry.reasoning, has_calls=has_calls, tools=tools):
                 return True
     return False

@@ -19,7 +19,11 @@ from msgspec.structs import replace
 
 from agent.messages.message import COST_ONLY, PLAIN, STAGES, WORKSPACE_LOST
 from agent.messages.tokens import TokenTurn, token_turns
-from batch_trajectories.export.conversation.reading import flaws_of_parts, leaked_calls_in, leaks_in
+from batch_trajectories.export.conversation.reading import (
+    flaws_of_parts,
+    leaked_calls_in,
+    leaks_in,
+)
 from batch_trajectories.export.conversation.rewards import reward_facts, reward_of
 from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.tolerance import STRICT
@@ -99,11 +103,10 @@ def rows_of(
     and each row says why its reply was `discarded`. With `masks`, masked turns have a loss mask of
     0, and each row has `masked`, the reasons for each of its turns.
 
-    Raises Rejected if a message holds a picture or the like, which ids do not have, or a tool call
-    in its text, if no turn of this run's model has token ids, or if ids are damaged.
+    Raises Rejected if a message holds a picture or the like, which ids do not have, if no turn of
+    this run's model has token ids, or if ids are damaged.
     """
     STRICT.refuse(flaws_of_parts(record.messages))
-    STRICT.refuse(leaked_calls_in(record.messages, record.tools))
 
     def rows_and_discarded(thread: StoredConversation) -> list[dict[str, Any]]:
         masked = None if masks is None else masks.of(thread)
@@ -289,6 +292,7 @@ class _TokenFiles(CandidateFiles):
 
     def add_one(self, split: str, candidate: Loaded, seen: set[Hashable]) -> Why | None:
         record, recipe = candidate.record, self.export.recipe
+        recipe.style.tolerance.refuse(leaked_calls_in(record.messages, record.tools))
         recipe.style.tolerance.refuse(leaks_in(record))
         rows = rows_of(
             record,

@@ -2,6 +2,7 @@
 
 messages      the messages, and what a worker is started with
 record        the record of a finished task
+parser_signs  what replies say of the parsers of their server
 
-Other rooms import messages, record.
+Other rooms import messages, parser_signs, record.
 """

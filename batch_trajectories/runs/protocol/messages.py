@@ -8,7 +8,8 @@ Parent to worker:  tasks {"assignments": [Assignment…]} · durable {"keys": [h
                    · reclaim · answer {"id", "how"} + reply
                    · key {"command", "number", "problem"} + key · cancel {"key"}
 Worker to parent:  ready · alive {"counters", "proven", "busy"} · finished {"key", "fields",
-                   "failure"} + record · failed {"key", "model", "failure"} · released {"key"}
+                   "failure", "signs"} + record · failed {"key", "model", "failure"}
+                   · released {"key"}
                    · ask {"id", "model"} + body of a call that is to go by a batch
                    · load {"endpoint", "load"} · refused {"endpoint", "retry_after_s", "sent_at"}
                    · key_rejected {"command", "number"} · budget {"report"}

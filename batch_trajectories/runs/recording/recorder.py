@@ -32,6 +32,11 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import EnvironmentStop, HostError, Stopped
 from batch_trajectories.basics.text import plural
 from batch_trajectories.runs.config.run_config import RunConfig
+from batch_trajectories.runs.protocol.parser_signs import (
+    WARNING_OF_THOUGHT,
+    parser_signs,
+    warning_of_call,
+)
 from batch_trajectories.runs.protocol.record import (
     Provenance,
     as_stored,
@@ -335,6 +340,9 @@ class Recorder:
         self._records.sync()
         self._journal.finish(task.key)
         self._inflight.finish(task.key)
+        if (signs := parser_signs(record)) is not None:
+            self._say_once(warning_of_call(signs["call"]) if signs["call"] else None)
+            self._say_once(WARNING_OF_THOUGHT if signs["thought"] else None)
         self._say(f"{task.id}: {record['status']} after {plural(record['api_calls'], 'call')}")
         return record
 

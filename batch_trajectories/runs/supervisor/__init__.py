@@ -10,6 +10,7 @@ progress     the progress line and progress.json
 steering     does what people ask of a run while it works
 key_service  runs key commands and sends their keys to workers
 refusals     endpoints that do not answer, and those that refuse everything
+parser_watch  endpoints that leave tool calls and thoughts in texts
 
 Other rooms import budget, limits, progress, run.
 """

@@ -28,6 +28,7 @@ from batch_trajectories.runs.store.files import StorageError
 from batch_trajectories.runs.store.index import outcome_in
 from batch_trajectories.runs.store.journal import next_worker_number
 from batch_trajectories.runs.store.tasks import Task
+from batch_trajectories.runs.supervisor.parser_watch import ParserWatch
 from batch_trajectories.runs.supervisor.refusals import Outages
 from batch_trajectories.runs.supervisor.worker_pool import KILL_AFTER_GRACE_S, Start, WorkerPool
 
@@ -58,6 +59,10 @@ class Supervisor:
         self._pool = WorkerPool(start.executor, start.config, first_number=first_number)
         self._failed_starts = 0
         self._outages = Outages(start.setup.proven, say=start.progress.say)
+        config = start.config
+        self._parsers = ParserWatch(
+            start.progress.say, may_stop=config.agent is None, accepts=config.accept_rows
+        )
         self._batches = start.batches
         self._signals = 0
         self._stop_reason: str | None = None
@@ -90,6 +95,7 @@ class Supervisor:
             self._shut_down_workers()
         finally:
             self._pool.kill()
+        self._parsers.tell_sums()
         if self._stop_reason is None and (reason := self._queue.problem()):
             self.is_out_of_budget = True
             return f"the budget of a model is used up: {reason}"
@@ -120,7 +126,7 @@ class Supervisor:
     def _tend(self) -> None:
         """Do what is due, after each message but finished tasks, which wait for a common sync."""
         self._start.run_dir.check_is_there()
-        if (problem := self._start.run_dir.problem()) is not None:
+        if (problem := self._start.run_dir.problem() or self._parsers.problem()) is not None:
             self._stop(problem)
         self._acknowledge_finished()
         self._watch_workers()
@@ -192,6 +198,8 @@ class Supervisor:
                 self._start.records.append(payload, header["fields"])
                 failed = header["failure"] and header["failure"]["error_class"]
                 passed, cost_usd = outcome_in(header["fields"])
+                if not (self._start.config.audit or self._start.config.checked_run):
+                    self._parsers.on_ended(header["signs"])
                 opened = self._queue.ended(key, passed, cost_usd)
                 self._progress.task_ended(failure=failed, passed=passed, opened=opened)
                 self._finished.append((worker, key))

@@ -29,6 +29,7 @@ from batch_trajectories.runs.config.models import Setups, setup_of_task
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.row import RowTask
 from batch_trajectories.runs.protocol.messages import Assignment, WorkerSetup, no_counters, pack
+from batch_trajectories.runs.protocol.parser_signs import parser_signs
 from batch_trajectories.runs.protocol.record import (
     as_stored,
     images_in,
@@ -428,6 +429,7 @@ def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> by
         fields=index_fields(stored),
         failure=failure and failure._asdict(),
         images=[] if failure else images_in(record),
+        signs=parser_signs(record),
     )
 
 

@@ -1,0 +1,91 @@
+"""Conversations with a tool call that a server left in a text are in no export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.messages.leaked_calls import FORMATS
+from batch_trajectories.export.conversation.own_work import Own
+from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.usual import usual_entries
+from batch_trajectories.export.training_files import route
+from tests.agent.test_leaked_calls import SAMPLES
+from tests.export.test_export_formats import ROW_FORMATS, refused, row
+from tests.export.test_export_rl import FIRST, SECOND, played
+from tests.export.test_hermes import assistant, call, record_of, result, user
+from tests.exporting import make_run, rejects, rows
+from tests.running import run
+from tests.stored import stored
+
+LEAKS = {models: sample.replace("echo", "temp") for models, sample in SAMPLES.items()}
+"""With the name of the tool that these records offer."""
+
+
+def ended(text: str, **more: Any) -> dict[str, Any]:
+    return record_of(user(), assistant("", call()), result("9"), assistant(text, **more))
+
+
+@pytest.mark.parametrize("models", LEAKS)
+def test_every_form_is_rejected_by_its_own_reason(models: str) -> None:
+    """Also of records that were made before such conversations ended as `leaked_call`."""
+    for record in (ended(f"I look.\n{LEAKS[models]}"), ended("Ok.", reasoning=LEAKS[models])):
+        routed = route(stored(record))
+        assert (routed.place, routed.reason) == ("rejects", "leaked_call")
+        assert models in routed.row["detail"]
+        assert routed.row["detail"].endswith("--accept_rows=leaked_call keeps such rows")
+        assert read_conversation(stored(record)).flaws[0].reason == "leaked_call"
+    at_once = record_of(user(), assistant(LEAKS[models]), status="leaked_call")
+    assert route(stored(at_once)).reason == "leaked_call"
+    within = record_of(user(), assistant(LEAKS[models], call()), result("9"), assistant("Ok."))
+    assert route(stored(within)).reason == "leaked_call"
+
+
+@pytest.mark.parametrize("name", ROW_FORMATS)
+def test_no_format_takes_it(name: str) -> None:
+    for models in ("Qwen3-Coder", "Mistral", "Claude", "Phi-4 mini"):
+        assert refused(ended(LEAKS[models]), name) == "leaked_call"
+    blank = record_of(user(), assistant(" ", reasoning=LEAKS["GLM"]), status="leaked_call")
+    assert refused(blank, name) == "leaked_call"
+
+
+def test_token_ids_of_it_are_no_rows_either(tmp_path: Path) -> None:
+    """Unless they are accepted: ids hold all that was sampled."""
+    record = played(FIRST, SECOND)
+    record["messages"][-1]["content"] = LEAKS["Mistral"]
+    source = make_run(tmp_path, record)
+    assert [*rejects(source, formats="rl").values()] == ["leaked_call"]
+    assert rows(source, "rl", accept_rows="leaked_call")
+
+
+@pytest.mark.parametrize("form", [form.models for form in FORMATS if "<" not in form.sign])
+def test_the_quick_reader_finds_what_the_other_finds(form: str) -> None:
+    """Texts without angles are read by the quick one."""
+    for record in (ended(LEAKS[form]), ended("Ok.", reasoning=LEAKS[form])):
+        assert usual_entries(stored(record), Own(stored(record))) is None
+    told = stored(ended('Its `functions.other:0` is [1, f(2)] of {"name": "x"}.'))
+    assert usual_entries(told, Own(told)) is not None, "signs alone cost no second reading"
+
+
+@pytest.mark.parametrize("name", ROW_FORMATS)
+def test_an_answer_that_explains_a_format_is_a_row(name: str) -> None:
+    answer = f"So:\n```\n{LEAKS['Mistral']}\n```\nor `{LEAKS['Phi-4 mini']}`."
+    assert row(ended(answer), name)
+    toolless = record_of(user(), assistant(LEAKS["Mistral"]), tools=[])
+    assert row(toolless, name)
+
+
+@pytest.mark.parametrize("text", ["[THINK]So.[/THINK]Hello.", "So.</thinking>\nHello."])
+def test_a_thought_in_a_text_is_rejected_whatever_ends_it(text: str) -> None:
+    assert route(stored(ended(text))).reason == "marker_in_text"
+
+
+def test_statistics_and_funnel_name_the_ending(tmp_path: Path) -> None:
+    leaked = record_of(user(), assistant(LEAKS["GLM"]), status="leaked_call")
+    directory = str(make_run(tmp_path, leaked, ended("Ok.")).run_dir)
+    for command in ("stats", "export"):
+        told = run(tmp_path, command, directory)
+        assert told.returncode == 0, told.stderr
+        assert "leaked_call" in told.stdout
