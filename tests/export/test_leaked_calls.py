@@ -13,12 +13,12 @@ from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.usual import usual_entries
 from batch_trajectories.export.training_files import route
 from tests.agent.test_leaked_calls import SAMPLES
-from tests.export.test_export_formats import ROW_FORMATS, refused, row
+from tests.export.test_export_formats import refused, row
 from tests.export.test_export_rl import FIRST, SECOND, played
 from tests.export.test_hermes import assistant, call, record_of, result, user
 from tests.exporting import make_run, rejects, rows
 from tests.running import run
-from tests.stored import stored
+from tests.stored import ROW_FORMATS, stored
 
 LEAKS = {models: sample.replace("echo", "temp") for models, sample in SAMPLES.items()}
 """With the name of the tool that these records offer."""
