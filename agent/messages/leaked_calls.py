@@ -13,8 +13,10 @@ answers explain a format. Conversations without tools hold no calls.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from agent.messages.reasoning import split_inline_reasoning
@@ -236,6 +238,8 @@ _CLOSES = re.compile(rf"</|\[/|<{_BAR}|{_BAR}>")
 """What ends a call in one of the formats; a call without it was cut off."""
 
 _SHOWN_CHARS = 60
+_MOST_LOOKED_AT = 200
+"""Beginnings of one format in one text: a text of nothing else must not take seconds."""
 
 
 class LeakedCall(NamedTuple):
@@ -289,10 +293,11 @@ def _find(
     """The format of a call in `text`, and its beginning; `by_name`: only of an offered tool."""
     if not may_leak(text):
         return None
+    code = _Code(text)
     for form in FORMATS:
         if form.sign not in text:
             continue
-        for match in _pattern(form.opening).finditer(text):
+        for match in islice(_pattern(form.opening).finditer(text), _MOST_LOOKED_AT):
             start = match.end() - len(match[0].lstrip())
             names = _names(match, text)
             is_offered = any(name in tools for name in names)
@@ -301,7 +306,7 @@ def _find(
                 counts = is_offered and ends
             else:
                 counts = is_offered or (ends and not by_name and _begins_line(text, start))
-            if counts and not _is_code(text, start):
+            if counts and not code.holds(start):
                 return form, text[start : start + _SHOWN_CHARS]
     return None
 
@@ -337,18 +342,24 @@ def _ends_with_it(text: str, end: int) -> bool:
     return opened > closed or not opened
 
 
-def _is_code(text: str, at: int) -> bool:
-    before = text[text.rfind("\n", 0, at) + 1 : at]
-    if not before.strip() and len(before.expandtabs()) >= _CODE_INDENT:
-        return True
-    if "`" not in text[:at] and "~~~" not in text[:at]:
-        return False
-    for span in _CODE.finditer(text):
-        if span.start() > at:
-            return False
-        if at < span.end():
+class _Code:
+    """The parts of a text that Markdown shows as code."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._spans: list[tuple[int, int]] | None = None
+
+    def holds(self, at: int) -> bool:
+        """Whether a position is in code."""
+        text = self._text
+        before = text[text.rfind("\n", 0, at) + 1 : at]
+        if not before.strip() and len(before.expandtabs()) >= _CODE_INDENT:
             return True
-    return False
+        if self._spans is None:
+            has_code = "`" in text or "~~~" in text
+            self._spans = [span.span() for span in _CODE.finditer(text)] if has_code else []
+        place = bisect_right(self._spans, (at, len(text) + 1))
+        return place > 0 and at < self._spans[place - 1][1]
 
 
 def parser_remedy(form: CallFormat) -> str:
@@ -381,7 +392,7 @@ def holds_thought(content: str) -> bool:
             text = split_inline_reasoning(content).rest
             at = text.find(tag)
             begins = tag not in _NEVER_READ and tag.replace("/", "", 1) in text[: max(at, 0)]
-            if at >= 0 and not begins and not _is_code(text, at):
+            if at >= 0 and not begins and not _Code(text).holds(at):
                 return True
     return False
 
