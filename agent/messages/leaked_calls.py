@@ -218,10 +218,13 @@ FORMATS = (
     ),
 )  # fmt: skip
 
-_SIGNS_IN_ANGLES = re.compile(
-    r"<(?:[|｜]|/?(?:antml:)?invoke name=|(?:antml:)?function|tool_|minimax:|seed:|longcat_|start_function_call|TOOLCALL)"
+_SIGNS_IN_ANGLES = (
+    *("<|", "<｜", "<function", "<tool_", "invoke name=", "<minimax:", "<seed:", "<longcat_"),
+    *("<start_function_call>", "<TOOLCALL>"),
 )
-"""A pattern with one first letter is searched for many times faster than single signs."""
+_SIGNS_IN_BRACKETS = ("[TOOL_CALLS]", "functools[", ")]")
+"""What the signs have in common: most texts are told by a few searches."""
+
 _LATER_NAME = re.compile(r'"name"\s*:\s*"([^"\n]{1,128})"')
 """Some models write the arguments of a call first."""
 _LATER_CHARS = 20_000
@@ -278,9 +281,10 @@ def leaked_call(
 
 def may_leak(text: str) -> bool:
     """Whether a text must be looked at closely; takes microseconds."""
-    if "<" in text and _SIGNS_IN_ANGLES.search(text):
+    holds = text.__contains__
+    if "<" in text and any(map(holds, _SIGNS_IN_ANGLES)):
         return True
-    if "[" in text and any(sign in text for sign in ("[TOOL_CALLS]", "functools[", ")]")):
+    if "[" in text and any(map(holds, _SIGNS_IN_BRACKETS)):
         return True
     if "{" in text and '"name"' in text:
         return True
