@@ -10,6 +10,7 @@ connection   headers, proxies and credentials beyond the key
 sdk_clients  clients of the openai and anthropic packages, for clouds
 keys         API keys, kept out of all that is written
 parsing      reading what endpoints send
+usage        what replies say that they used: tokens and dollars
 prices       what a call costs
 deadline     the time limit of a conversation
 stream_events  events for a caller while a reply arrives

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from agent.messages.message import MOST_TOKENS, FunctionCall, ToolCall, Usage
+from agent.messages.message import FunctionCall, ToolCall
 from agent.models.error_bodies import error_behind_200, find_error, quote
 from agent.models.errors import ModelError
 from batch_trajectories.basics import exact_json
@@ -80,43 +79,6 @@ def input_object(arguments: str) -> dict[str, Any] | None:
     return parsed if isinstance(parsed, dict) else None
 
 
-def count_or_none(value: Any) -> int | None:
-    """`value` if it can be a count of tokens, else None; some servers write 12 as 12.0.
-
-    Counts that earlier versions took over are read back through here too.
-    """
-    if value is None:
-        return None
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_TOKENS:
-        return value
-    return None
-
-
-def read_usage(raw: Any, *, given: str, made: str) -> Usage | None:
-    """Usage in OpenAI's APIs; `given` and `made` are their names for input and output."""
-    if not isinstance(raw, dict):
-        return None
-    of_input = object_of(raw, f"{given}_tokens_details")
-    of_output = object_of(raw, f"{made}_tokens_details")
-    return Usage(
-        input_tokens=count_or_none(raw.get(f"{given}_tokens")),
-        output_tokens=count_or_none(raw.get(f"{made}_tokens")),
-        cache_read_tokens=count_or_none(of_input.get("cached_tokens")),
-        cache_write_tokens=count_or_none(of_input.get("cache_write_tokens")),
-        reasoning_tokens=count_or_none(of_output.get("reasoning_tokens")),
-    )
-
-
 def text_or_none(value: Any) -> str | None:
     """`value` if it is text, else None."""
     return value if isinstance(value, str) else None
-
-
-def reported_cost(reply: Mapping[str, Any]) -> float | None:
-    """What a reply's body says that it cost; None where it says nothing that can be."""
-    cost = object_of(reply, "usage").get("cost")
-    if isinstance(cost, bool) or not isinstance(cost, int | float):
-        return None
-    return float(cost) if math.isfinite(cost) and cost >= 0 else None

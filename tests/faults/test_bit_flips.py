@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from agent.messages.message import MOST_TOKENS
-from agent.models.parsing import count_or_none
+from agent.models.usage import count_or_none
 from batch_trajectories.api.start import exit_of
 from batch_trajectories.export.training_files import export_run
 from batch_trajectories.runs.config.run_config import RunConfig

@@ -12,9 +12,10 @@ from agent.models.bodies.assembly import Assembly
 from agent.models.error_bodies import error_behind_200, find_error, quote
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.parsing import load_object, reported_cost, text_or_none
+from agent.models.parsing import load_object, text_or_none
 from agent.models.providers import ONLY_RELAYED, Api
 from agent.models.stream_events import StreamHandler
+from agent.models.usage import hour_writes_in, reported_cost
 
 
 class Dialect(NamedTuple):
@@ -108,4 +109,5 @@ def _paid(dialect: Dialect, body: bytes) -> Completion | None:
         model=text_or_none(reply.get("model") or reply.get("modelVersion")),
         response_id=text_or_none(reply.get("id") or reply.get("responseId")),
         cost_usd=reported_cost(reply),
+        hour_cache_writes=hour_writes_in(reply, usage),
     )

@@ -14,12 +14,17 @@ from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 from agent.models.parsing import (
     RAW_ARGUMENTS,
-    count_or_none,
     input_object,
     make_call,
-    object_of,
     parse_object,
     text_or_none,
+)
+from agent.models.usage import (
+    counts_beside,
+    hour_writes_in,
+    read_usage,
+    reported_cost,
+    usage_of_reply,
 )
 from batch_trajectories.basics import exact_json
 
@@ -51,6 +56,7 @@ _REPLY_FIELDS = frozenset(
 _USAGE_FIELDS: Mapping[str, Sequence[str]] = {
     "input_tokens": (),
     "output_tokens": (),
+    "cost": (),
     "cache_read_input_tokens": (),
     "cache_creation_input_tokens": (),
     "output_tokens_details": ("thinking_tokens",),
@@ -239,16 +245,19 @@ def read_reply(body: bytes) -> Completion:
         raise ModelError("malformed", "the reply's content is not a list of blocks")
     message = read_blocks(blocks)
     ending = read_ending("stop_reason", reply.get("stop_reason"), message)
+    raw_usage, usage = usage_of_reply(reply), usage_in(reply)
     return Completion(
         message=message,
         finish_reason=ending.reason,
-        usage=usage_in(reply),
+        usage=usage,
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
+        cost_usd=reported_cost(reply),
+        hour_cache_writes=hour_writes_in(reply, usage),
         unknown_ending=ending.word,
         extra=extra_of(
             reply=unknown_in(reply, _REPLY_FIELDS) | dict(ending.unknown),
-            usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
+            usage=counts_beside(raw_usage, usage, uncounted_in(raw_usage, _USAGE_FIELDS)),
         ),
     )
 
@@ -300,20 +309,7 @@ def usage_in(reply: Mapping[str, Any]) -> Usage | None:
 
     Here `input_tokens` excludes what went through the cache; the record's includes it.
     """
-    raw = reply.get("usage")
-    if not isinstance(raw, dict):
-        return None
-    fresh = count_or_none(raw.get("input_tokens"))
-    read = count_or_none(raw.get("cache_read_input_tokens"))
-    written = count_or_none(raw.get("cache_creation_input_tokens"))
-    details = object_of(raw, "output_tokens_details")
-    return Usage(
-        input_tokens=None if fresh is None else fresh + (read or 0) + (written or 0),
-        output_tokens=count_or_none(raw.get("output_tokens")),
-        cache_read_tokens=read,
-        cache_write_tokens=written,
-        reasoning_tokens=count_or_none(details.get("thinking_tokens")),
-    )
+    return read_usage(usage_of_reply(reply), is_fresh=True)
 
 
 DIALECT = Dialect(

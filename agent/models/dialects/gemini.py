@@ -12,7 +12,8 @@ from agent.models.bodies.unknown_fields import extra_of, unknown_in
 from agent.models.dialects.gemini_stream import GeminiAssembly
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.parsing import count_or_none, make_call, object_of, parse_object, text_or_none
+from agent.models.parsing import make_call, object_of, parse_object, text_or_none
+from agent.models.usage import count_or_none, read_total
 
 API = "gemini"
 
@@ -23,6 +24,14 @@ _REPLY_FIELDS = frozenset(
 )
 _CANDIDATE_FIELDS = frozenset({"content", "finishReason", "index"})
 """What is read of each, or says nothing of the reply. All else is kept as it came."""
+
+_COUNTS = (
+    "promptTokenCount",
+    "candidatesTokenCount",
+    "thoughtsTokenCount",
+    "toolUsePromptTokenCount",
+    "totalTokenCount",
+)
 
 _PLAIN_PART = frozenset({"text", "thought", "functionCall"})
 
@@ -71,16 +80,18 @@ def _completion(
     others: Sequence[Any],
     unknown: Mapping[str, Any],
 ) -> Completion:
+    usage = usage_in(reply)
     return Completion(
         message=message,
         finish_reason=finish_reason,
-        usage=usage_in(reply),
+        usage=usage,
         model=text_or_none(reply.get("modelVersion")),
         response_id=text_or_none(reply.get("responseId")),
         extra=extra_of(
             reply=unknown_in(reply, _REPLY_FIELDS),
             choice={**unknown_in(candidate, _CANDIDATE_FIELDS), **unknown},
             choices=list(others),
+            usage=_counts_beside(reply, usage),
         ),
     )
 
@@ -112,19 +123,27 @@ def usage_in(reply: Mapping[str, Any]) -> Usage | None:
     raw = reply.get("usageMetadata")
     if not isinstance(raw, dict):
         return None
-    given, made = count_or_none(raw.get("promptTokenCount")), raw.get("candidatesTokenCount")
-    reasoning = count_or_none(raw.get("thoughtsTokenCount"))
-    said = count_or_none(made)
+    given, said, reasoning, of_tools, total = (count_or_none(raw.get(name)) for name in _COUNTS)
     if said is None and reasoning is None and given is None:
         return None
-    of_tools = count_or_none(raw.get("toolUsePromptTokenCount"))
+    given, made = read_total(
+        given if given is None else given + (of_tools or 0), (said or 0) + (reasoning or 0), total
+    )
     return Usage(
-        input_tokens=None if given is None else given + (of_tools or 0),
-        output_tokens=(said or 0) + (reasoning or 0),
+        input_tokens=given,
+        output_tokens=made,
         cache_read_tokens=count_or_none(raw.get("cachedContentTokenCount")),
         cache_write_tokens=None,
         reasoning_tokens=reasoning,
     )
+
+
+def _counts_beside(reply: Mapping[str, Any], usage: Usage | None) -> dict[str, Any]:
+    """The counts as they came if the usage says something else; see `agent.models.usage`."""
+    raw = object_of(reply, "usageMetadata")
+    total = count_or_none(raw.get("totalTokenCount"))
+    said = sum(count_or_none(raw.get(name)) or 0 for name in _COUNTS[:-1])
+    return {} if usage is None or not total or total == said else dict(raw)
 
 
 DIALECT = Dialect(

@@ -37,9 +37,14 @@ from agent.models.parsing import (
     make_call,
     object_of,
     parse_object,
+    text_or_none,
+)
+from agent.models.usage import (
+    counts_beside,
+    hour_writes_in,
     read_usage,
     reported_cost,
-    text_or_none,
+    usage_of_reply,
 )
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.exact_json import objects_among
@@ -268,19 +273,22 @@ def read_reply(body: bytes) -> Completion:
     finish_reason = ending.reason
     if isinstance(raw.get("refusal"), str) and not message["content"].strip():
         message["content"], finish_reason = raw["refusal"], "refusal"
+    raw_usage = usage_of_reply(reply)
+    usage = read_usage(raw_usage)
     return Completion(
         message=message,
         finish_reason=finish_reason,
-        usage=usage_in(reply),
+        usage=usage,
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
         cost_usd=reported_cost(reply),
         unknown_ending=ending.word,
+        hour_cache_writes=hour_writes_in(reply, usage),
         extra=extra_of(
             reply=unknown_in(reply, _REPLY_FIELDS),
             choice=unknown_in(choice, _CHOICE_FIELDS) | dict(ending.unknown),
             choices=choices[1:],
-            usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
+            usage=counts_beside(raw_usage, usage, uncounted_in(raw_usage, _USAGE_FIELDS)),
         ),
     )
 
@@ -404,7 +412,7 @@ def flat_text(content: Any) -> str:
 
 def usage_in(reply: Mapping[str, Any]) -> Usage | None:
     """The token counts in a reply's body."""
-    return read_usage(reply.get("usage"), given="prompt", made="completion")
+    return read_usage(usage_of_reply(reply))
 
 
 DIALECT = Dialect(

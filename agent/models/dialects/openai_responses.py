@@ -27,8 +27,14 @@ from agent.models.parsing import (
     make_call,
     object_of,
     parse_object,
-    read_usage,
     text_or_none,
+)
+from agent.models.usage import (
+    counts_beside,
+    hour_writes_in,
+    read_usage,
+    reported_cost,
+    usage_of_reply,
 )
 from batch_trajectories.basics.exact_json import objects_among
 
@@ -58,7 +64,7 @@ _REPLY_FIELDS = frozenset(
     }
 )
 _USAGE_FIELDS: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), ()),
+    **dict.fromkeys(("input_tokens", "output_tokens", "total_tokens", "cost"), ()),
     "input_tokens_details": ("cached_tokens", "cache_write_tokens"),
     "output_tokens_details": ("reasoning_tokens",),
 }
@@ -240,16 +246,20 @@ def read_reply(body: bytes) -> Completion:
             finish_reason = "refusal"
         elif "tool_calls" in message:
             finish_reason = "tool_calls"
+    raw_usage = usage_of_reply(reply)
+    usage = read_usage(raw_usage)
     return Completion(
         message=message,
         finish_reason=finish_reason,
-        usage=usage_in(reply),
+        usage=usage,
         model=text_or_none(reply.get("model")),
         response_id=text_or_none(reply.get("id")),
+        cost_usd=reported_cost(reply),
+        hour_cache_writes=hour_writes_in(reply, usage),
         unknown_ending=ending.word,
         extra=extra_of(
             reply=unknown_in(reply, _REPLY_FIELDS) | dict(ending.unknown),
-            usage=uncounted_in(reply.get("usage"), _USAGE_FIELDS),
+            usage=counts_beside(raw_usage, usage, uncounted_in(raw_usage, _USAGE_FIELDS)),
         ),
     )
 
@@ -261,7 +271,7 @@ def conversation_of(reply: Mapping[str, Any]) -> str:
 
 def usage_in(reply: Mapping[str, Any]) -> Usage | None:
     """The token counts in a reply's body."""
-    return read_usage(reply.get("usage"), given="input", made="output")
+    return read_usage(usage_of_reply(reply))
 
 
 def _raise_if_failed(body: bytes) -> None:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from agent.messages.message import SIMULATED_USER
-from agent.models.parsing import count_or_none
+from agent.models.usage import count_or_none
 from batch_trajectories.basics.exact_json import within_64_bits
 from batch_trajectories.export.conversation.authors import in_order, with_context
 from batch_trajectories.export.conversation.metadata import metadata_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agent.messages.message import Message, Usage
-from agent.models.parsing import count_or_none
+from agent.models.usage import count_or_none
 from agent.state.tally import cost_of, usage_of
 from agent.wires.canonical import CallsInOrder
 from agent.wires.reading import function_tool

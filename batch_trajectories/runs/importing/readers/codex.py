@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent.models.parsing import count_or_none, object_of, text_or_none
+from agent.models.parsing import object_of, text_or_none
+from agent.models.usage import count_or_none
 from agent.wires.wire_responses import is_assistants
 from agent.wires.wires import WIRES
 from batch_trajectories.basics.exact_json import objects_among

@@ -1,0 +1,266 @@
+"""What replies say that they used, in the spellings of all servers: tokens by kind, and dollars.
+
+Servers of one API spell counts in the manner of another, and proxies give several spellings side
+by side. These say the same thing, so the largest counts once. Counts that are read here under
+other names than the API's own also stay in `Completion.extra`, as they came.
+
+Sources: OpenAI's and Anthropic's references; DeepSeek (`prompt_cache_hit_tokens`), Moonshot
+(`cached_tokens`, usage in a choice), Groq (`x_groq`), LiteLLM's `Usage`, DashScope's context cache
+(`cache_creation_input_tokens`), docs.x.ai/developers/cost-tracking, OpenRouter's usage accounting,
+DeepInfra (`estimated_cost`) and Perplexity (an object as `cost`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+from agent.messages.message import MOST_TOKENS, Usage
+from agent.models.parsing import object_of
+
+_DETAILS_OF_INPUT = ("prompt_tokens_details", "input_tokens_details")
+_DETAILS_OF_OUTPUT = ("completion_tokens_details", "output_tokens_details")
+
+_CACHE_READS = frozenset(
+    {
+        "cached_tokens",
+        "prompt_cache_hit_tokens",
+        "cache_read_input_tokens",
+        "cache_read_tokens",
+    }
+)
+_CACHE_WRITES = frozenset(
+    {
+        "cache_write_tokens",
+        "cache_write_input_tokens",
+        "cache_creation_tokens",
+        "cache_creation_input_tokens",
+    }
+)
+_BY_LIFETIME = ("cache_creation", "cache_creation_token_details")
+"""Cache writes by how long they are kept: Anthropic's name, and LiteLLM's."""
+_FOR_AN_HOUR = "ephemeral_1h_input_tokens"
+_REASONING = frozenset({"reasoning_tokens", "thinking_tokens"})
+_FRESH = frozenset({"cache_read_input_tokens", "cache_creation_input_tokens"})
+"""Beside Anthropic's own names, `input_tokens` excludes what went through the cache."""
+
+_PLAIN = frozenset(
+    {"prompt_tokens", "completion_tokens", "total_tokens", "input_tokens", "output_tokens"}
+)
+_BILLED_APART = frozenset({"compaction", "advisor_message"})
+"""Kinds of `iterations` of Anthropic that the other counts of its usage leave out."""
+
+_COSTS = frozenset({"cost", "total_cost", "estimated_cost", "cost_in_usd_ticks"})
+_TICKS_PER_DOLLAR = 10**10
+
+
+def count_or_none(value: Any) -> int | None:
+    """`value` if it can be a count of tokens, else None; some servers write 12 as 12.0.
+
+    Counts that earlier versions took over are read back through here too.
+    """
+    if value is None:
+        return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_TOKENS:
+        return value
+    return None
+
+
+def usage_of_reply(reply: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The object of a reply's body that has its counts; None where there is none.
+
+    Moonshot puts it into the choice, and Groq's streams into `x_groq`.
+    """
+    usage = reply.get("usage")
+    if usage and isinstance(usage, dict):
+        return usage
+    choices = reply.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    in_choice = object_of(choice, "usage") if isinstance(choice, dict) else {}
+    elsewhere = in_choice or object_of(object_of(reply, "x_groq"), "usage")
+    return elsewhere or (usage if isinstance(usage, dict) else None)
+
+
+def read_usage(raw: Mapping[str, Any] | None, *, is_fresh: bool = False) -> Usage | None:
+    """The token counts in a usage object of the OpenAI or Anthropic APIs; None without one.
+
+    `is_fresh`: `input_tokens` excludes what went through the cache, as Anthropic's API has it.
+    """
+    if raw is None:
+        return None
+    prompt, fresh = count_or_none(raw.get("prompt_tokens")), count_or_none(raw.get("input_tokens"))
+    made = _largest(raw, ("completion_tokens", "output_tokens"))
+    total = count_or_none(raw.get("total_tokens"))
+    read = written = reasoning = None
+    if not raw.keys() <= _PLAIN:
+        read, written, reasoning = _read_kinds(raw)
+        is_fresh |= prompt is None and total is None and not raw.keys().isdisjoint(_FRESH)
+    cached = (read or 0) + (written or 0)
+    if fresh is not None and is_fresh:
+        fresh += cached
+    given = prompt if fresh is None or (prompt or 0) > fresh else fresh
+    given, made = _with_total(given, made, total, cached=cached, reasoning=reasoning or 0)
+    if "iterations" in raw:
+        given, made, read, written = _with_iterations(raw, given, made, read, written)
+    if not given and not made:
+        # No call has neither: such a server does not count, and 0 would be a price of nothing.
+        given = made = None
+    return Usage(
+        input_tokens=given,
+        output_tokens=made,
+        cache_read_tokens=read,
+        cache_write_tokens=written,
+        reasoning_tokens=reasoning,
+    )
+
+
+def read_total(
+    given: int | None, made: int | None, total: int | None
+) -> tuple[int | None, int | None]:
+    """Input and output, of which the output has all that a larger `total` counts beside them."""
+    return _with_total(given, made, total, cached=0, reasoning=0)
+
+
+def counts_beside(
+    raw: Mapping[str, Any] | None, usage: Usage | None, uncounted: dict[str, Any]
+) -> dict[str, Any]:
+    """`uncounted`, and the plain counts of `raw` as they came if `usage` says something else."""
+    if usage is None or raw is None:
+        return uncounted
+    made, total = usage["output_tokens"], count_or_none(raw.get("total_tokens"))
+    is_said = made in (raw.get("completion_tokens"), raw.get("output_tokens"))
+    if is_said and (not total or total == (usage["input_tokens"] or 0) + (made or 0)):
+        return uncounted
+    return {**uncounted, **{key: raw[key] for key in raw.keys() & _PLAIN if raw[key]}}
+
+
+def hour_writes_in(reply: Mapping[str, Any], usage: Usage | None) -> int:
+    """How many of the cache writes of a reply are kept for an hour."""
+    if usage is None or not usage["cache_write_tokens"]:
+        return 0
+    raw = usage_of_reply(reply) or {}
+    return sum(_largest_count(_of_an_hour(one)) or 0 for one in (raw, *_billed_apart(raw)))
+
+
+def reported_cost(reply: Mapping[str, Any]) -> float | None:
+    """Dollars that a reply's body says that it cost; None where it says nothing that can be."""
+    raw = usage_of_reply(reply)
+    if raw is None or raw.keys().isdisjoint(_COSTS):
+        return None
+    costs = [_dollars(raw.get(name)) for name in ("total_cost", "estimated_cost")]
+    ticks = _dollars(raw.get("cost_in_usd_ticks"))
+    costs.append(None if ticks is None else ticks / _TICKS_PER_DOLLAR)
+    cost = raw.get("cost")
+    if isinstance(cost, dict):
+        cost = cost.get("total_cost") if cost.get("currency", "USD") == "USD" else None
+    cost = _dollars(cost)
+    if raw.get("is_byok") is True:
+        # OpenRouter with a provider key of one's own: `cost` is its fee, and the provider bills.
+        upstream = _dollars(object_of(raw, "cost_details").get("upstream_inference_cost"))
+        cost = None if cost is None or upstream is None else cost + upstream
+    known = [one for one in (*costs, cost) if one is not None]
+    return max(known, default=None)
+
+
+def _read_kinds(raw: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
+    """Cache reads, cache writes and reasoning."""
+    of_input = [object_of(raw, name) for name in _DETAILS_OF_INPUT if name in raw]
+    of_output = [object_of(raw, name) for name in _DETAILS_OF_OUTPUT if name in raw]
+    places = (raw, *of_input)
+    read = _largest_count(_values(places, _CACHE_READS))
+    written = _largest_count(_values(places, _CACHE_WRITES))
+    lifetimes = [sum(_counts(one.values())) for one in _by_lifetime(places)]
+    if lifetimes and (longest := max(lifetimes)):
+        written = max(written or 0, longest)
+    return read, written, _largest_count(_values((raw, *of_output), _REASONING))
+
+
+def _with_total(
+    given: int | None, made: int | None, total: int | None, *, cached: int, reasoning: int
+) -> tuple[int | None, int | None]:
+    """Input and output, with what is counted beside them.
+
+    xAI and Gemini's OpenAI endpoint have reasoning beside the output, which only the total shows;
+    some proxies have the cache beside the input.
+    """
+    if total is not None:
+        if given is None and made is not None:
+            given = max(0, total - made)
+        elif given is not None and made is None:
+            made = max(0, total - given)
+        beside = total - (given or 0) - (made or 0)
+        if cached and beside in (cached, cached + reasoning):
+            given = (given or 0) + cached
+            beside -= cached
+        if made is not None and beside > 0:
+            made += beside
+    if made is not None and reasoning > made:
+        made += reasoning
+    return given, made
+
+
+def _with_iterations(
+    raw: Mapping[str, Any], *counts: int | None
+) -> tuple[int | None, int | None, int | None, int | None]:
+    """Input, output, cache reads and writes, with those that Anthropic bills beside them."""
+    given, made, read, written = counts
+    for one in (read_usage(part, is_fresh=True) for part in _billed_apart(raw)):
+        if one is not None:
+            given = (given or 0) + (one["input_tokens"] or 0)
+            made = (made or 0) + (one["output_tokens"] or 0)
+            read = _sum(read, one["cache_read_tokens"])
+            written = _sum(written, one["cache_write_tokens"])
+    return given, made, read, written
+
+
+def _billed_apart(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    iterations = raw.get("iterations")
+    return [
+        {key: value for key, value in one.items() if key != "iterations"}
+        for one in (iterations if isinstance(iterations, list) else ())
+        if isinstance(one, dict) and one.get("type") in _BILLED_APART
+    ]
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    return one if other is None else (one or 0) + other
+
+
+def _by_lifetime(places: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [object_of(place, name) for place in places for name in _BY_LIFETIME if name in place]
+
+
+def _of_an_hour(raw: Mapping[str, Any]) -> list[Any]:
+    """The counts of cache writes for an hour, wherever they stand."""
+    places = (raw, *(object_of(raw, details) for details in _DETAILS_OF_INPUT))
+    return [one.get(_FOR_AN_HOUR) for one in _by_lifetime(places)]
+
+
+def _values(places: Iterable[Mapping[str, Any]], names: Set[str]) -> list[Any]:
+    return [place[name] for place in places for name in place.keys() & names]
+
+
+def _counts(values: Iterable[Any]) -> list[int]:
+    return [count for value in values if (count := count_or_none(value)) is not None]
+
+
+def _largest_count(values: Iterable[Any]) -> int | None:
+    return max(_counts(values), default=None)
+
+
+def _largest(raw: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    return _largest_count(map(raw.get, names))
+
+
+def _dollars(value: Any) -> float | None:
+    """An amount that can be one, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        amount = float(value)
+    except OverflowError:
+        return None
+    return amount if math.isfinite(amount) and amount >= 0 else None
