@@ -11,7 +11,7 @@ from agent.models.bodies.dialect import read_reply
 from agent.models.bodies.token_ids import asking_body, asks_for_ids, with_tokens
 from agent.models.client.relayed import RelayRequest
 from agent.models.dialects.openai_chat import API as CHAT
-from agent.models.model import Completion, ModelSettings
+from agent.models.model import Completion, ModelSettings, replies_asked_for
 from agent.wires.wire import WireError, WireRequest
 from agent.wires.wire_base import Wire
 from batch_trajectories.basics import exact_json
@@ -67,7 +67,7 @@ def request_of(
         path=wire.upstream_path(path),
         body=content,
         headers=wire.request_headers(call.headers),
-        max_tokens=None if max_tokens is None else max_tokens * _choices(body),
+        max_tokens=None if max_tokens is None else max_tokens * replies_asked_for(body),
         read=read,
         unasked=None if request is None else call.wire.assembly,
         asking_for_tokens=None if asking is None else exact_json.dumps(asking),
@@ -90,14 +90,3 @@ def free(body: bytes) -> Completion:
 def _read_tokens(settings: ModelSettings, sent: Mapping[str, Any], body: bytes) -> Completion:
     """The reply to a relayed request that asked for token ids."""
     return with_tokens(read_reply(CHAT, body), settings, sent)
-
-
-def _choices(body: Mapping[str, Any]) -> int:
-    """How many replies a body asks for, each of which may be as long as its limit."""
-    config = body.get("generationConfig")
-    counts = [body.get("n"), body.get("best_of")]
-    counts.append(config.get("candidateCount") if isinstance(config, dict) else None)
-    prompts = body.get("prompt")
-    is_list = isinstance(prompts, list) and not all(type(prompt) is int for prompt in prompts)
-    times = len(prompts) if is_list and prompts else 1
-    return times * max([1, *(count for count in counts if type(count) is int)])

@@ -67,8 +67,28 @@ class Request:
         return len(exact_json.dumps([self.messages, self.tools, settings.extra_body]))
 
     def reply_bound(self, settings: ModelSettings) -> int | None:
-        """The limit on the reply's tokens in the request, None if it has none."""
-        return settings.reply_bound
+        """The limit on the tokens of all replies to the request together, None if it has none."""
+        bound = settings.reply_bound
+        return bound and bound * replies_asked_for(settings.extra_body or {})
+
+    def asks_for_hour_writes(self, settings: ModelSettings) -> bool:
+        """Whether input may be written into a cache that is kept for an hour; see `HOUR_TTL`."""
+        return bool(settings.extra_body) and HOUR_TTL in exact_json.dumps(settings.extra_body)
+
+
+HOUR_TTL = b'"1h"'
+"""The lifetime of a cache, as a request's JSON has it. In a text its marks would be escaped."""
+
+
+def replies_asked_for(body: Mapping[str, Any]) -> int:
+    """How many replies a body asks for, each of which may be as long as its limit."""
+    config = body.get("generationConfig")
+    counts = [body.get("n"), body.get("best_of")]
+    counts.append(config.get("candidateCount") if isinstance(config, dict) else None)
+    prompts = body.get("prompt")
+    is_list = isinstance(prompts, list) and not all(type(prompt) is int for prompt in prompts)
+    times = len(prompts) if is_list and prompts else 1
+    return times * max([1, *(count for count in counts if type(count) is int)])
 
 
 class ConversationChanged(Exception):

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
@@ -43,6 +44,12 @@ _BATCH = {"processing": "batch"}
 _BATCH_SHARE = 0.5
 """Of the price, where the table does not know: both providers' documented discount."""
 
+_HOUR_WRITE = 2.0
+"""What writing into the cache for an hour costs, in prices of input (Anthropic's price list)."""
+
+_FEES = {"openrouter": 0.05}
+"""What a provider may take beyond the price: OpenRouter does for calls with keys of one's own."""
+
 
 def price(
     completion: Completion, settings: ModelSettings, *, by_batch: bool = False
@@ -51,24 +58,18 @@ def price(
     usage = completion.usage
     if usage is None or usage["input_tokens"] is None or usage["output_tokens"] is None:
         return None
+    for_an_hour = min(completion.hour_cache_writes, usage["cache_write_tokens"] or 0)
     if own := settings.own_price:
-        return _own_cost(own, usage, by_batch=by_batch)
+        return _own_cost(own, usage, for_an_hour=for_an_hour, by_batch=by_batch)
     calculation = _find(settings.name, settings.provider) or (
         completion.model and _find(completion.model, settings.provider)
     )
     if not calculation:
         _warn(settings.name)
         return None
-    from genai_prices import Usage
-
-    tokens = Usage(
-        input_tokens=usage["input_tokens"],
-        output_tokens=usage["output_tokens"],
-        cache_read_tokens=usage["cache_read_tokens"],
-        cache_write_tokens=usage["cache_write_tokens"],
-    )
+    cost = _batch_cost if by_batch else _cost
     try:
-        return _batch_cost(calculation, tokens) if by_batch else _cost(calculation, tokens)
+        return _table_cost(calculation, usage, cost, for_an_hour)
     except ValueError:  # counts that contradict each other: more tokens cached than read
         return None
 
@@ -89,6 +90,8 @@ def estimate_cost(
 ) -> CostEstimate:
     """What one attempt of a request can use up at most.
 
+    Where the request asks for a cache of an hour, all input may be written into that.
+
     No tokenizer makes more tokens than there are bytes, and the JSON around a message is longer
     than the marks that a chat template puts there. All input may be new to the provider's cache,
     and written into it at a higher price.
@@ -98,7 +101,8 @@ def estimate_cost(
     likely_in = size // _BYTES_PER_TOKEN
     if most_out is None:
         return CostEstimate(None, None, likely_in)
-    rates = _rates_of(settings, most_in.bit_length(), by_batch=by_batch)
+    for_an_hour = request.asks_for_hour_writes(settings)
+    rates = _rates_of(settings, most_in.bit_length(), by_batch=by_batch, for_an_hour=for_an_hour)
     if rates is None:
         return CostEstimate(None, most_in + most_out, likely_in)
     usd = most_in * rates.read + most_out * rates.written
@@ -112,16 +116,47 @@ class _Rates(NamedTuple):
     written: float
 
 
-def _rates_of(settings: ModelSettings, bits: int, *, by_batch: bool) -> _Rates | None:
+def _rates_of(
+    settings: ModelSettings, bits: int, *, by_batch: bool, for_an_hour: bool
+) -> _Rates | None:
     """The most that a token costs in a request of fewer than 2 ** `bits` tokens."""
     if (own := settings.own_price) is None:
-        return _most_per_token(settings.name, settings.provider, bits, by_batch)
+        return _most_per_token(settings.name, settings.provider, bits, by_batch, for_an_hour)
     share = _BATCH_SHARE if by_batch else 1.0
     highest_rate = max(own.input, own.cache_read, own.cache_write)
+    if for_an_hour:
+        highest_rate = max(highest_rate, _hour_write_of(own))
     return _Rates(share * highest_rate / _MILLION, share * own.output / _MILLION)
 
 
-def _own_cost(own: Price, usage: Counts, *, by_batch: bool) -> float | None:
+def _table_cost(
+    calculation: PriceCalculation,
+    usage: Counts,
+    cost: Callable[[PriceCalculation, Tokens], float],
+    for_an_hour: int,
+) -> float:
+    """Dollars of one call by the table; raises `ValueError` where its counts contradict."""
+    from genai_prices import Usage
+
+    written = usage["cache_write_tokens"]
+    dollars = cost(
+        calculation,
+        Usage(
+            input_tokens=usage["input_tokens"],
+            output_tokens=usage["output_tokens"],
+            cache_read_tokens=usage["cache_read_tokens"],
+            # Writes for an hour count as plain input here, and as the rest of their price below.
+            cache_write_tokens=written and written - for_an_hour,
+        ),
+    )
+    if for_an_hour and (size := usage["input_tokens"]):
+        # All input of this request at the plain price: long requests may cost more per token.
+        plain = cost(calculation, Usage(input_tokens=size)) / size
+        dollars += (_HOUR_WRITE - 1) * plain * for_an_hour
+    return dollars
+
+
+def _own_cost(own: Price, usage: Counts, *, for_an_hour: int, by_batch: bool) -> float | None:
     """Dollars of one call by the user's prices, None where its counts contradict each other."""
     read, written = usage["cache_read_tokens"] or 0, usage["cache_write_tokens"] or 0
     fresh = (usage["input_tokens"] or 0) - read - written
@@ -129,13 +164,24 @@ def _own_cost(own: Price, usage: Counts, *, by_batch: bool) -> float | None:
         return None
     output = usage["output_tokens"] or 0
     dollars = (
-        fresh * own.input + read * own.cache_read + written * own.cache_write + output * own.output
+        fresh * own.input
+        + read * own.cache_read
+        + (written - for_an_hour) * own.cache_write
+        + for_an_hour * _hour_write_of(own)
+        + output * own.output
     ) / _MILLION
     return _BATCH_SHARE * dollars if by_batch else dollars
 
 
+def _hour_write_of(own: Price) -> float:
+    """The user's price of writing into the cache for an hour: none has a key of its own."""
+    return max(own.cache_write, _HOUR_WRITE * own.input)
+
+
 @lru_cache(maxsize=256)
-def _most_per_token(name: str, provider: str | None, bits: int, by_batch: bool) -> _Rates | None:
+def _most_per_token(
+    name: str, provider: str | None, bits: int, by_batch: bool, for_an_hour: bool
+) -> _Rates | None:
     """The same by the table.
 
     Longer requests may cost more per token, never less. Kept, because working out a price takes
@@ -150,7 +196,9 @@ def _most_per_token(name: str, provider: str | None, bits: int, by_batch: bool) 
     plain = cost(calculation, Usage(input_tokens=max_rate))
     cached = cost(calculation, Usage(input_tokens=max_rate, cache_write_tokens=max_rate))
     both = cost(calculation, Usage(input_tokens=max_rate, output_tokens=many))
-    return _Rates(max(plain, cached) / max_rate, (both - plain) / many)
+    most = max(plain, cached, _HOUR_WRITE * plain if for_an_hour else 0.0)
+    with_fee = 1 + _FEES.get(provider or "", 0.0)
+    return _Rates(with_fee * most / max_rate, with_fee * (both - plain) / many)
 
 
 def _cost(calculation: PriceCalculation, tokens: Tokens) -> float:

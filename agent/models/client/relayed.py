@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from agent.messages.message import Message
 from agent.models.bodies.assembly import Assembly
-from agent.models.model import Completion, ModelSettings, Request
+from agent.models.model import HOUR_TTL, Completion, ModelSettings, Request
 
 OnEvent = Callable[[bytes, str | None], bool]
 """Takes an event of a stream: its bytes, and the data in it, None if it has none; returns whether
@@ -49,3 +49,7 @@ class RelayRequest(Request):
     def reply_bound(self, settings: ModelSettings) -> int | None:
         """See `Request`."""
         return self.max_tokens
+
+    def asks_for_hour_writes(self, settings: ModelSettings) -> bool:
+        """See `Request`."""
+        return HOUR_TTL in self.body
