@@ -67,6 +67,9 @@ _UNANSWERED: frozenset[Kind] = frozenset({"connection", "timeout", "malformed"})
 _BROAD: frozenset[str] = frozenset({"rate_limited", "overloaded", "bad_request"})
 """Kinds whose codes are also given to errors of which the message says more."""
 
+_TIMED_OUT = frozenset({408, 504, 524})
+"""Statuses of a proxy that no longer waits for the model, whose work may be charged."""
+
 _BY_PHRASE: tuple[Kind, ...] = ("no_credit", "context_exceeded", "filtered", "blocked")
 """Kinds that the message may say, in the order in which they are looked for."""
 
@@ -107,6 +110,8 @@ class ModelError(Exception):
         """The base URL that was asked, where it is known."""
         self.paid: Completion | None = None
         """What an unusable reply still cost, where it says so; without its text."""
+        self.had_begun = False
+        """The endpoint had accepted the request, or sent parts of a reply, before it failed."""
         self.reply: tuple[int, bytes] | None = None
         """Status and body by which the endpoint refused the request, if that is how it failed."""
         self.has_answered_others = False
@@ -136,7 +141,11 @@ class ModelError(Exception):
     @property
     def may_have_cost(self) -> bool:
         """Whether the endpoint may charge for the attempt although its reply cannot be used."""
-        return self._was_sent and self.kind in _UNANSWERED
+        if not self._was_sent:
+            return False
+        if self.kind in _UNANSWERED or self.paid is not None or self.had_begun:
+            return True
+        return self.reply is not None and self.reply[0] in _TIMED_OUT
 
 
 def kind_of(status: int | None, codes: Iterable[str], message: str, request: bytes = b"") -> Kind:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -107,6 +108,47 @@ def estimate_cost(
         return CostEstimate(None, most_in + most_out, likely_in)
     usd = most_in * rates.read + most_out * rates.written
     return CostEstimate(usd, most_in + most_out, likely_in)
+
+
+class Reserves:
+    """The worst cases of one model's calls, raised once a call has used more than its own.
+
+    The table may lack a surcharge or know another provider's price, and a server may add to a
+    request what nobody sees here.
+    """
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
+        self._usd = self._tokens = 1.0
+        """By how much estimates were exceeded."""
+
+    def estimate(self, request: Request, *, by_batch: bool = False) -> CostEstimate:
+        """What one attempt can use up by the prices that are known; see `estimate_cost`."""
+        return estimate_cost(request, self._settings, by_batch=by_batch)
+
+    def worst_case(self, estimate: CostEstimate) -> CostEstimate:
+        """The estimate, raised as far as earlier ones were too low."""
+        if self._usd == self._tokens == 1.0:
+            return estimate
+        usd, tokens = estimate.usd, estimate.tokens
+        return estimate._replace(
+            usd=None if usd is None else usd * self._usd,
+            tokens=None if tokens is None else math.ceil(tokens * self._tokens),
+        )
+
+    def learn(self, estimate: CostEstimate, completion: Completion) -> None:
+        """Raise later worst cases if a call has used more than its estimate."""
+        usage, usd = completion.usage, completion.cost_usd
+        if usd is not None and estimate.usd and usd > self._usd * estimate.usd:
+            log.warning(
+                "a call of %s cost $%.6f, and at most $%.6f was expected: more is reserved for "
+                "its calls from now on",
+                *(self._settings.name, usd, self._usd * estimate.usd),
+            )
+            self._usd = usd / estimate.usd
+        used = sum(usage[kind] or 0 for kind in ("input_tokens", "output_tokens")) if usage else 0
+        if estimate.tokens and used > self._tokens * estimate.tokens:
+            self._tokens = used / estimate.tokens
 
 
 class _Rates(NamedTuple):

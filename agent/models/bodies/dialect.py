@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple, get_args
@@ -73,10 +74,12 @@ def read_reply(api: str, body: bytes) -> Completion:
     try:
         return dialect.read(body)
     except ModelError as error:
-        paid = _paid(dialect, body)
         if error.kind == "malformed":
             error = _explained(error, body)
-        error.paid = paid
+        with suppress(ModelError):
+            reply = load_object(body)
+            error.paid = _paid(dialect, reply)
+            error.had_begun = error.kind == "overloaded" or any(map(reply.get, _OUTPUTS))
         raise error from None
 
 
@@ -93,12 +96,12 @@ def _explained(error: ModelError, body: bytes) -> ModelError:
     return ModelError("malformed", f"{error}: {quote(body)}")
 
 
-def _paid(dialect: Dialect, body: bytes) -> Completion | None:
+_OUTPUTS = ("choices", "content", "output", "candidates")
+"""Where the APIs have what a model has written."""
+
+
+def _paid(dialect: Dialect, reply: Mapping[str, Any]) -> Completion | None:
     """The reply without its text, None if its body has no token counts."""
-    try:
-        reply = load_object(body)
-    except ModelError:
-        return None
     usage = dialect.usage(reply)
     if usage is None or not (usage["input_tokens"] or usage["output_tokens"]):
         return None

@@ -114,8 +114,9 @@ def to_json(body: bytes, assembly: Callable[[], Assembly] | None) -> bytes:
     if not parts:
         return body
     whole = assembly()
-    for part in parts:
+    for number, part in enumerate(parts):
         if (reported := _error_in(part)) is not None:
+            reported.had_begun = number > 0 or reported.kind == "overloaded"
             raise reported
         whole.add(part)
     return whole.finish()
@@ -180,6 +181,8 @@ class StreamReader:
         self._key = key
         self._clean = clean
         self._request = request
+        self._has_begun = False
+        """A part of the reply has come."""
 
     async def read(self, first: bytes, on_event: OnEvent | None) -> None:
         """Read the stream, of which `first` has arrived, to the end of the reply.
@@ -239,8 +242,10 @@ class StreamReader:
             part = exact_json.loads_part(data)
             if isinstance(part, dict):
                 if (error := _error_in(part, self._request)) is not None:
+                    error.had_begun = self._has_begun or error.kind == "overloaded"
                     raise error
                 self._assembly.add(part)
+                self._has_begun = True
         if on_event is not None:
             on_event(self._clean(raw, self._key), data)
         return is_end or self._assembly.is_over

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
-from agent.models.admission import CallAdmission
+from agent.models.admission import CallAdmission, CostEstimate
 from agent.models.client.relayed import RelayRequest
 from agent.models.errors import Kind, ModelError
 from agent.models.keys import Key
 from agent.models.model import Adapter, Completion, ModelSettings, Request
-from agent.models.prices import estimate_cost, priced
+from agent.models.prices import Reserves, priced
 from agent.models.stream_events import StreamEvent
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class RetryingModel:
         self._on_retry = on_retry
         self.asked = settings
         """The user's settings."""
+        self.reserves = Reserves(settings)
         self._gate = gate
         self._retrying = AsyncRetrying(
             retry=retry_if_exception(_is_passing),
@@ -133,7 +134,14 @@ class RetryingModel:
         if self._gate is None:
             return await self._attempt(request, patience)
         came = time.monotonic()
-        entering = self._gate.enter(lambda: estimate_cost(request, self.asked))
+        estimate: CostEstimate | None = None
+
+        def claim() -> CostEstimate:
+            nonlocal estimate
+            estimate = estimate or self.reserves.estimate(request)
+            return self.reserves.worst_case(estimate)
+
+        entering = self._gate.enter(claim)
         if request.deadline is None:
             permit = await entering
         else:
@@ -143,6 +151,8 @@ class RetryingModel:
         outcome: Completion | ModelError | None = None
         try:
             outcome = await self._attempt(request, patience)
+            if estimate is not None:
+                self.reserves.learn(estimate, outcome)
             return outcome
         except ModelError as error:
             outcome = error

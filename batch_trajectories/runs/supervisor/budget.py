@@ -74,10 +74,14 @@ class RunBudget:
         spent = _limited(spent, budget)
         self._left = (budget or Cost()) - spent
         if shared is not None:
-            joined, known = shared.join(spent), budget_log.balance
-            if joined != spent:  # counts as spent from now on
-                lost = max(0.0, joined.usd - known.usd), max(0, joined.tokens - known.tokens)
-                budget_log.append("lent", Cost(*lost))
+            spent = shared.join(spent)
+        known = budget_log.balance
+        lost = Cost(max(0.0, spent.usd - known.usd), max(0, spent.tokens - known.tokens))
+        if lost.usd > 1e-9 or lost.tokens:  # and not by rounding
+            # In the log from now on, which alone has what calls of unknown cost may have cost. A
+            # start without a budget wrote no log.
+            budget_log.append("lent", lost)
+        if shared is not None:
             shared.begin()
             self._left = Cost()
         self._shares: dict[WorkerHandle, _WorkerShare] = {}

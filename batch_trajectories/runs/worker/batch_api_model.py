@@ -20,7 +20,7 @@ from agent.models.batches.calls import body_of, read_reply
 from agent.models.client.retrying import RetryingModel
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
-from agent.models.prices import estimate_cost, priced
+from agent.models.prices import priced
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.runs.config.amounts import Cost
@@ -126,11 +126,10 @@ class BatchApiModel:
 
     async def _by_batch(self, id: str, request: Request) -> Completion | None:
         """The reply from a batch, with its price; None if there is none."""
-        reserve = Cost()
+        reserve, estimate = Cost(), None
         if self._budget.is_kept:
-            reserve = self._budget.worst_case_of(
-                estimate_cost(request, self._settings, by_batch=True)
-            )
+            estimate = self._live.reserves.estimate(request, by_batch=True)
+            reserve = self._budget.worst_case_of(self._live.reserves.worst_case(estimate))
             held = self._held.pop(id, None)
             if held is not None and held.covers(reserve):
                 self._budget.take_over(reserve)
@@ -141,6 +140,8 @@ class BatchApiModel:
             answer = await self._ask(id, request, reserve if self._budget.is_kept else None)
             may_cost = answer.how == "reply"
             completion = self._read(answer.reply, request) if may_cost else None
+            if estimate is not None and completion is not None:
+                self._live.reserves.learn(estimate, completion)
         finally:
             if self._budget.is_kept:
                 if may_cost:

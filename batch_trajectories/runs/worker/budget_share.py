@@ -102,9 +102,12 @@ class WorkerBudget:
         if outcome is None:
             return worst_case
         usage = outcome.usage or {"input_tokens": None, "output_tokens": None}
-        usd = worst_case.usd if outcome.cost_usd is None else outcome.cost_usd
         counts = (usage["input_tokens"], usage["output_tokens"])
         tokens = worst_case.tokens if None in counts else sum(n or 0 for n in counts)
+        usd = worst_case.usd if outcome.cost_usd is None else outcome.cost_usd
+        if counts[0] == 0 and counts[1]:
+            # No reply has no input: such a server counts a part, and the cost may be that of it.
+            usd, tokens = max(usd, worst_case.usd), max(tokens, worst_case.tokens)
         return Cost(usd if self._budget.usd else 0.0, tokens if self._budget.tokens else 0)
 
     def _reserve(self, worst_case: Cost) -> None:

@@ -133,13 +133,22 @@ class CallLimiter:
         if self._budget.is_kept and not self._budget.try_to_reserve(worst_case):
             # Give up the turn while waiting for budget: others can use it, or a pause may begin.
             self._give_up_turn(tokens)
-            await self._budget.reserve(worst_case)
+            worst_case = await self._reserve(worst_case, claim)
             try:
                 await self._take_turn(tokens)
             except BaseException:
                 self._budget.release(worst_case)
                 raise
         return CallPermit(self, worst_case, tokens, time.monotonic())
+
+    async def _reserve(self, worst_case: Cost, claim: Callable[[], CostEstimate]) -> Cost:
+        """Wait for the worst case of a call, which may rise meanwhile; return it."""
+        await self._budget.reserve(worst_case)
+        while not worst_case.covers(now := self._budget.worst_case_of(claim())):
+            self._budget.release(worst_case)
+            worst_case = now
+            await self._budget.reserve(worst_case)
+        return worst_case
 
     def leave(self, permit: CallPermit, outcome: Completion | ModelError | None) -> None:
         """See `Permit`."""
