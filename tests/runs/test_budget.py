@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import tempfile
@@ -15,12 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent.gateway.sending import free
 from agent.messages.message import Message
 from agent.models.admission import CostEstimate
+from agent.models.client.relayed import RelayRequest
 from agent.models.dialects.openai_chat import read_reply
-from agent.models.errors import ModelError
-from agent.models.model import Completion, ModelSettings, Request
-from agent.models.prices import estimate_cost
+from agent.models.errors import Kind, ModelError
+from agent.models.model import Completion, ModelSettings, Price, Request
+from agent.models.prices import Reserves, estimate_cost
 from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.runs.config.amounts import Cost
 from batch_trajectories.runs.store.journal import Inflight
@@ -51,6 +54,13 @@ def reply(cost_usd: float | None = 0.25, tokens: tuple[int | None, int | None] =
         response_id=None,
         cost_usd=cost_usd,
     )
+
+
+def failed(kind: Kind, **facts: Any) -> ModelError:
+    error = ModelError(kind, "")
+    for name, value in facts.items():
+        setattr(error, name, value)
+    return error
 
 
 class TestClaim:
@@ -84,6 +94,67 @@ class TestClaim:
         assert self.ask(max_tokens=None, api="openai_chat")[:2] == (None, None)
         assert self.ask(name="nobody-knows", provider=None).usd is None
         assert self.ask(name="nobody-knows", provider=None).tokens is not None
+
+    @pytest.mark.parametrize(
+        "extra_body",
+        [
+            {"cache_control": {"type": "ephemeral", "ttl": "1h"}},
+            {"system": [{"type": "text", "text": "x", "cache_control": {"ttl": "1h"}}]},
+        ],
+    )
+    def test_a_cache_of_an_hour_costs_twice_the_input(self, extra_body: Any) -> None:
+        """Of the table and of own prices, in our requests, batches and those of agents."""
+        request = Request([Message(role="user", content="é" * 5000)])
+        settings = replace(self.SETTINGS, extra_body=extra_body)
+        claim = estimate_cost(request, settings)
+        assert claim.tokens is not None
+        right = (claim.tokens - 1000) * 6e-6 + 1000 * 15e-6
+        assert claim.usd == pytest.approx(right)
+        assert estimate_cost(request, settings, by_batch=True).usd == pytest.approx(right / 2)
+        own = replace(settings, prices={settings.name: Price(1.0, 2.0, 0.1, 1.25)})
+        right = (claim.tokens - 1000) * 2e-6 + 1000 * 2e-6
+        assert estimate_cost(request, own).usd == pytest.approx(right)
+
+        def relayed(body: Any) -> CostEstimate:
+            content = json.dumps(body).encode()
+            asked = RelayRequest(path="", body=content, headers={}, max_tokens=1000, read=free)
+            claim = estimate_cost(asked, self.SETTINGS)
+            assert claim.tokens is not None
+            assert claim.usd is not None
+            return claim._replace(usd=(claim.usd - 1000 * 15e-6) / (claim.tokens - 1000))
+
+        assert relayed({"messages": [], **extra_body}).usd == pytest.approx(6e-6)
+        said = "{'ttl': \"1h\"}"  # in a text it asks for nothing
+        plain = {"cache_control": {"ttl": "5m"}, "messages": [{"content": said}]}
+        assert relayed(plain).usd == pytest.approx(3.75e-6)
+
+    def test_each_of_several_replies_may_be_as_long_as_the_limit(self) -> None:
+        one, four = self.ask(), self.ask(extra_body={"n": 4})
+        assert one.tokens is not None
+        assert four.tokens is not None
+        assert 3000 <= four.tokens - one.tokens < 3100
+
+    def test_a_fee_of_openrouter_is_reserved(self) -> None:
+        given = {"name": "anthropic/claude-sonnet-4.5", "provider": "openrouter"}
+        claim = self.ask(**given)
+        assert claim.tokens is not None
+        right = 1.05 * ((claim.tokens - 1000) * 3.75e-6 + 1000 * 15e-6)
+        assert claim.usd == pytest.approx(right)
+
+    def test_more_is_reserved_once_a_call_has_used_more_than_its_own(self) -> None:
+        request = Request([Message(role="user", content="x")])
+        reserves = Reserves(self.SETTINGS)
+        estimate = reserves.estimate(request)
+        assert reserves.worst_case(estimate) == estimate
+        assert estimate.usd is not None
+        assert estimate.tokens is not None
+        for factor in (0.5, 3.0, 2.0):
+            reserves.learn(estimate, reply(factor * estimate.usd, (4 * estimate.tokens, 0)))
+        raised = reserves.worst_case(estimate)
+        assert raised.usd == pytest.approx(3 * estimate.usd)
+        assert raised.tokens == 4 * estimate.tokens
+        reserves.learn(estimate, reply(None, (None, None)))
+        assert reserves.worst_case(estimate) == raised
 
     def test_max_tokens_in_the_extra_body_counts(self) -> None:
         claim = self.ask(extra_body={"max_tokens": 50_000})
@@ -125,6 +196,15 @@ class TestWorkerBudget:
             (ModelError("timeout", ""), 1.0),
             (ModelError("malformed", ""), 1.0),
             (None, 1.0),
+            (failed("overloaded", had_begun=True), 1.0),
+            (failed("rate_limited", had_begun=True), 1.0),
+            (failed("context_exceeded", paid=reply(0.25)), 1.0),
+            *((failed("overloaded", reply=(status, b"")), 1.0) for status in (408, 504, 524)),
+            *((failed("overloaded", reply=(status, b"")), 0.0) for status in (500, 502, 529)),
+            (reply(0.25, (0, 30)), 1.0),
+            (reply(1.25, (0, 30)), 1.25),
+            (reply(0.0, (0, 0)), 0.0),
+            (reply(0.25, (None, None)), 0.25),
         ],
     )
     def test_an_unknown_cost_counts_as_the_worst_case(self, outcome: Any, spent: float) -> None:

@@ -5,6 +5,7 @@ test_models           requests, replies and the meaning of each failure
 test_endpoint_words   why replies end and requests are refused, in the words of servers
 test_model_faults     each fault of an endpoint, in each dialect, streamed and whole
 test_tls              failures of TLS
+test_usage            tokens and dollars that replies report, in the spellings of servers
 test_chat_servers     what single servers of the OpenAI chat API write otherwise
 test_odd_replies      values of any type in any field of a reply
 test_reply_forms      replies in other forms than asked for, and streams that are left open
