@@ -27,6 +27,7 @@ test_labels           labels of people, and what reads them
 test_steering         steering a run that works
 test_limiter          the limit on concurrent model calls
 test_budget           the budget of a run
+test_bills            the budget against endpoints that bill as providers do
 test_spending         the sum spent by a run
 test_prices           prices of the user's own
 test_progress         the progress line
