@@ -13,35 +13,60 @@ DeepInfra (`estimated_cost`) and Perplexity (an object as `cost`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from agent.messages.message import MOST_TOKENS, Usage
 from agent.models.parsing import object_of
 
-_DETAILS_OF_INPUT = ("prompt_tokens_details", "input_tokens_details")
-_DETAILS_OF_OUTPUT = ("completion_tokens_details", "output_tokens_details")
+_KINDS: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "cached_tokens",
+            "prompt_cache_hit_tokens",
+            "cache_read_input_tokens",
+            "cache_read_tokens",
+        ),
+        "read",
+    ),
+    **dict.fromkeys(
+        (
+            "cache_write_tokens",
+            "cache_write_input_tokens",
+            "cache_creation_tokens",
+            "cache_creation_input_tokens",
+            # By how long they are kept: Anthropic's name, and LiteLLM's.
+            "cache_creation",
+            "cache_creation_token_details",
+        ),
+        "written",
+    ),
+    **dict.fromkeys(("reasoning_tokens", "thinking_tokens"), "reasoning"),
+}
+"""What counts by these names mean, beside the plain ones or in the details of either."""
 
-_CACHE_READS = frozenset(
-    {
-        "cached_tokens",
-        "prompt_cache_hit_tokens",
-        "cache_read_input_tokens",
-        "cache_read_tokens",
-    }
-)
-_CACHE_WRITES = frozenset(
-    {
-        "cache_write_tokens",
-        "cache_write_input_tokens",
-        "cache_creation_tokens",
-        "cache_creation_input_tokens",
-    }
-)
+_PLACES: Mapping[str, str] = {
+    **_KINDS,
+    "prompt_tokens": "prompt",
+    "input_tokens": "fresh",
+    "completion_tokens": "made",
+    "output_tokens": "made",
+    "total_tokens": "total",
+    **dict.fromkeys(
+        (
+            "prompt_tokens_details",
+            "input_tokens_details",
+            "completion_tokens_details",
+            "output_tokens_details",
+        ),
+        "details",
+    ),
+}
+"""The same for all that a usage object may hold."""
+
 _BY_LIFETIME = ("cache_creation", "cache_creation_token_details")
-"""Cache writes by how long they are kept: Anthropic's name, and LiteLLM's."""
+_DETAILS_OF_INPUT = ("prompt_tokens_details", "input_tokens_details")
 _FOR_AN_HOUR = "ephemeral_1h_input_tokens"
-_REASONING = frozenset({"reasoning_tokens", "thinking_tokens"})
 _FRESH = frozenset({"cache_read_input_tokens", "cache_creation_input_tokens"})
 """Beside Anthropic's own names, `input_tokens` excludes what went through the cache."""
 
@@ -91,16 +116,15 @@ def read_usage(raw: Mapping[str, Any] | None, *, is_fresh: bool = False) -> Usag
     """
     if raw is None:
         return None
-    prompt, fresh = count_or_none(raw.get("prompt_tokens")), count_or_none(raw.get("input_tokens"))
-    made = _largest(raw, ("completion_tokens", "output_tokens"))
-    total = count_or_none(raw.get("total_tokens"))
-    read = written = reasoning = None
-    if not raw.keys() <= _PLAIN:
-        read, written, reasoning = _read_kinds(raw)
-        is_fresh |= prompt is None and total is None and not raw.keys().isdisjoint(_FRESH)
+    found: dict[str, int] = {}
+    _find(raw, _PLACES, found)
+    prompt, fresh, total = found.get("prompt"), found.get("fresh"), found.get("total")
+    made, read, written = found.get("made"), found.get("read"), found.get("written")
+    reasoning = found.get("reasoning")
     cached = (read or 0) + (written or 0)
-    if fresh is not None and is_fresh:
-        fresh += cached
+    if fresh is not None and cached:
+        is_anthropic = prompt is None and total is None and not raw.keys().isdisjoint(_FRESH)
+        fresh += cached if is_fresh or is_anthropic else 0
     given = prompt if fresh is None or (prompt or 0) > fresh else fresh
     given, made = _with_total(given, made, total, cached=cached, reasoning=reasoning or 0)
     if "iterations" in raw:
@@ -165,17 +189,19 @@ def reported_cost(reply: Mapping[str, Any]) -> float | None:
     return max(known, default=None)
 
 
-def _read_kinds(raw: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    """Cache reads, cache writes and reasoning."""
-    of_input = [object_of(raw, name) for name in _DETAILS_OF_INPUT if name in raw]
-    of_output = [object_of(raw, name) for name in _DETAILS_OF_OUTPUT if name in raw]
-    places = (raw, *of_input)
-    read = _largest_count(_values(places, _CACHE_READS))
-    written = _largest_count(_values(places, _CACHE_WRITES))
-    lifetimes = [sum(_counts(one.values())) for one in _by_lifetime(places)]
-    if lifetimes and (longest := max(lifetimes)):
-        written = max(written or 0, longest)
-    return read, written, _largest_count(_values((raw, *of_output), _REASONING))
+def _find(raw: Mapping[str, Any], kinds: Mapping[str, str], found: dict[str, int]) -> None:
+    """Put the largest count of each kind into `found`. Runs for every reply: one pass."""
+    for name, value in raw.items():
+        kind = kinds.get(name)
+        if kind is None or value is None:
+            continue
+        if kind == "details":
+            if isinstance(value, dict):
+                _find(value, _KINDS, found)
+            continue
+        count = sum(_counts(value.values())) if isinstance(value, dict) else count_or_none(value)
+        if count is not None and count > found.get(kind, -1):
+            found[kind] = count
 
 
 def _with_total(
@@ -239,20 +265,12 @@ def _of_an_hour(raw: Mapping[str, Any]) -> list[Any]:
     return [one.get(_FOR_AN_HOUR) for one in _by_lifetime(places)]
 
 
-def _values(places: Iterable[Mapping[str, Any]], names: Set[str]) -> list[Any]:
-    return [place[name] for place in places for name in place.keys() & names]
-
-
 def _counts(values: Iterable[Any]) -> list[int]:
     return [count for value in values if (count := count_or_none(value)) is not None]
 
 
 def _largest_count(values: Iterable[Any]) -> int | None:
     return max(_counts(values), default=None)
-
-
-def _largest(raw: Mapping[str, Any], names: Iterable[str]) -> int | None:
-    return _largest_count(map(raw.get, names))
 
 
 def _dollars(value: Any) -> float | None:
