@@ -249,6 +249,23 @@ class TestWorkerBudget:
         asyncio.run(use())
 
 
+def test_what_was_spent_without_a_budget_adds_to_unknown_costs_of_later_starts(
+    tmp_path: Path,
+) -> None:
+    """The log has these alone; what records of an earlier start say must not hide them."""
+
+    def left(known_usd: float) -> float:
+        budget_log = BudgetLog(tmp_path, tmp_path)
+        spent = max(known_usd, budget_log.balance.usd)
+        budget = RunBudget(Cost(10.0), spent=Cost(spent), budget_log=budget_log)
+        budget_log.append("lent", Cost(2.0))  # by a call that was cut off: no record says it
+        budget_log.close()
+        assert budget.budget is not None
+        return 10.0 - spent
+
+    assert [left(5.0), left(5.0), left(5.0)] == [5.0, 3.0, 1.0]
+
+
 class Worker:
     """A worker's budget with calls of random size, and the pipe to its parent."""
 

@@ -18,7 +18,7 @@ from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from batch_trajectories.basics.errors import Stopped
-from batch_trajectories.runs.config.amounts import EndpointLimits
+from batch_trajectories.runs.config.amounts import Cost, EndpointLimits
 from batch_trajectories.runs.protocol.messages import unpack
 from batch_trajectories.runs.supervisor.limits import MAX_COOL_DOWN_S, Limiter, RunLimits, share_out
 from batch_trajectories.runs.worker.budget_share import WorkerBudget
@@ -300,6 +300,33 @@ class TestGate:
             await asyncio.wait_for(waiter, 5)
 
         asyncio.run(use())
+
+
+def test_a_call_that_waits_for_budget_reserves_what_is_known_at_its_turn() -> None:
+    """A call before it has shown that its model costs more than was expected."""
+    reports: list[dict[str, Any]] = []
+    usd = 1.0
+
+    async def use() -> None:
+        nonlocal usd
+        budget = WorkerBudget(budget=Cost(usd=9.0), report=reports.append)
+        gate = CallLimiter(permits=9, budget=budget, on_refusal=lambda *_: None)
+        waiter = asyncio.create_task(gate.enter(lambda: CostEstimate(usd, 1, 1)))
+        await asyncio.sleep(0)
+        usd = 3.0
+        budget.take_grant(Cost(usd=2.5))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not waiter.done()
+        assert reports[-1]["needs"] == [[0.5, 0]]
+        budget.take_grant(Cost(usd=0.5))
+        permit = await waiter
+        assert permit.worst_case == Cost(usd=3.0)
+        permit.leave(None)
+        budget.close()
+
+    asyncio.run(use())
+    assert reports[-1]["returned"] == [0.0, 0]
 
 
 class TestPace:

@@ -16,6 +16,7 @@ from batch_trajectories.export.reward_statistics import RewardStatistics
 from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import scan
+from batch_trajectories.runs.stopping.model_budgets import ModelBudgets
 from batch_trajectories.runs.stopping.opening import Opening
 from batch_trajectories.runs.stopping.rule import (
     NOT_PASSED,
@@ -96,6 +97,24 @@ def test_the_samples_are_those_of_a_run_one_by_one_whatever_ends_first_and_is_ki
             sample = draw.choice([n for n, outcome in enumerate(outcomes) if outcome == RUNNING])
             outcomes[sample] = outcome_of(ends[sample, ran[sample]])
         assert ran == one_by_one(rule, ends)
+
+
+def test_an_unknown_cost_counts_in_the_budget_of_a_model(tmp_path: Path) -> None:
+    """As the dearest known one, in whatever order they end; else as the whole budget."""
+    (tmp_path / "records.jsonl").touch()
+    for costs in ([0.5, None, 2.0], [None, 2.0, 0.5]):
+        for budget, allowed in ((4.6, True), (4.5, False)):
+            budgets = ModelBudgets({"large": budget}, tmp_path)
+            for cost in costs:
+                budgets.add("large", cost)
+            assert budgets.allows("large", 1) is allowed
+            assert budgets.allows("small", 1)
+    said = budgets.problem() or ""
+    assert "large has cost $2.5000 and 1 conversation of unknown cost of $4.5" in said
+    unknown = ModelBudgets({"large": 100.0}, tmp_path)
+    assert unknown.allows("large", 1)
+    unknown.add("large", None)
+    assert not unknown.allows("large", 1)
 
 
 def test_as_many_run_at_once_as_are_needed_in_any_case() -> None:
