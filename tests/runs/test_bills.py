@@ -383,3 +383,49 @@ def test_a_reply_without_usage_charges_its_tokens_in_full(tmp_path: Path) -> Non
     records = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
     assert all(record["usage"]["input_tokens"] is None for record in records if record["usage"])
     assert orjson.loads((tmp_path / "trajectories/r/summary.json").read_bytes())["pending"] > 0
+
+
+@pytest.mark.slow
+def test_the_context_of_a_stored_response_is_reserved_too(tmp_path: Path) -> None:
+    """The endpoint bills all that came before, and the request has only its id."""
+    tokens: dict[str, int] = {}
+    dollars = 0.0
+
+    class Storing(Handler):
+        def do_POST(self) -> None:
+            nonlocal dollars
+            raw = self.body()
+            earlier = json.loads(raw).get("previous_response_id")
+            size = len(raw) // 2 + tokens.get(earlier, 0)
+            id = f"resp_{len(tokens)}"
+            tokens[id] = size + OUT
+            dollars += _dollars(size)
+            said = {"type": "output_text", "text": "Yes."}
+            item = {"type": "message", "role": "assistant", "content": [said]}
+            usage = {"input_tokens": size, "output_tokens": OUT, "total_tokens": size + OUT}
+            reply = {"id": id, "status": "completed", "output": [item], "usage": usage}
+            reply["previous_response_id"] = earlier
+            self.send(200, json.dumps(reply).encode())
+
+    with listening(Storing) as url:
+        given = options(Provider("m", _said, api="openai_responses"), f"{url}/v1")
+        given |= {"upstream": "responses", "port": 0, "max_run_cost_usd": 0.31}
+        given.pop("api")
+        with started(tmp_path, "record", **given) as process:
+            output = tmp_path / "output.txt"
+            wait_until(lambda: "recording at" in output.read_text())
+            port = int(output.read_text().split("recording at http://127.0.0.1:")[1].split(";")[0])
+            world = Recording(process, port)
+            body: JSON = {"model": "m", "max_output_tokens": OUT, "stream": False}
+            for number in range(60):
+                body["input"] = f"Question {number}."
+                try:
+                    status, reply = world.ask("POST", "/sessions/s/v1/responses", body)
+                except (http.client.HTTPException, OSError):
+                    break
+                if status == 400:
+                    break
+                body["previous_response_id"] = reply["id"]
+            assert process.wait(timeout=PATIENCE_S) == 3
+    assert len(tokens) > 5
+    assert 0.2 < dollars <= 0.31

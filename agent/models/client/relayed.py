@@ -31,6 +31,8 @@ class RelayRequest(Request):
     """To be sent beside our own; names in lower case."""
     max_tokens: int | None
     """The most tokens that the reply can have by the body; None without a limit."""
+    earlier_tokens: int = 0
+    """Tokens that the endpoint adds: those of a stored response that the body continues."""
     read: Callable[[bytes], Completion]
     """Reads the body of the reply; raises `ModelError`."""
     assembly: Callable[[], Assembly] | None = None
@@ -44,7 +46,7 @@ class RelayRequest(Request):
 
     def size(self, settings: ModelSettings) -> int:
         """See `Request`."""
-        return len(self.body)
+        return len(self.body) + self.earlier_tokens
 
     def reply_bound(self, settings: ModelSettings) -> int | None:
         """See `Request`."""
