@@ -68,30 +68,17 @@ class Trajectory:
     """
 
     def __init__(self, opening: Sequence[Message], events: Iterable[Event] = ()) -> None:
-        self.replies: list[ReplyEvent] = []
-        """The replies that are part of the conversation."""
         self.discarded: list[ReplyEvent] = []
         """Unusable replies, after which the model was asked again."""
         self.cut: list[CutEvent] = []
         """Model calls that were cut off."""
-        self.results: list[ResultEvent] = []
-        self.begun: set[str] = set()
-        """The ids of open calls that a tool got; see `BeganEvent`."""
-        self.notes: list[NoteEvent] = []
         self.resumes: list[ResumedEvent] = []
         self.restarts: list[RestartedEvent] = []
-        self.summarized: dict[int, str] = {}
-        """The key of the summary that stood for older messages, by the turns that saw one."""
         self.forked: ForkedEvent | None = None
         """Its parent, if it is a branch."""
-        self.replies_used = 0
-        """How many user replies were given to tools that asked."""
-        self.inner: dict[str, InnerConversation] = {}
-        """Conversations inside this one by key (see `SubEvent`)."""
         self.agent_calls: Threads | None = None
         """The calls of an agent that runs as a command; None without such events."""
         self._outer: Trajectory | None = None
-        self.tally = Tally()
         self.spent_usd = 0.0
         """Dollars of all replies with a known price, inner conversations included."""
         self.unpriced = 0
@@ -103,6 +90,26 @@ class Trajectory:
         self._at_work = TimeAtWork()
         self._not_added: list[ReplyEvent | CutEvent | ResultEvent] = []
         """Events that `seconds_at_work` has yet to add: most conversations have no time limit."""
+        self._first_opening = opening
+        self._begin(opening)
+        for event in events:
+            self.apply(event)
+
+    def _begin(self, opening: Sequence[Message]) -> None:
+        """Set all that belongs to one attempt; a restart begins another one."""
+        self.replies: list[ReplyEvent] = []
+        """The replies that are part of the conversation."""
+        self.results: list[ResultEvent] = []
+        self.begun: set[str] = set()
+        """The ids of open calls that a tool got; see `BeganEvent`."""
+        self.notes: list[NoteEvent] = []
+        self.summarized: dict[int, str] = {}
+        """The key of the summary that stood for older messages, by the turns that saw one."""
+        self.replies_used = 0
+        """How many user replies were given to tools that asked."""
+        self.inner: dict[str, InnerConversation] = {}
+        """Conversations inside this one by key (see `SubEvent`)."""
+        self.tally = Tally()
         self.reasks = 0
         """Replies discarded since the last accepted one."""
         self.noted: list[NoteEvent] = []
@@ -112,10 +119,7 @@ class Trajectory:
         self._results_of_turn: dict[int, ResultEvent] = {}
         self._notes_of: Counter[str] = Counter()
         self._text_before = ""
-        self._first_opening = opening
         self._open(opening)
-        for event in events:
-            self.apply(event)
 
     @property
     def turns(self) -> int:
@@ -318,16 +322,7 @@ class Trajectory:
         lost = [reply for reply in paid[known:] if not any(reply is d for d in self.discarded)]
         self.discarded += [{**reply, "discarded": WORKSPACE_LOST} for reply in lost]
         self.restarts.append(event)
-        self.replies, self.results, self.notes, self.noted = [], [], [], []
-        self.inner = {}
-        self.summarized = {}
-        self.replies_used = self.reasks = 0
-        self.tally = Tally()
-        self.is_reopened = False
-        self._results_of_turn = {}
-        self._notes_of = Counter()
-        self._text_before = ""
-        self._open(self._first_opening)
+        self._begin(self._first_opening)
 
     def _apply_reply(self, event: ReplyEvent) -> None:
         self._pay(event)

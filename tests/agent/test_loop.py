@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from agent.loop.acceptance import MAX_CALLS, RUN_CALLS
+from agent.messages.message import BeganEvent, Event, OpeningEvent, RestartedEvent, SubEvent
 from agent.models.errors import ModelError
-from agent.state.events import make_ids_unique
-from tests.playing import Played, call, calls, say
+from agent.state.events import make_ids_unique, note_event
+from agent.state.trajectory import CONTINUE_CUT, Trajectory
+from tests.playing import OPENING, Played, call, calls, say
 from tests.playing import play as play_with
 
 
@@ -204,6 +206,41 @@ def test_a_call_that_had_not_begun_runs(tmp_path: Path) -> None:
     # An earlier version wrote no such events: all may have begun.
     resumed = play_with(tmp_path / "w", script, past=waited)
     assert resumed.trajectory.resumes[0]["interrupted"] == ["call_1_0", "call_1_2"]
+
+
+def test_a_call_of_a_new_attempt_has_not_begun_because_an_older_one_with_its_id_had(
+    tmp_path: Path,
+) -> None:
+    """Many servers number their calls from 0 in each conversation."""
+    script = [calls(call("count")), say("done")]
+    reply, began, *_ = play_with(tmp_path / "w", script).events
+    lost = RestartedEvent(kind="restarted", turn=1, reason="the workspace was lost", at=0.0)
+    past = [reply, began, lost, reply]
+    resumed = play_with(tmp_path / "w", script, past=past, knows_begun=True)
+    assert resumed.trajectory.resumes[0]["interrupted"] == []
+    assert [result["is_error"] for result in resumed.results] == [False]
+
+
+def test_a_restart_leaves_nothing_of_the_earlier_attempt(tmp_path: Path) -> None:
+    """Only what was paid, and the history of the task, stays."""
+    script = [calls(call("count")), calls(call("delete", name="x")), calls(call("count"))]
+    played = play_with(
+        tmp_path / "w", [*script, say("done")], awaiting_input=True, user_replies=["yes"]
+    )
+    events: list[Event] = [*played.events]
+    events.insert(-1, note_event(3, CONTINUE_CUT, "go on"))
+    events.append(BeganEvent(kind="began", call_id="call_9"))
+    events.append(SubEvent(kind="sub", key="a", name="a", event=events[0]))
+    events.append(OpeningEvent(kind="opening", messages=[*OPENING, *OPENING]))
+    lost = RestartedEvent(kind="restarted", turn=4, reason="the workspace was lost", at=0.0)
+    fresh, restarted = vars(Trajectory(OPENING)), vars(Trajectory(OPENING, [*events, lost]))
+    of_task = {"discarded", "restarts", "resumes", "cut", "forked", "agent_calls", "_outer"}
+    paid = {"spent_usd", "unpriced", "spent_tokens", "uncounted", "_at_work", "_not_added"}
+    for field in fresh.keys() - of_task - paid:
+        old, new = (
+            vars(state[field]) if field == "tally" else state[field] for state in (fresh, restarted)
+        )
+        assert new == old, field
 
 
 def test_a_second_call_with_the_users_reply_begins_of_its_own(tmp_path: Path) -> None:
