@@ -31,6 +31,7 @@ test_bills            the budget against endpoints that bill as providers do
 test_spending         the sum spent by a run
 test_prices           prices of the user's own
 test_progress         the progress line
+test_suspects         tasks that may have killed their workers
 test_batch_service    waves of the Batch API, with a crash at each step
 test_remote_journal   the journal of a worker on another machine
 test_storage          records, index, turn journal, lock

@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -240,8 +242,9 @@ class Supervisor:
                 self._stop(header["message"])
 
     def _release(self, worker: WorkerHandle, key: bytes) -> None:
-        worker.held.pop(key, None)
-        worker.isolated = False
+        # A message that was held back is of a task that the worker gave up before.
+        if worker.held.pop(key, None) is not None:
+            worker.isolated = False
         if self._batches is not None:
             self._batches.leave(key)
 
@@ -307,31 +310,38 @@ class Supervisor:
                 f"{worker.name} died; another worker takes over {plural(len(worker.held), 'task')}"
             )
             self._take_over(worker)
-        self._pool.start(self._setup)
+        if self._stop_reason is None:
+            self._pool.start(self._setup)
 
     def _take_over(self, worker: WorkerHandle) -> None:
         """Queue the tasks of a dead worker again; if it had an isolated task, fail that."""
         # Its finished records must be durable before its journals are read.
         self._start.records.sync()
-        self._start.inflight.add_worker(
-            worker.number, wanted=lambda key: key in worker.held or key in self._queue.failed_now
-        )
-        if damaged := self._start.inflight.take_damaged():
-            self._progress.say(damaged)
-        for key, (task, attempt) in worker.held.items():
-            failure = Failure(
+        failures = [
+            Failure(
                 task.id,
                 task.input_digest,
                 attempt,
                 WORKER_DIED,
                 "the worker process died while this task was in flight",
             )
+            for task, attempt in worker.held.values()
+        ]
+        for failure in failures:
             self._start.failures.append(failure)
-            if worker.isolated:
-                self._fail_poison_task(key, task, failure)
-            else:
-                self._queue.put_back(task)
         self._start.failures.sync()
+        with self._stopping_where_unreadable():
+            self._start.inflight.add_worker(
+                worker.number,
+                wanted=lambda key: key in worker.held or key in self._queue.failed_now,
+            )
+            if damaged := self._start.inflight.take_damaged():
+                self._progress.say(damaged)
+            for (key, (task, _)), failure in zip(worker.held.items(), failures, strict=True):
+                if worker.isolated:
+                    self._fail_poison_task(key, task, failure)
+                else:
+                    self._queue.put_back(task)
 
     def _fail_poison_task(self, key: bytes, task: Task, failure: Failure) -> None:
         row = self._start.config.row_rules(self._setup.api).read(task.columns)
@@ -364,24 +374,31 @@ class Supervisor:
         if self._stop_reason is not None or self._start.refusals.are_enough or self._is_paused:
             return
         assignments: dict[WorkerHandle, list[Assignment]] = {}
-        while worker := self._pool.with_room(self._progress.left):
-            try:
+        with self._stopping_where_unreadable():
+            while worker := self._pool.with_room(self._progress.left):
                 if (task := self._queue.next()) is None:
                     break
-                assignment = self._assign_to(worker, task)
-            except (DatasetChanged, StorageError) as error:
-                self.is_dataset_changed = isinstance(error, DatasetChanged)
-                self._stop(str(error))
-                break
-            assignments.setdefault(worker, []).append(assignment)
-        for worker in self._pool.idle():
-            if suspect := self._queue.next_suspect():
-                worker.isolated = True
-                assignments[worker] = [self._assign_to(worker, suspect)]
+                assignments.setdefault(worker, []).append(self._assign_to(worker, task))
+            for worker in self._pool.idle():
+                if suspect := self._queue.next_suspect():
+                    assignments[worker] = [self._assign_to(worker, suspect)]
+                    worker.isolated = True
         size = self._start.config.batch_size
         for worker, assigned in assignments.items():
             for first in range(0, len(assigned), size):
                 worker.send(pack("tasks", assignments=assigned[first : first + size]))
+
+    @contextmanager
+    def _stopping_where_unreadable(self) -> Iterator[None]:
+        """Stop the run in good order if a task's row or journal cannot be read any more.
+
+        What the workers have in flight does not need these, and was paid for.
+        """
+        try:
+            yield
+        except (DatasetChanged, StorageError) as error:
+            self.is_dataset_changed = isinstance(error, DatasetChanged)
+            self._stop(str(error))
 
     def _assign_to(self, worker: WorkerHandle, task: Task) -> Assignment:
         """Assign a task to a worker; return its message. Raises `StorageError`."""
