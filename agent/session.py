@@ -7,6 +7,7 @@ import copy
 import os
 import shutil
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -97,7 +98,10 @@ class AgentSession:
         self._played = 0
         self._known_tools: set[str] | None = None
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
-        self._cancel_reason = ""
+        """The conversation of the running prompt, once it has begun."""
+        self._cancel_reason: str | None = None
+        """Why the running prompt is to stop; None if it is not."""
+        self._cancelling = threading.Lock()
         self.trajectory = Trajectory(self.messages)
         """The conversation since the last prompt."""
         self.end = Finish("failed", "no prompt was answered yet")
@@ -116,7 +120,12 @@ class AgentSession:
 
     def new_prompt(self, text: str, *, expected: str | None = None) -> str:
         """Answer one prompt; see `anew_prompt`. Works inside a running event loop too."""
-        return run_here(self.anew_prompt(text, expected=expected))
+        self._begin(text, expected)  # before the event loop starts: `cancel` may come meanwhile
+        try:
+            return run_here(self._answer())
+        finally:
+            if self._state == "running":  # no event loop was started
+                self._finish()
 
     async def anew_prompt(self, text: str, *, expected: str | None = None) -> str:
         """Answer one prompt. If a tool has asked for input, `text` is the user's reply to it.
@@ -125,6 +134,10 @@ class AgentSession:
         or ""; `end` says how the conversation ended, `error` why the endpoint failed. Raises
         `ValueError` if `text` is blank.
         """
+        self._begin(text, expected)
+        return await self._answer()
+
+    def _begin(self, text: str, expected: str | None) -> None:
         if not text.strip():
             raise ValueError("a prompt must not be blank")
         if self._is_closed or self._state == "running":
@@ -136,10 +149,13 @@ class AgentSession:
         else:
             self.trajectory = Trajectory(self._opening(text))
             self._spec = ConversationSpec(self._setup.options, expected=expected)
+        self._cancel_reason = None
         self._state = "running"
         self.error = None
         # Stays if an exception is raised.
         self.end = Finish("failed", "interrupted by an exception")
+
+    async def _answer(self) -> str:
         played = replies_played(self.trajectory, self._setup.common)
         try:
             self.end = await self._converse()
@@ -147,11 +163,14 @@ class AgentSession:
             close_calls(self.trajectory, self.end.status, lambda event: None)
             self.messages = self.trajectory.messages
             self._played += replies_played(self.trajectory, self._setup.common) - played
-            self._state = _STATES.get(self.end.status, "failed")
-            if self._state in ("failed", "interrupted"):
-                self._failed_prompts += 1
-                self._last_failure = self.end.reason or self.end.status
+            self._finish()
         return self.get_last_result()
+
+    def _finish(self) -> None:
+        self._state = _STATES.get(self.end.status, "failed")
+        if self._state in ("failed", "interrupted"):
+            self._failed_prompts += 1
+            self._last_failure = self.end.reason or self.end.status
 
     def get_last_result(self) -> str:
         """The last answer; a tool's question, if it asks for input; "" if there is neither."""
@@ -175,17 +194,25 @@ class AgentSession:
         return {"tool": "cannot_complete", "reason": reason}
 
     def cancel(self, reason: str = "") -> None:
-        """Stop the running prompt, from any thread; the session can continue."""
-        running = self._running
-        if running is not None:
-            loop, task = running
+        """Stop the running prompt, from any thread; the session can continue.
+
+        A prompt runs from the call of `new_prompt` on, or from the first step of `anew_prompt`.
+        """
+        with self._cancelling:  # meanwhile the conversation neither begins nor ends
+            if self._state != "running":
+                return
             self._cancel_reason = reason
-            loop.call_soon_threadsafe(task.cancel)
+            if self._running is not None:
+                loop, task = self._running
+                loop.call_soon_threadsafe(task.cancel)
 
     def fork(self) -> AgentSession:
         """An independent session that starts as a copy of this one, files included."""
         other = AgentSession(self._setup, history=self.messages)
         other._played = self._played
+        other._known_tools = self._known_tools
+        other._failed_prompts = self._failed_prompts
+        other._last_failure = self._last_failure
         if self._state == "awaiting_input":
             other.trajectory = copy.deepcopy(self.trajectory)
             other._spec, other.end, other._state = self._spec, self.end, self._state
@@ -295,7 +322,10 @@ class AgentSession:
 
     async def _cancellable(self, conversation: ConversationRunner, journal: Journal) -> Finish:
         task = asyncio.create_task(conversation.run())
-        self._running = (asyncio.get_running_loop(), task)
+        with self._cancelling:
+            self._running = (asyncio.get_running_loop(), task)
+            if self._cancel_reason is not None:
+                task.cancel()
         try:
             return await task
         except ModelError as error:
@@ -313,7 +343,8 @@ class AgentSession:
             self.trajectory.apply(note)
             return end
         finally:
-            self._running = None
+            with self._cancelling:
+                self._running = None
 
 
 _STATES: dict[str, State] = {

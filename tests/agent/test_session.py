@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from agent import session as agent_session
 from agent.messages.message import Message
 from agent.models.model import Request
 from agent.models.scripted import ScriptedModel, parse_script
@@ -67,6 +68,25 @@ def test_a_fork_goes_its_own_way() -> None:
         assert len(session.messages) == 4
         session.new_prompt("the same from here")
         assert len(session.messages) == 8
+
+
+def test_a_fork_knows_what_its_parent_knew() -> None:
+    """The tools that the model was shown, and the prompts that failed."""
+    none = set_up(AgentOptions(), SETTINGS, enabled_toolsets=["none"], disabled_toolsets=())
+    script = [*(calls(call(f"no{n}")) for n in range(3)), say("fine"), say("gone")]
+    with agent(script, max_errors=3).start_session() as session:
+        session.new_prompt("x")
+        session.set_tools(none)
+        with session.fork() as fork:
+            failures = session.finalize_failures()
+            assert failures is not None
+            assert fork.finalize_failures() == failures
+            fork.new_prompt("go on")
+            (prompt,) = [m for m in fork.messages if "tools_changed" in m.get("notes", ())]
+            assert prompt["content"].startswith("[Tools have changed; removed: list_files")
+            with fork.fork() as second:
+                second.new_prompt("and on")
+                assert second.messages[-2]["content"] == "and on", "it was told before"
 
 
 def test_failed_prompts_are_counted_and_summed_up() -> None:
@@ -148,6 +168,45 @@ def test_a_session_continues_after_a_cancelled_prompt() -> None:
             assert session.end.status == "cancelled"
             assert session.messages[-1]["content"] == "x\n\n[The request was cancelled: enough]"
             assert session.messages[-1]["notes"] == ["cancelled"]
+
+
+@pytest.mark.parametrize("step", ["run_here", "ModelPool"])
+def test_a_prompt_that_has_not_called_the_model_yet_can_be_cancelled(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A cancellation counts from the moment that `new_prompt` is called, and for it alone."""
+    original = getattr(agent_session, step)
+
+    def cancel_before(*given: Any, **more: Any) -> Any:
+        session.cancel("at once")
+        return original(*given, **more)
+
+    with agent([say("one"), say("two")]).start_session() as session:
+        session.cancel("before any prompt")
+        with monkeypatch.context() as patched:
+            patched.setattr(agent_session, step, cancel_before)
+            assert session.new_prompt("x") == ""
+        assert session.end.describe() == "cancelled: at once"
+        assert session.messages[-1]["content"] == "x\n\n[The request was cancelled: at once]"
+        session.cancel("after the prompt")
+        assert session.new_prompt("y") == "one"
+        assert session.get_variables()["failed_turns"] == 1
+
+
+def test_a_prompt_that_could_not_begin_leaves_a_session_that_can_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(coroutine: Any) -> Any:
+        coroutine.close()
+        raise RuntimeError("can't start new thread")
+
+    with agent([say("one")]).start_session() as session:
+        with monkeypatch.context() as patched:
+            patched.setattr(agent_session, "run_here", fail)
+            with pytest.raises(RuntimeError, match="can't start"):
+                session.new_prompt("x")
+        assert session.get_variables() == {"last_answer": "", "status": "failed", "failed_turns": 1}
+        assert session.new_prompt("y") == "one"
 
 
 @pytest.mark.slow
