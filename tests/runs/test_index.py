@@ -7,11 +7,12 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 import pytest
 
+from agent.state.trajectory import Status
 from batch_trajectories.runs.store.index import (
     MARK,
     ROW_BYTES,
@@ -21,6 +22,7 @@ from batch_trajectories.runs.store.index import (
     RowMaker,
     index_fields,
 )
+from batch_trajectories.runs.store.index_file import valid_rows
 from batch_trajectories.runs.store.records import RecordFile, load_index, parse_record
 from batch_trajectories.runs.store.tasks import task_key
 from tests.exporting import bare
@@ -260,6 +262,52 @@ def test_sums_over_records_are_those_of_their_entries(tmp_path: Path) -> None:
     assert sums.cost_unknown == sum(entry.cost_usd is None for entry in with_turns)
     assert 0 < sums.tokens_unknown < len(with_turns)
     assert 0 < sums.cost_unknown < len(with_turns)
+
+
+ERROR_CLASSES = ["user_context_exceeded", "setup_failed", "worker_died", "a_class_of_24_characters"]
+
+
+@pytest.mark.parametrize("status", [status for status in get_args(Status) if status != "failed"])
+@pytest.mark.parametrize("verdict", [None, True, False])
+@pytest.mark.parametrize("failed", [True, False])
+def test_an_ending_is_whole_however_long_its_words_are(
+    status: str, verdict: bool | None, failed: bool
+) -> None:
+    """A row has 34 bytes for it."""
+    error_class = "check_failed" if failed else None
+    fields = ["a", "d", status, 1, 1, 0, 1, 1, 0.0, error_class, verdict, None]
+    rows = MARK + RowMaker().rows(fields, 0, 10)
+    assert next(Index(rows).endings([2])) == Ending(status, verdict, error_class)
+    assert valid_rows(rows, 10) == (len(rows), 10)
+
+
+@pytest.mark.parametrize("error_class", ERROR_CLASSES)
+@pytest.mark.parametrize("verdict", [None, True, False])
+def test_the_class_of_a_failure_is_whole(error_class: str, verdict: bool | None) -> None:
+    fields = ["a", "d", "failed", 1, 1, 0, 1, 1, 0.0, error_class, verdict, None]
+    rows = MARK + RowMaker().rows(fields, 0, 10)
+    assert next(Index(rows).endings([2])) == Ending("failed", verdict, error_class)
+
+
+def test_an_index_with_an_ending_that_was_cut_is_made_again(tmp_path: Path) -> None:
+    """Earlier versions cut `check_failed` to `check_faile`, which no count contains."""
+    records = [
+        bare(f"p{n}", status="user_context_exceeded", check={"error": "the sandbox is gone"})
+        for n in range(3)
+    ]
+    (tmp_path / "records.jsonl").write_bytes(b"".join(b"%b\n" % orjson.dumps(r) for r in records))
+    right = load_index(tmp_path).rows
+    assert Index(right).sums(Index(right).counting_rows()).endings == {
+        Ending("user_context_exceeded", None, "check_failed"): 3
+    }
+    ending = b"user_context_exceeded\0\0check_faile"
+    made = bytearray(right)
+    made[ROW_BYTES + 30 : 2 * ROW_BYTES] = ending
+    (tmp_path / "records.idx").write_bytes(made)
+    assert load_index(tmp_path).rows == right
+    RecordFile(tmp_path, tmp_path / "quarantine").close()
+    stored_rows = (tmp_path / "records.idx").read_bytes()
+    assert stored_rows[ROW_BYTES:] == right[ROW_BYTES:]
 
 
 def test_an_empty_index_has_nothing(tmp_path: Path) -> None:

@@ -56,8 +56,13 @@ _NO_TOKENS = 2**48 - 1
 """Stands for an unknown number of tokens."""
 _MAX_REWARD = 3.4e38
 """The range of a four-byte float."""
+_ENDING_BYTES = 34
+"""Of an ending with its last NUL; earlier versions cut an ending that has no NUL at its end."""
 _WORDS = {None: "", True: "passed", False: "not"}
-_VERDICTS = {word: verdict for verdict, word in _WORDS.items()}
+_SHORT_WORDS = {None: "", True: "+", False: "-"}
+"""Where these do not fit."""
+_SHORT_CHECK_FAILED = "!"
+_VERDICTS = {word: verdict for words in (_WORDS, _SHORT_WORDS) for verdict, word in words.items()}
 CHUNK = 1 << 13
 _FINE = 2**16 - 1
 """Buckets in which a key is found at once."""
@@ -174,8 +179,7 @@ class RowMaker:
         failure, verdict, reward = more
         try:
             if (number := self._known.get((status, failure, verdict), -1)) < 0:
-                text = "\0".join((status, _WORDS[verdict], failure or ""))
-                ending = text.encode()[:34].ljust(34, b"\0")
+                ending = _ending_text(status, verdict, failure)
                 number = self._numbers.get(ending, len(self._numbers))
             row = _RECORD.pack(
                 task_key(task_id, digest),
@@ -423,6 +427,19 @@ def endings_in(rows: memoryview) -> list[bytes]:
     return endings
 
 
+def are_whole(endings: Iterable[bytes]) -> bool:
+    """Whether no ending was cut, as earlier versions did: `check_failed` to `check_faile`."""
+    return not any(ending[-1] for ending in endings)
+
+
+def _ending_text(status: str, verdict: bool | None, error_class: str | None) -> bytes:
+    text = "\0".join((status, _WORDS[verdict], error_class or "")).encode()
+    if len(text) >= _ENDING_BYTES:
+        short_class = _SHORT_CHECK_FAILED if error_class == CHECK_FAILED else error_class or ""
+        text = "\0".join((status, _SHORT_WORDS[verdict], short_class)).encode()
+    return text[: _ENDING_BYTES - 1].ljust(_ENDING_BYTES, b"\0")
+
+
 def _storable(tokens: int | None) -> int:
     return tokens if tokens is not None and 0 <= tokens < MOST_TOKENS else _NO_TOKENS
 
@@ -430,6 +447,8 @@ def _storable(tokens: int | None) -> int:
 def _parse_ending(ending: bytes) -> Ending:
     status, _, rest = ending.rstrip(b"\0").decode(errors="replace").partition("\0")
     verdict, _, error_class = rest.partition("\0")
+    if error_class == _SHORT_CHECK_FAILED:
+        error_class = CHECK_FAILED
     # Few words, many entries: keep each word once.
     return Ending(
         intern(status), _VERDICTS.get(verdict), intern(error_class) if error_class else None

@@ -14,6 +14,7 @@ from batch_trajectories.runs.store.index import (
     OFFSETS,
     ROW_BYTES,
     VERSION,
+    are_whole,
     column_of,
     endings_in,
 )
@@ -30,9 +31,15 @@ def is_index(content: bytes) -> bool:
 
 
 def is_earlier_index(content: bytes) -> bool:
-    """Whether an earlier version of this program wrote this index; it is made again."""
+    """Whether an earlier version of this program wrote this index; it is made again.
+
+    Those of this format are, if they have an ending that was cut.
+    """
     earlier = (b"batch records index %d," % version for version in range(1, VERSION))
-    return content.startswith(tuple(earlier))
+    if content.startswith(tuple(earlier)):
+        return True
+    whole_rows = memoryview(content)[: len(content) // ROW_BYTES * ROW_BYTES]
+    return is_index(content) and not are_whole(endings_in(whole_rows))
 
 
 def checked_bytes(content: bytes) -> int:
@@ -78,7 +85,7 @@ def valid_rows(content: bytes, records_size: int) -> tuple[int, int]:
         valid -= 1  # the row of an ending without the record that it was made for
     rows = view[: valid * ROW_BYTES]
     endings = endings_in(rows)
-    are_known = all(map(any, endings)) and len(set(endings)) == len(endings)
+    are_known = all(map(any, endings)) and are_whole(endings) and len(set(endings)) == len(endings)
     numbers = column_of(rows, ENDINGS)
     for start in range(1, valid, CHUNK):
         are_known = are_known and max(numbers[start : start + CHUNK].tolist()) < len(endings)
