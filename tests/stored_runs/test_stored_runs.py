@@ -16,7 +16,15 @@ from batch_trajectories.runs.config.fingerprint import meaning_of, with_defaults
 from batch_trajectories.runs.config.run_config import RunConfig
 from testing.fake_endpoint import FakeEndpoint
 from tests.running import lines, run
-from tests.stored_runs.make import CONVERSATIONS, FINISHED, INPUTS, KILLED, REPLIES, TURNS
+from tests.stored_runs.make import (
+    CONVERSATIONS,
+    FAILED,
+    FINISHED,
+    INPUTS,
+    KILLED,
+    REPLIES,
+    TURNS,
+)
 
 HERE = Path(__file__).parent
 COMMITS = ("cc79584", "837301e")
@@ -34,7 +42,7 @@ def cwd(stored: Path, tmp_path: Path) -> Path:
     shutil.copytree(stored, tmp_path / "trajectories")
     for name in INPUTS:
         shutil.copy(HERE / name, tmp_path)
-    for name in ("finished", "killed"):
+    for name in ("finished", "killed", "failed"):
         file = tmp_path / "trajectories" / name / "run.json"
         identity = json.loads(file.read_text())
         identity["dataset"]["path"] = str(tmp_path / f"{name}.jsonl")  # moved with the run
@@ -59,8 +67,26 @@ def test_a_complete_run_starts_again_and_its_training_file_is_the_same(
     assert_verifies(cwd, "finished")
 
 
-def test_a_run_verifies_as_it_was_left(cwd: Path) -> None:
-    assert_verifies(cwd, "finished")
+@pytest.mark.parametrize("name", ["finished", "failed"])
+def test_a_run_verifies_as_it_was_left(cwd: Path, name: str) -> None:
+    """Its totals have the meaning that they had."""
+    assert_verifies(cwd, name)
+
+
+def test_what_the_totals_of_a_run_always_meant_is_compared(cwd: Path) -> None:
+    summary = cwd / "trajectories" / "failed" / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"tool_calls": 5}))
+    checked = run(cwd, "verify", "failed")
+    assert checked.returncode == 6
+    assert "summary.json: it has tool_calls 5, the records give 4\n" in checked.stdout
+
+
+def test_failed_attempts_continue(cwd: Path) -> None:
+    with FakeEndpoint(latency_s=0.0, turns=TURNS, tool="list_files") as endpoint:
+        done = run(cwd, *FAILED, f"--base_url={endpoint.openai_url}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert endpoint.journal()["requests"] == 2
+    assert_verifies(cwd, "failed")
 
 
 RECIPES = {

@@ -53,6 +53,9 @@ from batch_trajectories.runs.supervisor.budget import is_budget_line
 _OF_CHECKS = ("checks", "completed_passed", "completed_not_passed", "prompts_passed")
 """Keys of summary.json that versions without `checks.scored` counted otherwise."""
 
+_OF_ATTEMPTS = ("turns", "tokens_unknown", "cost_usd", "cost_unknown")
+"""Keys that versions without `reasons` counted without failed attempts that have no record."""
+
 _ENOUGH_BYTES = 40 << 20
 """A process with less of the records takes as long to start as it saves."""
 
@@ -397,6 +400,7 @@ def _check_summary(path: Path, totals: RunTotals) -> Iterator[Problem]:
             for key, value in orjson.loads(orjson.dumps(totals.to_json())).items()
             if content.get(key, value) != value  # older versions wrote fewer keys
             and not (key in _OF_CHECKS and "scored" not in content.get("checks", {}))
+            and not (key in _OF_ATTEMPTS and totals.to_retry and "reasons" not in content)
         ]
     except FileNotFoundError:
         if totals.done or totals.failed:
