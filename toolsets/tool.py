@@ -203,8 +203,13 @@ def as_result(returned: object) -> ToolResult:
 
 def _encode(value: object) -> str:
     try:
-        return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+        content = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+        if b"null" in content and (problem := exact_json.infinite_number_in(value)) is not None:
+            raise ValueError(problem)
+        return content.decode()
     except TypeError:
+        if (problem := exact_json.infinite_number_in(value)) is not None:
+            raise ValueError(problem) from None
         # The standard library also writes integers beyond 64 bits and lone surrogates.
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 

@@ -350,8 +350,10 @@ def _tidy(result: ToolResult) -> ToolResult:
         content = f"Tool error: {content}"
     details = dict(result.details)
     try:
-        if details:
-            exact_json.dumps(details)
+        written = exact_json.dumps(details) if details else b""
+        is_whole = b"null" not in written or exact_json.infinite_number_in(details) is None
     except (TypeError, RecursionError):
+        is_whole = False
+    if not is_whole:
         details = {"details": clip(valid_utf8(repr(details)), max_chars=_MAX_MESSAGE_CHARS)}
     return ToolResult(content, is_error=bool(result.is_error), details=details)

@@ -82,10 +82,13 @@ def _is_object(arguments: str) -> bool:
 
 
 def _nearest(written: str, names: Sequence[str]) -> str | None:
-    plain = {_plain(name): name for name in names}
+    plain: dict[str, list[str]] = {}
+    for name in names:
+        plain.setdefault(_plain(name), []).append(name)
     near = difflib.get_close_matches(_plain(written), plain, n=2, cutoff=_CLOSE)
     is_clear = len(near) == 1 or near[:1] == [_plain(written)]
-    return plain[near[0]] if is_clear else None
+    found = plain[near[0]] if is_clear else []
+    return found[0] if len(found) == 1 else None
 
 
 def _plain(name: str) -> str:

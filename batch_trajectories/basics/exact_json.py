@@ -10,6 +10,8 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from itertools import chain
 from typing import Any
 
@@ -180,6 +182,41 @@ def _after_space(text: str, at: int) -> int:
 def objects_among(value: Any) -> list[dict[str, Any]]:
     """The objects in a list; none of anything else."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def infinite_number_in(value: Any) -> str | None:
+    """Where a value has a NaN or an infinity, such as `a[0].b is nan`; None: nowhere.
+
+    JSON has no such number, and orjson writes null.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"it is {value}"
+    inside: list[tuple[str, Any]] = [("", value)]
+    seen: set[int] = set()  # a value may hold itself
+    while inside:
+        place, value = inside.pop()
+        if isinstance(value, dict | list | tuple):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        if isinstance(value, Enum):
+            inside.append((place, value.value))
+        elif isinstance(value, float):
+            if not math.isfinite(value):
+                return f"{place} is {value}"
+        elif isinstance(value, dict):
+            before = f"{place}." if place else ""
+            for key, member in reversed(value.items()):
+                if isinstance(key, float) and not math.isfinite(key):
+                    return f"a key is {key}"
+                inside.append((f"{before}{key}", member))
+        elif isinstance(value, list | tuple):
+            inside += [(f"{place}[{n}]", one) for n, one in enumerate(value)][::-1]
+        elif is_dataclass(value) and not isinstance(value, type):
+            before = f"{place}." if place else ""
+            named = [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+            inside += [(before + name, member) for name, member in reversed(named)]
+    return None
 
 
 def within_64_bits(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agent.loop.acceptance import repair_names
 from agent.messages.message import Message
 from agent.options import LIMITS, AgentOptions, inherited_from, of_row
 from agent.setup import set_up
@@ -214,6 +215,29 @@ class TestNameRepair:
         )
         assert "repairs" not in played.messages[1]
         assert played.results[0]["is_error"]
+
+    @pytest.mark.parametrize(
+        ("written", "found"),
+        [
+            ("ReadFile", None),
+            ("readfiles", None),
+            ("readFile", "readFile"),
+            ("WriteFile", "write_file"),
+        ],
+    )
+    def test_of_names_that_are_equally_similar_none_is_taken(
+        self, written: str, found: str | None
+    ) -> None:
+        """Those that differ only in case and dashes are equally similar to all that is written."""
+        message = Message(
+            role="assistant",
+            content="",
+            tool_calls=[
+                {"id": "a", "type": "function", "function": {"name": written, "arguments": "{}"}}
+            ],
+        )
+        repair_names(message, ["read_file", "readFile", "write_file"])
+        assert message["tool_calls"][0]["function"]["name"] == (found or written)
 
     def test_off_by_default(self, tmp_path: Path) -> None:
         assert play(tmp_path, [calls(call("Echo")), ANSWER]).results[0]["is_error"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,18 @@ from toolsets.workspace.workspace import Workspace
 @pytest.fixture
 def context(tmp_path: Path) -> ToolContext:
     return ToolContext(Workspace(tmp_path / "ws"))
+
+
+@dataclass
+class Point:
+    """A value that JSON can hold as an object."""
+
+    x: float
+    y: float
+
+
+ITSELF: list[Any] = [1]
+ITSELF.append(ITSELF)
 
 
 def raising(error: BaseException) -> Tool:
@@ -365,6 +379,25 @@ def test_cancelling_the_caller_is_passed_on(context: ToolContext, swallows: bool
         ({"ä": [1]}, '{"ä":[1]}', False),
         ("a\ud800b\ud83d\ude00", "a\ufffdb\U0001f600", False),
         (object(), "Error executing give: its result, a object, is not JSON", True),
+        ({"n": [None, 1.5]}, '{"n":[null,1.5]}', False),
+        ({"n": math.nan}, "Error executing give: its result, a dict, is not JSON: n is nan", True),
+        (-math.inf, "Error executing give: its result, a float, is not JSON: it is -inf", True),
+        (
+            [None, {"a": (1, math.inf), 2**70: "long"}],
+            "Error executing give: its result, a list, is not JSON: [1].a[1] is inf",
+            True,
+        ),
+        (
+            {"of": Point(1.0, math.nan)},
+            "Error executing give: its result, a dict, is not JSON: of.y is nan",
+            True,
+        ),
+        (
+            {math.nan: 1},
+            "Error executing give: its result, a dict, is not JSON: a key is nan",
+            True,
+        ),
+        (ITSELF, "Error executing give: its result, a list, is not JSON", True),
         (ToolResult(7), "7", False),  # type: ignore[arg-type]  # what a careless tool returns
     ],
 )
@@ -388,6 +421,8 @@ def test_details_that_json_cannot_hold_do_not_reach_the_record(context: ToolCont
     result = call(Toolbox([returning(ToolResult("ok", details={"x": object()}))], context), "give")
     assert result.content == "ok"
     assert isinstance(result.details["details"], str)
+    result = call(Toolbox([returning(ToolResult("", details={"x": math.nan}))], context), "give")
+    assert result.details == {"details": "{'x': nan}"}, "and not null"
 
 
 def test_schemas_and_traits_are_those_of_the_tools(context: ToolContext) -> None:
