@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batch_trajectories.basics.errors import ToolError
+from batch_trajectories.basics.errors import ToolError, machine_failure
 from toolsets.sandbox.base import Sandbox
 from toolsets.workspace.files import Files
 
@@ -85,21 +86,36 @@ class ToolContext:
     async def close(self, *, remove: bool) -> None:
         """Release what tools hold, stop the sandbox, and `remove` the workspace; may be repeated.
 
-        A workspace that cannot be removed is logged and left: the task itself is done.
+        All of this is done, whatever fails. What a tool holds and cannot release, and a workspace
+        that cannot be removed, is logged and left: the task itself is done. Raises what the
+        sandbox raises, and failures of the machine.
         """
-        import asyncio  # imported here, to keep --help fast
+        from batch_trajectories.basics.closing import close_all  # imports asyncio, which is slow
 
         self.workspace.close()
-        try:
-            while self.held:
-                await self.held.popitem()[1].close()
-            if self.sandbox is not None:
-                await self.sandbox.stop()
-        finally:
-            if remove:
-                await asyncio.to_thread(self._remove)
+        closings: list[Callable[[], Awaitable[object]]] = []
+        while self.held:
+            closings.append(partial(self._release, *self.held.popitem()))
+        if self.sandbox is not None:
+            closings.append(self.sandbox.stop)
+        if remove:
+            closings.append(self._remove)
+        await close_all(*closings)
 
-    def _remove(self) -> None:
+    async def _release(self, name: str, resource: Held) -> None:
+        try:
+            await resource.close()
+        except Exception as error:
+            if machine_failure(error) is not None:
+                raise
+            _log.warning("what a tool holds as %r was not released", name, exc_info=error)
+
+    async def _remove(self) -> None:
+        import asyncio
+
+        await asyncio.to_thread(self._remove_now)
+
+    def _remove_now(self) -> None:
         try:
             self.workspace.remove()
         except (OSError, ToolError) as error:

@@ -8,6 +8,7 @@ import logging
 import secrets
 import zlib
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from agent.wires.wire import WireError
 from agent.wires.wire_base import Wire
 from agent.wires.wires import WIRES, wires_of
 from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.closing import close_all
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class Gateway:
         finally:
             for _, server in self._servers:
                 server.pre_shutdown()
-                await server.shutdown(_CLOSE_S)
+            await close_all(*(partial(server.shutdown, _CLOSE_S) for _, server in self._servers))
 
     async def handle(self, request: web.BaseRequest, path: str | None = None) -> web.StreamResponse:
         """Answer a request; `path` is used instead of its own path."""

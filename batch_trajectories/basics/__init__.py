@@ -8,6 +8,7 @@ option_names   names of options that are gone, and those of other programs
 yaml_file      reads YAML files; its errors name line and column
 presets        files that come with the program, by name
 locked         a lock that processes of this machine wait for
+closing        closing several resources of which one may fail
 per_loop       resources that the conversations of an event loop share
 console        messages, results and progress for the user
 parts          long work in several processes

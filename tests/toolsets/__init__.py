@@ -8,6 +8,7 @@ test_distributions     toolsets drawn for each task
 test_custom_tools      a user's own functions as tools
 test_packing           packed workspaces come back whole
 test_workspace         paths stay beneath the root of the workspace
+test_closing          closing several resources of which one fails
 test_conformance       what every sandbox has to do, for ours
 test_sandbox           resources and reach of a command
 test_sandbox_limits    shared memory, the first process, refused limits

@@ -250,9 +250,11 @@ class Channel:
 
     async def close(self, *, grace_s: float = _STOP_GRACE_S) -> None:
         """End the process and all that it started; after `grace_s` by force."""
-        await self._end(grace_s)
-        if self.group is not None:
-            await self.group.close()
+        try:
+            await self._end(grace_s)
+        finally:
+            if self.group is not None:
+                await self.group.close()
 
     async def _end(self, grace_s: float) -> None:
         # The server ends when the socket does, and then what it started has ended before it.

@@ -7,14 +7,15 @@ a trial shows that forked sandboxes do not work, each is launched by itself inst
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe
 from batch_trajectories.basics.per_loop import PerLoop
 from toolsets.sandbox.base import SandboxError
@@ -88,16 +89,24 @@ class _Servers:
 
     async def close(self) -> None:
         """End all servers, with what is left of the sandboxes that they forked."""
-        for replaced in self._replaced:
-            await replaced.close(grace_s=0)
-        for starting in self._starting.values():
-            starting.cancel()
-            with contextlib.suppress(asyncio.CancelledError, HostError):
-                if (server := await starting) is not None:
-                    await server.close()
+        replaced = [partial(server.close, grace_s=0) for server in self._replaced]
+        latest = [partial(_end, starting) for starting in self._starting.values()]
+        await close_all(*replaced, *latest)
 
 
 FORK_SERVERS = PerLoop(_Servers, _Servers.close)
+
+
+async def _end(starting: asyncio.Task[Channel | None]) -> None:
+    """End a server, also one that is being started."""
+    starting.cancel()
+    try:
+        await asyncio.wait({starting})  # raises the cancellation of this task, and no other
+    finally:
+        is_there = starting.done() and not starting.cancelled() and starting.exception() is None
+        server = starting.result() if is_there else None
+        if server is not None:
+            await server.close()
 
 
 async def _start(template: SandboxTemplate) -> Channel | None:

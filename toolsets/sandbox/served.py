@@ -175,11 +175,13 @@ class ServedSandbox(Sandbox):
         """See `Sandbox`."""
         self._is_stopped = True
         channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close()
-        if self._uses_fork_servers:
-            self._uses_fork_servers = False
-            await FORK_SERVERS.close()
+        uses_fork_servers, self._uses_fork_servers = self._uses_fork_servers, False
+        try:
+            if channel is not None:
+                await channel.close()
+        finally:
+            if uses_fork_servers:
+                await FORK_SERVERS.close()
 
     async def _call(
         self, request: dict[str, Any], asked_s: float | None, session: SessionKind | None = None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from agent.models.model import ModelSettings
+from batch_trajectories.basics.closing import close_all
 
 if TYPE_CHECKING:
     from agent.models.admission import CallAdmission
@@ -50,5 +51,4 @@ class ModelPool:
 
     async def close(self) -> None:
         """Release all connections."""
-        for model in self._open.values():
-            await model.close()
+        await close_all(*(model.close for model in self._open.values()))

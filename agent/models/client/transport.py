@@ -295,9 +295,11 @@ class Transport:
     async def close(self) -> None:
         """Release all connections."""
         self._timeouts.close()
-        await self._session.close()
-        if self._preparer is not None:
-            await self._preparer.close()
+        try:
+            await self._session.close()
+        finally:
+            if self._preparer is not None:
+                await self._preparer.close()
 
     async def _refusal(
         self, response: aiohttp.ClientResponse, key: Key, request: bytes = b""

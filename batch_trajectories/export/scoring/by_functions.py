@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.session import run_here
+from batch_trajectories.basics.closing import close_all
 from batch_trajectories.export.reasons import Reasons
 from batch_trajectories.export.scoring.asking import ask_all
 from batch_trajectories.export.scoring.score_file import Scored, Wanted, open_scores
@@ -66,8 +67,7 @@ def score_by_functions(
                     keep=keep,
                 )
             finally:
-                for function in functions.values():
-                    await function.close()
+                await close_all(*(function.close for function in functions.values()))
 
         run_here(score_all())
     return Scored(scores, failed.to_json())

@@ -17,6 +17,7 @@ from typing import Any
 
 from agent.models.batches.base import ItemResult
 from agent.models.errors import RULES, ModelError
+from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import EnvironmentStop, HostError, machine_failure
 from batch_trajectories.runs.batch_api.batch_log import BatchJob, BatchLog
 from batch_trajectories.runs.batch_api.delivery import BatchDelivery
@@ -169,11 +170,12 @@ class BatchCollector:
         for task in self._working:
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
-        for delivery in self._deliveries.values():
-            await delivery.api.close()
-        if self.live:
-            self._log.note_live(self.live)
-        self._log.close()
+        try:
+            await close_all(*(delivery.api.close for delivery in self._deliveries.values()))
+        finally:
+            if self.live:
+                self._log.note_live(self.live)
+            self._log.close()
 
     # Gathering.
 

@@ -22,6 +22,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -175,13 +176,11 @@ class RunDir:
 
     def close(self) -> None:
         """Release the lock, after the mirror has the rest. Raises what `Mirror.close` does."""
-        try:
+        with ExitStack() as stack:
+            for fd in (*self.directory_fds.values(), self.lock_fd):
+                stack.callback(os.close, fd)
             if self.mirror is not None:
                 self.mirror.close()
-        finally:
-            os.close(self.lock_fd)
-            for fd in self.directory_fds.values():
-                os.close(fd)
 
 
 def open_run_dir(

@@ -152,9 +152,18 @@ class Recorder:
             listener.close()
             if self.stopped_by is not None:
                 self._upstream.stop()
-            await asyncio.gather(*map(self._leave, [*self._sessions.values()]))
-            server.pre_shutdown()
-            await server.shutdown(1.0)
+            try:
+                await self._leave_all()
+            finally:
+                server.pre_shutdown()
+                await server.shutdown(1.0)
+
+    async def _leave_all(self) -> None:
+        """Leave all sessions at the same time; raise the first failure once none is at work."""
+        left = map(self._leave, [*self._sessions.values()])
+        for failure in await asyncio.gather(*left, return_exceptions=True):
+            if failure is not None:
+                raise failure
 
     def stop(self) -> None:
         """End the recording: all sessions become records."""

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import ConfigError, HostError, ToolError
 from batch_trajectories.basics.text import clip
 from toolsets.context import ToolContext
@@ -105,8 +106,7 @@ class RewardFunctions:
 
     async def close(self) -> None:
         """End all processes."""
-        for function in self._functions:
-            await function.close()
+        await close_all(*(function.close for function in self._functions))
 
 
 class _Function:
@@ -142,8 +142,8 @@ class _Function:
             return {**source, **reply, "duration_s": duration_s}
 
     async def close(self) -> None:
-        while self._idle:
-            await self._idle.pop().kill()
+        idle, self._idle = self._idle, []
+        await close_all(*(process.kill for process in idle))
 
 
 class _Process:

@@ -178,10 +178,12 @@ class Calls:
 
     async def close(self) -> None:
         """Report the last results, return the rest of the budget, and close all connections."""
-        self.report()
-        if self._budget.is_kept:
-            self._budget.close()
-        await self.pool.close()
+        try:
+            self.report()
+            if self._budget.is_kept:
+                self._budget.close()
+        finally:
+            await self.pool.close()
 
     def _report_on(self) -> None:
         self.report()

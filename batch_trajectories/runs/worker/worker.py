@@ -21,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from agent.models.model import ModelSettings
+from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import machine_failure
 from batch_trajectories.basics.startup import (
     STOPPING,
@@ -211,16 +212,19 @@ class Worker:
             except TimeoutError:
                 continue
         loop.remove_reader(self._connection.fileno())
-        await asyncio.gather(*self._removals)
-        await self._runner.close()
-        await spaces.close()
-        await self._calls.close()
-        for one in reversed(shared):
-            await one.close()
-        self._journal.close()
-        flush_log()
-        self._outbox.put(None)
-        sender.join()
+        try:
+            await close_all(
+                self._removed,
+                self._runner.close,
+                spaces.close,
+                self._calls.close,
+                *(one.close for one in reversed(shared)),
+            )
+        finally:
+            self._journal.close()
+            flush_log()
+            self._outbox.put(None)
+            sender.join()
         return self._is_done
 
     def _uses(self, *toolsets: str) -> bool:
@@ -289,6 +293,12 @@ class Worker:
             removal = asyncio.create_task(context.close(remove=True))
             self._removals.add(removal)
             removal.add_done_callback(self._removals.discard)
+
+    async def _removed(self) -> None:
+        """Wait for the removals; one that failed is logged, and its files are left."""
+        for failure in await asyncio.gather(*self._removals, return_exceptions=True):
+            if isinstance(failure, BaseException):
+                log.error("the files of a task were not removed", exc_info=failure)
 
     def _abandon(self) -> None:
         """The grace period is over: cancel running turns; the next start repeats them."""

@@ -29,6 +29,7 @@ from agent.models.errors import ModelError
 from agent.setup import Setup
 from agent.state.trajectory import Trajectory
 from agent.wires.lines import Line, lines_of
+from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import AgentFailed, Stopped
 from batch_trajectories.basics.text import clip
 from batch_trajectories.runs.config.agents import model_asked
@@ -259,9 +260,8 @@ class AgentRunner:
                     assert task.trajectory.agent_calls is not None
                     before = frozenset(task.trajectory.agent_calls.live)
             finally:
-                if sandbox is not None:
-                    await sandbox.stop()
-                await gateway.close()
+                stops = () if sandbox is None else (sandbox.stop,)
+                await close_all(*stops, gateway.close)
 
     def _further_messages(self, task: AgentTask) -> FurtherMessage | None:
         spec = task.row.spec

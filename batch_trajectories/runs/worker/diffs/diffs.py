@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.runs.dataset.row_setup import RowSetup
 from batch_trajectories.runs.worker.diffs.beginning import (
@@ -80,9 +81,8 @@ class Diffs:
                 raise
             diff, is_left = no_diff(str(error)), False
         finally:
-            for opened in (again, fresh):
-                if opened is not None:
-                    await image_sandbox(opened).stop()
+            opened = [one for one in (again, fresh) if one is not None]
+            await close_all(*(image_sandbox(one).stop for one in opened))
         if fresh is not None and not is_left:
             await asyncio.to_thread(fresh.workspace.remove)
         return diff

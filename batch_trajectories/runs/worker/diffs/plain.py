@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import NamedTuple, cast
 
+from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.runs.worker.diffs.changes import Changes
 from batch_trajectories.runs.worker.diffs.git import (
@@ -248,8 +249,7 @@ class Differs:
 
     async def close(self) -> None:
         """End their sandboxes."""
-        for key in [*self._open]:
-            await self._end(key)
+        await close_all(*(partial(self._end, key) for key in self._open))
 
     async def _end(self, key: Hashable) -> None:
         # Ending one takes time, in which another conversation may have begun to end it, too.
