@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -254,10 +255,9 @@ class AIAgent:
         try:
             self._output_dir.mkdir(parents=True, exist_ok=True)
             name = COMPLETED_FILE if row["completed"] else FAILED_FILE
-            file = AppendFile(self._output_dir / name)
-            file.append(dumps_row(row))
-            file.sync()
-            file.close()
+            with closing(AppendFile(self._output_dir / name)) as file:
+                file.append(dumps_row(row))
+                file.sync()
         except (OSError, StorageError):
             # The answer was paid for, so the caller still gets it.
             log.exception("the conversation was not saved in %s", self._output_dir)

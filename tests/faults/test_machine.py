@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,13 @@ import pytest
 from batch_trajectories.basics.errors import (
     HOST_ERRNOS,
     HostError,
+    RunDirError,
     machine_failure,
     machine_failure_in,
 )
 from tests.playing import call, calls, say
 from tests.running import PATIENCE_S, ROOT, SCRIPTED, command, lines, run, write_rows
+from tests.runs.test_suspects import Player, run_played
 
 # A worker takes its own limits away, as a machine that fills up does, while `full` is there.
 TOOLS = '''
@@ -202,3 +207,47 @@ def test_other_failures_are_not_the_machines() -> None:
     for error in (OSError(errno.ENOENT, "no"), RuntimeError("no"), ValueError()):
         assert machine_failure(error) is None
     assert machine_failure_in("bwrap: setting up uid map: Permission denied") is None
+
+
+@pytest.mark.slow
+def test_a_start_that_has_no_more_descriptors_leaves_none_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the first file that cannot be opened is; a program may start many runs."""
+
+    def play(player: Player, header: dict[str, Any]) -> None:
+        player.say("halt", message="enough")
+
+    run_played(tmp_path, monkeypatch, play, prompts=1)  # imports all that a start needs
+    open_file, opened = os.open, 0
+    refused = -1
+
+    def open_few(*given: Any, **more: Any) -> int:
+        nonlocal opened
+        opened += 1
+        if opened == refused:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open_file(*given, **more)
+
+    monkeypatch.setattr(os, "open", open_few)
+    before, refusals = descriptors(), 0
+    while opened >= refused:
+        refused, opened = max(1, refused + 1), 0
+        shutil.rmtree(tmp_path / "trajectories", ignore_errors=True)
+        opened = 0
+        with suppress(RunDirError, OSError):
+            _, stopped_by = run_played(tmp_path, monkeypatch, play, prompts=1)
+            assert stopped_by == "enough" or "Too many open files" in stopped_by
+        gc.collect()
+        assert descriptors() == before, f"descriptor {refused}"
+        refusals += opened >= refused
+    assert refusals > 10
+
+
+def descriptors() -> set[str]:
+    """The files that this process has open, by their numbers and paths."""
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.add(f"{fd.name} {fd.readlink()}")
+    return found

@@ -22,6 +22,7 @@ import logging
 import re
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -302,11 +303,10 @@ def free_unsent(run_dir: Path, quarantine: Path) -> list[Cost]:
 
     The workers that requested these calls are gone and cannot return them.
     """
-    batch_log = BatchLog(run_dir, quarantine)
-    unsent = [job for job in jobs_in(run_dir / "batches.jsonl") if job.state == "gathered"]
-    for job in unsent:
-        batch_log.note(job, "void")
-    batch_log.close()
+    with closing(BatchLog(run_dir, quarantine)) as batch_log:
+        unsent = [job for job in jobs_in(run_dir / "batches.jsonl") if job.state == "gathered"]
+        for job in unsent:
+            batch_log.note(job, "void")
     return [Cost(*reserve) for job in unsent for reserve in job.reserves]
 
 

@@ -201,6 +201,7 @@ def open_run_dir(
     changed since the run's first start.
     """
     path = config.run_dir
+    opened: dict[Path, int] = {}
     lock_fd = mirror = None
     try:
         make_directory(path, is_inside=False, parents=True)
@@ -235,11 +236,14 @@ def open_run_dir(
         remove_other_kept(path, scan.path)
         if mirror is not None:
             mirror.start(scan.path, requests_per_s=config.num_workers)
+        for directory in (path / "inflight", path / "workspaces"):
+            opened[directory] = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except BaseException as error:
-        if mirror is not None:
-            mirror.close()
-        if lock_fd is not None:
-            os.close(lock_fd)
+        with ExitStack() as stack:
+            for fd in (*opened.values(), *([] if lock_fd is None else [lock_fd])):
+                stack.callback(os.close, fd)
+            if mirror is not None:
+                mirror.close()
         if isinstance(error, OSError):
             if error.errno in _DISK_FAILURES:
                 raise storage_error(path, error) from error
@@ -251,12 +255,8 @@ def open_run_dir(
     same_endpoints = before is not None and all(
         before["config"].get(key) == run["config"][key] for key in _ENDPOINT_KEYS
     )
-    fds = {
-        path / name: os.open(path / name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for name in ("inflight", "workspaces")
-    }
     of_run = path, run["digest"], run["versions"], same_endpoints
-    return RunDir(*of_run, lock_fd, fds, run[IMAGES], mirror)
+    return RunDir(*of_run, lock_fd, opened, run[IMAGES], mirror)
 
 
 def check_reopening(config: RunConfig, scan: Scan, accept_changes: Sequence[str] = ()) -> bool:

@@ -59,18 +59,26 @@ def lock(path: Path) -> int:
     while True:
         fd = open_own(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _holder(fd)
+            if _is_locked_by(fd, path):
+                return fd
+        except BaseException:
             os.close(fd)
-            raise _is_locked(path, holder) from None
-        if is_same_file(fd, path / "lock"):
-            break
-        os.close(fd)  # the directory was moved aside between `open` and `flock`
+            raise
+        os.close(fd)
+
+
+def _is_locked_by(fd: int, path: Path) -> bool:
+    """Whether the lock of a run was taken; not if its directory was moved aside meanwhile."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _is_locked(path, _holder(fd)) from None
+    if not is_same_file(fd, path / "lock"):
+        return False
     me = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
     os.ftruncate(fd, 0)
     os.pwrite(fd, orjson.dumps(me), 0)
-    return fd
+    return True
 
 
 def _is_locked(path: Path, holder: dict[str, Any]) -> RunLocked:

@@ -7,6 +7,7 @@ a conversation still needs its results.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,10 @@ def repair_batches(
     set_aside_damaged_steps(path)
     for file in leftovers:
         file.unlink(missing_ok=True)
-    batch_log = BatchLog(path, quarantine)
-    for job in jobs_in(path / "batches.jsonl"):
-        if is_abandoned(job, ended):
-            batch_log.note(job, "failed", why="no conversation needs its results any more")
-    batch_log.close()
+    with closing(BatchLog(path, quarantine)) as batch_log:
+        for job in jobs_in(path / "batches.jsonl"):
+            if is_abandoned(job, ended):
+                batch_log.note(job, "failed", why="no conversation needs its results any more")
 
 
 def open_calls(run_dir: Path, settled: Container[bytes]) -> int:

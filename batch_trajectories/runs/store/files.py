@@ -109,9 +109,13 @@ class AppendFile:
         try:
             created = not path.exists()
             self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            self.size = os.fstat(self._fd).st_size
-            if created:
-                sync_directory(path.parent)
+            try:
+                self.size = os.fstat(self._fd).st_size
+                if created:
+                    sync_directory(path.parent)
+            except BaseException:
+                os.close(self._fd)
+                raise
         except OSError as error:
             raise storage_error(path, error) from error
         self._synced: int | None = None

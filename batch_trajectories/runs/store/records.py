@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, BinaryIO
 from zlib import crc32
@@ -63,7 +64,11 @@ class RecordFile:
         self._found: Index | None = Index(rows)
         self._maker = RowMaker(rows)
         self._records = AppendFile(records)
-        self._index = _IndexFile(index, rows)
+        try:
+            self._index = _IndexFile(index, rows)
+        except BaseException:
+            self._records.close()
+            raise
         self._rows = bytearray()
 
     def take_found(self) -> Index:
@@ -97,8 +102,10 @@ class RecordFile:
 
     def close(self) -> None:
         """Close both files."""
-        self._records.close()
-        self._index.close()
+        try:
+            self._records.close()
+        finally:
+            self._index.close()
 
     def _write_rows(self) -> None:
         rows, self._rows = bytes(self._rows), bytearray()
@@ -110,14 +117,17 @@ class _IndexFile:
 
     def __init__(self, path: Path, rows: bytes) -> None:
         """`rows` are the content of the file."""
-        self._file = AppendFile(path)
         self._checksum = crc32(memoryview(rows)[ROW_BYTES:])
-        try:
-            # A descriptor for appending cannot write at the beginning.
-            self._mark_fd = open_own(path, os.O_WRONLY)
-        except OSError as error:
-            raise storage_error(path, error) from error
-        self._write_mark()
+        with ExitStack() as stack:
+            self._file = stack.enter_context(closing(AppendFile(path)))
+            try:
+                # A descriptor for appending cannot write at the beginning.
+                self._mark_fd = open_own(path, os.O_WRONLY)
+            except OSError as error:
+                raise storage_error(path, error) from error
+            stack.callback(os.close, self._mark_fd)
+            self._write_mark()
+            stack.pop_all()
 
     def append(self, rows: bytes) -> None:
         """Append rows. Raises `StorageError`."""
@@ -281,15 +291,14 @@ def take_out(records: Path, offsets: Collection[int], quarantine: Path) -> list[
     named = []
     replacement = temporary_for(records)
     replacement.unlink(missing_ok=True)
-    replacement_file = AppendFile(replacement)
-    for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
-        if offset in offsets:
-            set_aside(quarantine, f"{records.name}.line{number}", line)
-            named.append(f"{records.name}:{number}")
-        else:
-            replacement_file.append(line)
-    replacement_file.sync()
-    replacement_file.close()
+    with closing(AppendFile(replacement)) as replacement_file:
+        for number, (offset, line) in enumerate(lines_from(records, 0), start=1):
+            if offset in offsets:
+                set_aside(quarantine, f"{records.name}.line{number}", line)
+                named.append(f"{records.name}:{number}")
+            else:
+                replacement_file.append(line)
+        replacement_file.sync()
     replacement.replace(records)
     sync_directory(records.parent)
     return named

@@ -127,7 +127,11 @@ def _run_batch(
             log.info("mcp server %s offers %r: %r", name, tool.name, tool.description)
     hide_environment()
     allow_many_files()
-    outcome = _work(plan, run_dir, only, tell)
+    try:
+        outcome = _work(plan, run_dir, only, tell)
+    except DatasetChanged:
+        (run_dir.path / NAME).unlink(missing_ok=True)
+        raise
     log.info("end; signal %s, stopped by %s", outcome.signal, outcome.stopped_by)
     log.info("calls: %s", outcome.limits)
     return outcome
@@ -140,23 +144,24 @@ def _work(
     tell: Callable[[str], object] | None,
 ) -> Outcome:
     config = plan.config
-    records = RecordFile(run_dir.path, run_dir.quarantine)
-    damaged = set_aside_damaged(run_dir.path)
-    if has_batches(run_dir.path):
-        from batch_trajectories.runs.batch_api.batch_log import set_aside_damaged_steps
+    with ExitStack() as files:
+        records = files.enter_context(closing(RecordFile(run_dir.path, run_dir.quarantine)))
+        damaged = set_aside_damaged(run_dir.path)
+        if has_batches(run_dir.path):
+            from batch_trajectories.runs.batch_api.batch_log import set_aside_damaged_steps
 
-        damaged += set_aside_damaged_steps(run_dir.path)
-    failures = FailureFile(run_dir.path, run_dir.quarantine)
-    inflight = Inflight(run_dir.inflight, damaged=damaged)
-    budget_log = BudgetLog(run_dir.path, run_dir.quarantine)
-    progress = Progress(
-        total=plan.scan.tasks if only is None else len(only),
-        run_dir=run_dir.path,
-        tell=tell,
-        tasks="steps" if config.audit else "tasks",
-        turns=None if config.audit or config.checked_run else "turns",
-    )
-    try:
+            damaged += set_aside_damaged_steps(run_dir.path)
+        failures = files.enter_context(closing(FailureFile(run_dir.path, run_dir.quarantine)))
+        inflight = Inflight(run_dir.inflight, damaged=damaged)
+        budget_log = files.enter_context(closing(BudgetLog(run_dir.path, run_dir.quarantine)))
+        progress = Progress(
+            total=plan.scan.tasks if only is None else len(only),
+            run_dir=run_dir.path,
+            tell=tell,
+            tasks="steps" if config.audit else "tasks",
+            turns=None if config.audit or config.checked_run else "turns",
+        )
+        files.callback(progress.close)
         if records.unreadable:
             progress.say(
                 f"{len(records.unreadable)} unreadable records were set aside in "
@@ -241,14 +246,6 @@ def _work(
             (run_dir.path / NAME).unlink(missing_ok=True)
         _remove_what_is_settled(run_dir, config.max_attempts)
         remove_leftover_containers(config)
-    except DatasetChanged:
-        (run_dir.path / NAME).unlink(missing_ok=True)
-        raise
-    finally:
-        progress.close()
-        records.close()
-        failures.close()
-        budget_log.close()
     return Outcome(
         signal=received[0] if received else None,
         stopped_by=stopped_by or None,
