@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
 from multidict import MultiMapping
 
 from batch_trajectories.basics.errors import RunDirError
@@ -29,7 +31,7 @@ from batch_trajectories.view.conversation import (
 )
 from batch_trajectories.view.index.charts import charts_of
 from batch_trajectories.view.index.columns import KINDS
-from batch_trajectories.view.index.filters import RowFilters, read_filters
+from batch_trajectories.view.index.filters import RowFilters, in_keys, inverted, read_filters
 from batch_trajectories.view.index.run_index import made_by
 from batch_trajectories.view.index.table import Masks, Table, count_of
 from batch_trajectories.view.labels import NAME_CHARS, decide, decided_by, labels_json
@@ -199,13 +201,14 @@ def _undecided(
     if not (who := query.values.get("who")):
         return {}
     table = selected.table
-    decided = set(decided_by(selected.run.labels.look(), who))
+    decided = in_keys("record", decided_by(selected.run.labels.look(), who))
+    # Arrow goes through a million rows in milliseconds, a loop of Python takes seconds.
+    is_open = pa.chunked_array(table.select(inverted(decided)), pa.bool_()).take(ordered)
     at = ordered.index(number).as_py()
-    for part in (ordered[at + 1 :], ordered[: max(at, 0)]):
-        for other in part:
-            place = table.place(other.as_py())
-            if table.value(place, "record") not in decided:
-                return {"undecided": str(table.value(place, "id"))}
+    for first, end in ((at + 1, len(ordered)), (0, max(at, 0))):
+        found = pc.index(is_open[first:end], pa.scalar(True)).as_py()
+        if found >= 0:
+            return {"undecided": _id_at(table, ordered, first + found)}
     return {"undecided": None}
 
 

@@ -269,3 +269,38 @@ def test_a_dataset_that_is_a_pipe_or_a_device_is_not_opened(tmp_path: Path) -> N
     os.mkfifo(tmp_path / "pipe")
     Received.identity = {"dataset": {"path": str(tmp_path / "pipe")}}
     assert _opening(run, b"k" * 16) == []
+
+
+def test_the_next_undecided_row_is_found_without_a_look_at_each(
+    copied: Path, looking: Viewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the list, from the record on and then from its beginning."""
+    query: dict[str, Any] = {"order": "id", "down": 1}
+    ids = [row["id"] for row in looking.get("/runs/r/rows", limit=500, **query)["rows"]]
+    first, last = ids[1], ids[-2]
+    for id in ids:
+        if id not in (first, last):
+            looking.post("/runs/r/labels", {"id": id, "verdict": "keep", "who": "ann"})
+    looks = 0
+
+    def value(self: Table, *given: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return original(self, *given)
+
+    original = Table.value
+    monkeypatch.setattr(Table, "value", value)
+
+    def undecided(id: str, who: str = "ann") -> str | None:
+        around = looking.get("/runs/r/record", id=id, who=who, **query)["around"]
+        found: str | None = around["undecided"]
+        return found
+
+    assert undecided(ids[2]) == last
+    assert undecided(last) == first
+    assert undecided(ids[0]) == first
+    assert undecided(ids[2], who="ben") == ids[3]
+    assert looks <= 4 * 7, "its own values, and the ids around it"
+    for id in (first, last):
+        looking.post("/runs/r/labels", {"id": id, "verdict": "reject", "who": "ann"})
+    assert undecided(ids[2]) is None
