@@ -14,10 +14,10 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
-import orjson
 
 from agent.models.endpoint_words import load_words
 from agent.models.errors import ModelError, kind_of
+from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.exact_json import objects_among
 
 _SHOWN = 500
@@ -127,8 +127,8 @@ def read_error(body: bytes) -> ErrorBody:
     """What the body of an error says; for one that is no JSON, its beginning."""
     text = body.removeprefix(b"\xef\xbb\xbf").decode(errors="replace")
     try:
-        parsed = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        parsed = exact_json.loads_part(text)
+    except (ValueError, RecursionError):
         return ErrorBody((), text.strip() or "(empty body)")
     return _read(parsed)
 
@@ -205,8 +205,8 @@ class _Found:
     def _take_text(self, text: str, depth: int, prefix: str) -> None:
         if text.lstrip()[:1] in ("{", "["):
             try:
-                self.take(orjson.loads(text), depth + 1, prefix)
-            except orjson.JSONDecodeError:
+                self.take(exact_json.loads_part(text), depth + 1, prefix)
+            except (ValueError, RecursionError):
                 pass  # a text that begins like JSON is a text
             else:
                 return

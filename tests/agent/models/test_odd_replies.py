@@ -222,3 +222,28 @@ def test_a_reason_that_is_no_text_is_malformed(api: str, key: str, odd: Any) -> 
     with pytest.raises(ModelError, match=key) as caught:
         read_reply(api, json.dumps(whole).encode())
     assert caught.value.kind == "malformed"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        (429, r'{"error": {"code": "insufficient_quota", "message": "cut \ud83d"}}', "no_credit"),
+        (400, r'{"error": {"type": "rate_limit_error", "message": "\udc00 cut"}}', "rate_limited"),
+        (
+            429,
+            json.dumps({"error": {"message": r'{"code": "insufficient_quota", "why": "\ud83d"}'}}),
+            "no_credit",
+        ),
+    ],
+)
+def test_half_an_emoji_in_an_error_hides_none_of_its_codes(
+    status: int, body: str, kind: str
+) -> None:
+    """Servers that cut a text at a number of characters send one, whole and in a stream."""
+    assert json.loads(body)
+    refused = refusal_of(status, {}, body.encode())
+    assert refused.kind == kind, str(refused)
+    str(refused).encode()
+    streamed = error_behind_200(exact_json.loads_part(body), "the stream")
+    assert streamed.kind == kind, str(streamed)
+    str(streamed).encode()
