@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
-
 from agent.models.endpoint_words import load_words
 from agent.models.errors import ModelError, kind_of
 from batch_trajectories.basics import exact_json
