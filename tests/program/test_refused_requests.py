@@ -158,3 +158,31 @@ def test_refused_rows_between_answered_ones_stop_no_run(tmp_path: Path) -> None:
         done = run(tmp_path, **options, base_url=endpoint.openai_url, max_attempts=1)
     assert done.returncode == 1, done.stderr
     assert len(lines(tmp_path / "trajectories" / "r" / "records.jsonl")) == 44
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_an_endpoint_that_has_answered_another_worker_is_not_given_up(
+    tmp_path: Path, is_answered: bool
+) -> None:
+    """One of two workers gets nothing but replies that are none."""
+    rows = [{"id": "odd", "prompt": "odd"}, {"id": "other", "prompt": "other"}]
+    write_rows(tmp_path / "p.jsonl", *rows)
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if body["messages"][-1]["content"] == "odd" or not is_answered:
+            return 200, {"no": "reply"}
+        message = {"role": "assistant", "content": "fine"}
+        return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+    with answering(answer) as (url, _):
+        options = {**OPTIONS, "base_url": url, "batch_size": 1, "call_attempts": 2}
+        done = run(tmp_path, **options, max_attempts=1)
+    run_dir = tmp_path / "trajectories" / "r"
+    if not is_answered:
+        assert done.returncode == 4, done.stderr
+        assert "the reply was not a complete chat reply" in done.stderr
+        return
+    assert done.returncode == 1, done.stderr
+    ended = {record["id"]: record["status"] for record in lines(run_dir / "records.jsonl")}
+    assert ended == {"odd": "failed", "other": "completed"}
+    assert [one["class"] for one in lines(run_dir / "failures.jsonl")] == ["malformed"]

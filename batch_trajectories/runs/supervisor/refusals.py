@@ -196,6 +196,10 @@ class Outages:
         self._answered.add(url)
         self._outages.pop(url, None)
 
+    def has_answered(self, url: str) -> bool:
+        """Whether the endpoint has answered any call, also of earlier starts."""
+        return url in self._answered
+
     def are_all(self) -> bool:
         """Whether calls fail and no endpoint has ever answered."""
         return bool(self._outages) and not self._answered

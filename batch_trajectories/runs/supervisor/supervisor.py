@@ -227,6 +227,10 @@ class Supervisor:
                 self.limits.on_refusal(
                     header["endpoint"], header["retry_after_s"], header["sent_at"]
                 )
+            case "has_answered":
+                url = header["url"]
+                is_answered = self._outages.has_answered(url) or url in self._setup.proven
+                worker.send(pack("answered", url=url, is_answered=is_answered))
             case "key_rejected":
                 assert self._start.keys is not None
                 self._start.keys.on_rejected(header["command"], header["number"])

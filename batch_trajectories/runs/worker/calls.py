@@ -55,6 +55,9 @@ class Calls:
         self._send = send
         self._keys = keys
         self._clock_offset_s = clock_offset_s
+        self._workers = workers
+        self._asked: dict[str, asyncio.Future[bool]] = {}
+        """Questions to the parent whether an endpoint has answered other workers, by base URL."""
         self._part, self._initial = 1 / workers, 1 - number % workers / workers
         self._budget = WorkerBudget(
             budget=budget, report=lambda report: send("budget", report=report)
@@ -95,6 +98,19 @@ class Calls:
             return True
         return error.endpoint not in self.proven and error.kind in SAYS_MORE_OF_THE_ENDPOINT
 
+    async def stops_the_run(self, error: ModelError) -> bool:
+        """The same, but an endpoint may have answered another worker: the parent is asked."""
+        if not self.is_the_endpoints(error):
+            return False
+        url = error.endpoint
+        if error.action != "stop_run" and url is not None and self._workers > 1:
+            if url not in self._asked:
+                self._asked[url] = asyncio.get_running_loop().create_future()
+                self._send("has_answered", url=url)
+            if await asyncio.shield(self._asked[url]):
+                self._proven_before |= {url}
+        return self.is_the_endpoints(error)
+
     @staticmethod
     def describe(error: ModelError) -> str:
         """Why an endpoint stops the run, and what to check."""
@@ -111,6 +127,8 @@ class Calls:
                 self._limiters[limits.pop("endpoint")].allow(**limits)
             case "grant":
                 self._budget.take_grant(Cost(*header["amount"]))
+            case "answered":
+                self._asked.pop(header["url"]).set_result(header["is_answered"])
             case "reclaim":
                 self._budget.reclaim()
             case "answer":

@@ -182,7 +182,7 @@ class TaskRunner:
         try:
             await self.do(work)
         except ModelError as error:
-            if self._calls.is_the_endpoints(error):
+            if await self._calls.stops_the_run(error):
                 self._stops.halt(self._calls.describe(error))
                 raise Stopped from error
             self._calls.report()  # the parent knows what was answered before what has failed

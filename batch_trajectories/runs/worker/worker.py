@@ -260,7 +260,7 @@ class Worker:
             case "durable":
                 for key in header["keys"]:
                     self._release(bytes.fromhex(key))
-            case "limits" | "grant" | "reclaim" | "answer" | "key":
+            case "limits" | "grant" | "reclaim" | "answer" | "answered" | "key":
                 self._calls.receive(header, payload)
             case "stop":
                 self._stop()
