@@ -92,6 +92,7 @@ class TestFunctions:
         done = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
         assert (done.returncode, counts(done)) == (1, (2, 1))
         assert "\n          1  graders:length: ValueError: x (graders.py:…)" in done.stdout
+        assert done.stderr == "", "failures are told once, grouped"
         output = run(tmp_path, "stats", "r", output_dir=".").stdout
         assert (
             "1 score failed; `show RUN ID` has the reason of each\n          1  graders:" in output

@@ -217,6 +217,9 @@ class TestARun:
             "scored 4: passed 0 (0.0%; without a check by a reward of 0.5 or more)" in done.stdout
         )
         assert "\n3 scores of reward functions failed; " in done.stdout
+        assert "(graders.py:19)" not in done.stderr
+        log = (tmp_path / "trajectories/r/run.log").read_text()
+        assert "raise: --reward=graders:ask: KeyError: 'no such thing' (graders.py:19)" in log
         assert run(tmp_path, "verify", "r").returncode == 0
 
     @pytest.mark.slow

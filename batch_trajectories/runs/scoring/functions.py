@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -29,8 +28,6 @@ from batch_trajectories.basics.errors import ConfigError, HostError, ToolError
 from batch_trajectories.basics.text import clip
 from toolsets.context import ToolContext
 from toolsets.workspace.workspace import PathError
-
-log = logging.getLogger(__name__)
 
 _MOST_PROCESSES = 4
 _START_TIMEOUT_S = 300.0
@@ -98,11 +95,7 @@ class RewardFunctions:
         elif isinstance(workspace, Path) and workspace.is_dir():
             found_in["workspace"] = str(workspace.absolute())
         request = exact_json.dumps({"record": record, **found_in})
-        scores = [await function.score(request, inside) for function in self._functions]
-        for score in scores:
-            if score["error"] is not None:
-                log.warning("%s: --reward=%s: %s", record["id"], score["source"], score["error"])
-        return scores
+        return [await function.score(request, inside) for function in self._functions]
 
     async def close(self) -> None:
         """End all processes."""

@@ -205,6 +205,9 @@ class TaskRunner:
             async with self._spaces.inside(work.context, work.row) as inside:
                 root = inside or work.context.workspace.root
                 scores = await self._rewards.scores(record, root)
+            for score in scores:
+                if score["error"] is not None:
+                    log.warning("%s: --reward=%s: %s", task.id, score["source"], score["error"])
             record = with_scores(record, scores)
         return _finished(task, record, failure)
 
