@@ -110,7 +110,10 @@ class Health:
 
     def __init__(self, samples: int) -> None:
         """`samples` is how many conversations a prompt has."""
+        self._samples = samples
         self._has_samples = samples >= _PROMPT_FAILURES
+        self._failed_records: KeyCounts[str] = KeyCounts()
+        """Records of failed attempts, which failures.jsonl has too, by prompt."""
         self._found: KeyCounts[str] = KeyCounts()
         self._of: KeyCounts[str] = KeyCounts()
         self._examples: dict[str, list[str]] = defaultdict(list)
@@ -129,6 +132,9 @@ class Health:
         self._count("unfinished", id, not is_completed)
         if self._has_samples:
             ending = _VARIED if is_completed else f"{record.status}: {record.status_reason}"
+            if record.error is not None:
+                ending = _failed(record.error.error_class)
+                self._failed_records[record.prompt_id] += 1
             self._add_ending(record.prompt_id, ending, 1)
         if turns and record.api != SCRIPTED:
             tokens = (record.usage or {}).get("output_tokens")
@@ -153,10 +159,19 @@ class Health:
                     self._passed_ids.append(id)
 
     def add_failures(self, failures: Iterable[Mapping[str, Any]]) -> None:
-        """Look at failed attempts, lines of failures.jsonl."""
+        """Look at failed attempts, lines of failures.jsonl, after all records."""
         for line in failures:
             if line.get("kind") == "attempt":
-                self._add_ending(line["id"], f"failed: {line['class']}", 1)
+                prompt = self._prompt_of(line["id"])
+                if is_known := self._failed_records[prompt] > 0:
+                    self._failed_records[prompt] -= 1
+                self._add_ending(prompt, _failed(line["class"]), 1 - is_known)
+
+    def _prompt_of(self, task_id: str) -> str:
+        """The id of a task's prompt; that of its first sample is the same."""
+        prompt, _, sample = task_id.rpartition("#s")
+        is_sample = sample.isdecimal() and 0 < int(sample) < self._samples
+        return prompt if prompt and is_sample and task_id not in self._endings else task_id
 
     def merge(self, other: Health) -> None:
         """Add the records of `other`, which come after those of this one."""
@@ -166,6 +181,7 @@ class Health:
             self._examples[name] = [*self._examples[name], *ids][:_SHOWN]
         self._tool_calls.merge(other._tool_calls)
         self._tool_failures.merge(other._tool_failures)
+        self._failed_records.merge(other._failed_records)
         for prompt, (ending, count) in other._endings.items():
             self._add_ending(prompt, ending, count)
         for column, values in other._rewards.items():
@@ -252,6 +268,10 @@ class Health:
                         name = column if value is None else f"{column}={value}"
                         shown = f"{name}: {rewards.first:g} in {rewards.count:,}"
                         self._count("constant_rewards", shown, _is_suspect(rewards, whole))
+
+
+def _failed(error_class: str) -> str:
+    return f"failed: {error_class}"
 
 
 def problems_in(results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

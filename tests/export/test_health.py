@@ -198,6 +198,33 @@ def test_attempts_that_always_fail_for_one_reason_are_a_problem() -> None:
     assert (listed["failing_prompts"]["found"], listed["failing_prompts"]["of"]) == (1, 2)
 
 
+def test_prompts_whose_samples_all_fail_by_the_endpoint_are_a_problem() -> None:
+    """Of a sample without attempts left there are a record and a line, of others lines alone."""
+    prompts = {
+        "refused": ("bad_request", "bad_request", "bad_request"),
+        "two of three": ("bad_request", "bad_request", ""),
+        "varied": ("bad_request", "timeout", "bad_request"),
+        "twice": ("bad_request", "bad_request"),
+    }
+    failures, records = [], [record(n) for n in range(30)]
+    for prompt, classes in prompts.items():
+        for n, kind in enumerate(classes):
+            id = f"{prompt}#s{n}" if n else prompt
+            error = {"class": kind, "message": f"HTTP 400: no (request {n})"} if kind else None
+            status = "failed" if kind else "completed"
+            if kind:
+                failures.append({"kind": "attempt", "id": id, "class": kind})
+            ended = record(len(records), id=id, prompt_id=prompt, status=status, error=error)
+            records.append(ended)
+    failures += [
+        {"kind": "attempt", "id": id, "class": "bad_request"}
+        for id in ("retried", "retried#s1", "retried#s2", "own#s7", "own#s7", "own#s8")
+    ]
+    listed = problems(records, failures=failures, samples=3)
+    assert listed["failing_prompts"]["examples"] == ["refused", "retried"]
+    assert listed["failing_prompts"]["found"] == 2
+
+
 def test_a_hard_value_of_a_column_is_no_problem_where_rewards_are_rare() -> None:
     """One in ten passes: twenty failures of one repository are chance."""
     rows = [{"repo": "hard" if n < 20 else "other"} for n in range(120)]
