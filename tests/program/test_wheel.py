@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,22 @@ def test_a_script_beside_modules_of_the_same_names_sees_types(python: Path, tmp_
         assert f"-> batch_trajectories.{'runs.config' if 'Config' in name else 'api'}.{name}" in (
             checked.stdout
         )
+
+
+def test_the_scripts_of_the_docs_pass_a_strict_type_checker(python: Path, tmp_path: Path) -> None:
+    """Those of docs/api.md as one script: later ones use names of earlier ones."""
+    scripts = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+    assert len(scripts) > 5
+    (tmp_path / "script.py").write_text("\n".join(scripts))
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir=cache", "script.py"]
+    checked = subprocess.run(
+        [*mypy, f"--python-executable={python}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_it_says_how_to_install_what_is_missing(python: Path) -> None:

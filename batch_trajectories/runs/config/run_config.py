@@ -57,6 +57,11 @@ if TYPE_CHECKING:
 class RunConfig(SampleOptions):
     """The config of a run: the options of its conversations and its own."""
 
+    if TYPE_CHECKING:
+        # Options may be given as in a config file (a path as text, a tuple as a list), which is
+        # more than their fields hold.
+        def __init__(self, *, dataset_file: str | Path, run_name: str, **options: Any) -> None: ...
+
     dataset_file: Place = running(
         ...,
         "Prompts: JSONL, JSON, CSV, TSV or Parquet (.gz and .zst too), a directory of such or of "
