@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from batch_trajectories.runs.audit.reference import Reference, read_reference
+from batch_trajectories.runs.worker.audit.leaks import says
 
 PATCH = """\
 diff --git a/pkg/calc.py b/pkg/calc.py
@@ -56,6 +57,35 @@ def test_a_patch_is_recognized_by_what_it_makes_of_each_file() -> None:
 )
 def test_the_columns_of_a_row(columns: dict[str, Any], expected: Reference | None) -> None:
     assert read_reference(columns, inside=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected", "is_said"),
+    [
+        ("The capital of France is Paris. What is the capital of France?", "Paris", True),
+        ("Reply with the word Xylophone, please.", "xylophone", True),
+        ("What is 6 * 7? (Answer key: 42)", "42", True),
+        ("What is 6 * 7?\n#### 42", "42", True),
+        (r"Show that it is \boxed{42}.", "42", True),
+        ("Q: six times seven <answer> 42 </answer>", "42", True),
+        ("The expected output is [1, 2].", "[1, 2]", True),
+        ("Reply with 7 and nothing else. What is 3 + 4? Reply with: 7", "7", True),
+        ("Your order number is 90210. Which is it?", "90210", True),
+        ("It was written by\nAda   Lovelace. Who wrote it?", "Ada Lovelace", True),
+        ("What is 6 * 7?", "42", False),
+        ("A farmer has 42 cows and sells none. How many are left?", "42", False),
+        ("Is a whale a fish or a mammal?", "mammal", False),
+        ("Is a whale a mammal/fish?", "mammal", False),
+        ("Which is a mammal?\nA) whale\nB) herring", "whale", False),
+        ("Choose the mammal: whale, herring, cod.", "whale", False),
+        ("Is it true or false that 2 > 1?", "true", False),
+        ("Parisian food is what?", "Paris", False),
+        ("Is the answer B?", "B", False),
+        ("Say nothing.", " ", False),
+    ],
+)
+def test_a_prompt_that_holds_its_expected_answer(prompt: str, expected: str, is_said: bool) -> None:
+    assert says(prompt, expected) is is_said
 
 
 def test_the_files_of_a_commit() -> None:

@@ -40,7 +40,24 @@ _MOST_CANDIDATES = 500
 _NOT_FILES = ("/proc/", "/sys/", "/dev/")
 _ARCHIVES = (".whl", ".zip", ".egg", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
 _TIMEOUT_S = 1800.0
-_ANSWER = r"\b(?:answer|solution|result)\b[^\n.]{{0,20}}?(?:\bis\b|=|:)[\s\"'`*($]*{}(?!\w)"
+_LABELLED = (
+    r"(?:\b(?:answer|solution|result|output|expected|target|label|key|truth|response|reply)s?\b"
+    r"[^\n.]{{0,20}}?(?:\bis\b|\bare\b|\bwith\b|=|:|->|\u2192)|<(?:answer|solution)>|####|\\boxed\{{)"
+    r"[\s\"'`*($]*{}(?!\w|\.\d)"
+)
+"""An answer that is called one, also as datasets mark theirs (`#### 42`, `\\boxed{42}`)."""
+_WORDS = r"(?<!\w){}(?!\w|\.\d)"
+_LEAST_OF_WORDS = 4
+"""Characters of an answer that is not in a prompt by chance; of a number one more."""
+_NEAR_CHARS = 80
+"""How far from a choice its mark is looked for."""
+_OFFERED = re.compile(
+    r"\b(?:one of|which of|either|choose|select|pick|choices?|options?|alternatives?)\b", re.I
+)
+_BEFORE_A_CHOICE = re.compile(
+    r"(?:(?:^|\n)[ \t]*(?:[-*]|\(?\w{1,2}[.):])|\bor(?:\s+(?:an?|the))?|[/|])[\s\"'`*(]*$", re.I
+)
+_AFTER_A_CHOICE = re.compile(r"[\"'`*)]*\s*(?:or\b|[/|])", re.I)
 
 # Prints candidates: objects with a new line of the solution. A header of git is before each object.
 _GIT = r"""export LC_ALL=C GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory 'GIT_CONFIG_VALUE_0=*'
@@ -104,7 +121,7 @@ async def find_leaks(
     prompt = "\n".join(message["content"] for message in row.opening)
     solution = _of_reference(reference)
     leaks = [_leak("the prompt", sought) for sought in solution if sought.is_in(prompt)]
-    if expected is not None and _says(prompt, expected):
+    if expected is not None and says(prompt, expected):
         leaks.append({"what": "the prompt says the expected answer", "where": "prompt"})
     sought = [*solution, *_of_check(row)]
     if sought:
@@ -160,8 +177,26 @@ def _stripped(lines: Iterable[str]) -> list[str]:
     return [line for line in map(str.strip, lines) if line]
 
 
-def _says(prompt: str, expected: str) -> bool:
-    return re.search(_ANSWER.format(re.escape(expected.strip())), prompt, re.I) is not None
+def says(prompt: str, expected: str) -> bool:
+    """Whether a prompt has the expected answer, other than by chance or as one of several choices.
+
+    By chance it may have a short word or a number; those count only where they are called the
+    answer. Case and the amount of space do not matter, as in the comparison.
+    """
+    words = expected.split()
+    if not words:
+        return False
+    answer = r"\s+".join(map(re.escape, words))
+    if re.search(_LABELLED.format(answer), prompt, re.I):
+        return True
+    is_number = re.fullmatch(r"[-+$]?[\d.,\s]+%?", expected.strip()) is not None
+    if len("".join(words)) < _LEAST_OF_WORDS + is_number or _OFFERED.search(prompt):
+        return False
+    return any(
+        not _BEFORE_A_CHOICE.search(prompt[max(0, found.start() - _NEAR_CHARS) : found.start()])
+        and not _AFTER_A_CHOICE.match(prompt[found.end() : found.end() + _NEAR_CHARS])
+        for found in re.finditer(_WORDS.format(answer), prompt, re.I)
+    )
 
 
 def _leak(where: str, sought: Sought) -> dict[str, str]:
