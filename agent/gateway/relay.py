@@ -37,6 +37,7 @@ from agent.wires.threads import Threads
 from agent.wires.wire import NOTHING_VOLATILE, Volatile, WireRequest
 from agent.wires.wire_base import Wire
 from batch_trajectories.basics import exact_json
+from batch_trajectories.basics.errors import Stopped
 
 log = logging.getLogger(__name__)
 
@@ -106,12 +107,14 @@ class Relay:
         limits: CallLimits = NO_LIMITS,
         volatile: Volatile = NOTHING_VOLATILE,
         is_stopping: Callable[[], bool] = lambda: False,
+        why_stopping: Callable[[], str | None] = lambda: None,
         ends_with: Callable[[ModelError], bool] = ends_agent,
         is_live: bool = False,
     ) -> None:
         """`route` gives the model for a dialect and the name that the agent asked for; it raises
         `RefusedModel`. `ends_with` says whether a failed call is the last one; after others the
-        agent gets the error and can make further calls.
+        agent gets the error and can make further calls. `why_stopping` is told to agents whose
+        calls are refused because all work is stopping.
 
         `is_live`: streams are passed on as they come. Otherwise the agent gets them whole, so that
         one that is cut can be asked for again; few agents do that themselves.
@@ -123,6 +126,7 @@ class Relay:
         self._limits = limits
         self._volatile = volatile
         self._is_stopping = is_stopping
+        self._why_stopping = why_stopping
         self._ends_with = ends_with
         self._is_live = is_live
         self._calls: dict[asyncio.Task[None], int] = {}
@@ -233,9 +237,9 @@ class Relay:
     def _stop(self) -> Refusal | None:
         """The refusal of all calls, if no more are to be made."""
         if self.failure is not None:
-            return Refusal(_STOP, "failed", f"no more model calls: {self.failure}")
+            return self._refusal_by(self.failure)
         if self._is_stopping():
-            return Refusal(_STOP, "stopped", "the run is stopping; it can be resumed")
+            return self._stopped()
         if self.ending is not None:
             return Refusal(_STOP, self.ending.status, self.ending.reason or "no more model calls")
         return None
@@ -312,7 +316,7 @@ class Relay:
         except Exception as error:
             refusal = self._fail(error)
         except asyncio.CancelledError:
-            reply.fail(Refusal(_STOP, "stopped", "the run is stopping; it can be resumed"))
+            reply.fail(self._stopped())
             self.answers.forget(reply)
             raise
         reply.fail(refusal)
@@ -404,7 +408,17 @@ class Relay:
         if self.failure is None:
             self.failure = error
             self.ended.set()
-        return Refusal(_STOP, "failed", f"no more model calls: {error}")
+        return self._refusal_by(error)
+
+    def _refusal_by(self, failure: Exception) -> Refusal:
+        if isinstance(failure, Stopped):
+            return self._stopped()
+        why = str(failure).strip() or type(failure).__name__
+        return Refusal(_STOP, "failed", f"no more model calls: {why}")
+
+    def _stopped(self) -> Refusal:
+        why = self._why_stopping() or "the run is stopping"
+        return Refusal(_STOP, "stopped", f"{why}; it can be resumed")
 
 
 async def ask_freely(model: RetryingModel, request: RelayRequest) -> Answer:

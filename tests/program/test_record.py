@@ -314,6 +314,23 @@ def test_the_budget_stops_a_recording_which_then_continues(
     assert (record["status"], record["api_calls"]) == ("completed", 2)
 
 
+def test_all_programs_are_told_why_a_recording_stops(
+    tmp_path: Path, endpoint: FakeEndpoint
+) -> None:
+    """By the refusal of their next call, also those that did not use up the budget."""
+    with recording(tmp_path, endpoint, max_run_tokens=2500) as world:
+        sessions = {name: [{"role": "user", "content": f"Go {name}."}] for name in "abc"}
+        for name, messages in sessions.items():
+            world.call(messages, at=f"/sessions/{name}")
+        for name, messages in sessions.items():
+            body = {"model": "m", "messages": messages, "tools": TOOLS, "max_tokens": 2000}
+            status, said = world.ask("POST", f"/sessions/{name}/v1/chat/completions", body)
+            assert status == 400, said
+            assert "used" in said["error"]["message"], "and not nothing behind the colon"
+            assert "2,500" in said["error"]["message"]
+        assert world.process.wait(timeout=PATIENCE_S) == 3
+
+
 def test_a_model_without_a_price_is_refused_under_a_budget(
     tmp_path: Path, endpoint: FakeEndpoint
 ) -> None:

@@ -55,6 +55,9 @@ from batch_trajectories.runs.store.tasks import Task
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.5
+_TELL_S = 5.0
+"""Most programs make their next call sooner."""
+_TOLD_EVERY_S = 0.05
 
 
 class Session:
@@ -115,6 +118,8 @@ class Recorder:
         self._lobby = self._gateway("(no session)", Trajectory(()), _refuse)
         """Answers requests outside sessions: probes, and requests that are not calls."""
         self._is_stopping = False
+        self._told: set[str] = set()
+        """The sessions that got an answer since the recording was to stop."""
         self.stopped = asyncio.Event()
         self.stopped_by: str | None = None
         """Why the recording cannot continue; its sessions stay as they are."""
@@ -147,6 +152,8 @@ class Recorder:
                         await self.stopped.wait()
                 except TimeoutError:
                     continue
+            if self.stopped_by is not None:
+                await self._tell_all()
         finally:
             self._is_stopping = True
             listener.close()
@@ -157,6 +164,19 @@ class Recorder:
             finally:
                 server.pre_shutdown()
                 await server.shutdown(1.0)
+
+    async def _tell_all(self) -> None:
+        """Refuse calls for a moment, so that programs learn why the recording stops.
+
+        A closed connection would say nothing. It ends early once all open sessions have asked.
+        """
+        self._upstream.stop()
+        until = time.monotonic() + _TELL_S
+        while time.monotonic() < until and not all(map(self._is_told, self._sessions.values())):
+            await asyncio.sleep(_TOLD_EVERY_S)
+
+    def _is_told(self, session: Session) -> bool:
+        return session.name in self._told or session.gateway.relay.ended.is_set()
 
     async def _leave_all(self) -> None:
         """Leave all sessions at the same time; raise the first failure once none is at work."""
@@ -196,6 +216,8 @@ class Recorder:
             return await session.gateway.handle(request, path)
         finally:
             session.heard_at = time.monotonic()
+            if self.stopped_by is not None:
+                self._told.add(name)
 
     def _open(self, name: str, task: Task, events: list[Event]) -> Session:
         trajectory = self._rules.read(task.columns).trajectory(events)
@@ -234,6 +256,7 @@ class Recorder:
             # `max_turns` has a default, which is for conversations of this program.
             limits=CallLimits.of(options, has_turn_limit="max_turns" in options.given()),
             is_stopping=lambda: self._is_stopping,
+            why_stopping=lambda: self.stopped_by,
             ends_with=partial(self._stops_recording, name),
             is_live=True,  # somebody may watch
         )
