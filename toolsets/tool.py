@@ -215,7 +215,13 @@ def _encode(value: object) -> str:
 
 
 def _explain(error: ValidationError) -> str:
-    lines = [_explain_one(mistake) for mistake in mistakes_in(error)]
+    # As pydantic says it: a model's calls that are repeated to rebuild a workspace must give the
+    # same text as those of runs of earlier versions.
+    messages = [one["msg"] for one in error.errors(include_url=False, include_context=False)]
+    lines = [
+        _explain_one(mistake._replace(reason=message.removeprefix("Value error, ")))
+        for mistake, message in zip(mistakes_in(error), messages, strict=True)
+    ]
     shown = lines[:_MAX_REPORTED_FIELDS]
     if len(lines) > len(shown):
         shown.append(f"and {len(lines) - len(shown)} more")

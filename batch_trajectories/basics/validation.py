@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PosixPath
 from typing import Annotated, Any, Final, NamedTuple
 from urllib.parse import unquote
@@ -132,12 +132,58 @@ class Mistake(NamedTuple):
 def mistakes_in(error: ValidationError) -> list[Mistake]:
     """All rejected values, in the order of the fields; never empty."""
     mistakes = []
-    for mistake in error.errors(include_url=False, include_context=False):
-        reason = mistake["msg"].removeprefix("Value error, ")
-        mistakes.append(
-            Mistake(tuple(map(str, mistake["loc"])), reason, mistake["type"], mistake["input"])
-        )
+    for mistake in error.errors(include_url=False):
+        reason = _reason(mistake["type"], mistake["msg"], mistake.get("ctx", {}))
+        keys = tuple(key for key in map(str, mistake["loc"]) if not _OF_A_UNION.fullmatch(key))
+        mistakes.append(Mistake(keys, reason, mistake["type"], mistake["input"]))
     return mistakes
+
+
+_OF_A_UNION = re.compile(r"(?:function-\w+|constrained-\w+|dict|list|tuple|set|nullable)\[.*\]")
+"""What pydantic puts among the keys: which of several types it has tried."""
+
+_REASONS = {
+    **dict.fromkeys(("string_type", "string_sub_type"), "must be a text"),
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+    **dict.fromkeys(
+        ("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "must be a whole number"
+    ),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    "finite_number": "must be a finite number",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    **dict.fromkeys(("literal_error", "enum"), "must be {expected}"),
+    **dict.fromkeys(("list_type", "tuple_type", "set_type", "frozen_set_type"), "must be a list"),
+    **dict.fromkeys(
+        ("dict_type", "mapping_type", "model_type", "model_attributes_type", "dataclass_type"),
+        "must be an object",
+    ),
+    "too_short": "must have at least {min_length} items",
+    "too_long": "must have at most {max_length} items",
+    "path_type": "must be a path",
+    "none_required": "must be null",
+    "json_invalid": "is not valid JSON: {error}",
+    "missing": "is missing",
+    UNKNOWN_KEY: "unknown key",
+}
+"""Our words for what pydantic rejects, by its kinds; `{...}` are facts that it adds."""
+
+_OF_PYDANTIC = re.compile(r"(?:Value error, |(?:[A-Z]\w+ )+should (?=\w))")
+
+
+def _reason(kind: str, message: str, facts: Mapping[str, Any]) -> str:
+    if (words := _REASONS.get(kind)) is not None:
+        whole = {k: int(v) for k, v in facts.items() if isinstance(v, float) and v.is_integer()}
+        return words.format_map({**facts, **whole})
+    begins = _OF_PYDANTIC.match(message)
+    if begins is None:
+        return message
+    return ("must " if "should" in begins[0] else "") + message[begins.end() :]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

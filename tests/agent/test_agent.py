@@ -129,7 +129,7 @@ def test_wrong_settings_are_refused_before_anything_runs() -> None:
     ("options", "message"),
     [
         ({"temprature": 1.0}, "'temprature' is not one of the options: "),
-        ({"temperature": "hot"}, "temperature: Input should be a valid number"),
+        ({"temperature": "hot"}, "temperature: must be a number"),
         ({"base_url": "http://127.0.0.1:1"}, "'base_url' is not one of the options"),
         ({"endpoint": "x"}, "'endpoint' is not one of the options"),
     ],

@@ -648,9 +648,12 @@ class TestRowOptions:
         ("own", "message"),
         [
             ({"max_turn": 3}, "`agent_options.max_turn`: unknown option; did you mean"),
-            ({"max_turns": 0}, "`agent_options.max_turns`: Input should be greater than 0"),
-            ({"max_turns": "9" * 20}, "`agent_options.max_turns`: Input should be less than"),
-            ({"max_cost_usd": float("inf")}, "`agent_options.max_cost_usd`: Input should be a fin"),
+            ({"max_turns": 0}, "`agent_options.max_turns`: must be above 0"),
+            ({"max_turns": "9" * 20}, "`agent_options.max_turns`: must be at most"),
+            (
+                {"max_cost_usd": float("inf")},
+                "`agent_options.max_cost_usd`: must be a finite number",
+            ),
             ({"repeat_limit": 1}, "^`agent_options`: repeat_limit: 1 would end"),
             ({"approve": "os:system"}, "`agent_options.approve`: cannot be set per row"),
             ({"subagents": []}, "`agent_options.subagents`: cannot be set per row"),

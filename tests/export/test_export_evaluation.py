@@ -181,7 +181,7 @@ def test_each_set_counts_what_was_left_out_by_it(tmp_path: Path) -> None:
     ("filters", "words"),
     [
         ("evaluation_files: [q.txt], evaluation_search: [answers]",
-         "filters.evaluation_search.0: Input should be 'all', 'prompts' or 'tool_results'"),
+         "filters.evaluation_search.0: must be 'all', 'prompts' or 'tool_results'"),
         ("evaluation_files: [q.txt], evaluation_words: 15", "filters.evaluation_words: "),
     ],
 )  # fmt: skip

@@ -418,7 +418,7 @@ def test_a_dollar_trains_more_turns(tmp_path: Path) -> None:
         ("mask: {turn_reward: high}", "r.yaml:1: mask.turn_reward: "),
         ("mask: {turn_reward: true}", "r.yaml:1: mask.turn_reward.reward: must be a number"),
         ("mask: {turn_reward: {style: .nan}}", "r.yaml:1: mask.turn_reward.style: "),
-        ("mask: {model: mine}", "r.yaml:1: mask.model: Input should be 'own_model'"),
+        ("mask: {model: mine}", "r.yaml:1: mask.model: must be 'own_model'"),
         ("mask: {function: f}", "r.yaml:1: mask.function: "),
         ("mask: [failed_call]", "r.yaml:1: mask: "),
         ("mask: {failed_call: true}\nformats: [hermes]", "r.yaml: mask: hermes cannot say which "
@@ -426,7 +426,7 @@ def test_a_dollar_trains_more_turns(tmp_path: Path) -> None:
         ("mask: {failed_call: true}\nformats: [openai, dpo]", "r.yaml: mask: dpo cannot say"),
         ("mask: {failed_call: true}\nformats: llamafactory", "llamafactory cannot say which turns "
          "carry no loss; add per_turn"),
-        ("include: passed", "r.yaml:1: include.0: Input should be 'not_passed'"),
+        ("include: passed", "r.yaml:1: include.0: must be 'not_passed'"),
         ("include: not_passed\nfilters: {passed: true}", "r.yaml: include: not_passed and "
          "filters.require_passed exclude each other"),
     ],

@@ -54,7 +54,7 @@ def test_options_come_from_flags_config_and_rows(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"agent_options": {"max_turn": 1}}, "`agent_options.max_turn`: unknown option"),
-        ({"agent_options": {"plan": "maybe"}}, "`agent_options.plan`: Input should be a valid"),
+        ({"agent_options": {"plan": "maybe"}}, "`agent_options.plan`: must be true or false"),
         ({"expected": None, "agent_options": {"check_expected": True}}, "`expected` must be text"),
         (
             {"user_replies": "yes", "agent_options": {"awaiting_input": True}},
@@ -138,7 +138,7 @@ def test_prefill_comes_from_a_file_and_counts_by_its_content(tmp_path: Path) -> 
     (tmp_path / "prefill.json").write_text('[{"role": "tool", "content": "Hi"}]')
     wrong = run(tmp_path, **given)
     assert wrong.returncode == 2
-    assert "prefill_messages, in 0.role: Input should be 'user' or 'assistant'" in wrong.stderr
+    assert "prefill_messages, in 0.role: must be 'user' or 'assistant'" in wrong.stderr
 
 
 @pytest.mark.slow
@@ -275,9 +275,9 @@ def test_files_on_their_way_are_cleared_by_the_next_start(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_turns": "9" * 20}, "--max_turns: Input should be less than or equal to"),
-        ({"seed": "9" * 20}, "--seed: Input should be less than"),
-        ({"max_cost_usd": "inf"}, "--max_cost_usd: Input should be a finite number"),
+        ({"max_turns": "9" * 20}, "--max_turns: must be at most"),
+        ({"seed": "9" * 20}, "--seed: must be below"),
+        ({"max_cost_usd": "inf"}, "--max_cost_usd: must be a finite number"),
         ({"approve": "leaves:hook"}, "approve: cannot import 'leaves:hook': SystemExit: 3"),
         ({"base_url": "http://u:secret@host/v1"}, "--base_url: must not have a password"),
     ],

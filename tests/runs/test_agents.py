@@ -143,7 +143,7 @@ def test_the_file_of_an_agent_can_be_a_part_of_a_config(tmp_path: Path) -> None:
 def test_a_missing_key_is_named_without_all_the_others() -> None:
     with pytest.raises(ConfigError) as caught:
         config(agent={"speaks": "openai_chat", "env": {"A": "x" * 50}})
-    assert str(caught.value) == "--agent, in command: Field required"
+    assert str(caught.value) == "--agent, in command: is missing"
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path) -> None:
     said = refused(tmp_path, text).splitlines()
     assert [line.partition(": ")[0] for line in said] == ["run.yaml:6", "run.yaml:5", "run.yaml:7"]
     (missing,) = refused(tmp_path, "prices:\n  m:\n    input: 1\n").splitlines()
-    assert missing == "run.yaml:2: prices, in m.output: Field required"
+    assert missing == "run.yaml:2: prices, in m.output: is missing"
 
 
 @pytest.mark.parametrize("key", ["max_turns", "num_samples", "max_cost_usd", "temperature"])

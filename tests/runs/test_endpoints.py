@@ -80,7 +80,7 @@ class TestNames:
             ({"model": "Openai:m"}, "unknown prefix 'Openai'; did you mean 'openai'[?] Known: "),
             ({"model": "m", "models": {"a": 1}}, "give one"),
             ({"models": {"a": 0, "b": 0}}, "above 0"),
-            ({"models": {"a": -1}}, "greater than or equal to 0"),
+            ({"models": {"a": -1}}, "must be at least 0"),
             ({"models": {"scripted": 1, "b": 1}}, "cannot be combined"),
             ({"models": {}}, "at least 1"),
         ],

@@ -92,11 +92,21 @@ def parse_columns(value: Any) -> Any:
     return _assignments(value, "ROW_COLUMN=SOURCE_COLUMN")
 
 
+_NAME_CHARS, _NAME_BYTES = 120, 200
+"""File systems allow 255 bytes, of which the ends of our names of files take up to 50."""
+
+
 def plain_name(value: str) -> str:
     """Return `value` if it is a valid name of a run. Raises `ValueError`."""
     if not value or not all(c.isalnum() or c in "._-" for c in value) or value[0] in ".-":
         raise ValueError(
             "must be letters, digits, '.', '_' and '-' only, starting with a letter, digit or '_'"
+        )
+    if len(value) > _NAME_CHARS or (size := len(value.encode())) > _NAME_BYTES:
+        has = f"{len(value)} characters" if len(value) > _NAME_CHARS else f"{size} bytes in UTF-8"
+        raise ValueError(
+            f"is too long: it has {has}; names of files may have {_NAME_CHARS} characters and "
+            f"{_NAME_BYTES} bytes of it"
         )
     return value
 

@@ -77,7 +77,7 @@ class RunConfig(SampleOptions):
         min_length=1,
     )
     run_name: Annotated[str, AfterValidator(plain_name)] = running(
-        ..., "Name of the run; the same name resumes it.", max_length=120
+        ..., "Name of the run; the same name resumes it."
     )
     output_dir: LocalPath = running(Path("trajectories"), "Directory for runs and training files.")
     mirror: Annotated[str, AfterValidator(bucket_url)] | None = running(
