@@ -210,7 +210,9 @@ def label(
                 turns = plural(len(record.turns), "turn")
                 raise ConfigError(f"--no_loss: {record.id} has {turns}, and no turn {late[0]}")
         if over is not None:
-            others = [stored.find(part) for part in over.split(",") if over != "none"]
+            others = [
+                stored.find(part) for part in dict.fromkeys(over.split(",")) if over != "none"
+            ]
             if strange := [one.id for one in others if one.prompt_id != record.prompt_id]:
                 raise ConfigError(f"--over: {strange[0]} is no sample of {record.prompt_id}")
             given["over"] = {one.id: score_key(one) for one in others} or None

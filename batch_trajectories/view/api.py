@@ -41,6 +41,8 @@ from batch_trajectories.view.state import OpenRun, State
 _MOST_ROWS = 500
 _MOST_COMPARED = 6
 _MOST_DIGITS = 18
+_MOST_OVER = 1000
+"""Samples that one is preferred to."""
 _STEERS: Mapping[str, tuple[str, ...]] = {
     "pause": (),
     "resume": (),
@@ -293,6 +295,9 @@ def label(state: State, query: Query, body: Any) -> dict[str, Any]:
     over = given.get("over") or []
     if not isinstance(over, list) or not all(isinstance(one, str) for one in over):
         raise BadRequest("over: must be a list of ids")
+    over = list(dict.fromkeys(over))  # each is read from the disk
+    if len(over) > _MOST_OVER:
+        raise BadRequest(f"over: {len(over):,} different ids; up to {_MOST_OVER:,} are possible")
     others = [read_found(run.place, table, find_record(table, one), None) for one in over]
     try:
         before = decide(run.place.path, found, others, given, who)

@@ -14,6 +14,7 @@ from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.report.facts import row_of
 from batch_trajectories.runs.store.reader import stored_records
 from batch_trajectories.runs.store.scores import Labels
+from batch_trajectories.view import api
 from tests.running import wait_until
 from tests.view.conftest import ROWS
 from tests.view.serving import Viewer
@@ -217,6 +218,31 @@ def test_labels_are_lines_and_can_be_undone(viewer: Viewer, runs: Path) -> None:
     viewer.post(path, {"id": "missing", "verdict": None, "who": "ben"})
     assert viewer.get(f"{RUN}/rows", label="any")["matching"] == 0
     assert len((runs / "r" / "labels.jsonl").read_bytes().splitlines()) == 6
+
+
+def test_ids_that_a_label_repeats_are_read_once(
+    viewer: Viewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request of a megabyte must not read the disk 60,000 times."""
+    reads = 0
+
+    def read(*given: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return original(*given)
+
+    original = api.read_found
+    monkeypatch.setattr(api, "read_found", read)
+    path = f"{RUN}/labels"
+    many = {"over": ["missing#s1"] * 60_000, "no_loss": [2, 1] * 10_000}
+    (label,) = viewer.post(path, {"id": "missing", **many})["labels"]
+    assert (list(label["over"]), label["no_loss"]) == (["missing#s1"], [1, 2])
+    assert reads == 2
+    different = [f"missing#s{n}" for n in range(2000)]
+    answer = viewer.ask(f"/api{path}", {"id": "missing", "over": different})
+    assert answer.status == 400
+    assert answer.body == {"error": "over: 2,000 different ids; up to 1,000 are possible"}
+    viewer.post(path, {"id": "missing", "over": None, "no_loss": None})
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,8 @@ class LabelChange(msgspec.Struct, forbid_unknown_fields=True):
 def label_change(value: Any) -> LabelChange:
     """Check what a person decided. Raises `ValueError`, which names the field."""
     change = msgspec.convert(value, LabelChange)
+    if isinstance(change.no_loss, list):
+        change.no_loss = sorted(set(change.no_loss))
     if not msgspec.to_builtins(change):
         raise ValueError("decides nothing; give verdict, no_loss, note or over")
     return change
