@@ -36,8 +36,11 @@ def end(ended: RunEnd) -> NoReturn:
 
 
 @contextmanager
-def errors_as_exit_codes() -> Iterator[None]:
-    """Turn exceptions into a message and an exit code; only bugs show a traceback."""
+def errors_as_exit_codes(*, on_interrupt: str | None = None) -> Iterator[None]:
+    """Turn exceptions into a message and an exit code; only bugs show a traceback.
+
+    `on_interrupt` is what an interrupt says where it is the usual end; None: it is an error.
+    """
     received: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -54,6 +57,9 @@ def errors_as_exit_codes() -> Iterator[None]:
         fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         first = received[0] if received else int(signal.SIGINT)
+        if on_interrupt is not None:
+            say(on_interrupt)
+            sys.exit(SIGNALLED + first)
         fail(interrupted(first), SIGNALLED + first)
     except Exception:
         trace = traceback.format_exc()

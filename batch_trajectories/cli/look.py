@@ -57,7 +57,8 @@ def view(
     from batch_trajectories.runs.directory.control import user_name
     from batch_trajectories.view.serving import password_of, serve
 
-    with errors_as_exit_codes():
+    ended = "view has ended; the runs are as they were"
+    with errors_as_exit_codes(on_interrupt=ended):
         password = password_of(host, password_env)
         serve(
             list(places) or ["trajectories"],

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from batch_trajectories.basics.console import say, show
 from batch_trajectories.basics.errors import ConfigError, RunDirError
@@ -54,7 +56,17 @@ def password_of(host: str, variable: str | None) -> str | None:
     return password
 
 
+def _is_worth_a_trace(record: logging.LogRecord) -> bool:
+    """Whether what aiohttp logs is more than a request that was malformed or cut off.
+
+    Those have their answer, and a port that browsers and scanners reach gets many.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
+
+
 async def _serve(server: ViewServer, guard: AccessGuard, host: str, port: int) -> None:
+    logging.getLogger("aiohttp.server").addFilter(_is_worth_a_trace)
     runner = web.AppRunner(
         server.application(),
         access_log=None,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from urllib.parse import quote
 
@@ -9,6 +13,7 @@ import pytest
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.view.serving import password_of
+from tests.running import PATIENCE_S, ROOT
 from tests.view.serving import Viewer, viewing
 
 LABEL = {"id": "endless#s1", "note": "from elsewhere"}
@@ -109,3 +114,40 @@ def test_with_a_password_the_token_is_worth_nothing(runs: Path) -> None:
         answer = viewer.ask("/api/login", {"password": "long enough, this"})
         given = {"Cookie": answer.headers["Set-Cookie"].partition(";")[0]}
         assert viewer.ask("/api/runs", headers=given).status == 200
+
+
+MALFORMED = (
+    b"GARBAGE\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"POST /api/login HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /api/login HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\n"
+    b"Content-Length: 5\r\n\r\nabcde",
+    b"GET http://[bad/ HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nCookie: \xff\x01\r\n\r\n",
+)
+
+
+@pytest.mark.slow
+def test_malformed_requests_print_nothing_and_an_interrupt_ends_in_a_sentence(runs: Path) -> None:
+    """In the terminal of the command; the sentence of runs would be wrong here."""
+    with subprocess.Popen(
+        [sys.executable, ROOT / "batch_runner.py", "view", runs],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline().split(":")[2].split("/")[0])
+            for raw in MALFORMED:
+                with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as peer:
+                    peer.sendall(raw)
+                    assert b" 400 " in peer.recv(100) or b"gzip" in raw
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=PATIENCE_S)[1]
+        finally:
+            process.kill()
+    assert said == "open this address; Ctrl-C ends it\nview has ended; the runs are as they were\n"
+    assert process.returncode == 128 + signal.SIGINT

@@ -231,7 +231,7 @@ def test_ids_that_a_label_repeats_are_read_once(
         reads += 1
         return original(*given)
 
-    original = api.read_found
+    original = vars(api)["read_found"]
     monkeypatch.setattr(api, "read_found", read)
     path = f"{RUN}/labels"
     many = {"over": ["missing#s1"] * 60_000, "no_loss": [2, 1] * 10_000}
