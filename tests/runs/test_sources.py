@@ -121,6 +121,36 @@ def test_each_kind_of_source_gives_the_same_rows(tmp_path: Path, name: str) -> N
     assert read(tmp_path / name) == ROWS
 
 
+@pytest.mark.parametrize("way", ["above", "absolute", "a link", "a split", "a linked split"])
+def test_a_saved_dataset_that_leads_outside_of_itself_is_refused(tmp_path: Path, way: str) -> None:
+    """Somebody else may have made it, and its rows go to a model."""
+    datasets = pytest.importorskip("datasets")
+    private, saved = tmp_path / "private", tmp_path / "saved"
+    datasets.Dataset.from_dict({"prompt": ["secret"]}).save_to_disk(private)
+    write_saved(saved)
+    state = json.loads((saved / "train" / "state.json").read_text())
+    (arrow,) = private.glob("*.arrow")
+    match way:
+        case "above" | "absolute":
+            name = str(arrow) if way == "absolute" else f"../../private/{arrow.name}"
+            state["_data_files"] = [{"filename": name}]
+            (saved / "train" / "state.json").write_text(json.dumps(state))
+        case "a link":
+            own = saved / "train" / state["_data_files"][0]["filename"]
+            own.unlink()
+            own.symlink_to(arrow)
+        case "a split":
+            (saved / "dataset_dict.json").write_text(json.dumps({"splits": ["../private"]}))
+        case "a linked split":
+            (saved / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "other"]}))
+            (saved / "other").symlink_to(private)
+    with pytest.raises(DatasetError, match=r"(state|dataset_dict)\.json: names '.*outside of"):
+        read(saved)
+    if "split" not in way:
+        with pytest.raises(DatasetError, match="outside of"):
+            read(saved / "train")
+
+
 def test_a_json_list_is_read_across_the_borders_of_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from batch_trajectories.basics.errors import DatasetError, EnvironmentStop, RunError
+from batch_trajectories.basics.exact_json import objects_among
 from batch_trajectories.runs.sources.arrow_rows import BATCH_ROWS, rows_of, rows_per_batch
 from batch_trajectories.runs.sources.source import HubName
 
@@ -57,6 +60,7 @@ def saved_rows(path: Path, left_out: set[str]) -> Iterator[dict[str, Any]]:
     """
     import datasets
 
+    refuse_files_outside(path)
     try:
         dataset = datasets.load_from_disk(str(path))
         if isinstance(dataset, datasets.DatasetDict):
@@ -69,6 +73,40 @@ def saved_rows(path: Path, left_out: set[str]) -> Iterator[dict[str, Any]]:
         raise DatasetError(
             f"{path}: cannot read it as a dataset that was saved with `save_to_disk`: {error}"
         ) from error
+
+
+def refuse_files_outside(path: Path) -> None:
+    """Raise `DatasetError` if a directory of `save_to_disk` leads to files outside of itself.
+
+    A directory that somebody else made can name any file of this machine, whose rows would then go
+    to the model.
+    """
+    given = _json_object(path / "dataset_dict.json").get("splits")
+    splits = [str(split) for split in given] if isinstance(given, list) else []
+    for split in splits:
+        _refuse_outside(path, path / "dataset_dict.json", split)
+    for directory in (path, *(path / split for split in splits)):
+        state = directory / "state.json"
+        lists = (value for value in _json_object(state).values() if isinstance(value, list))
+        for file in objects_among([item for items in lists for item in items]):
+            _refuse_outside(directory, state, str(file.get("filename", "")))
+
+
+def _refuse_outside(directory: Path, named_in: Path, name: str) -> None:
+    if "\0" in name or not (directory / name).resolve().is_relative_to(directory.resolve()):
+        raise DatasetError(
+            f"{named_in}: names {name!r}, which is outside of {directory}; only files inside are "
+            "read: save the dataset again by `save_to_disk`"
+        )
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where `datasets` will say what is wrong with it."""
+    try:
+        value = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _only_split(place: str, splits: list[str]) -> str:
