@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import ctypes
 import gc
 import logging
@@ -180,3 +181,14 @@ def _quieten() -> None:
     logging.raiseExceptions = False  # a log that cannot be written must not stop the work
     for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def insist_on_utf8() -> None:
+    """Start the command again in Python's UTF-8 mode where names and arguments would be ASCII.
+
+    With LC_ALL=C and UTF-8 mode switched off, an id with other letters would be halves of
+    surrogates, which no record has, and a path in a config could not be opened.
+    """
+    if sys.flags.utf8_mode or codecs.lookup(sys.getfilesystemencoding()).name != "ascii":
+        return
+    os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])

@@ -213,3 +213,29 @@ def test_a_command_that_is_none_says_what_may_be_meant(word: str, meant: str) ->
     done = CliRunner().invoke(main, [word, "x"])
     assert done.exit_code == 2
     assert f"no such command '{word}'; {meant}" in done.stderr
+
+
+@pytest.mark.slow
+def test_ids_are_found_where_the_locale_has_only_ascii(tmp_path: Path) -> None:
+    """With LC_ALL=C and Python's UTF-8 mode switched off, as in some schedulers' jobs."""
+    env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    rows = [
+        {"id": id, "prompt": "x", "script": [{"content": "fine"}]}
+        for id in ("z\u00fcrich-\u6f22", "b")
+    ]
+    write_rows(tmp_path / "w\u00f6rter.jsonl", *rows)
+    given = {**SCRIPTED, "dataset_file": "w\u00f6rter.jsonl"}
+    done = run(tmp_path, **given, env=env)
+    assert done.returncode == 0, done.stderr
+    shown = run(tmp_path, "show", "r", rows[0]["id"], env=env)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("z\u00fcrich-\u6f22")
+    note = {"verdict": "keep", "note": "sch\u00f6n", "who": "J\u00fcrgen"}
+    labelled = run(tmp_path, "label", "r", rows[0]["id"], **note, env=env)
+    assert labelled.returncode == 0, labelled.stderr
+    (label,) = lines(tmp_path / "trajectories" / "r" / "labels.jsonl")
+    assert (label["id"], label["note"], label["who"]) == (
+        rows[0]["id"],
+        "sch\u00f6n",
+        "J\u00fcrgen",
+    )
