@@ -181,6 +181,18 @@ def interrupted(number: int) -> str:
     return f"interrupted by {name}; finished work is safe: run the same command again to continue"
 
 
+def lost_directory() -> str | None:
+    """What to do where the current directory was removed; None where it is there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return (
+            "the current directory was removed, so that relative paths lead nowhere: change to one "
+            "that exists (cd), then run the same command again"
+        )
+    return None
+
+
 @contextmanager
 def machine_failures_as_stops() -> Iterator[None]:
     """Raise `EnvironmentStop` for failures of the machine: a full disk, no memory or processes."""
@@ -192,6 +204,8 @@ def machine_failures_as_stops() -> Iterator[None]:
         failure = machine_failure(error)
         if failure is None and not isinstance(error, OSError):
             raise
+        if isinstance(error, FileNotFoundError) and (lost := lost_directory()) is not None:
+            raise EnvironmentStop(lost) from error
         raise EnvironmentStop(
             f"{failure or error}. Finished work is safe; fix that and run the same command again"
         ) from error

@@ -15,6 +15,7 @@ from batch_trajectories.basics.errors import (
     SIGNALLED,
     RunError,
     interrupted,
+    lost_directory,
     machine_failures_as_stops,
 )
 
@@ -54,7 +55,10 @@ def errors_as_exit_codes(*, on_interrupt: str | None = None) -> Iterator[None]:
         with machine_failures_as_stops():
             yield
     except RunError as error:
-        fail(str(error), error.exit_code)
+        message = str(error)
+        if (lost := lost_directory()) is not None and lost not in message:
+            message += f" ({lost})"
+        fail(message, error.exit_code)
     except KeyboardInterrupt:
         first = received[0] if received else int(signal.SIGINT)
         if on_interrupt is not None:

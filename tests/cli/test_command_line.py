@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -23,7 +24,7 @@ from batch_trajectories.cli.option_groups import (
 )
 from batch_trajectories.runs.config.run_config import RunConfig
 from tests.playing import call, calls, say
-from tests.running import SCRIPTED, command, lines, run, write_rows
+from tests.running import PATIENCE_S, ROOT, SCRIPTED, command, lines, run, write_rows
 
 
 def test_every_option_of_a_run_has_one_group() -> None:
@@ -239,3 +240,27 @@ def test_ids_are_found_where_the_locale_has_only_ascii(tmp_path: Path) -> None:
         "sch\u00f6n",
         "J\u00fcrgen",
     )
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--run_name=r", "--dataset_file=p.jsonl", "--model=scripted"),
+        ("show", "r"),
+        ("look", "p.jsonl"),
+        ("status",),
+    ],
+    ids=lambda args: args[0],
+)
+@pytest.mark.slow
+def test_a_current_directory_that_was_removed_is_named(
+    tmp_path: Path, args: tuple[str, ...]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    removing = f"rmdir '{gone}' && exec \"$@\""
+    argv = ["sh", "-c", removing, "sh", sys.executable, str(ROOT / "batch_runner.py"), *args]
+    done = subprocess.run(argv, cwd=gone, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode in (2, 4), done.stderr
+    assert done.stderr.count("the current directory was removed") == 1, done.stderr
+    assert "Traceback" not in done.stderr
