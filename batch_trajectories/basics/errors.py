@@ -184,7 +184,7 @@ def interrupted(number: int) -> str:
 def lost_directory() -> str | None:
     """What to do where the current directory was removed; None where it is there."""
     try:
-        os.getcwd()
+        Path.cwd()
     except FileNotFoundError:
         return (
             "the current directory was removed, so that relative paths lead nowhere: change to one "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import shutil
 import subprocess
 import tarfile
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.audit.planting import (
     FIXED,
     OPTIONS,
     SKIPPED,
+    TEST,
     audit,
     audit_with_kills,
     found,
@@ -115,6 +117,58 @@ def test_the_solution_is_found_in_archives_and_diffs(tmp_path: Path) -> None:
     found_ = verdicts(tmp_path)
     assert found_ == {name: "leaks_fix" if name in leaking else "sound" for name in brought}
     assert found(tmp_path)["a.tar.xz"]["why"] == "a.tar.xz: pkg/calc.py has the solution"
+
+
+VENV = 'mkdir -p .venv/bin && ln -s "$(command -v python3)" .venv/bin/python'
+ACTIVATE = f"{VENV} && echo 'PATH=$PWD/.venv/bin:$PATH' >.venv/bin/activate"
+CHECK = {"files": {"check/t.py": TEST}}
+
+FROM_THE_WORKSPACE: dict[str, dict[str, Any]] = {
+    "its Python": {
+        "setup": VENV,
+        "check": {"command": ".venv/bin/python -I -S check/t.py", **CHECK},
+    },
+    "its Python by the PATH": {
+        "setup": VENV,
+        "check": {"command": "PATH=$PWD/.venv/bin:$PATH; python -I -S check/t.py", **CHECK},
+    },
+    "what it activates": {
+        "setup": ACTIVATE,
+        "check": {"command": ". .venv/bin/activate && python3 -I -S check/t.py", **CHECK},
+    },
+    "a script": {
+        "files": {**BROKEN, "run.sh": "python3 -I -S check/t.py\n"},
+        "check": {"command": "sh ./run.sh", **CHECK},
+    },
+    "a script in Python": {
+        "files": {**BROKEN, "tools/run.py": "exec(open('check/t.py').read())"},
+        "check": {"command": "python3 tools/run.py", **CHECK},
+    },
+    "rules of make": {
+        "files": {**BROKEN, "Makefile": "judge:\n\tpython3 -I -S check/t.py\n"},
+        "setup": "command -v make",
+        "check": {"command": "make judge", **CHECK},
+    },
+}
+
+
+def test_what_a_check_runs_from_the_workspace_is_the_models_to_write(tmp_path: Path) -> None:
+    """Those rows are sound that bring what they run, or run it from elsewhere."""
+    rows = [plain_row(name, **changes) for name, changes in FROM_THE_WORKSPACE.items()]
+    brought = {"run.sh": "python3 -I -S check/t.py\n", "check/t.py": TEST}
+    rows += [
+        plain_row("sound"),
+        plain_row("brings its script", check={"command": "sh ./run.sh", "files": brought}),
+        plain_row("has a Python that it does not use", setup=VENV),
+    ]
+    if shutil.which("make") is None:
+        rows = [row for row in rows if row["id"] != "rules of make"]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    code, said = audit(tmp_path, repeats=1)
+    assert code == 1, said
+    wanted = {row["id"]: "forgeable" for row in rows if row["id"] in FROM_THE_WORKSPACE}
+    sound = {row["id"]: "sound" for row in rows if row["id"] not in FROM_THE_WORKSPACE}
+    assert verdicts(tmp_path) == wanted | sound, found(tmp_path)
 
 
 def test_forging_itself_refuses_a_sandbox_without_isolation(tmp_path: Path) -> None:

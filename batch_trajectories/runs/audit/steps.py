@@ -8,7 +8,7 @@ Name = Literal["untouched", "reference", "leak", "tamper"]
 
 WAYS = ("conftest", "startup", "path")
 """How an agent forges a result: a plugin of pytest, code that each Python runs at its start, and
-programs with the names of those that a check calls."""
+programs with the names of those that a check calls or that it runs from the workspace."""
 
 
 class AuditStep(NamedTuple):

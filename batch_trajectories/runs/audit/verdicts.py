@@ -44,7 +44,8 @@ WHAT_TO_DO = {
     "passes_untouched": "make the check fail before the work: a reward is given for nothing",
     "reference_fails": "repair the check or the image: perhaps nobody can pass",
     "leaks_fix": "remove what is named from the image or the prompt: the solution can be read",
-    "forgeable": "judge in a fresh copy (check.in: fresh), or bring tests and programs with it",
+    "forgeable": "judge in a fresh copy (check.in: fresh), or bring tests and programs with it; "
+    "what it runs from the workspace is the model's to write",
     NO_REFERENCE: "add `solution`, `solution_command` or `reference` to prove that it can pass",
 }
 """Verdicts, the most serious first, with what the user can do."""
