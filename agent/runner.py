@@ -29,6 +29,7 @@ from agent.messages.message import (
     ToolCall,
     user_key,
 )
+from agent.models.conversation_id import id_within
 from agent.models.model import Model
 from agent.models.stream_events import StreamHandler, guarded
 from agent.options import AgentOptions, Subagent, inherited_from
@@ -67,6 +68,8 @@ class ConversationRunner:
     """How the workspace was rebuilt to resume the conversation, or why not; None: not tried."""
     depth: int = 0
     """Nesting of this conversation in others."""
+    conversation: str = ""
+    """The id that its requests have; "" for none."""
 
     async def run(self, *, taken_up: bool = False) -> Finish:
         """Run the conversation to its ending; see `run_agent` for the exceptions.
@@ -97,6 +100,7 @@ class ConversationRunner:
             journal=self.journal,
             on_event=self.on_event and guarded(self.on_event),
             ask_user=self._ask_user,
+            conversation=self.conversation,
         )
 
     async def run_inner(self) -> Finish:
@@ -173,6 +177,8 @@ class ConversationRunner:
             journal=journal,
             on_event=None,
             depth=self.depth + 1,
+            # A simulated user sees what it has written before; all others start anew.
+            conversation=id_within(self.conversation, name if name == SIMULATED_USER else key),
         )
 
     async def _run_subagent(

@@ -24,6 +24,7 @@ from agent.loop.tools import check_names
 from agent.messages.message import Event, Message
 from agent.models.client.pool import ModelPool
 from agent.models.client.retrying import Retry
+from agent.models.conversation_id import new_id
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings
 from agent.models.scripted import ScriptedTurn
@@ -90,6 +91,7 @@ class AgentSession:
         self.messages: list[Message] = completed_history(history)
         self._setup = setup
         self._id = session_id
+        self._conversation = new_id()
         self._root = Path(tempfile.mkdtemp(prefix="agent-"))
         self._state: State = "idle"
         self._is_closed = False
@@ -289,6 +291,7 @@ class AgentSession:
                 host=home,
                 subagents=setup.options.subagents,
                 on_event=setup.on_event,
+                conversation=self._conversation,
             )
             return await self._cancellable(conversation, journal)
 

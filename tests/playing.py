@@ -217,6 +217,7 @@ async def _play(
         on_event=reports.append,
         notes_begin=True,
         knows_begun=knows_begun,
+        conversation="the conversation",
     )
     end = await conversation.run(taken_up=past is not None)
     await context.close(remove=False)

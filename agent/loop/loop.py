@@ -55,10 +55,12 @@ async def run_agent(
     journal: Journal,
     on_event: StreamHandler | None = None,
     ask_user: Callable[[], Awaitable[Finish | None]] | None = None,
+    conversation: str = "",
 ) -> Finish:
     """Continue `trajectory` to its ending and return how it ended.
 
     `ask_user` has the simulated user write its next message, or returns an ending.
+    `conversation` is the id that its requests have.
     Raises `ModelError` if the endpoint failed after all retries, and `CancelledError` if it is
     cancelled; `trajectory` then has everything that happened before.
     """
@@ -72,7 +74,16 @@ async def run_agent(
             case CallModel(tool_choice):
                 try:
                     record(
-                        await _ask(model, tool_choice, trajectory, tools, spec, record, on_event)
+                        await _ask(
+                            model,
+                            tool_choice,
+                            trajectory,
+                            tools,
+                            spec,
+                            record,
+                            on_event,
+                            conversation,
+                        )
                     )
                 except ConversationChanged:
                     continue
@@ -103,6 +114,7 @@ async def _ask(
     spec: ConversationSpec,
     record: Journal,
     on_event: StreamHandler | None,
+    conversation: str,
 ) -> Event:
     turn = trajectory.turns + 1
     if on_event is not None and turn > 1:
@@ -121,6 +133,7 @@ async def _ask(
         on_delta=on_event,
         deadline=deadline,
         on_unreadable=pay,
+        conversation=conversation,
     )
     try:
         async with deadline:

@@ -7,6 +7,7 @@ endpoint_words  words for endings and errors, with their meanings (endpoint_word
 admission    where a call waits for its turn
 providers    the table of providers and servers that a prefix can name
 connection   headers, proxies and credentials beyond the key
+conversation_id  ids by which endpoints keep a conversation in one place
 sdk_clients  clients of the openai and anthropic packages, for clouds
 keys         API keys, kept out of all that is written
 parsing      reading what endpoints send

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 from agent.messages.message import FinishReason, Message, Usage
 from agent.messages.tokens import Sampled
 from agent.models.connection import DIRECT_CONNECTION, Connection
 from agent.models.deadline import Deadline
-from agent.models.providers import NO_KEY
+from agent.models.providers import NO_KEY, OWN_SERVERS_HEADERS, provider_at
 from agent.models.stream_events import StreamHandler
 from batch_trajectories.basics import exact_json
 
@@ -61,6 +62,8 @@ class Request:
     """Pauses while the call waits for its turn; None without a time limit."""
     on_unreadable: Callable[[Completion], None] | None = None
     """Gets each reply that was charged for and cannot be read, before the call is repeated."""
+    conversation: str = ""
+    """See `agent.models.conversation_id`; "" for a call of no conversation."""
 
     def size(self, settings: ModelSettings) -> int:
         """About how many bytes are sent, and at least as many as the request has tokens."""
@@ -171,6 +174,10 @@ class ModelSettings:
     """Chat dialect: what the provider calls the limit."""
     reasoning_field: str | None = "reasoning_content"
     """Chat dialect: see `Provider.reasoning_field`."""
+    session_headers: tuple[str, ...] = OWN_SERVERS_HEADERS
+    """The headers in which requests have the id of their conversation."""
+    cache_key_apis: tuple[str, ...] | None = None
+    """See `Provider.cache_key_apis`; None: those of the provider at the base URL."""
     extra_body: Mapping[str, Any] | None = field(default=None, hash=False)
     """Fields merged into each request body as they are, such as {"thinking": …}."""
     reasoning_effort: str | None = None
@@ -215,6 +222,12 @@ class ModelSettings:
         )
 
     @property
+    def takes_cache_key(self) -> bool:
+        """Whether bodies have the id of their conversation as `prompt_cache_key`."""
+        apis = self.cache_key_apis
+        return self.api in (_cache_key_apis_at(self.base_url or "") if apis is None else apis)
+
+    @property
     def key_variable(self) -> str:
         """The environment variable that may hold the key.
 
@@ -249,6 +262,12 @@ class ModelSettings:
         if self.max_tokens is None and self.api == "anthropic_messages":
             return _ANTHROPIC_MAX_TOKENS
         return self.max_tokens
+
+
+@lru_cache(maxsize=64)
+def _cache_key_apis_at(base_url: str) -> tuple[str, ...]:
+    known = provider_at(base_url)
+    return () if known is None else known.cache_key_apis
 
 
 def endpoint_id(base_url: str | None, key_env: str | None, connection: Connection) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from agent.messages.message import FunctionCall, Message
+from agent.messages.message import FunctionCall, Message, Role
 from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
 from agent.models.model import Completion, Model, Request
 from agent.models.stream_events import StreamEvent
@@ -67,7 +67,13 @@ class ReActModel:
 
         view = to_view(request, max_turns=self._max_turns)
         reply = await self._inner.complete(
-            Request(view, on_delta=handler and forward, on_unreadable=request.on_unreadable)
+            Request(
+                view,
+                on_delta=handler and forward,
+                deadline=request.deadline,
+                on_unreadable=request.on_unreadable,
+                conversation=request.conversation,
+            )
         )
         return read_completion(reply, request)
 
@@ -86,13 +92,20 @@ def to_view(request: Request, *, max_turns: int | None = None) -> list[Message]:
         if role == "tool":
             role, content = "user", f"Observation: {content}"
         elif role == "assistant":
+            # What was asked for then stays, so that each request begins as the one before.
+            if (asked := _own_block(message).get("after")) is not None:
+                _add(view, "user", asked)
             content = _protocol_text(message)
-        # Chat templates of small models refuse two messages of one role in a row.
-        if view and view[-1]["role"] == role != "assistant":
-            view[-1]["content"] += "\n\n" + content
-        else:
-            view.append(Message(role=role, content=content))
+        _add(view, role, content)
     return view
+
+
+def _add(view: list[Message], role: Role, content: str) -> None:
+    """Chat templates of small models refuse two messages of one role in a row."""
+    if view and view[-1]["role"] == role != "assistant":
+        view[-1]["content"] += "\n\n" + content
+    else:
+        view.append(Message(role=role, content=content))
 
 
 def _rules(tools: Sequence[Mapping[str, Any]], max_turns: int | None) -> str:
@@ -105,11 +118,16 @@ def _rules(tools: Sequence[Mapping[str, Any]], max_turns: int | None) -> str:
     return _RULES.format(tools="\n".join(lines)) + limit
 
 
+def _own_block(message: Message) -> Mapping[str, Any]:
+    """What `read_completion` kept of a reply; empty for one from elsewhere."""
+    blocks = message.get("provider_blocks")
+    return blocks["blocks"][0] if blocks is not None and blocks["api"] == API else {}
+
+
 def _protocol_text(message: Message) -> str:
     """An assistant's text as it was written, or a message from elsewhere in protocol form."""
-    blocks = message.get("provider_blocks")
-    if blocks is not None and blocks["api"] == API:
-        return str(blocks["blocks"][0]["text"])
+    if block := _own_block(message):
+        return str(block["text"])
     content, calls = message["content"], message.get("tool_calls", ())
     if not calls and (not content.strip() or _LABEL_NEXT.match(content)):
         return content
@@ -134,7 +152,10 @@ def read_completion(completion: Completion, request: Request) -> Completion:
     extra = dict(completion.extra or {})
     if beyond := _beyond_text(message):
         extra["message"] = beyond
-    message["provider_blocks"] = {"api": API, "blocks": [{"text": written.removesuffix(step.cut)}]}
+    block = {"text": written.removesuffix(step.cut)}
+    if request.tool_choice == "none":
+        block["after"] = _ANSWER_NOW
+    message["provider_blocks"] = {"api": API, "blocks": [block]}
     if step.cut:
         message["repairs"] = [*message.get("repairs", ()), {"call": "", "cut": step.cut}]
     finish_reason = completion.finish_reason

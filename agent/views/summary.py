@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from agent.messages.message import SUMMARY, UNREADABLE, Event, Message, summary_key, summary_upto
+from agent.models.conversation_id import id_within
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ConversationChanged, Model, Request
 from agent.options import AgentOptions
@@ -124,8 +125,13 @@ class SummarizingModel:
             event = reply_event(1, unreadable, Clock(), discarded=UNREADABLE)
             self._record_inner(key, SUMMARY, event)
 
-        request = Request(opening, deadline=deadline, on_unreadable=pay)
-        completion = await self._writer.complete(request)
+        asking = Request(
+            opening,
+            deadline=deadline,
+            on_unreadable=pay,
+            conversation=id_within(request.conversation, key),
+        )
+        completion = await self._writer.complete(asking)
         waited_s = deadline.waited_s - waited_s if deadline is not None else 0.0
         whole = completion.finish_reason == "stop" and completion.message["content"].strip()
         why = None if whole else _NO_SUMMARY

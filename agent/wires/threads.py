@@ -411,5 +411,16 @@ class Threads:
             del self._recent_of[next(iter(self._recent_of))]
 
 
+def opening_of(request: WireRequest) -> str:
+    """The messages up to the first of the user, as a digest: requests of one thread share it.
+
+    It is known before the reply is, and also in parallel calls; threads that part later share it,
+    too, and so the prompt that an endpoint may have cached.
+    """
+    roles = [message["role"] for message in request.messages]
+    end = roles.index("user") + 1 if "user" in roles else 1
+    return b"".join(request.digests[:end]).hex()
+
+
 def _ids(calls: Sequence[ToolCall]) -> list[str]:
     return [call["id"] for call in calls]

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+import orjson
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from agent.loop.steps import Finish
 from agent.loop.tools import Approve
 from agent.messages.message import SIMULATED_USER, Event, FinishReason, ReplyEvent
 from agent.messages.reasoning import opens_reasoning, split_inline_reasoning
-from agent.models.dialects import anthropic_messages, openai_chat
+from agent.models.dialects import anthropic_messages, openai_chat, openai_responses
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from agent.options import AgentOptions
@@ -457,6 +458,69 @@ def test_both_apis_take_what_was_recorded_and_what_was_sent(stage: Stage, scene:
         if trajectory.messages and trajectory not in users_of(played.trajectory):
             check_anthropic(Request(trajectory.messages), may_be_open=failed)
             check_openai(Request(trajectory.messages), may_be_open=failed)
+
+
+def marked(value: Any) -> str:
+    return f"<|{exact_json.dumps(value, option=orjson.OPT_SORT_KEYS).decode()}|>"
+
+
+def said_in(body: Mapping[str, Any]) -> tuple[bytes, str]:
+    """What a request says before its messages, and then all these in one text.
+
+    The words of a message come last in it, so that words which are added to it only lengthen the
+    text. Cache marks are no part of what is said.
+    """
+    text, system = "", body.get("system") or body.get("instructions")
+    if isinstance(system, list):
+        system = system[0]["text"]
+    for message in body.get("messages") or body["input"]:
+        blocks = message.get("content") or []
+        blocks = [{"type": "text", "text": blocks}] if isinstance(blocks, str) else blocks
+        rest = {key: message[key] for key in message.keys() - {"content", "tool_calls"}}
+        text += marked(rest)
+        for block in [*blocks, *message.get("tool_calls", ())]:
+            text += block["text"] if block.get("type") == "text" else marked(block)
+    tools = [{**tool, "cache_control": None} for tool in body.get("tools", ())]
+    return exact_json.dumps([system, tools]), text
+
+
+CHAT_OPTIONS: Sequence[dict[str, Any]] = (
+    *({}, {"blank_reasoning": True}, {"reasoning_field": None}, {"token_ids": True}),
+    {"reasoning_effort": "low", "provider": "openrouter"},
+)
+RESPONSES = ModelSettings(name="m", api="openai_responses", base_url=None, key_env=None)
+BODIES = (
+    *((openai_chat, replace(OPENAI, **more)) for more in CHAT_OPTIONS),
+    (anthropic_messages, ANTHROPIC),
+    (anthropic_messages, replace(ANTHROPIC, prompt_caching=False)),
+    (openai_responses, RESPONSES),
+)
+REWRITING = ("compact_after", "summarize_over_messages", "summarize_over_tokens")
+"""Options that shorten what was said before, as they are asked to."""
+
+
+@settings(CALM, max_examples=MANY)
+@given(scene=scenes(), body=st.sampled_from(BODIES))
+@example(scene=Scene([ECHOED, say("x")], {"text_protocol": "react", "plan": True}), body=BODIES[0])
+@example(scene=Scene([ECHOED] * 3 + [say("x")], {"preparation": "Find it."}), body=BODIES[0])
+@example(scene=Scene([DELETED, say("x")], {"awaiting_input": True, "user_replies": ["yes"]}),
+         body=BODIES[0])  # fmt: skip
+@example(scene=Scene([say("a", finish_reason="pause")] * 3, {}), body=BODIES[0])
+def test_each_request_begins_with_all_that_the_one_before_said(
+    stage: Stage, scene: Scene, body: tuple[Any, ModelSettings]
+) -> None:
+    """What an endpoint has cached of a conversation holds for all of its later requests."""
+    assume(not scene.options.keys() & {*REWRITING})
+    before: dict[str, tuple[bytes, str]] = {}
+    for request in stage.play(scene).requests:
+        assert request.conversation
+        dialect, asked = body
+        head, text = said_in(dialect.request_body(asked, request))
+        if request.conversation in before:
+            earlier = before[request.conversation]
+            assert head == earlier[0]
+            assert text.startswith(earlier[1])
+        before[request.conversation] = head, text
 
 
 # 3
