@@ -26,6 +26,7 @@ from agent.models.bodies.assembly import Assembly
 from agent.models.bodies.token_ids import part_without_tokens, without_tokens
 from agent.models.client.relayed import RelayRequest
 from agent.models.client.retrying import RetryingModel
+from agent.models.conversation_id import id_within
 from agent.models.errors import ModelError
 from agent.models.model import Completion
 from agent.models.parsing import load_object
@@ -33,7 +34,7 @@ from agent.options import AgentOptions
 from agent.state.events import Clock, exchange_event, reply_event
 from agent.state.trajectory import Journal, Kept, Trajectory
 from agent.wires.reading import without_earlier
-from agent.wires.threads import Threads
+from agent.wires.threads import Threads, opening_of
 from agent.wires.wire import NOTHING_VOLATILE, Volatile, WireRequest
 from agent.wires.wire_base import Wire
 from batch_trajectories.basics import exact_json
@@ -110,6 +111,7 @@ class Relay:
         why_stopping: Callable[[], str | None] = lambda: None,
         ends_with: Callable[[ModelError], bool] = ends_agent,
         is_live: bool = False,
+        conversation: str = "",
     ) -> None:
         """`route` gives the model for a dialect and the name that the agent asked for; it raises
         `RefusedModel`. `ends_with` says whether a failed call is the last one; after others the
@@ -117,7 +119,8 @@ class Relay:
         calls are refused because all work is stopping.
 
         `is_live`: streams are passed on as they come. Otherwise the agent gets them whole, so that
-        one that is cut can be asked for again; few agents do that themselves.
+        one that is cut can be asked for again; few agents do that themselves. `conversation` is
+        the id of the whole; each thread has one of its own, made from it.
         """
         self._route = route
         self._trajectory = trajectory
@@ -129,6 +132,7 @@ class Relay:
         self._why_stopping = why_stopping
         self._ends_with = ends_with
         self._is_live = is_live
+        self._conversation = conversation
         self._calls: dict[asyncio.Task[None], int] = {}
         if trajectory.agent_calls is None:
             trajectory.agent_calls = Threads()
@@ -179,7 +183,8 @@ class Relay:
             self.refused = str(error)
             self.last_refusal = Refusal(_STOP, "model", self.refused)
             return Answer(self.last_refusal)
-        request = request_of(call, route.model.settings, route.name, wanted)
+        conversation = id_within(self._conversation, opening_of(wanted))
+        request = request_of(call, route.model.settings, route.name, wanted, conversation)
         if wanted.follows:
             request = replace(request, earlier_tokens=self._tokens_up_to(wanted.follows))
         reply = self.answers.begin(wanted)

@@ -12,6 +12,7 @@ from agent.models.bodies.token_ids import asking_body, asks_for_ids, with_tokens
 from agent.models.client.relayed import RelayRequest
 from agent.models.dialects.openai_chat import API as CHAT
 from agent.models.model import Completion, ModelSettings, replies_asked_for
+from agent.models.providers import AGENTS_SESSION_HEADERS
 from agent.wires.wire import WireError, WireRequest
 from agent.wires.wire_base import Wire
 from batch_trajectories.basics import exact_json
@@ -31,12 +32,17 @@ class AgentCall(NamedTuple):
 
 
 def request_of(
-    call: AgentCall, settings: ModelSettings, name: str | None, request: WireRequest | None
+    call: AgentCall,
+    settings: ModelSettings,
+    name: str | None,
+    request: WireRequest | None,
+    conversation: str = "",
 ) -> RelayRequest:
     """The request to send: the agent's own, unless a part of it has to change.
 
     `name` is what the model is called at its endpoint, if the agent calls it otherwise;
-    `request` is None for a request that costs nothing. Raises `WireError`.
+    `request` is None for a request that costs nothing. `conversation` is our id of its thread; one
+    that the agent sends itself counts instead. Raises `WireError`.
     """
     wire, path, content, body = call.wire, call.path, call.content, call.body
     max_tokens: int | None = 0
@@ -63,15 +69,24 @@ def request_of(
             asking = asking_body(settings, body)
         if asking is not None or (is_chat and asks_for_ids(body)):
             read = partial(_read_tokens, settings, asking or body)
+    own = sessions_in(call.headers, settings)
     return RelayRequest(
         path=wire.upstream_path(path),
         body=content,
-        headers=wire.request_headers(call.headers),
+        headers=wire.request_headers(call.headers) | own,
+        conversation=next(iter(own.values()), conversation),
+        has_cache_key=request is None or "prompt_cache_key" in body or not settings.takes_cache_key,
         max_tokens=None if max_tokens is None else max_tokens * replies_asked_for(body),
         read=read,
         unasked=None if request is None else call.wire.assembly,
         asking_for_tokens=None if asking is None else exact_json.dumps(asking),
     )
+
+
+def sessions_in(headers: Mapping[str, str], settings: ModelSettings) -> dict[str, str]:
+    """The ids that an agent gives its conversation itself, by header, the best known first."""
+    names = (*map(str.lower, settings.session_headers), *AGENTS_SESSION_HEADERS)
+    return {name: headers[name] for name in names if headers.get(name)}
 
 
 def free(body: bytes) -> Completion:

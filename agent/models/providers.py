@@ -44,24 +44,77 @@ class Provider(NamedTuple):
     """The variable by which its SDK finds another base URL."""
     is_own_server: bool = False
     """The program runs on users' machines, so its prefix holds at any `--base_url`."""
+    session_headers: tuple[str, ...] = ()
+    """The headers in which it reads the id of a conversation; see `SESSION_HEADERS`."""
+    cache_key_apis: tuple[Api, ...] = ()
+    """The APIs in which it reads that id as `prompt_cache_key` of the body."""
+    session_source: str = ""
+    """Where it says so; "" for one that does not, which gets no id."""
 
+
+SESSION_HEADERS: Mapping[str, str] = {
+    "x-session-affinity": (
+        "Cloudflare Workers AI: developers.cloudflare.com/workers-ai/features/prompt-caching; "
+        "Fireworks: docs.fireworks.ai/guides/prompt-caching; sent by opencode and crush: "
+        "github.com/charmbracelet/crush/pull/3277"
+    ),
+    "x-session-id": (
+        "vllm-router, its first choice of consistent_hash: github.com/vllm-project/router "
+        "docs/load_balancing; OpenRouter: openrouter.ai/docs/guides/best-practices/prompt-caching; "
+        "llm-d by its session_id_header: github.com/llm-d/llm-d-router/pull/2238; what nginx and "
+        "Caddy are told to hash"
+    ),
+    "x-smg-routing-key": (
+        "SGLang's model gateway, policies manual and consistent_hashing: "
+        "github.com/smg-project/smg-docs concepts/routing/sticky-sessions"
+    ),
+    "x-dynamo-session-id": "Dynamo: docs.nvidia.com/dynamo/dev/agents/identify-agent-sessions",
+    "x-litellm-session-id": "LiteLLM: docs.litellm.ai/docs/proxy/cache_aware_routing",
+    "x-grok-conv-id": "xAI: docs.x.ai/developers/advanced-api-usage/prompt-caching",
+}
+"""Headers with the id of a conversation, by which routers keep it on one replica, and who reads
+each."""
+
+AGENTS_SESSION_HEADERS = (
+    *SESSION_HEADERS,
+    *("session_id", "session-id", "conversation_id", "thread-id"),  # Codex
+    *("x-claude-code-session-id", "x-opencode-session", "x-hermes-session-id"),
+)
+"""Headers in which agents send an id of their own, the best known first."""
+
+OWN_SERVERS_HEADERS = (
+    "x-session-affinity",
+    "x-session-id",
+    "x-smg-routing-key",
+    "x-dynamo-session-id",
+)
+"""What servers of the user's own are sent: any router may be in front of them."""
 
 _NEW_NAME = "max_completion_tokens"
+_OF_OPENAI: tuple[Api, ...] = ("openai_chat", "openai_responses")
+_OPENAIS_CACHING = "platform.openai.com/docs/guides/prompt-caching"
+_ROUTERS = "that of the routers in front of it: see SESSION_HEADERS"
 
 PROVIDERS: Mapping[str, Provider] = {
     "openai": Provider(
         "https://api.openai.com/v1", "OPENAI_API_KEY", "openai",
         max_tokens_name=_NEW_NAME, has_batches=True, url_env="OPENAI_BASE_URL",
+        cache_key_apis=_OF_OPENAI, session_source=_OPENAIS_CACHING,
     ),
     "responses": Provider(
         "https://api.openai.com/v1", "OPENAI_API_KEY", "openai", "openai_responses",
         max_tokens_name=_NEW_NAME, has_batches=True, url_env="OPENAI_BASE_URL",
+        cache_key_apis=_OF_OPENAI, session_source=_OPENAIS_CACHING,
     ),
     "anthropic": Provider(
         "https://api.anthropic.com", "ANTHROPIC_API_KEY", "anthropic", "anthropic_messages",
         has_batches=True, url_env="ANTHROPIC_BASE_URL",
     ),
-    "openrouter": Provider("https://openrouter.ai/api/v1", "OPENROUTER_API_KEY", "openrouter"),
+    "openrouter": Provider(
+        "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY", "openrouter",
+        session_headers=("x-session-id",),
+        session_source="openrouter.ai/docs/guides/best-practices/prompt-caching",
+    ),
     "gemini": Provider(
         "https://generativelanguage.googleapis.com/v1beta/openai", "GEMINI_API_KEY", "google",
         reasoning_field=None,
@@ -76,12 +129,20 @@ PROVIDERS: Mapping[str, Provider] = {
         reasoning_field="reasoning",
     ),
     "fireworks": Provider(
-        "https://api.fireworks.ai/inference/v1", "FIREWORKS_API_KEY", "fireworks"
+        "https://api.fireworks.ai/inference/v1", "FIREWORKS_API_KEY", "fireworks",
+        session_headers=("x-session-affinity",),
+        session_source="docs.fireworks.ai/guides/prompt-caching",
     ),
     "mistral": Provider(
-        "https://api.mistral.ai/v1", "MISTRAL_API_KEY", "mistral", reasoning_field=None
+        "https://api.mistral.ai/v1", "MISTRAL_API_KEY", "mistral", reasoning_field=None,
+        cache_key_apis=("openai_chat",),
+        session_source="docs.mistral.ai/studio-api/conversations/advanced/prompt-caching",
     ),
-    "xai": Provider("https://api.x.ai/v1", "XAI_API_KEY", "x-ai"),
+    "xai": Provider(
+        "https://api.x.ai/v1", "XAI_API_KEY", "x-ai",
+        session_headers=("x-grok-conv-id",), cache_key_apis=("openai_responses",),
+        session_source="docs.x.ai/developers/advanced-api-usage/prompt-caching",
+    ),
     "moonshot": Provider("https://api.moonshot.ai/v1", "MOONSHOT_API_KEY", "moonshotai"),
     "nvidia": Provider("https://integrate.api.nvidia.com/v1", "NVIDIA_API_KEY"),
     "cerebras": Provider(
@@ -93,6 +154,8 @@ PROVIDERS: Mapping[str, Provider] = {
         "", "AZURE_OPENAI_API_KEY", "azure",
         reasoning_field=None, max_tokens_name=_NEW_NAME, client="azure",
         other_credentials="Microsoft Entra (azure-identity)",
+        cache_key_apis=_OF_OPENAI,
+        session_source="learn.microsoft.com/azure/foundry/openai/how-to/prompt-caching",
     ),
     "bedrock": Provider(
         "", "AWS_BEARER_TOKEN_BEDROCK", "aws",
@@ -107,13 +170,27 @@ PROVIDERS: Mapping[str, Provider] = {
         "", "ANTHROPIC_FOUNDRY_API_KEY", "anthropic", "anthropic_messages", client="foundry",
         other_credentials="Microsoft Entra (azure-identity)",
     ),
-    "litellm": Provider("http://127.0.0.1:4000/v1", "LITELLM_API_KEY", is_own_server=True),
-    "lmstudio": Provider("http://127.0.0.1:1234/v1", NO_KEY, is_own_server=True),
-    "ollama": Provider(
-        "http://127.0.0.1:11434/v1", NO_KEY, reasoning_field="reasoning", is_own_server=True
+    "litellm": Provider(
+        "http://127.0.0.1:4000/v1", "LITELLM_API_KEY", is_own_server=True,
+        session_headers=("x-litellm-session-id", *OWN_SERVERS_HEADERS),
+        session_source="docs.litellm.ai/docs/proxy/cache_aware_routing",
     ),
-    "sglang": Provider("http://127.0.0.1:30000/v1", NO_KEY, is_own_server=True),
-    "vllm": Provider("http://127.0.0.1:8000/v1", NO_KEY, is_own_server=True),
+    "lmstudio": Provider(
+        "http://127.0.0.1:1234/v1", NO_KEY, is_own_server=True,
+        session_headers=OWN_SERVERS_HEADERS, session_source=_ROUTERS,
+    ),
+    "ollama": Provider(
+        "http://127.0.0.1:11434/v1", NO_KEY, reasoning_field="reasoning", is_own_server=True,
+        session_headers=OWN_SERVERS_HEADERS, session_source=_ROUTERS,
+    ),
+    "sglang": Provider(
+        "http://127.0.0.1:30000/v1", NO_KEY, is_own_server=True,
+        session_headers=OWN_SERVERS_HEADERS, session_source=_ROUTERS,
+    ),
+    "vllm": Provider(
+        "http://127.0.0.1:8000/v1", NO_KEY, is_own_server=True,
+        session_headers=OWN_SERVERS_HEADERS, session_source=_ROUTERS,
+    ),
 }  # fmt: skip
 """By prefix."""
 

@@ -154,6 +154,8 @@ def habits_of(row: Provider) -> dict[str, Any]:
     return {
         "usual_max_tokens_name": row.max_tokens_name,
         "reasoning_field": row.reasoning_field,
+        "session_headers": row.session_headers,
+        "cache_key_apis": row.cache_key_apis,
     }
 
 

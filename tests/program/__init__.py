@@ -4,6 +4,7 @@ test_api            runs from Python
 test_agent_runs     agents that run as commands: recorded, killed, resumed, limited
 test_agent_users    agents that get several messages, or repeat one call
 test_record         the calls of programs that run elsewhere
+test_conversation_ids  the ids of conversations as an endpoint sees them, over kills
 test_run            runs from start to end, killed and resumed
 test_user_turns     conversations with several messages of the user: kills, checks
 test_plain_run      what a run loads that uses no feature

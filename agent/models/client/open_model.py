@@ -26,8 +26,12 @@ def open_model(
     api_key: str | RenewableKey,
     on_retry: Callable[[Retry], None],
     gate: CallAdmission | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> RetryingModel:
-    """A model ready to be asked, in the running event loop; see `RetryingModel`."""
-    adapter = EndpointModel(settings, api_key)
+    """A model ready to be asked, in the running event loop; see `RetryingModel`.
+
+    `say` shows a message to the user, if no other process has shown it; None: to the log.
+    """
+    adapter = EndpointModel(settings, api_key, say)
     known = api_key if isinstance(api_key, str) else ""
     return RetryingModel(adapter, settings, api_key=known, on_retry=on_retry, gate=gate)

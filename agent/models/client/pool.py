@@ -26,11 +26,13 @@ class ModelPool:
         key_of: KeyOf,
         on_retry: OnRetry,
         gate_of: Callable[[ModelSettings], CallAdmission | None] = lambda settings: None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         """`key_of` gives the API key for a model's endpoint, `gate_of` where its calls wait.
 
-        `on_retry` gets every failure after which a call is repeated.
+        `on_retry` gets every failure after which a call is repeated. See `open_model` for `say`.
         """
+        self._say = say
         self._key_of = key_of
         self._on_retry = on_retry
         self._gate_of = gate_of
@@ -46,6 +48,7 @@ class ModelPool:
                 api_key=self._key_of(settings),
                 on_retry=lambda retry: self._on_retry(settings, retry),
                 gate=self._gate_of(settings),
+                say=self._say,
             )
         return model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
@@ -88,6 +88,18 @@ def relayed_headers(
         # Versions that take the key as a bearer token are later than those that agents name.
         headers["x-api-key"] = headers.pop("Authorization").removeprefix("Bearer ")
     return headers | taken
+
+
+def with_session(
+    headers: Mapping[str, str], names: Sequence[str], conversation: str
+) -> dict[str, str]:
+    """The headers of a request with the id of its conversation as each of `names`.
+
+    What the user has configured, and what an agent sends itself, stays. A signature covers the
+    headers that it names alone, so signed requests take more.
+    """
+    has = {name.lower() for name in headers}
+    return {**headers, **{name: conversation for name in names if name.lower() not in has}}
 
 
 def preparer_of(settings: ModelSettings, api_key: str | RenewableKey) -> Preparer | None:
@@ -360,4 +372,5 @@ __all__ = [
     "prepared_by_client",
     "preparer_of",
     "with_query",
+    "with_session",
 ]

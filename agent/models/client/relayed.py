@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent.messages.message import Message
 from agent.models.bodies.assembly import Assembly
 from agent.models.model import HOUR_TTL, Completion, ModelSettings, Request
+from batch_trajectories.basics import exact_json
+
+CACHE_KEY_CHARS = 64
+"""Maximum characters of a `prompt_cache_key`, by OpenAI."""
 
 OnEvent = Callable[[bytes, str | None], bool]
 """Takes an event of a stream: its bytes, and the data in it, None if it has none; returns whether
@@ -41,8 +45,17 @@ class RelayRequest(Request):
     """Puts a reply together that comes as a stream although none was asked for."""
     asking_for_tokens: bytes | None = None
     """The body with the fields that ask for token ids; None: it is sent as it is."""
+    has_cache_key: bool = True
+    """The body has a `prompt_cache_key`, or is of an API that has none."""
     on_event: OnEvent | None = None
     """Gets the events of a stream; once it has passed one on, the call is not repeated."""
+
+    def with_cache_key(self) -> RelayRequest:
+        """The request with the id of its conversation as `prompt_cache_key`."""
+        key = b'{"prompt_cache_key":' + exact_json.dumps(self.conversation[:CACHE_KEY_CHARS])
+        bodies = (self.body, self.asking_for_tokens)
+        body, asking = (body and key + b"," + body.lstrip()[1:] for body in bodies)
+        return replace(self, body=body or b"", asking_for_tokens=asking, has_cache_key=True)
 
     def size(self, settings: ModelSettings) -> int:
         """See `Request`."""

@@ -31,6 +31,7 @@ from agent.models.client.prepared import (
     preparer_of,
     relayed_headers,
     with_query,
+    with_session,
 )
 from agent.models.client.relayed import OnEvent, RelayRequest
 from agent.models.client.reply_bodies import (
@@ -104,17 +105,23 @@ class Transport:
         request: Mapping[str, Any],
         settings: ModelSettings,
         assembly: Assembly | None = None,
+        conversation: str = "",
     ) -> bytes:
         """Send one request to `path`; return the body of the reply, which must come in time.
 
-        With an `assembly` the request must ask for a stream, whose parts it puts together. Raises
-        `ModelError`, and `HostError` where this machine ran out of what a call needs.
+        With an `assembly` the request must ask for a stream, whose parts it puts together.
+        `conversation` is the id for its headers. Raises `ModelError`, and `HostError` where this
+        machine ran out of what a call needs.
         """
         if self._preparer is not None:
-            return await self._post_prepared(self._preparer, path, request, settings, assembly)
+            return await self._post_prepared(
+                self._preparer, path, request, settings, assembly, conversation
+            )
         content = exact_json.dumps(request)
         prepared = Prepared(self._url_of(path), self._headers, content, self._key)
-        return await self._post(prepared, settings, assembly, unasked=self._unasked)
+        return await self._post(
+            prepared, settings, assembly, unasked=self._unasked, conversation=conversation
+        )
 
     def _make_url(self, path: str) -> URL:
         url = self._base_url + path
@@ -127,6 +134,7 @@ class Transport:
         request: Mapping[str, Any] | RelayRequest,
         settings: ModelSettings,
         assembly: Assembly | None,
+        conversation: str,
     ) -> bytes:
         """Send a request whose credentials can expire; once more where they have."""
         renewals = 0
@@ -137,7 +145,13 @@ class Transport:
             try:
                 if isinstance(request, RelayRequest):
                     return await self._post_relayed(prepared, request, settings)
-                return await self._post(prepared, settings, assembly, unasked=self._unasked)
+                return await self._post(
+                    prepared,
+                    settings,
+                    assembly,
+                    unasked=self._unasked,
+                    conversation=conversation,
+                )
             except ModelError as error:
                 if not is_expired(error) or renewals == MOST_RENEWALS:
                     raise
@@ -153,7 +167,9 @@ class Transport:
         A stream's events go to `request.on_event` as they came. Raises and returns as `post` does.
         """
         if self._preparer is not None:
-            return await self._post_prepared(self._preparer, request.path, request, settings, None)
+            return await self._post_prepared(
+                self._preparer, request.path, request, settings, None, request.conversation
+            )
         prepared = Prepared(self._url_of(request.path), self._headers, request.body, self._key)
         return await self._post_relayed(prepared, request, settings)
 
@@ -165,7 +181,12 @@ class Transport:
         prepared = prepared._replace(headers=headers)
         if (on_event := request.on_event) is None:
             return await self._post(
-                prepared, settings, assembly, unasked=request.unasked, method=request.method
+                prepared,
+                settings,
+                assembly,
+                unasked=request.unasked,
+                conversation=request.conversation,
+                method=request.method,
             )
         has_begun = was_passed_on = False
 
@@ -177,7 +198,14 @@ class Transport:
             return was_passed_on
 
         try:
-            return await self._post(prepared, settings, assembly, pass_on, unasked=request.unasked)
+            return await self._post(
+                prepared,
+                settings,
+                assembly,
+                pass_on,
+                unasked=request.unasked,
+                conversation=request.conversation,
+            )
         except ModelError as error:
             error.was_passed_on = was_passed_on
             raise
@@ -190,6 +218,7 @@ class Transport:
         on_event: OnEvent | None = None,
         *,
         unasked: Callable[[], Assembly] | None,
+        conversation: str,
         method: str = "POST",
     ) -> bytes:
         """Send a request, and read the body of its reply in whatever form it comes.
@@ -197,6 +226,8 @@ class Transport:
         `unasked` makes the assembly of a stream that was not asked for; see `to_json`.
         """
         url, headers, body, key = prepared
+        if conversation and settings.session_headers:
+            headers = with_session(headers, settings.session_headers, conversation)
         timeout = self._timeouts.begin()
         # Following a redirect would send the key to its target.
         sending = self._session.request(

@@ -102,8 +102,8 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
         body["messages"] = _with_objects(body["messages"], request.messages)
     if settings.token_ids:
         body["messages"] = without_outer_newlines(body["messages"])
-    if is_openai(settings):
-        body["prompt_cache_key"] = cache_key(request.messages)
+    if settings.takes_cache_key:
+        body["prompt_cache_key"] = request.conversation or cache_key(request.messages)
     if request.tools:
         body["tools"] = list(request.tools)
         if request.tool_choice == "none":
@@ -160,9 +160,9 @@ def _is_openai(base_url: str) -> bool:
 
 
 def cache_key(messages: Sequence[Message]) -> str:
-    """The same for all turns of a conversation, so that they find what the first one cached.
+    """The same for all turns of a conversation that has no id.
 
-    Without it OpenAI goes by the prompt's first tokens, which a whole run has in common.
+    With neither, OpenAI goes by the prompt's first tokens, which a whole run has in common.
     """
     opening = []
     for message in messages:

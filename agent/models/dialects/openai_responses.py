@@ -18,7 +18,7 @@ from agent.messages.reasoning import split_inline_reasoning
 from agent.models.bodies.dialect import Dialect
 from agent.models.bodies.endings import ReplyEnding, read_ending
 from agent.models.bodies.unknown_fields import extra_of, uncounted_in, unknown_in
-from agent.models.dialects.openai_chat import cache_key, headers_of, is_openai
+from agent.models.dialects.openai_chat import cache_key, headers_of
 from agent.models.dialects.openai_responses_stream import ResponsesAssembly
 from agent.models.error_bodies import error_behind_200
 from agent.models.errors import ModelError
@@ -80,8 +80,8 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     }
     if not _DOES_NOT_REASON.search(settings.name):
         body["include"] = ["reasoning.encrypted_content"]
-    if is_openai(settings):
-        body["prompt_cache_key"] = cache_key(messages)
+    if settings.takes_cache_key:
+        body["prompt_cache_key"] = request.conversation or cache_key(messages)
     if messages and messages[0]["role"] == "system":
         body["instructions"] = messages.pop(0)["content"]
     keeps = KeptThoughts(

@@ -38,6 +38,9 @@ from batch_trajectories.runs.config.endpoints import (
     to_prices,
 )
 
+NO_ID = "none"
+"""The value of `session_header` with which no request names its conversation."""
+
 _OF_MODELS = ("temperature", "top_p", "max_tokens", "reasoning_effort", "extra_body")
 """Options of an endpoint that override those of the run and affect the data."""
 
@@ -76,6 +79,9 @@ _OF_THE_BODY = {"connection", "content-encoding", "content-length", "transfer-en
 """Headers that would make a request unreadable if they did not fit it."""
 
 
+_OF_CREDENTIALS = {"authorization", "api-key", "x-api-key", "host", "content-type", "accept"}
+
+
 def _check_header_names(headers: dict[str, str]) -> dict[str, str]:
     if bad := [name for name in headers if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name)]:
         raise ValueError(f"{bad[0]!r} cannot be the name of a header")
@@ -86,6 +92,17 @@ def _check_header_names(headers: dict[str, str]) -> dict[str, str]:
     ]:
         raise ValueError(f"{bad[0]!r} cannot be the value of a header")
     return headers
+
+
+def _check_session_header(name: str) -> str:
+    _check_header_names({name: ""})
+    if name.lower() in _OF_CREDENTIALS:
+        raise ValueError(f"{name!r} is the header of a key; choose one that a router reads")
+    return name
+
+
+def _none_for_false(value: Any) -> Any:
+    return NO_ID if value is False else value  # YAML reads `off` and `no` as false
 
 
 def _split_command(value: Any) -> Any:
@@ -123,6 +140,9 @@ Query = Annotated[
 Command = Annotated[
     tuple[str, ...], BeforeValidator(_split_command), AfterValidator(_check_command)
 ]
+SessionHeader = Annotated[
+    str, BeforeValidator(_none_for_false), AfterValidator(_check_session_header)
+]
 ClientOptions = Annotated[
     dict[str, str | int | float | bool],
     _no_secret("argument", "set the variable that the client reads, or key_env"),
@@ -148,6 +168,9 @@ class EndpointConfig(BaseModel):
     headers_env: HeadersEnv = {}
     """Headers, each with the environment variable that holds its value. With them and without
     `key_env`, no other credentials are sent."""
+    session_header: SessionHeader | None = None
+    """The header in which each request has the id of its conversation, or "none" to send no id.
+    None: those that the provider reads; see `agent.models.providers`."""
     query: Query = {}
     """Parameters of every URL, such as {api-version: ...}; no secrets."""
     key_command: Command = ()
@@ -191,6 +214,10 @@ class EndpointConfig(BaseModel):
         options = {name: value for name in _OF_MODELS if (value := getattr(self, name)) is not None}
         if known:
             options |= habits_of(known)
+        if self.session_header == NO_ID:
+            options |= {"session_headers": (), "cache_key_apis": ()}
+        elif self.session_header is not None:
+            options["session_headers"] = (self.session_header,)
         if self.prices:
             options["endpoint_prices"] = to_prices(self.prices)
         arguments = dict(self.client_options)

@@ -31,6 +31,7 @@ from zlib import crc32
 
 import orjson
 
+from agent.models.conversation_id import new_run_key
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import (
     ConfigError,
@@ -86,6 +87,9 @@ _CHECKSUM = "crc32"
 IMAGES = "images"
 """The key of run.json with digests of images, and of --accept_config_change."""
 
+_KEY = "conversation_key"
+"""The key of run.json with `RunDir.key`. Runs of earlier versions get one when they continue."""
+
 _ENDPOINT_KEYS = ("model", "models", "base_url", "endpoints")
 """Keys of a config that determine its endpoints."""
 
@@ -112,6 +116,8 @@ class RunDir:
     """Open descriptors of the directories `inflight` and `workspaces`."""
     images: dict[str, str]
     """The digests of images that finished conversations worked in, by reference."""
+    key: str
+    """Makes the ids of conversations that endpoints see; see `agent.models.conversation_id`."""
     mirror: Mirror | None
 
     @property
@@ -256,7 +262,7 @@ def open_run_dir(
         before["config"].get(key) == run["config"][key] for key in _ENDPOINT_KEYS
     )
     of_run = path, run["digest"], run["versions"], same_endpoints
-    return RunDir(*of_run, lock_fd, opened, run[IMAGES], mirror)
+    return RunDir(*of_run, lock_fd, opened, run[IMAGES], run[_KEY], mirror)
 
 
 def check_reopening(config: RunConfig, scan: Scan, accept_changes: Sequence[str] = ()) -> bool:
@@ -354,7 +360,7 @@ def _run_json(
         )
     history: list[dict[str, Any]] = []
     images: dict[str, str] = {}
-    created = time.time()
+    created, key = time.time(), new_run_key()
     if before is None:
         if _holds_work(path):
             raise RunDirError(
@@ -363,6 +369,7 @@ def _run_json(
             )
     else:
         created, history = before["created"], before["history"]
+        key = str(before.get(_KEY) or key)
         if (shard := before["config"].get("shard")) != config.shard and _holds_work(path):
             raise ConfigError(
                 f"{path}: this run is for {f'shard {shard}' if shard else 'the whole dataset'}, "
@@ -396,6 +403,7 @@ def _run_json(
         "versions": {"python": platform.python_version(), **versions_of(_VERSIONS_OF)},
         "history": history,
         IMAGES: images,
+        _KEY: key,
     }
 
 

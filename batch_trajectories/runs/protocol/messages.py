@@ -144,6 +144,8 @@ class WorkerSetup:
     """Base URLs that have answered before."""
     images: Mapping[str, str] = field(default_factory=dict)
     """The digests of images that finished conversations used, by reference."""
+    run_key: str = ""
+    """See `RunDir.key`."""
     start: str = ""
     """Names the start of the run, which other starts do not share."""
     place: str = ""

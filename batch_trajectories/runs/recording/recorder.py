@@ -23,6 +23,7 @@ from agent.gateway.server import Gateway, body_of, server_of
 from agent.loop.rules import ending_of_refusal
 from agent.loop.steps import Finish
 from agent.messages.message import Event, Message, reply_in
+from agent.models.conversation_id import id_of_task
 from agent.models.errors import ModelError
 from agent.state.trajectory import Status, Trajectory
 from agent.wires.lines import lines_of
@@ -98,6 +99,7 @@ class Recorder:
         inflight: Inflight,
         journal: JournalWriter,
         provenance: Provenance,
+        run_key: str,
         silence_s: float,
         say: Callable[[str], object],
     ) -> None:
@@ -111,6 +113,7 @@ class Recorder:
         self._inflight = inflight
         self._journal = journal
         self._provenance = provenance
+        self._run_key = run_key
         self._silence_s = silence_s
         self._say = say
         self._said: set[str] = set()
@@ -235,7 +238,9 @@ class Recorder:
             if self._config.token_ids and (reply := reply_in(event)):
                 self._say_once(tokens_missing(reply))
 
-        session = Session(name, task, self._gateway(task.id, trajectory, journal), trajectory)
+        conversation = id_of_task(self._run_key, task.key)
+        gateway = self._gateway(task.id, trajectory, journal, conversation)
+        session = Session(name, task, gateway, trajectory)
         session.watcher = asyncio.create_task(self._watch(session))
         self._sessions[name] = session
         return session
@@ -246,7 +251,11 @@ class Recorder:
             self._say(message)
 
     def _gateway(
-        self, name: str, trajectory: Trajectory, journal: Callable[[Event], None]
+        self,
+        name: str,
+        trajectory: Trajectory,
+        journal: Callable[[Event], None],
+        conversation: str = "",
     ) -> Gateway:
         options = self._config.agent_options
         relay = Relay(
@@ -259,6 +268,7 @@ class Recorder:
             why_stopping=lambda: self.stopped_by,
             ends_with=partial(self._stops_recording, name),
             is_live=True,  # somebody may watch
+            conversation=conversation,
         )
         return Gateway(relay, wires=tuple(WIRES), models=self._upstream.list_models)
 

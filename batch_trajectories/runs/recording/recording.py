@@ -125,7 +125,12 @@ def _record(
                 recorder.halt(reason)
 
             upstream = Upstream(
-                config, models, spent=spent, budget_log=budget_log, on_used_up=on_used_up
+                config,
+                models,
+                spent=spent,
+                budget_log=budget_log,
+                on_used_up=on_used_up,
+                say=say,
             )
             with closing(
                 JournalWriter(
@@ -144,6 +149,7 @@ def _record(
                     inflight=inflight,
                     journal=journal,
                     provenance=Provenance(None, config.seed, run_dir.digest, run_dir.versions),
+                    run_key=run_dir.key,
                     silence_s=listening.silence_s,
                     say=say,
                 )

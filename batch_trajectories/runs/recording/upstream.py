@@ -135,11 +135,14 @@ class Upstream:
         spent: Cost,
         budget_log: BudgetLog,
         on_used_up: Callable[[str], None],
+        say: Callable[[str], object],
     ) -> None:
-        """`spent` is what earlier starts have spent. `on_used_up` gets why no call can be paid."""
+        """`spent` is what earlier starts have spent. `on_used_up` gets why no call can be paid,
+        `say` what the user has to know."""
         limits = limits_of(config, models.setups)
         self._models = models
         self._on_used_up = on_used_up
+        self._say, self._said = say, set[str]()
         self._limits = RunLimits(limits)
         self._budget = RunBudget(budget_of(config), spent=spent, budget_log=budget_log)
         inbox: Inbox = Inbox()
@@ -155,6 +158,7 @@ class Upstream:
             clock_offset_s=0.0,
             send=self._from_worker,
             on_retry=_log_retry,
+            say=self._say_once,
         )
         self._timer: asyncio.TimerHandle | None = None
         self._tick()
@@ -198,6 +202,11 @@ class Upstream:
         if self._timer is not None:
             self._timer.cancel()
         await self.calls.close()
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._say(message)
 
     def _tick(self) -> None:
         self._share()

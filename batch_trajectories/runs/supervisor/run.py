@@ -395,6 +395,7 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
         limits=limits,
         budget=budget_of(plan.config),
         proven=frozenset(map(url_of, limits)) if is_proven else frozenset(),
+        run_key=run_dir.key,
         start=secrets.token_hex(8),
     )
 

@@ -44,6 +44,7 @@ class Calls:
         clock_offset_s: float,
         send: Callable[..., None],
         on_retry: OnRetry,
+        say: Callable[[str], None],
     ) -> None:
         """`limits` are those of the run, by endpoint; this is worker `number` of some `workers`.
         `proven` are base URLs that have answered before. With `by_batch`, calls are made in
@@ -51,6 +52,7 @@ class Calls:
         `WorkerSetup.clock_offset_s`.
 
         `send(type, **fields)` sends to the parent. `on_retry` gets each failure that is retried.
+        `say` shows a message to the user, if no worker has shown it before.
         """
         self._send = send
         self._keys = keys
@@ -81,6 +83,7 @@ class Calls:
             key_of=self._key_of,
             on_retry=on_retry,
             gate_of=lambda settings: self._limiters[settings.endpoint],
+            say=say,
         )
         self._report_on()
 

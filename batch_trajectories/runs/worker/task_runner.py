@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agent.loop.loop import close_calls
 from agent.loop.steps import Finish
 from agent.messages.message import SIMULATED_USER, Event, RestartedEvent, is_cost_only
+from agent.models.conversation_id import id_of_task
 from agent.models.errors import ModelError
 from agent.models.model import Model
 from agent.models.resolve import SCRIPTED
@@ -337,6 +338,7 @@ class TaskRunner:
             notes_begin=until_kept is None,
             knows_begun=assignment["knows_begun"],
             rebuild=rebuild,
+            conversation=self._id_of(task),
         )
         return await conversation.run(taken_up=is_taken_up)
 
@@ -358,8 +360,12 @@ class TaskRunner:
                 trajectory=work.trajectory,
                 journal=self._journal_of(work.task, work.assignment),
                 kept=self._until_kept(work.task),
+                conversation=self._id_of(work.task),
             )
         )
+
+    def _id_of(self, task: Task) -> str:
+        return id_of_task(self._setup.run_key, task.key)
 
     def _until_kept(self, task: Task) -> Kept:
         """Waits until the events of a task are kept; None where they are on disk at once."""

@@ -182,6 +182,7 @@ class Worker:
             clock_offset_s=self._setup.clock_offset_s,
             send=self.send,
             on_retry=self._on_retry,
+            say=self.say,
         )
         spaces = Workspaces(self._setup, web=self._web, browsers=self._browsers)
         self._runner = _kind_of_runner(self._config)(

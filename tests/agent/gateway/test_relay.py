@@ -565,3 +565,73 @@ def test_a_reply_with_an_unknown_ending_is_passed_on_and_recorded(api: str) -> N
             assert "weary" in str(world.exchanges[0]["reply"]["extra"])
 
     asyncio.run(run())
+
+
+SESSION = "0123456789abcdef0123456789abcdef"
+
+
+def conversations_of(world: Relayed) -> list[str]:
+    """The ids of the requests at the endpoint; each has one alone."""
+    names = ("x-session-id", "x-session-affinity", "x-smg-routing-key")
+    asked = [
+        {name.lower(): value for name, value in one.headers.items()} for one in world.endpoint.asked
+    ]
+    ids = [{headers[name] for name in names} for headers in asked]
+    assert all(len(one) == 1 for one in ids)
+    return [one.pop() for one in ids]
+
+
+@EACH
+def test_each_thread_of_an_agent_has_one_id_over_turns_and_starts(api: str) -> None:
+    async def play() -> None:
+        async with relayed(api, conversation=SESSION) as world:
+            await world.read(ask("Go."))
+            said = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "Done."}]
+            said.append({"role": "user", "content": "On."})
+            await world.read(ask(messages=said, input=said))
+            await asyncio.gather(world.read(ask("A title.")), world.read(ask("A title?")))
+            ids = conversations_of(world)
+            events = world.events
+        assert ids[0] == ids[1]
+        assert len({SESSION, *ids}) == 4
+        assert all(8 <= len(id) <= 64 and id.isalnum() for id in ids)
+        restarted = AgentRestartedEvent(kind="agent_restarted", at=1.0)
+        said += [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "More."}]
+        async with relayed(api, events=[*events, restarted], conversation=SESSION) as world:
+            await world.read(ask(messages=said, input=said))
+            assert conversations_of(world) == ids[:1], "the same after a restart"
+        async with relayed(api, conversation=SESSION[::-1]) as world:
+            await world.read(ask("Go."))
+            assert conversations_of(world) != ids[:1], "another sample"
+
+    asyncio.run(play())
+
+
+@EACH
+@pytest.mark.parametrize("name", ["X-Session-Affinity", "session_id", "x-claude-code-session-id"])
+def test_an_id_that_an_agent_sends_itself_is_kept(api: str, name: str) -> None:
+    async def play() -> None:
+        async with relayed(api, conversation=SESSION) as world:
+            await world.read(ask(), headers={name: "my-own-session"})
+            (asked,) = world.endpoint.asked
+            assert {key.lower(): value for key, value in asked.headers.items()}[name.lower()] == (
+                "my-own-session"
+            )
+            assert conversations_of(world) == ["my-own-session"]
+
+    asyncio.run(play())
+
+
+@EACH
+def test_a_cache_key_is_added_where_the_api_takes_one_and_the_agent_gives_none(api: str) -> None:
+    settings = {"cache_key_apis": ("openai_chat", "openai_responses")}
+
+    async def play() -> None:
+        async with relayed(api, conversation=SESSION, settings=settings) as world:
+            await world.read(ask())
+            await world.read(ask("Other.", prompt_cache_key="its own"))
+            keys = [orjson.loads(one.body).get("prompt_cache_key") for one in world.endpoint.asked]
+            ours = None if api == "anthropic_messages" else conversations_of(world)[0]
+            assert keys == [ours, "its own"]
+
+    asyncio.run(play())

@@ -99,6 +99,8 @@ class AgentTask:
     journal: Callable[[Event], None]
     kept: Callable[[], Awaitable[None]] | None
     """Waits until the journal is on disk; None where it is at once."""
+    conversation: str = ""
+    """See `agent.models.conversation_id`."""
 
     def record(self, event: Event) -> None:
         """Journal an event and apply it."""
@@ -171,6 +173,7 @@ class AgentRunner:
             limits=replace(CallLimits.of(options), repeats=options.repeat_limit),
             volatile=task.agent.what_varies,
             is_stopping=lambda: self._stops.is_stopping,
+            conversation=task.conversation,
         )
         aliases = (name for name in task.agent.aliases if not any(mark in name for mark in "*?["))
         models = names_only([setup.settings.name, *aliases])
@@ -279,6 +282,7 @@ class AgentRunner:
             config=self._config,
             calls=self._calls,
             stops=self._stops,
+            conversation=task.conversation,
         )
 
     def _begin(

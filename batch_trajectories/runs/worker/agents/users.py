@@ -29,6 +29,7 @@ def further_messages(
     config: RunConfig,
     calls: Calls,
     stops: Stops,
+    conversation: str,
 ) -> FurtherMessage:
     """What gives the messages of a row, or of its simulated user."""
 
@@ -43,4 +44,5 @@ def further_messages(
         toolbox=home.toolbox(()),
         journal=journal,
         host=home,
+        conversation=conversation,
     ).further_message
