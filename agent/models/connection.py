@@ -16,6 +16,26 @@ DIRECT = "none"
 """The value of `proxy` for a direct connection."""
 
 
+HEALTH_PATH = "/health"
+"""Of vLLM, SGLang, llama.cpp and TGI, at the root of the server."""
+
+NO_HEALTH_PATH = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Replication:
+    """An endpoint of several replicas, without a router in front of them."""
+
+    urls: tuple[str, ...]
+    """Their base URLs."""
+    health_path: str = HEALTH_PATH
+    """Where each tells of its health; "none": only calls do."""
+    max_in_flight: int | None = None
+    """The most calls at one replica at once."""
+    rpm: float | None = None
+    """The most requests to one replica per minute."""
+
+
 @dataclass(frozen=True, slots=True)
 class Connection:
     """How a configured endpoint's requests are sent. Names secrets but holds none."""
@@ -36,6 +56,8 @@ class Connection:
     MODULE:FUNCTION, which returns a client of either SDK."""
     client_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Arguments for that client."""
+    replication: Replication | None = None
+    """None for one URL."""
 
     def secret_headers(self) -> dict[str, str]:
         """The headers of `headers_env`, with their values."""

@@ -170,7 +170,9 @@ def _at_configured_endpoint(
         client = open_client(own.connection, rest, own.key_env)
         api, base_url = api_of(client, own.api), base_url_of(client)
     assert api is not None
-    _check_proxy(base_url, own.connection.proxy)
+    replication = own.connection.replication
+    for url in (base_url,) if replication is None else replication.urls:
+        _check_proxy(url, own.connection.proxy)
     return ModelSettings(
         name=rest,
         api=api,

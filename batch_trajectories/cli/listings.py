@@ -130,7 +130,7 @@ def _own(prefix: str, entry: EndpointConfig) -> dict[str, Any]:
     command = f"key_command {entry.key_command[0]}" if entry.key_command else None
     return {
         "prefix": prefix,
-        "base_url": entry.base_url,
+        "base_url": entry.url,
         "client": entry.client,
         "api": endpoint.api,
         "variables": _are_set([endpoint.key_env, *entry.headers_env.values()]),

@@ -36,6 +36,8 @@ class Fleet:
         """How many requests are answered before the others wait."""
         self.refuses = False
         """Requests with an id are refused, by another message each time."""
+        self.is_down = False
+        """Every request fails (503), and it says that it is not well."""
         self._goes_on = Event()
         self._lock = Lock()
 
@@ -72,10 +74,16 @@ def fleet() -> Iterator[Fleet]:
     world = Fleet()
 
     class Answering(Handler):
+        def do_GET(self) -> None:
+            self.send(503 if world.is_down else 200)
+
         def do_POST(self) -> None:
             body = json.loads(self.body())
             status, reply = 200, {}
-            if world.refuses and HEADERS[0] in self.headers:
+            if world.is_down:
+                world.requests += 1
+                status, reply = 503, {"error": {"message": "down"}}
+            elif world.refuses and HEADERS[0] in self.headers:
                 world.requests += 1
                 message = f"request {world.requests}: {HEADERS[0]} is not allowed here"
                 status, reply = 400, {"error": {"message": message}}
@@ -172,6 +180,38 @@ def test_an_endpoint_that_refuses_ids_is_told_of_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("refuses the id of a conversation") == 1
     assert {id for ids in world.ids.values() for id in ids} == {None}
+
+
+def test_replicas_without_a_router_in_a_whole_run(tmp_path: Path) -> None:
+    """Two workers; one URL has no server, and one server fails all it is asked."""
+    rows = ({"id": f"q{n:02}", "prompt": f"Prompt {n}"} for n in range(12))
+    write_rows(tmp_path / "p.jsonl", *rows)
+    with fleet() as one, fleet() as two, fleet() as bad:
+        bad.is_down = True
+        urls = [one.openai_url, two.openai_url, bad.openai_url, "http://127.0.0.1:9/v1"]
+        entry = {"base_urls": urls, "replica_max_in_flight": 4}
+        given = options(one, model="fleet:m", endpoints=json.dumps({"fleet": entry}))
+        del given["base_url"]
+        done = run(tmp_path, **given)
+        assert done.returncode == 0, done.stderr
+        seen = {first: len(ids) for first, ids in one.ids.items()}
+        assert not seen.keys() & two.ids.keys(), "each conversation was at one replica"
+        seen |= {first: len(ids) for first, ids in two.ids.items()}
+    assert seen == {f"Prompt {n}": TURNS + 1 for n in range(12)}
+    assert one.ids
+    assert two.ids
+    assert bad.requests < 12, "it is asked no more once it has failed"
+    found = lines(tmp_path / "trajectories/r/records.jsonl")
+    assert {record["endpoint"] for record in found} == {one.openai_url}
+
+
+def test_a_limit_that_workers_cannot_share_is_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path / "p.jsonl", {"id": "q", "prompt": "Prompt"})
+    entry = {"base_urls": ["http://127.0.0.1:9/v1"], "replica_max_in_flight": 1}
+    given = {"run_name": "r", "dataset_file": "p.jsonl", "model": "fleet:m", "num_workers": 2}
+    done = run(tmp_path, **given, endpoints=json.dumps({"fleet": entry}))
+    assert done.returncode == 2
+    assert "replica_max_in_flight: 1 cannot be divided among 2 workers" in done.stderr
 
 
 def test_each_session_of_a_recording_has_an_id(tmp_path: Path) -> None:

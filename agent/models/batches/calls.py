@@ -17,6 +17,8 @@ def has_batches(settings: ModelSettings) -> bool:
     Clients of clouds have none that can be used; one of the user's own must be asynchronous.
     """
     connection = settings.connection
+    if connection.replication is not None:
+        return False  # a batch is of one server
     if connection.client is not None:
         from agent.models.sdk_clients import is_async, is_of_cloud, open_client
 

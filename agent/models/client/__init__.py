@@ -9,6 +9,8 @@ relayed              calls whose requests other programs wrote
 tls                  why TLS failed
 transport            one request and its reply
 unsupported_options  options that an endpoint refuses are left out
+replicas             which replica answers a conversation: decisions alone
+fleet                the replicas of an endpoint: connections, limits, health
 endpoint             a model at an endpoint, without retries
 retrying             retries, and waiting for a turn
 open_model           all of these together

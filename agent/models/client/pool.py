@@ -10,7 +10,9 @@ from batch_trajectories.basics.closing import close_all
 
 if TYPE_CHECKING:
     from agent.models.admission import CallAdmission
+    from agent.models.client.fleet import Fleet
     from agent.models.client.key_command import RenewableKey
+    from agent.models.client.replicas import Share
     from agent.models.client.retrying import Retry, RetryingModel
 
     KeyOf = Callable[[ModelSettings], str | RenewableKey]
@@ -27,12 +29,15 @@ class ModelPool:
         on_retry: OnRetry,
         gate_of: Callable[[ModelSettings], CallAdmission | None] = lambda settings: None,
         say: Callable[[str], None] | None = None,
+        share: Share | None = None,
     ) -> None:
         """`key_of` gives the API key for a model's endpoint, `gate_of` where its calls wait.
 
-        `on_retry` gets every failure after which a call is repeated. See `open_model` for `say`.
+        `on_retry` gets every failure after which a call is repeated. See `open_model` for `say`
+        and `share`.
         """
-        self._say = say
+        self._say, self._share = say, share
+        self._fleets: dict[str, Fleet] = {}
         self._key_of = key_of
         self._on_retry = on_retry
         self._gate_of = gate_of
@@ -49,6 +54,8 @@ class ModelPool:
                 on_retry=lambda retry: self._on_retry(settings, retry),
                 gate=self._gate_of(settings),
                 say=self._say,
+                share=self._share,
+                fleets=self._fleets,
             )
         return model
 

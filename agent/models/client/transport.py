@@ -271,6 +271,21 @@ class Transport:
             log.warning("%s sent the API key back; it is taken out of replies", self._base_url)
         return cleaned
 
+    async def status_of(self, url: str, timeout_s: float) -> int | None:
+        """The status with which a URL of the endpoint answers, without a key: 0 where nothing
+        listens, None where no answer comes in time. Raises `HostError`."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
+                return response.status
+        except TimeoutError:
+            return None
+        except (aiohttp.ClientError, OSError) as error:
+            failure = await self._of_the_connection(error, self._key)
+            if isinstance(failure, HostError):
+                raise failure from error
+            return 0 if failure.is_by_load else None
+
     async def prepare(self, path: str, timeout_s: float) -> Prepared:
         """URL, headers and secrets of a request to `path`, which may have a query."""
         if self._preparer is None:

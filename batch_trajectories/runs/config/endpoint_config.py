@@ -22,7 +22,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from agent.models.connection import DIRECT, KEY_REFRESH_S, Connection, proxy_for
+from agent.models.connection import (
+    DIRECT,
+    HEALTH_PATH,
+    KEY_REFRESH_S,
+    Connection,
+    Replication,
+    proxy_for,
+)
 from agent.models.model import ModelSettings, endpoint_id
 from agent.models.providers import CLIENTS, NO_KEY, PROVIDERS, Api, Provider, provider_at
 from agent.models.resolve import Endpoint, habits_of, root_of
@@ -40,6 +47,9 @@ from batch_trajectories.runs.config.endpoints import (
 
 NO_ID = "none"
 """The value of `session_header` with which no request names its conversation."""
+
+_OF_REPLICAS = ("health_path", "replica_max_in_flight", "replica_rpm")
+"""Options of an endpoint of several replicas."""
 
 _OF_MODELS = ("temperature", "top_p", "max_tokens", "reasoning_effort", "extra_body")
 """Options of an endpoint that override those of the run and affect the data."""
@@ -155,7 +165,14 @@ class EndpointConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     base_url: BaseUrl | None = None
-    """None only with `client`, which knows it."""
+    """None only with `client`, which knows it, and with `base_urls`."""
+    base_urls: tuple[BaseUrl, ...] = ()
+    """Instead of `base_url`: those of several replicas with the same models, without a router."""
+    health_path: str = Field(HEALTH_PATH, pattern=r"^(/\S*|none)$")
+    """Where each of `base_urls` tells of its health, at its root; "none": only calls tell."""
+    replica_max_in_flight: PositiveInt | None = None
+    """The most calls at once at each of `base_urls`, beside `max_in_flight` for all of them."""
+    replica_rpm: PositiveFloat | None = None
     api: Api | None = None
     """None: that of the known provider with this URL, else openai_chat."""
     key_env: str | None = Field(
@@ -198,8 +215,15 @@ class EndpointConfig(BaseModel):
 
     @model_validator(mode="after")
     def _is_reachable(self) -> EndpointConfig:
-        if self.client is None and self.base_url is None:
+        if self.client is None and self.base_url is None and not self.base_urls:
             raise ValueError("base_url: missing; only with `client` can it be left out")
+        if self.base_urls and (self.base_url is not None or self.client is not None):
+            raise ValueError("base_urls: not with base_url or client; give one of them")
+        if repeated := [url for url in self.base_urls if self.base_urls.count(url) > 1]:
+            raise ValueError(f"base_urls: {repeated[0]} is there twice")
+        given = self.model_fields_set.intersection(_OF_REPLICAS)
+        if given and not self.base_urls:
+            raise ValueError(f"{min(given)}: only with `base_urls`")
         if self.client is None and self.client_options:
             raise ValueError("client_options: only with `client`")
         if self.client is not None and self.key_command:
@@ -220,6 +244,14 @@ class EndpointConfig(BaseModel):
             options["session_headers"] = (self.session_header,)
         if self.prices:
             options["endpoint_prices"] = to_prices(self.prices)
+        replication = None
+        if self.base_urls:
+            replication = Replication(
+                tuple(root_of(url, self._api or "") for url in self.base_urls),
+                self.health_path,
+                self.replica_max_in_flight,
+                self.replica_rpm,
+            )
         arguments = dict(self.client_options)
         if self.client is not None and self.base_url is not None:
             arguments["base_url"] = self.base_url
@@ -227,7 +259,7 @@ class EndpointConfig(BaseModel):
         has_own = bool(self.headers_env or self.key_command or self.client)
         return Endpoint(
             api,
-            root_of(self.base_url, api) if self.base_url and api else "",
+            root_of(self.url, api) if self.url and api else "",
             self.key_env or (known.key_env if known and not has_own else NO_KEY),
             self.provider or (known.prices if known else None),
             options,
@@ -240,6 +272,7 @@ class EndpointConfig(BaseModel):
                 proxy=self.proxy,
                 client=self.client,
                 client_options=arguments,
+                replication=replication,
             ),
         )
 
@@ -256,9 +289,14 @@ class EndpointConfig(BaseModel):
         return {"api": api, **{name: getattr(self, name) for name in _OF_MODELS}}
 
     @property
+    def url(self) -> str | None:
+        """The URL by which the endpoint is known; with `base_urls` the first."""
+        return self.base_urls[0] if self.base_urls else self.base_url
+
+    @property
     def provider_row(self) -> Provider | None:
         """The row of the table that it is an endpoint of."""
-        return PROVIDERS.get(self.client) if self.client else provider_at(self.base_url or "")
+        return PROVIDERS.get(self.client) if self.client else provider_at(self.url or "")
 
     @property
     def _api(self) -> Api | None:

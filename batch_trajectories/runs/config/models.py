@@ -35,6 +35,7 @@ def set_up_models(config: RunConfig, known: Mapping[str, Toolset] = TOOLSETS) ->
         setups = {name: _set_up(config, name, known) for name in config.model_weights()}
         _check_budget(config, setups)
         _check_batches(config, setups)
+        _check_replicas(config, setups)
         check_token_ids(config, setups)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -70,10 +71,17 @@ def limits_of(config: RunConfig, setups: Setups) -> dict[str, EndpointLimits]:
         in_flight = _tightest((entry.max_in_flight for entry in named), config.max_in_flight)
         if in_flight is not None:
             ceiling = min(ceiling, int(in_flight))
+        rpm = _tightest((entry.rpm for entry in named), config.rpm)
+        if (several := settings.connection.replication) is not None:
+            count = len(several.urls)
+            if several.max_in_flight is not None:
+                ceiling = min(ceiling, several.max_in_flight * count)
+            if several.rpm is not None:
+                rpm = min(rpm or several.rpm * count, several.rpm * count)
         limits[endpoint] = EndpointLimits(
             start=min(config.start_in_flight, ceiling),
             ceiling=ceiling,
-            rpm=_tightest((entry.rpm for entry in named), config.rpm),
+            rpm=rpm,
             tpm=_tightest((entry.tpm for entry in named), config.tpm),
         )
     return limits
@@ -234,6 +242,18 @@ def _check_batches(config: RunConfig, setups: Setups) -> None:
         raise ValueError(
             f"extra_body: the replies of {streamed[0]!r} cannot be streamed with --batch_api"
         )
+
+
+def _check_replicas(config: RunConfig, setups: Setups) -> None:
+    """Each worker keeps to its part of a replica's limit, so that must be one call at least."""
+    for model in called_models(setups):
+        several = model.connection.replication
+        most = None if several is None else several.max_in_flight
+        if most is not None and most < config.num_workers:
+            raise ValueError(
+                f"replica_max_in_flight: {most} cannot be divided among {config.num_workers} "
+                f"workers; give at most --num_workers={most}"
+            )
 
 
 def check_token_ids(config: RunConfig, setups: Setups) -> None:

@@ -96,13 +96,22 @@ class Models:
         base_url = settings.base_url or ""
         is_own = provider_at(base_url) is None and settings.connection.client is None
         if is_own and not ONLY_RELAYED & {api, settings.api}:
-            root = base_url.rstrip("/").removesuffix("/v1")
-            base_url = root if api == "anthropic_messages" else f"{root}/v1"
+            base_url = _root_for(api, base_url)
         elif not {api, settings.api} <= _OPENAI:
             raise RefusedModel(
                 f"{self._upstream!r} is asked by {settings.api}, and this request is of {api}"
             )
-        return replace(settings, api=api, base_url=base_url)
+        connection = settings.connection
+        if is_own and (several := connection.replication) is not None:
+            urls = tuple(_root_for(api, url) for url in several.urls)
+            connection = replace(connection, replication=replace(several, urls=urls))
+        return replace(settings, api=api, base_url=base_url, connection=connection)
+
+
+def _root_for(api: str, base_url: str) -> str:
+    """Where a server of the user's own speaks a dialect."""
+    root = base_url.rstrip("/").removesuffix("/v1")
+    return root if api == "anthropic_messages" else f"{root}/v1"
 
 
 @dataclass(eq=False)
@@ -159,6 +168,7 @@ class Upstream:
             send=self._from_worker,
             on_retry=_log_retry,
             say=self._say_once,
+            conversations=0,
         )
         self._timer: asyncio.TimerHandle | None = None
         self._tick()

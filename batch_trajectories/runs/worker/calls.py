@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agent.models.client.pool import ModelPool
+from agent.models.client.replicas import Share
 from agent.models.connection import Connection
 from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Completion, Model, ModelSettings, Request, url_of
@@ -45,6 +46,7 @@ class Calls:
         send: Callable[..., None],
         on_retry: OnRetry,
         say: Callable[[str], None],
+        conversations: int,
     ) -> None:
         """`limits` are those of the run, by endpoint; this is worker `number` of some `workers`.
         `proven` are base URLs that have answered before. With `by_batch`, calls are made in
@@ -52,7 +54,8 @@ class Calls:
         `WorkerSetup.clock_offset_s`.
 
         `send(type, **fields)` sends to the parent. `on_retry` gets each failure that is retried.
-        `say` shows a message to the user, if no worker has shown it before.
+        `say` shows a message to the user, if no worker has shown it before. `conversations` is how
+        many this worker holds at once, 0 where that is unknown.
         """
         self._send = send
         self._keys = keys
@@ -84,6 +87,7 @@ class Calls:
             on_retry=on_retry,
             gate_of=lambda settings: self._limiters[settings.endpoint],
             say=say,
+            share=Share(workers, conversations),
         )
         self._report_on()
 

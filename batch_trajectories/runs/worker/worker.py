@@ -183,6 +183,7 @@ class Worker:
             send=self.send,
             on_retry=self._on_retry,
             say=self.say,
+            conversations=-(-self._config.conversations // self._config.num_workers),
         )
         spaces = Workspaces(self._setup, web=self._web, browsers=self._browsers)
         self._runner = _kind_of_runner(self._config)(

@@ -17,6 +17,7 @@ test_unknown_fields   unknown fields of a reply are kept and sent back
 test_token_ids        token ids and logprobs: asked for, read, stored
 test_unsupported_options  options that a model refuses
 test_conversation_ids  the ids by which routers keep a conversation in one place
+test_replicas         several replicas of one endpoint without a router
 test_sdk_requests     requests and error codes as in the providers' own clients
 test_clouds           clients of the SDKs against an endpoint whose tokens change
 cloud_clients         those clients and that endpoint

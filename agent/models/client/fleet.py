@@ -1,0 +1,179 @@
+"""The replicas of one endpoint: their limits, and looks at their health."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
+
+from agent.models.client.replicas import Replicas, Share
+from agent.models.client.transport import Transport
+from agent.models.connection import NO_HEALTH_PATH, Replication
+from agent.models.errors import ModelError
+from agent.models.model import Request
+from batch_trajectories.basics.errors import HostError
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 5.0
+"""The longest wait for the health of a replica."""
+
+_FIRST_LOOK_S = 2.0
+"""The longest wait for all of them before the first call."""
+
+
+class Fleet:
+    """The replicas of one endpoint, for all models of it in the running event loop."""
+
+    def __init__(
+        self, replication: Replication, transports: Sequence[Transport], share: Share
+    ) -> None:
+        """`transports` are those of one of the models, by which the replicas are looked at."""
+        urls, in_flight = replication.urls, replication.max_in_flight
+        self._urls = urls
+        self._health_path = replication.health_path
+        self._transports = transports
+        self._replicas = Replicas(urls, share=share)
+        # Each process keeps to its part, so nobody has to be asked.
+        slots = None if in_flight is None else max(1, in_flight // share.of)
+        self._slots = [None if slots is None else asyncio.Semaphore(slots) for _ in urls]
+        rpm = replication.rpm
+        self._paces = [_Pace(rpm and rpm / share.of) for _ in urls]
+        self._looks: set[asyncio.Task[None]] = set()
+        self._looking: set[int] = set()
+        self._wakes = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self._is_known = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def replica_for(self, request: Request, avoid: set[int]) -> AsyncIterator[int]:
+        """The number of the replica that a request goes to, until it is answered.
+
+        What cannot be reached is added to `avoid`; the error names the replica.
+        """
+        await self._know()
+        number = self._replicas.choose(request.conversation, avoid)
+        error: ModelError | None = None
+        try:
+            async with self._turn(request, number):
+                yield number
+        except ModelError as failure:
+            error = failure
+            error.args = (f"{error} (replica {self._urls[number]})",)
+            if error.kind == "connection" and error.is_by_load:
+                avoid.add(number)
+            raise
+        finally:
+            before = self._replicas.state(number)
+            if self._replicas.leave(number, request.conversation, error):
+                self._wakes.set()
+            self._tell(number, before, error)
+
+    @property
+    def size(self) -> int:
+        """How many replicas there are."""
+        return len(self._urls)
+
+    async def close(self) -> None:
+        """Look at no replica any more."""
+        tasks = [*self._looks, *([self._watcher] if self._watcher is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, request: Request, number: int) -> AsyncIterator[None]:
+        """A place among the calls of a replica; waits until it has one. That time is nobody's."""
+        slots, pace = self._slots[number], self._paces[number]
+        if slots is None and not pace.wait_s():
+            pace.take()
+            yield
+            return
+        waiting = request.deadline.waiting() if request.deadline else contextlib.nullcontext()
+        with contextlib.ExitStack() as stack:
+            with waiting:
+                if slots is not None:
+                    await slots.acquire()
+                    stack.callback(slots.release)
+                wait_s = pace.take()
+                if wait_s:
+                    await asyncio.sleep(wait_s)
+            yield
+
+    async def _know(self) -> None:
+        """Before the first call: which replicas are there at all."""
+        if self._is_known.is_set():
+            return
+        if self._watcher is None:
+            self._watcher = asyncio.create_task(self._watch())
+        await self._is_known.wait()
+
+    async def _watch(self) -> None:
+        first = [self._begin(self._look(n, _FIRST_LOOK_S)) for n in self._replicas.due()]
+        if first:
+            await asyncio.wait(first)
+        self._is_known.set()
+        while True:
+            self._wakes.clear()
+            for number in self._replicas.due():
+                if number not in self._looking:
+                    self._begin(self._look(number, _LOOK_S))
+            # What is looked at is due until it has answered, which wakes this loop.
+            wait_s = max(self._replicas.next_look_s(), 0.05 if self._looking else 0.0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._wakes.wait()
+
+    def _begin(self, look: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(look)
+        self._looks.add(task)
+        task.add_done_callback(self._looks.discard)
+        return task
+
+    async def _look(self, number: int, timeout_s: float) -> None:
+        """Ask for the health of a replica."""
+        self._looking.add(number)
+        before = self._replicas.state(number)
+        status: int | None = None
+        try:
+            if self._health_path == NO_HEALTH_PATH:
+                status = 200  # only calls can tell
+            else:
+                url = self._urls[number].removesuffix("/v1") + self._health_path
+                status = await self._transports[number].status_of(url, timeout_s)
+        except HostError as error:
+            log.warning("no look at %s: %s", self._urls[number], error)
+            status = 200  # that was this machine
+        finally:
+            self._looking.discard(number)
+            self._replicas.looked(number, status)
+            self._wakes.set()
+        self._tell(number, before, None)
+
+    def _tell(self, number: int, before: str, error: ModelError | None) -> None:
+        """Note in the log that a replica is gone, or back."""
+        if (now := self._replicas.state(number)) != before:
+            why = f": {error}" if error is not None else ""
+            log.info("%s is %s%s", self._urls[number], now, why)
+
+
+class _Pace:
+    """Spreads the calls of a replica evenly over a minute."""
+
+    def __init__(self, rpm: float | None, now: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s = 60.0 / rpm if rpm else 0.0
+        self._now = now
+        self._next_at = now()
+
+    def wait_s(self) -> float:
+        """Seconds until the next call may go."""
+        return max(0.0, self._next_at - self._now()) if self._interval_s else 0.0
+
+    def take(self) -> float:
+        """Take the next place; return the seconds until then."""
+        wait_s = self.wait_s()
+        self._next_at = self._now() + wait_s + self._interval_s
+        return wait_s
