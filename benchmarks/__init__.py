@@ -13,6 +13,7 @@ reading        time of status, stats, report and verify on a large run
 executors      Ray actors compared with local workers
 sandboxes      CPU and memory of a sandbox
 fleet          a simulation of large runs; fleet_check compares it with real ones
+replicas       prompts that conversations find cached on several replicas; replica_fleet is these
 soak           a long run under steady faults
 peers          other agent runners on the same work; peering/ is their side
 consumers      exports read by TRL, LLaMA-Factory, Axolotl, harbor; consuming/ is their side

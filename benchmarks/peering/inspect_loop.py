@@ -1,9 +1,12 @@
 """inspect_ai on the work of `benchmarks.peers`: a solver that continues until no tool is called.
 
-python inspect_loop.py URL PROMPTS AGENTS
+python inspect_loop.py URL PROMPTS AGENTS [BYTES]
+
+BYTES is the length of the random text in a tool's results; without it there is none.
 """
 
 import os
+import random
 import sys
 import tempfile
 
@@ -23,7 +26,8 @@ def step():  # type: ignore[no-untyped-def]
         Args:
             number: Which one.
         """
-        return f"step {number}"
+        more = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+        return f"step {number}" + "".join(random.choices("abcdefghijklmnopqrstuvwxyz  ", k=more))
 
     return execute
 

@@ -208,8 +208,8 @@ def test_replicas_without_a_router_in_a_whole_run(tmp_path: Path) -> None:
 def test_a_limit_that_workers_cannot_share_is_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"id": "q", "prompt": "Prompt"})
     entry = {"base_urls": ["http://127.0.0.1:9/v1"], "replica_max_in_flight": 1}
-    given = {"run_name": "r", "dataset_file": "p.jsonl", "model": "fleet:m", "num_workers": 2}
-    done = run(tmp_path, **given, endpoints=json.dumps({"fleet": entry}))
+    given: dict[str, Any] = {"run_name": "r", "dataset_file": "p.jsonl", "model": "fleet:m"}
+    done = run(tmp_path, **given, num_workers=2, endpoints=json.dumps({"fleet": entry}))
     assert done.returncode == 2
     assert "replica_max_in_flight: 1 cannot be divided among 2 workers" in done.stderr
 
