@@ -84,9 +84,13 @@ def request_of(
 
 
 def sessions_in(headers: Mapping[str, str], settings: ModelSettings) -> dict[str, str]:
-    """The ids that an agent gives its conversation itself, by header, the best known first."""
+    """The ids that an agent gives its conversation itself, by header, the best known first.
+
+    Anything but ASCII is no id that could be sent on in a body.
+    """
     names = (*map(str.lower, settings.session_headers), *AGENTS_SESSION_HEADERS)
-    return {name: headers[name] for name in names if headers.get(name)}
+    given = {name: headers[name] for name in names if headers.get(name)}
+    return {name: value for name, value in given.items() if value.isascii()}
 
 
 def free(body: bytes) -> Completion:

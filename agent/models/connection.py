@@ -36,6 +36,15 @@ class Replication:
     """The most requests to one replica per minute."""
 
 
+class Share(NamedTuple):
+    """The part of one process in what all processes of a run may do."""
+
+    of: int = 1
+    """How many processes there are."""
+    conversations: int = 0
+    """How many the process holds at once; 0 where that is unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Connection:
     """How a configured endpoint's requests are sent. Names secrets but holds none."""

@@ -213,6 +213,12 @@ class ModelSettings:
         return endpoint_id(self.base_url, self.key_env, self.connection)
 
     @property
+    def urls(self) -> tuple[str, ...]:
+        """The base URLs of all replicas."""
+        replication = self.connection.replication
+        return (self.base_url or "",) if replication is None else replication.urls
+
+    @property
     def own_price(self) -> Price | None:
         """The user's own price of the model, if there is one."""
         return (

@@ -223,3 +223,20 @@ def test_each_session_of_a_recording_has_an_id(tmp_path: Path) -> None:
             assert stop(recorder.process) == 0
     assert len(set(world.ids["First."])) == 2
     assert len(records(tmp_path)) == 2
+
+
+def test_a_recording_has_replicas_too(tmp_path: Path) -> None:
+    with fleet() as one, fleet() as two:
+        entry = {"base_urls": [one.openai_url, two.openai_url, "http://127.0.0.1:9/v1"]}
+        given: Any = one
+        more = {"upstream": "fleet", "endpoints": json.dumps({"fleet": entry})}
+        with recording(tmp_path, given, **more) as recorder:
+            for n in range(6):
+                messages: list[Any] = [{"role": "user", "content": f"Prompt {n}"}]
+                for _ in range(2):
+                    recorder.call(messages, at=f"/sessions/s{n}")
+                    messages.append({"role": "user", "content": "On."})
+            assert stop(recorder.process) == 0
+        assert not one.ids.keys() & two.ids.keys()
+        counts = [len(ids) for world in (one, two) for ids in world.ids.values()]
+    assert counts == [2] * 6

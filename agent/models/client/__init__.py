@@ -16,6 +16,6 @@ retrying             retries, and waiting for a turn
 open_model           all of these together
 pool                 the open models of a process
 
-Other rooms import key_command, open_model, pool, prepared, relayed, replicas, reply_bodies,
-retrying, transport.
+Other rooms import key_command, open_model, pool, prepared, relayed, reply_bodies, retrying,
+transport.
 """

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from agent.models.bodies.dialect import dialect_of, read_asked
 from agent.models.client.key_command import RenewableKey
 from agent.models.client.relayed import RelayRequest
-from agent.models.client.replicas import Share
 from agent.models.client.transport import Transport
 from agent.models.client.unsupported_options import OF_RELAYED, UnsupportedOptions
+from agent.models.connection import Share
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request
 
@@ -35,10 +35,9 @@ class EndpointModel:
         self._dialect = dialect_of(settings.api)
         self._refusals = UnsupportedOptions(settings, say)
         self._fleet: Fleet | None = None
-        replication = settings.connection.replication
-        urls = (settings.base_url,) if replication is None else replication.urls
-        self._transports = [Transport(replace(settings, base_url=url), api_key) for url in urls]
-        if replication is not None:
+        at_each = (replace(settings, base_url=url) for url in settings.urls)
+        self._transports = [Transport(one, api_key) for one in at_each]
+        if (replication := settings.connection.replication) is not None:
             from agent.models.client.fleet import Fleet  # most endpoints have one URL
 
             known = {} if fleets is None else fleets

@@ -9,9 +9,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
-from agent.models.client.replicas import Replicas, Share
+from agent.models.client.replicas import Replicas
 from agent.models.client.transport import Transport
-from agent.models.connection import NO_HEALTH_PATH, Replication
+from agent.models.connection import NO_HEALTH_PATH, Replication, Share
 from agent.models.errors import ModelError
 from agent.models.model import Request
 from batch_trajectories.basics.errors import HostError

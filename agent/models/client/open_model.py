@@ -9,8 +9,8 @@ from agent.models.admission import CallAdmission
 from agent.models.bodies.dialect import RELAYED, dialect_of
 from agent.models.client.endpoint import EndpointModel
 from agent.models.client.key_command import RenewableKey
-from agent.models.client.replicas import Share
 from agent.models.client.retrying import Retry, RetryingModel
+from agent.models.connection import Share
 from agent.models.endpoint_words import load_words
 from agent.models.model import ModelSettings
 

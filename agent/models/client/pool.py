@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from agent.models.admission import CallAdmission
     from agent.models.client.fleet import Fleet
     from agent.models.client.key_command import RenewableKey
-    from agent.models.client.replicas import Share
     from agent.models.client.retrying import Retry, RetryingModel
+    from agent.models.connection import Share
 
     KeyOf = Callable[[ModelSettings], str | RenewableKey]
     OnRetry = Callable[[ModelSettings, Retry], None]

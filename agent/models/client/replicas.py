@@ -14,8 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from agent.models.connection import Share
 from agent.models.errors import ModelError
 
 State = Literal["up", "draining", "down"]
@@ -38,7 +39,9 @@ _LAST_LOOK_S = 30.0
 """Between two looks at a replica that is down: doubling from the first to the last."""
 
 _MOST_FAILURES = 3
-"""Calls that fail in a row take a replica out, however healthy it says it is."""
+FAILING_S = 5.0
+"""So many calls that fail in a row take a replica out, however well it says it is, if the first was
+so long ago: one that is only full refuses many at once."""
 
 UNWELL = frozenset({500, 502, 503, 504})
 """Statuses of a health path by which a server says that it should get no requests. Any other status
@@ -49,15 +52,6 @@ GONE = 0
 """In place of a status: nothing listens there."""
 
 
-class Share(NamedTuple):
-    """The part of one process in what all processes of a run may do."""
-
-    of: int = 1
-    """How many processes there are."""
-    conversations: int = 0
-    """How many the process holds at once; 0 where that is unknown."""
-
-
 @dataclass(slots=True)
 class _Replica:
     url: str
@@ -66,6 +60,7 @@ class _Replica:
     """How many conversations are here that count as load."""
     failures: int = 0
     """Calls that failed in a row."""
+    failing_since: float = 0.0
     is_unwell: bool = False
     """What it last said of its health."""
     looks: int = 0
@@ -142,13 +137,16 @@ class Replicas:
             return False
         if not _is_of_the_replica(error):
             return False
+        now = self._now()
+        replica.failing_since = replica.failing_since if replica.failures else now
         replica.failures += 1
         is_gone = error.kind == "connection" and error.is_by_load  # it was not sent
-        if is_gone or replica.is_unwell or replica.failures >= _MOST_FAILURES:
+        is_failing = replica.failures >= _MOST_FAILURES and now >= replica.failing_since + FAILING_S
+        if is_gone or replica.is_unwell or is_failing:
             replica.state = "down"
         elif replica.state == "up":
             replica.state = "draining"
-        replica.look_at = min(replica.look_at, self._now())
+        replica.look_at = min(replica.look_at, now)
         return True
 
     def looked(self, number: int, status: int | None) -> None:

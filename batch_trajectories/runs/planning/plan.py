@@ -291,7 +291,7 @@ def _shares(plan: Plan) -> str:
 def warn(plan: Plan, say: Callable[[str], object]) -> None:
     """Say what a careful user would want to know before the first call."""
     for base_url in dict.fromkeys(
-        settings.base_url or "" for settings in called_models(plan.setups)
+        url for settings in called_models(plan.setups) for url in settings.urls
     ):
         url = urlsplit(base_url)
         if url.scheme == "http" and url.hostname and not _is_near(url.hostname):

@@ -8,8 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agent.models.client.pool import ModelPool
-from agent.models.client.replicas import Share
-from agent.models.connection import Connection
+from agent.models.connection import Connection, Share
 from agent.models.errors import RULES, SAYS_MORE_OF_THE_ENDPOINT, ModelError
 from agent.models.model import Completion, Model, ModelSettings, Request, url_of
 from agent.models.resolve import read_key

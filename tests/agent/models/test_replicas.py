@@ -16,9 +16,9 @@ import pytest
 from agent.messages.message import Message
 from agent.models.client import fleet as fleet_module
 from agent.models.client.open_model import open_model
-from agent.models.client.replicas import GONE, LIVE_S, Replicas, Share
+from agent.models.client.replicas import FAILING_S, GONE, LIVE_S, Replicas
 from agent.models.client.retrying import RetryingModel
-from agent.models.connection import Connection, Replication
+from agent.models.connection import Connection, Replication, Share
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
 from batch_trajectories.runs.config.endpoint_config import read_endpoints
@@ -168,12 +168,14 @@ def test_a_server_without_such_a_path_is_well(status: int) -> None:
 
 
 def test_calls_that_keep_failing_take_a_replica_out_however_well_it_says_it_is() -> None:
-    known, _ = replicas()
+    """Not many at once: a replica that is full refuses what comes, and keeps what it has cached."""
+    known, clock = replicas()
     home = ask(known, "a")
-    for _ in range(3):
+    for _ in range(20):
         assert ask(known, "a", FAILED) == home
-        if known.state(home) != "down":
-            known.looked(home, 200)
+        known.looked(home, 200)
+    clock.now += FAILING_S
+    assert ask(known, "a", FAILED) == home
     assert ask(known, "a") != home
 
 
