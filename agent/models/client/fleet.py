@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
-from agent.models.client.replicas import Replicas
+from agent.models.client.replicas import Replicas, is_of_the_replica
 from agent.models.client.transport import Transport
 from agent.models.connection import NO_HEALTH_PATH, Replication, Share
 from agent.models.errors import ModelError
@@ -52,23 +52,28 @@ class Fleet:
     async def replica_for(self, request: Request, avoid: set[int]) -> AsyncIterator[int]:
         """The number of the replica that a request goes to, until it is answered.
 
-        What cannot be reached is added to `avoid`; the error names the replica.
+        What cannot be reached is added to `avoid`. An error that says something of the replica
+        names it.
         """
         await self._know()
         number = self._replicas.choose(request.conversation, avoid)
         error: ModelError | None = None
+        is_answered = False
         try:
             async with self._turn(request, number):
                 yield number
+            is_answered = True
         except ModelError as failure:
             error = failure
-            error.args = (f"{error} (replica {self._urls[number]})",)
+            if is_of_the_replica(error):
+                error.args = (f"{error} (replica {self._urls[number]})",)
             if error.kind == "connection" and error.is_by_load:
                 avoid.add(number)
             raise
         finally:
             before = self._replicas.state(number)
-            if self._replicas.leave(number, request.conversation, error):
+            conversation = request.conversation
+            if self._replicas.leave(number, conversation, error, is_answered=is_answered):
                 self._wakes.set()
             self._tell(number, before, error)
 

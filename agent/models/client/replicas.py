@@ -122,20 +122,27 @@ class Replicas:
             self._touch(conversation, home, now)
         return number
 
-    def leave(self, number: int, conversation: str, error: ModelError | None) -> bool:
-        """A request has ended; return whether the replica has to be looked at now."""
+    def leave(
+        self, number: int, conversation: str, error: ModelError | None, *, is_answered: bool = True
+    ) -> bool:
+        """A request has ended; return whether the replica has to be looked at now.
+
+        Without an error, and not `is_answered`, it was broken off, which says nothing.
+        """
         self._calls[number] -= 1
         home = self._homes.get(conversation)
         if home is not None and home.in_flight:
             home.in_flight -= 1
             self._touch(conversation, home, self._now())
         replica = self._replicas[number]
+        if error is None and not is_answered:
+            return False
         if error is None:
             replica.failures = 0
             if not replica.is_unwell:
                 self._is_up(replica)
             return False
-        if not _is_of_the_replica(error):
+        if not is_of_the_replica(error):
             return False
         now = self._now()
         replica.failing_since = replica.failing_since if replica.failures else now
@@ -249,7 +256,7 @@ def _rank(url: str, conversation: str) -> bytes:
     return blake2b(f"{url}\0{conversation}".encode(), digest_size=8).digest()
 
 
-def _is_of_the_replica(error: ModelError) -> bool:
+def is_of_the_replica(error: ModelError) -> bool:
     """Whether a failure says something of the server, and not of the request or of its limits."""
     if error.retry_after_s is not None:
         return False

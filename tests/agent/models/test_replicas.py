@@ -211,6 +211,17 @@ def test_while_all_are_gone_each_is_tried_and_looked_at_less_and_less() -> None:
     assert known.due() == [0, 1, 2]
 
 
+def test_a_request_that_is_broken_off_says_nothing_of_its_replica() -> None:
+    known, _ = replicas()
+    home = ask(known, "a", FAILED)
+    known.looked(home, 503)
+    assert known.state(home) == "down"
+    number = known.choose("a")
+    known.looked(number, None)
+    known.leave(number, "a", None, is_answered=False)
+    assert known.state(number) == "draining"
+
+
 def test_requests_of_no_conversation_go_where_least_is_to_do() -> None:
     known, _ = replicas(URLS[:3])
     assert sorted(known.choose("") for _ in range(3)) == [0, 1, 2]
