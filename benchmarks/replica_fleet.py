@@ -162,6 +162,7 @@ class Fleet:
         reply["usage"] = {
             "prompt_tokens": total,
             "completion_tokens": self.terms.reply_tokens,
+            "total_tokens": total + self.terms.reply_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         return web.Response(body=orjson.dumps(reply), content_type="application/json")
@@ -194,7 +195,9 @@ class Fleet:
         replica.cache.keep(chain)
         self.everything.keep(chain)
         reason = "tool_calls" if "tool_calls" in message else "stop"
-        return {"choices": [{"index": 0, "message": message, "finish_reason": reason}]}, session
+        head = {"id": f"r{which}-{turn}", "object": "chat.completion", "created": 0, "model": "m"}
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        return {**head, "choices": [choice]}, session
 
     async def route(self, request: web.Request) -> web.StreamResponse:
         """A model call at the router."""
