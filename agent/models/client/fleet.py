@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
-from agent.models.client.replicas import Replicas, is_of_the_replica
+from agent.models.client.replicas import LOST_S, Replicas, is_of_the_replica
 from agent.models.client.transport import Transport
 from agent.models.connection import NO_HEALTH_PATH, Replication, Share
 from agent.models.errors import ModelError
@@ -42,6 +42,7 @@ class Fleet:
         self._slots = [None if slots is None else asyncio.Semaphore(slots) for _ in urls]
         rpm = replication.rpm
         self._paces = [_Pace(rpm and rpm / share.of) for _ in urls]
+        self._in_flight: list[set[asyncio.Timeout]] = [set() for _ in urls]
         self._looks: set[asyncio.Task[None]] = set()
         self._looking: set[int] = set()
         self._wakes = asyncio.Event()
@@ -60,7 +61,7 @@ class Fleet:
         error: ModelError | None = None
         is_answered = False
         try:
-            async with self._turn(request, number):
+            async with self._turn(request, number), self._while_there(number):
                 yield number
             is_answered = True
         except ModelError as failure:
@@ -107,6 +108,24 @@ class Fleet:
                 if wait_s:
                     await asyncio.sleep(wait_s)
             yield
+
+    @contextlib.asynccontextmanager
+    async def _while_there(self, number: int) -> AsyncIterator[None]:
+        """Gives a call up whose replica is lost. Raises `ModelError("timeout")`."""
+        scope = asyncio.timeout(None)
+        scopes = self._in_flight[number]
+        try:
+            async with scope:
+                scopes.add(scope)
+                yield
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise ModelError(
+                "timeout", f"the replica has answered nothing for {LOST_S:g} s"
+            ) from error
+        finally:
+            scopes.discard(scope)
 
     async def _know(self) -> None:
         """Before the first call: which replicas are there at all."""
@@ -156,6 +175,9 @@ class Fleet:
             self._looking.discard(number)
             self._replicas.looked(number, status)
             self._wakes.set()
+            if self._replicas.is_lost(number):
+                for scope in self._in_flight[number]:
+                    scope.reschedule(asyncio.get_running_loop().time())
         self._tell(number, before, None)
 
     def _tell(self, number: int, before: str, error: ModelError | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
@@ -98,8 +99,17 @@ def with_session(
     What the user has configured, and what an agent sends itself, stays. A signature covers the
     headers that it names alone, so signed requests take more.
     """
+    with_id = dict(headers)
+    for name in _not_in(tuple(headers), tuple(names)):
+        with_id[name] = conversation
+    return with_id
+
+
+@lru_cache(maxsize=64)
+def _not_in(headers: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `names` that no header has, in any case of letters."""
     has = {name.lower() for name in headers}
-    return {**headers, **{name: conversation for name in names if name.lower() not in has}}
+    return tuple(name for name in names if name.lower() not in has)
 
 
 def preparer_of(settings: ModelSettings, api_key: str | RenewableKey) -> Preparer | None:

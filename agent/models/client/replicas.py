@@ -43,6 +43,10 @@ FAILING_S = 5.0
 """So many calls that fail in a row take a replica out, however well it says it is, if the first was
 so long ago: one that is only full refuses many at once."""
 
+LOST_S = 60.0
+"""Once a replica has answered no look for so long, its calls in flight are given up: a machine that
+is gone ends no connection."""
+
 UNWELL = frozenset({500, 502, 503, 504})
 """Statuses of a health path by which a server says that it should get no requests. Any other status
 is of a server that is there, and perhaps has no such path."""
@@ -65,6 +69,8 @@ class _Replica:
     """What it last said of its health."""
     looks: int = 0
     """How often it was looked at in vain since it was up."""
+    silent_since: float | None = None
+    """Since when no look was answered; None: the last one was."""
     look_at: float = 0.0
     """When to look at it again."""
     tried_at: float = -math.inf
@@ -161,6 +167,10 @@ class Replicas:
         replica = self._replicas[number]
         replica.look_at = self._now() + LOOK_EVERY_S
         replica.is_unwell = status in UNWELL
+        if status not in (None, GONE):
+            replica.silent_since = None
+        elif replica.silent_since is None:
+            replica.silent_since = self._now()
         if status is None and replica.state == "up":
             # A busy server may just be late.
             replica.state, replica.look_at = "draining", self._now() + _FIRST_LOOK_S
@@ -174,6 +184,11 @@ class Replicas:
             self._is_down(replica)
         else:
             replica.state = "draining"
+
+    def is_lost(self, number: int) -> bool:
+        """Whether the calls in flight at a replica are to be given up."""
+        since = self._replicas[number].silent_since
+        return since is not None and self._now() >= since + LOST_S
 
     def due(self) -> list[int]:
         """The replicas to look at now."""

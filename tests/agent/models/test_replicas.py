@@ -15,6 +15,7 @@ import pytest
 
 from agent.messages.message import Message
 from agent.models.client import fleet as fleet_module
+from agent.models.client import replicas as replicas_module
 from agent.models.client.open_model import open_model
 from agent.models.client.replicas import FAILING_S, GONE, LIVE_S, Replicas
 from agent.models.client.retrying import RetryingModel
@@ -238,6 +239,8 @@ class Server:
         self.in_flight = self.most = 0
         self.health = 200
         self.status = 200
+        self.is_silent = False
+        self.speaks = threading.Event()
         self.goes_on = threading.Event()
         self.goes_on.set()
         self._lock = threading.Lock()
@@ -254,6 +257,9 @@ class Server:
 
         class Answering(Handler):
             def do_GET(self) -> None:
+                if me.is_silent:
+                    me.speaks.wait(30)
+                    return  # who asked is gone
                 self.send(me.health if self.path == "/health" else 404)
 
             def do_POST(self) -> None:
@@ -427,6 +433,35 @@ def test_rates_of_a_replica_spread_its_calls() -> None:
     now[0] = 10.0
     assert pace.take() == 0.0
     assert fleet_module._Pace(None).take() == 0.0
+
+
+def test_calls_at_a_replica_that_answers_nothing_any_more_are_made_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its machine is gone: nothing ends the connections."""
+    monkeypatch.setattr(replicas_module, "LOST_S", 0.2)
+    monkeypatch.setattr(replicas_module, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(replicas_module, "_FIRST_LOOK_S", 0.05)
+    monkeypatch.setattr(fleet_module, "_LOOK_S", 0.1)
+    with servers(2) as running:
+        for one in running:
+            one.goes_on.clear()
+
+        async def converse() -> None:
+            model = model_at(running)
+            call = asyncio.create_task(model.complete(turn("a")))
+            while not any(one.asked for one in running):
+                await asyncio.sleep(0.01)
+            lost, other = sorted(running, key=lambda one: -len(one.asked))
+            lost.is_silent = True
+            other.goes_on.set()
+            await call
+            lost.speaks.set()
+            lost.goes_on.set()
+            await model.close()
+
+        asyncio.run(converse())
+        assert sorted(len(one.asked) for one in running) == [1, 1]
 
 
 def test_models_of_one_endpoint_share_its_replicas() -> None:
