@@ -207,6 +207,8 @@ class AgentEndpoint(Served):
         """
         self.exchanges: list[Exchange] = []
         """Replies that were sent in full, in order."""
+        self.sessions: list[str | None] = []
+        """The header `x-session-id` of each request."""
         self.refusing: int | None = None
         """The status of an error for every request, if set."""
         self.answers = 1 << 30
@@ -301,6 +303,7 @@ def _handler_of(endpoint: AgentEndpoint) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             raw = self.rfile.read(int(self.headers.get("content-length", 0)))
+            endpoint.sessions.append(self.headers.get("x-session-id"))
             path, _, _ = self.path.partition("?")
             given = self.headers.get("authorization", "").removeprefix("Bearer ")
             key = self.headers.get("x-api-key") or self.headers.get("x-goog-api-key") or given

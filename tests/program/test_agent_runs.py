@@ -325,6 +325,8 @@ def test_calls_before_a_kill_are_not_paid_again(
     assert record["api_calls"] == len(record["turns"]) == 6
     assert (record["set_aside"], record["diverged_at"]) == ([], None)
     assert record["agent"]["starts"] == 2
+    assert len(set(endpoint.sessions)) == 1, "one id over both starts"
+    assert endpoint.sessions[0]
     nothing_is_left(tmp_path)
 
 
