@@ -18,7 +18,7 @@ from agent.messages.reasoning import split_inline_reasoning
 from agent.models.bodies.dialect import Dialect
 from agent.models.bodies.endings import ReplyEnding, read_ending
 from agent.models.bodies.unknown_fields import extra_of, uncounted_in, unknown_in
-from agent.models.dialects.openai_chat import cache_key, headers_of
+from agent.models.dialects.openai_chat import cache_key, headers_of, is_openai
 from agent.models.dialects.openai_responses_stream import ResponsesAssembly
 from agent.models.error_bodies import error_behind_200
 from agent.models.errors import ModelError
