@@ -6,7 +6,9 @@ fake_dialects   its OpenAI chat and Anthropic messages dialects
 fake_responses  its OpenAI Responses dialect
 fake_script     requests and replies in dialect-free types, and its options
 fake_tokens     its token ids and log-probabilities
+fake_caches     its prompt cache
 fake_faults     the faults that it can play, by name and family
+fake_router     a router before several endpoints
 fake_hub        a dataset on loopback as the Hugging Face hub offers it
 fake_batches    the batch APIs of OpenAI and Anthropic on loopback
 agent_endpoint  a model on loopback for agents that run as commands, with a log of its own

@@ -28,6 +28,7 @@ from typing import IO, Any, Self, cast
 import orjson
 
 from testing.fake_answers import DIALECTS, Ending, Refused, Step, frame, read_ask, respond
+from testing.fake_caches import PrefixCache
 from testing.fake_dialects import openai_error
 from testing.fake_script import JSON, Ask, BaseUrls, Key, Options, Reply, draw
 
@@ -49,6 +50,8 @@ class Tally:
         self.answered: Counter[Key] = Counter()
         self.faults: Counter[str] = Counter()
         self.refused = self.repeated = self.streamed = 0
+        self.input_tokens = self.cached_tokens = 0
+        self.cache = PrefixCache()
         self.max_in_flight = self.in_flight
         self.first_request_at: float | None = None
         self.last_reply_at: float | None = None
@@ -76,7 +79,7 @@ class Tally:
 
     def view(self, *, full: bool) -> JSON:
         """The counts as `GET /journal` shows them; `full` adds those of every reply."""
-        hidden = ("_file", "asked", "answered")
+        hidden = ("_file", "asked", "answered", "cache")
         shown = {name: value for name, value in vars(self).items() if name not in hidden}
         shown["requests"] = self.asked.total() + self.refused
         shown["replies"] = self.answered.total()
@@ -161,6 +164,8 @@ class Connection(asyncio.Protocol):
                 named = {"object": "list", "data": [{"id": "fake-model", "query": query}]}
                 is_known = headers.get("authorization") == f"Bearer {self._options.key}"
                 self._send(frame(200 if is_known else 401, named))
+            case "GET", "/health":
+                self._send(frame(200, {}))
             case "GET", "/journal":
                 self._send(frame(200, self._tally.view(full="full=1" in query)))
             case "POST", "/reset":
@@ -184,6 +189,11 @@ class Connection(asyncio.Protocol):
             error = DIALECTS[path].error(refused.status, str(refused))
             return self._send(frame(refused.status, error))
         self._tally.streamed += bool(ask.request.get("stream"))
+        if (room := self._options.cache_tokens) is not None:
+            cached = self._tally.cache.take(ask.request, room)
+            ask = ask._replace(cached_tokens=cached)
+            self._tally.cached_tokens += cached
+        self._tally.input_tokens += ask.chars // 4
         ask = draw(ask, self._tally.ask(ask.key), self._options)
         capacity = self._options.capacity
         if capacity is not None and self._tally.in_flight > capacity:

@@ -61,6 +61,7 @@ class Options:
     tokens: str | None = _option(str, None, "give token ids as this does: vllm, sglang, openai")
     strip_reasoning: int = _option(int, 0, "1: prompts have no reasoning of earlier replies")
     outer_newlines: int = _option(int, 0, "1: texts keep the newlines that templates write, too")
+    cache_tokens: int | None = _option(int, None, "tokens of prompts that its cache keeps")
     seed: int = _option(int, 0, "seed of the faults")
     faults: Mapping[str, float] = field(
         default_factory=dict,
@@ -145,6 +146,8 @@ class Ask(NamedTuple):
     tokens: str | None
     """As whom it gives token ids; see `testing.fake_tokens`."""
     template: Template
+    cached_tokens: int | None = None
+    """Of its first tokens so many were in the cache, if there is one."""
 
 
 def draw(ask: Ask, attempt: int, options: Options) -> Ask:
@@ -179,6 +182,7 @@ def play(ask: Ask, options: Options) -> Reply:
     if options.outer_newlines:
         text = f"{BETWEEN}{text}"
     finish = _ENDINGS.get(fault, "tool_calls" if calls else "stop")
+    guessed = ask.chars // 5 if turn > 1 else 0
     said = sum(len(call["arguments"]) for call in calls) + len(text) + len(thought)
     return Reply(
         key=ask.key,
@@ -188,7 +192,7 @@ def play(ask: Ask, options: Options) -> Reply:
         calls=calls,
         finish=None if fault == "no_finish" else finish,
         input_tokens=ask.chars // 4,
-        cached_tokens=ask.chars // 5 if turn > 1 else 0,
+        cached_tokens=cached if (cached := ask.cached_tokens) is not None else guessed,
         output_tokens=said // 4 + 1,
     )
 

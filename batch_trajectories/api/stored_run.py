@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
+    from agent.models.model import Price
     from batch_trajectories.api.tables import TableName
     from batch_trajectories.runs.stopping.rule import StoppingRule
 
@@ -272,7 +273,17 @@ class StoredRun:
             samples=self.config.num_samples,
             rule=self.rule,
             left_out=left_out(self.path),
+            price_of=self.price_of,
         )
+
+    def price_of(self, model: str) -> Price | None:
+        """What a model of the run costs, by its name in the config; None if that is unknown."""
+        from batch_trajectories.runs.config.models import price_of  # it imports the price table
+
+        try:
+            return price_of(self.config, model)
+        except RunDirError:  # of another version
+            return None
 
     def by_model(self) -> list[dict[str, Any]]:
         """What each model cost and how often it passed, of a run with several; else empty."""

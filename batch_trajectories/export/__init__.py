@@ -14,6 +14,7 @@ key_counts      counts by key
 reasons         why something failed, by kind
 statistics      counts over records
 record_order    records in the order of the dataset
+cache_use       what came from prompt caches, and what missed them
 health          named checks of what a run produced
 run_statistics  the command `stats`
 funnel          from rows to training rows: what is lost at each step
@@ -22,6 +23,6 @@ scoring/        scores given after the run
 dataset/        the datasets of `export --format`
 parity/         chat templates: whether they train what inference saw
 
-Other rooms import agreement, by_model, funnel, health, key_counts, reasons, record_order,
-reward_statistics, run_statistics, statistics, training_files.
+Other rooms import agreement, by_model, cache_use, funnel, health, key_counts, reasons,
+record_order, reward_statistics, run_statistics, statistics, training_files.
 """

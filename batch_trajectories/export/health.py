@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from agent.models.scripted import API as SCRIPTED
+from batch_trajectories.export.cache_use import CacheUse, PriceOf
 from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.tools import names_of
@@ -48,6 +49,11 @@ HEALTH_CHECKS: Mapping[str, HealthCheck] = {
     "failing_tools": HealthCheck(0, 1, "tools failed in every one of 10 calls or more"),
     "failing_prompts": HealthCheck(
         0, 1, "prompts failed 3 times or more, always for the same reason"
+    ),
+    "cache_misses": HealthCheck(
+        0.1,
+        20,
+        "turns lacked more than a tenth of what the request before had left in the prompt cache",
     ),
     "leak_suspected": HealthCheck(
         0, 1, "conversations with a check made calls that look for its solution"
@@ -124,6 +130,7 @@ class Health:
         self._check_s = array("d")
         self._pass_s = array("d")
         self._passed_ids: list[str] = []
+        self.caches = CacheUse()
 
     def add(self, record: Record, own: Own) -> None:
         """Look at one record."""
@@ -146,6 +153,7 @@ class Health:
             found = counts.failures.count(kind) if counts.failures else 0
             self._count(name, id, found, of=counts.results)
         self._add_calls(record, own)
+        self.caches.add(record)
         judgement = judgement_of(record)
         if judgement.reward is not None:
             self._add_reward(record, judgement.reward)
@@ -190,14 +198,21 @@ class Health:
         self._check_s.extend(other._check_s)
         self._pass_s.extend(other._pass_s)
         self._passed_ids += other._passed_ids
+        self.caches.merge(other.caches)
 
-    def to_json(self) -> list[dict[str, Any]]:
+    def to_json(self, price_of: PriceOf | None = None) -> list[dict[str, Any]]:
         """One object per check: `name`, `found`, `of`, `share` (null of nothing), `limit`,
         `is_problem`, `problem` (what was found, in words) and up to three `examples`: ids of
         records or prompts, names of tools, or `column=value`.
+
+        `price_of` says what tokens cost that caches missed.
         """
         self._conclude()
-        return [self._result(name, check) for name, check in HEALTH_CHECKS.items()]
+        results = {name: self._result(name, check) for name, check in HEALTH_CHECKS.items()}
+        misses = results["cache_misses"]
+        if (words := self.caches.misses(price_of).words) and misses["is_problem"]:
+            misses["problem"] += f": {words}"
+        return [*results.values()]
 
     def _result(self, name: str, check: HealthCheck) -> dict[str, Any]:
         count, of = self._found[name], self._of[name]
@@ -256,6 +271,9 @@ class Health:
         for prompt, (ending, times) in self._endings.items():
             if times >= _PROMPT_FAILURES:
                 self._count("failing_prompts", prompt, ending != _VARIED)
+        misses = self.caches.misses()
+        self._of["cache_misses"], self._found["cache_misses"] = misses.later, misses.missed
+        self._examples["cache_misses"] = [*misses.examples]
         usual = _median(self._check_s)
         if usual >= _USUAL_CHECK_S:
             for seconds, id in sorted(zip(self._pass_s, self._passed_ids, strict=True)):

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batch_trajectories.basics.text import plural
-from batch_trajectories.export import agreement, reward_statistics
+from batch_trajectories.export import agreement, cache_use, reward_statistics
 from batch_trajectories.export.agreement import Agreement
+from batch_trajectories.export.cache_use import PriceOf, cached_share_of
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.reading import read_conversation
 from batch_trajectories.export.conversation.rewards import not_passed
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
 _SHARES = (0.5, 0.9, 0.99)
 
 
-_AMOUNTS = ["turns", "tool_calls", "input_tokens", "output_tokens", "cost_usd", "model_seconds"]
+_AMOUNTS = [
+    *("turns", "tool_calls", "input_tokens", "output_tokens", "cached_percent", "cost_usd"),
+    "model_seconds",
+]
 """Numbers of each record whose spread is shown."""
 
 
@@ -94,11 +98,13 @@ class RunStatistics:
     def _add_amounts(self, record: Record, own: Own, *, is_kept: bool) -> None:
         usage = record.usage or {}
         turns, calls = own.turns, record.own_tool_calls
+        cached = cached_share_of(record)
         amounts = (
             len(turns),
             len(calls),
             usage.get("input_tokens"),
             usage.get("output_tokens"),
+            None if cached is None else 100 * cached,
             record.cost_usd,
             sum([turn.duration_s for turn in turns]) if turns else None,
         )
@@ -154,8 +160,11 @@ class RunStatistics:
             return True
         return any(turn.reasoning for turn in conversation.own_turns)
 
-    def to_json(self) -> dict[str, Any]:
-        """As `stats --json` shows it. Unknown costs are counted apart, never as zero."""
+    def to_json(self, price_of: PriceOf | None = None) -> dict[str, Any]:
+        """As `stats --json` shows it. Unknown costs are counted apart, never as zero.
+
+        `price_of` says what tokens cost that caches missed.
+        """
         counted = self._statistics.to_json()
         for tool in counted["tools"]:
             tool["seconds"] = _spread(self._tool_seconds.get(tool["tool"], array("f")))
@@ -164,7 +173,8 @@ class RunStatistics:
             "records": self._records,
             "kept": self._kept,
             "rewards": self._rewards.to_json(),
-            "health": self.health.to_json(),
+            "health": self.health.to_json(price_of),
+            "caches": self.health.caches.to_json(price_of),
             **self._agreement.to_json(),
             "cost_usd": {
                 "known_total": self._cost,
@@ -187,12 +197,13 @@ def statistics_of(
     samples: int = 1,
     rule: StoppingRule | None = None,
     left_out: Collection[str] | None = None,
+    price_of: PriceOf | None = None,
 ) -> dict[str, Any]:
     """The statistics of a run, of the last record of each task. Raises `EnvironmentStop`.
 
     `max_attempts` is that of the run, for what it has spent in all; `samples` are its
     conversations per prompt, with `rule` their maximum. `left_out` is that of an export with this
-    style.
+    style. `price_of` is that of `RunStatistics.to_json`.
     """
 
     def count(some: SomeRecords) -> RunStatistics:
@@ -206,7 +217,7 @@ def statistics_of(
         statistics.merge(other)
     statistics.health.add_failures(stored_failures(run_dir))
     spent, judges = spent_by(run_dir, max_attempts), spent_by_judges(run_dir)
-    figures = statistics.to_json()
+    figures = statistics.to_json(price_of)
     figures["cost_usd"] |= {
         **{"spent_in_all": spent.usd, "spent_unknown": spent.unknown},
         **{"judges": judges.usd, "judges_unknown": judges.unknown},
@@ -242,6 +253,7 @@ def as_text(figures: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator
         unknown = cost["judges_unknown"]
         text = f"; unknown for {unknown:,} replies" if unknown else ""
         yield f"judges ${cost['judges']:.4f}{text}"
+    yield from cache_use.as_text(figures["caches"])
     if lines := list(reward_statistics.as_text(figures["rewards"])):
         yield ""
         yield from lines

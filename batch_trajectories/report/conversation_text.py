@@ -141,12 +141,14 @@ class ConversationText(_Blocks):
         status = self._paint(row["status"], fg="green" if row["status"] == "completed" else "red")
         yield f"{self._paint(one_line(record.id, _ID_CHARS), bold=True)}  {status}"
         failed = f" ({row['failed_calls']} failed)" if row["failed_calls"] else ""
+        share = row["cached_share"]
+        cached = "" if share is None else f" ({100 * share:.1f}% cached)"
         yield (
             f"{plain(record.model or 'unknown')} · {plural(row['turns'], 'turn')} · "
             f"{plural(row['calls'], 'call')}{failed} · "
-            f"{count(usage.get('input_tokens'))} tokens in, {count(usage.get('output_tokens'))} "
-            f"out · {dollars(record.cost_usd)} · {seconds(row['duration_s'])} at work · "
-            f"ended {moment(record.finished_at)}"
+            f"{count(usage.get('input_tokens'))} tokens in{cached}, "
+            f"{count(usage.get('output_tokens'))} out · {dollars(record.cost_usd)} · "
+            f"{seconds(row['duration_s'])} at work · ended {moment(record.finished_at)}"
         )
         if record.status_reason:
             yield plain(record.status_reason)
@@ -165,6 +167,9 @@ class ConversationText(_Blocks):
                 yield self._paint(plain(f"{score.source}: {score.error}"), fg="red")
         if record.agent is not None:
             yield plain(_agent(record, record.agent))
+        if missed := row["missed_turns"]:
+            turns = ", ".join(map(str, missed))
+            yield f"{plural(len(missed), 'turn')} missed the prompt cache: {turns}"
         if flags := flags_of(record):
             yield f"unusual: {', '.join(flags)}"
 
@@ -206,8 +211,9 @@ def _agent(record: Record, agent: AgentFacts) -> str:
 
 def _facts(turn: StoredTurn) -> str:
     usage = turn.usage or StoredUsage()
+    cached = f" ({count(usage.cache_read_tokens)} cached)" if usage.cache_read_tokens else ""
     return (
-        f"{count(usage.input_tokens)} in, {count(usage.output_tokens)} out · "
+        f"{count(usage.input_tokens)} in{cached}, {count(usage.output_tokens)} out · "
         f"{dollars(turn.cost_usd)} · {seconds(turn.duration_s)} · {turn.finish_reason}"
     )
 

@@ -8,6 +8,11 @@ from typing import Any
 
 from agent.messages.message import USER_TURN
 from agent.messages.reasoning import split_inline_reasoning
+from batch_trajectories.export.cache_use import (
+    cached_share_of,
+    cached_tokens_of,
+    missed_turns,
+)
 from batch_trajectories.export.conversation.leaks import leaks_of
 from batch_trajectories.export.conversation.own_work import Own
 from batch_trajectories.export.conversation.tools import names_of
@@ -31,7 +36,7 @@ def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
 
     `tools` is {name: [calls, failed calls]}, `failures` {kind: calls} with kind `reported` for
     failures that a tool reported itself; `duration_s` is that of `seconds_at_work`; `flags` name
-    unusual properties of the conversation.
+    unusual properties of the conversation. `missed_turns` missed the prompt cache.
     """
     own = own or Own(record)
     turns, replies = own.turns, own.messages
@@ -39,6 +44,7 @@ def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
     usage = record.usage or {}
     judgement = judgement_of(record)
     tools = _tools(record, own)
+    missed = missed_turns(record)
     leaks = leaks_of(record)
     return {
         "id": record.id,
@@ -53,7 +59,10 @@ def row_of(record: Record, own: Own | None = None) -> dict[str, Any]:
         "failed_calls": sum([failed for _, failed in tools.values()]),
         "input_tokens": usage.get("input_tokens"),
         "output_tokens": usage.get("output_tokens"),
-        "cached_tokens": usage.get("cache_read_tokens"),
+        "cached_tokens": cached_tokens_of(record),
+        "cached_share": cached_share_of(record),
+        "cache_misses": len(missed),
+        "missed_turns": missed,
         "cost_usd": record.cost_usd,
         "duration_s": round(seconds_at_work(record), 3),
         "finished_at": record.finished_at,

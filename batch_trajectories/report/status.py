@@ -14,6 +14,9 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import show, show_json
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.text import in_a_line, plural
+from batch_trajectories.export import cache_use
+from batch_trajectories.export.cache_use import CacheUse
+from batch_trajectories.export.health import HEALTH_CHECKS
 from batch_trajectories.report.facts import seconds_at_work
 from batch_trajectories.report.formatting import count, moment, one_line, plain, seconds
 from batch_trajectories.runs.batch_api.totals import BatchTotals, compute_batch_totals
@@ -96,22 +99,27 @@ def run_status(stored: StoredRun) -> dict[str, Any]:
     """The details of a run, during the run or afterwards; writes nothing.
 
     Keys: `in_flight` (see `StoredRun.in_flight`), `slowest` (the slowest of the last `slowest_of`
-    records: `id`, `status`, `turns`, `duration_s` at work), `errors` (see `failures_by_class`).
+    records: `id`, `status`, `turns`, `duration_s` at work), `caches` (of the same records; see
+    `CacheUse.to_json`), `errors` (see `failures_by_class`).
     """
-    ended: list[dict[str, Any]] = [
-        {
-            "id": record.id,
-            "status": record.status,
-            "turns": len(record.own_turns),
-            "duration_s": round(seconds_at_work(record), 3),
-        }
-        for record in stored.last_records()
-    ]
+    ended: list[dict[str, Any]] = []
+    caches = CacheUse()
+    for record in stored.last_records():
+        caches.add(record)
+        ended.append(
+            {
+                "id": record.id,
+                "status": record.status,
+                "turns": len(record.own_turns),
+                "duration_s": round(seconds_at_work(record), 3),
+            }
+        )
     ended_by_time = sorted(ended, key=lambda task: -task["duration_s"])
     return {
         "in_flight": stored.in_flight(),
         "slowest": ended_by_time[:_SLOWEST],
         "slowest_of": len(ended),
+        "caches": caches.to_json(stored.price_of),
         "errors": failures_by_class(stored.path),
     }
 
@@ -134,6 +142,7 @@ def sections(status: Status, *, in_flight_shown: int = _SHOWN) -> list[list[str]
         [] if status.batches is None else [status.batches.describe()],
         _in_flight(status.details["in_flight"], in_flight_shown, runs=holder is not None),
         _slowest(status.details),
+        _caches(status.details),
         _errors(status.details["errors"]),
     ]
     return [part for part in parts if part]
@@ -163,6 +172,17 @@ def _slowest(details: dict[str, Any]) -> list[str]:
             for task in details["slowest"]
         ),
     ]
+
+
+def _caches(details: dict[str, Any]) -> list[str]:
+    lines = [plain(line) for line in cache_use.as_text(details["caches"])]
+    lines += [
+        f"  {one['missed_turns']:,} of {one['later_turns']:,} turns missed: "
+        f"{one['lost_tokens']:,} tokens computed again; likely {cache_use.CAUSES[one['cause']]}"
+        for one in details["caches"]["endpoints"]
+        if one["missed_turns"] > HEALTH_CHECKS["cache_misses"].limit * one["later_turns"]
+    ]
+    return [f"of the last {count(details['slowest_of'])} finished", *lines] if lines else []
 
 
 def _errors(errors: list[dict[str, Any]]) -> list[str]:

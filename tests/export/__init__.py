@@ -6,6 +6,7 @@ test_hermes               the Hermes format
 test_leaked_calls         tool calls that a server left in a text
 test_leaks                calls that look for the solution of a task
 test_health               named checks of what a run produced
+test_cache_use            prompt caches, and what missed them
 test_export_formats       one record in every format
 test_formats              a module is a format: names, help, columns, cards
 test_export_loss          who wrote each message, and which turns carry loss

@@ -89,6 +89,20 @@ def leaking(number: int) -> dict[str, Any]:
     return {**of, "messages": [of["messages"][0], said("", call), *of["messages"][2:]]}
 
 
+def lost_turns() -> list[dict[str, Any]]:
+    """Turns of which one in ten finds in the cache what the one before left."""
+    return [
+        {
+            **{
+                "turn": n,
+                "usage": {"input_tokens": 5000, "cache_read_tokens": 4000 * (n % 10 == 0)},
+            },
+            "started_at": n,
+        }
+        for n in range(3, 40)
+    ]
+
+
 CHECKED = {"passed": True, "reward": 1.0}
 
 FOUND: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
@@ -134,6 +148,14 @@ FOUND: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
         ],
         {"samples": 3},
         "p0",
+    ),
+    "cache_misses": (
+        [
+            record(n, turns=[{}, {}, *lost_turns()] if n == 1 else record(n)["turns"])
+            for n in range(30)
+        ],
+        {},
+        "r1",
     ),
     "leak_suspected": ([leaking(n) if n == 6 else record(n) for n in range(30)], {}, "r6"),
     "failed_checks": (

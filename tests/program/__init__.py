@@ -15,6 +15,7 @@ test_token_agents   token ids of agents and recorded sessions
 test_web_run        runs with the toolset web
 test_batches        runs by the provider's Batch API
 test_credentials    credentials that change while runs work, are killed and resumed
+test_caches_seen    runs against prompt caches: hits, misses
 test_ray            runs whose workers are Ray actors
 test_outages        endpoints that cannot be reached
 test_parser_watch   servers that leave calls or thoughts in texts

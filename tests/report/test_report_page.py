@@ -17,6 +17,8 @@ import pytest
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.report.page.writer import embedded, write_report
 from tests.audit.planting import audit, plain_row
+from tests.export.test_cache_use import COLD, GROWS, growing, warm
+from tests.exporting import make_run
 from tests.report.test_report import HOSTILE_ID, ROWS, Scripts
 from tests.running import SCRIPTED, lines, run, write_rows
 
@@ -589,3 +591,38 @@ def test_tasks_of_an_audit_are_filtered_by_verdict_and_evidence(
         tampered = page.locator("#reader .call", has_text="tamper startup").text_content() or ""
         assert "sitecustomize.py" in tampered
         assert "AssertionError" in tampered
+
+
+def test_prompt_caches_are_shown_by_endpoint_turn_and_conversation(
+    context: BrowserContext, tmp_path: Path
+) -> None:
+    usage = {"input_tokens": GROWS * 55, "output_tokens": 500}
+    cold = growing(COLD, usage={**usage, "cache_read_tokens": sum(COLD)}, status="completed")
+    kept = growing(warm(10), usage={**usage, "cache_read_tokens": sum(warm(10))})
+    source = make_run(tmp_path, *[cold] * 3, kept)
+    identity = orjson.loads((source.run_dir / "run.json").read_bytes())
+    identity["dataset"] |= {"rows": 4, "bad_rows": 0}
+    (source.run_dir / "run.json").write_bytes(orjson.dumps({**identity, "run_name": "r"}))
+    report = write_report(StoredRun(source.run_dir), tmp_path / "caches.html").path
+    with opened(context, report) as page:
+        problem = page.locator("#health-table tr", has_text="cache_misses").inner_text()
+        assert "24 of 36" in problem
+        page.locator("#caches summary").click()
+        (line,) = page.locator("#caches-table tbody tr").all_inner_texts()
+        cells = [cell.strip() for cell in line.split("\t")]
+        assert cells[:1] == ["m at http://here/v1"]
+        assert cells[-2:] == ["24 of 36", "396K"]
+        assert page.locator("#caches-turns").inner_text().startswith("By turn: 1: 0.0%, 2: ")
+        page.get_by_role("button", name="Cached").click()
+        cached = page.locator("#rows tr:not(.gap)", has_text="t3").locator("td", has_text="81.8%")
+        assert cached.evaluate("cell => cell.clientWidth - cell.scrollWidth") >= 0
+        missed = page.locator("#rows td", has_text="✗8")
+        assert missed.first.evaluate("cell => cell.clientWidth - cell.scrollWidth") >= 0
+        page.select_option("#by-flag", "a cache miss")
+        page.wait_for_function("document.getElementById('found').textContent === '3 of 4 shown'")
+        page.locator("#rows a").first.click()
+        tags = page.locator("article .tag", has_text="missed the cache")
+        assert tags.count() == 8
+        assert (
+            "1.8% of the tokens in, missed by 8 turns" in page.locator(".facts").first.inner_text()
+        )

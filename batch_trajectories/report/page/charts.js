@@ -192,6 +192,8 @@ function drawTiles(found) {
     drawAuditTiles(found, tile);
     return;
   }
+  const cached = !known.cached_tokens ? "cached: unknown"
+    : `${known.cached_tokens < known.input_tokens ? "at least " : ""}${percent(sums.cached_tokens, sums.input_tokens)} cached`;
   const judges = meta.judges && (meta.judges.usd || meta.judges.unknown);
   $("tiles").replaceChildren(...[
     tile("Trajectories", count(all), `of ${plural(meta.tasks, "task")}`),
@@ -200,7 +202,7 @@ function drawTiles(found) {
     ...rewardTiles(tile),
     tile("Turns", short(sums.turns), all ? `${(sums.turns / all).toFixed(1)} each` : ""),
     tile("Tool calls", short(sums.calls), `${percent(sums.failed_calls, sums.calls)} failed`),
-    tile("Tokens in", short(sums.input_tokens), `${percent(sums.cached_tokens, sums.input_tokens)} cached${unknown("input_tokens")}`),
+    tile("Tokens in", short(sums.input_tokens), `${cached}${unknown("input_tokens")}`),
     tile("Tokens out", short(sums.output_tokens), unknown("output_tokens").slice(2)),
     tile("Cost", known.cost_usd || !all ? dollars(sums.cost_usd) : "?", unknown("cost_usd").slice(2)),
     meta.spent && spentTile(tile, "Spent", meta.spent, "by the run in all"),

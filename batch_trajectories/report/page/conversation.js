@@ -42,7 +42,7 @@ function turnFacts(turn) {
   const usage = turn.usage ?? {};
   const parts = [
     `${short(usage.input_tokens)} in`,
-    usage.cache_read_tokens ? `${short(usage.cache_read_tokens)} cached` : null,
+    usage.cache_read_tokens ? `${short(usage.cache_read_tokens)} (${percent(usage.cache_read_tokens, usage.input_tokens)}) cached` : null,
     `${short(usage.output_tokens)} out`,
     dollars(turn.cost_usd), seconds(turn.duration_s), turn.finish_reason,
   ];
@@ -127,6 +127,7 @@ function messageBlock(message, turn, read, callBlocks, reasons) {
   const heading = h("h3", {},
     read && turn ? h("a", { href: source.link(read.id, turn.turn), title: "link to this turn" }, name) : name,
     h("span", { class: "soft" }, turn ? turnFacts(turn) : isReply ? "brought along by the prompt" : ""),
+    read?.row.missed_turns?.includes(turn?.turn) ? h("span", { class: "tag", title: "It lacked more than a tenth of what the request before had left in the prompt cache" }, "missed the cache") : null,
     lossMark(reasons));
   const beside = read && turn ? source.besideTurn?.(turn, read) : null;
   const body = isReply ? replyBody(message)
@@ -233,6 +234,7 @@ function conversation(read) {
       ["turns", count(record.turns.length)],
       ["calls", row.failed_calls ? `${count(row.calls)}, ${count(row.failed_calls)} failed` : count(row.calls)],
       ["tokens", `${short(usage.input_tokens)} in, ${short(usage.output_tokens)} out`],
+      ["from a cache", row.cached_share == null ? "" : `${percent(row.cached_share, 1)} of the tokens in${row.missed_turns?.length ? `, missed by ${plural(row.missed_turns.length, "turn")}` : ""}`],
       ["cost", dollars(record.cost_usd)], ["time at work", seconds(row.duration_s)],
       ["ended", moment(record.finished_at)], ["attempt", count(record.attempt)],
       ["sample", record.sample ? count(record.sample) : ""],

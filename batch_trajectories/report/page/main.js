@@ -158,6 +158,23 @@ function funnelRows({ steps, samples, exports, not_needed: notNeeded }) {
   ];
 }
 
+// What came from prompt caches, by endpoint and by the number of the turn; null is unknown.
+function describeCaches(caches) {
+  $("caches").hidden = !caches?.endpoints.length;
+  if ($("caches").hidden) return;
+  const share = (value) => (value == null ? "unknown" : `${value.toFixed(1)}%`);
+  const unknown = caches.unknown_turns ? `, unknown for ${plural(caches.unknown_turns, "turn")}` : "";
+  $("caches-words").textContent = caches.share == null ? "unknown: the endpoint does not report them" : `${share(caches.share)} of the tokens in${unknown}`;
+  $("caches-table").tBodies[0].replaceChildren(...caches.endpoints.map((one) => h("tr", {},
+    h("th", { scope: "row" }, visible(`${one.model ?? "model unknown"}${one.endpoint ? ` at ${one.endpoint}` : ""}`)),
+    h("td", { class: "number" }, short(one.input_tokens)), h("td", { class: "number" }, share(one.share)),
+    h("td", { class: "number" }, one.repeated_share == null ? "" : share(one.repeated_share)),
+    h("td", { class: "number" }, one.later_turns ? `${count(one.missed_turns)} of ${count(one.later_turns)}` : ""),
+    h("td", { class: "number" }, one.lost_tokens ? `${short(one.lost_tokens)}${one.lost_usd == null ? "" : `, ${dollars(one.lost_usd)} more`}` : ""))));
+  const name = ({ from, to }) => (to == null ? `${from} and later` : from === to ? `${from}` : `${from} to ${to}`);
+  $("caches-turns").textContent = caches.by_turn.length > 1 ? `By turn: ${caches.by_turn.map((one) => `${name(one)}: ${share(one.share)}`).join(", ")}` : "";
+}
+
 function describeRun() {
   const state = meta.is_running ? ", while the run was in progress" : "";
   const bad = meta.bad_rows ? `, ${plural(meta.bad_rows, "bad row")}` : "";
@@ -171,6 +188,7 @@ function describeRun() {
     h("th", { scope: "row" }, found.name), h("td", { class: "number" }, `${count(found.found)} of ${count(found.of)}`),
     h("td", {}, found.problem, ": ", ...found.examples.flatMap((id, n) => [n ? ", " : "",
       source.has(id) ? h("a", { href: source.link(id) }, visible(id)) : visible(id)])))));
+  describeCaches(meta.caches);
   $("errors").hidden = !meta.errors.length;
   $("errors-count").textContent = count(meta.errors.reduce((total, error) => total + error.count, 0));
   $("errors-table").tBodies[0].replaceChildren(...meta.errors.map((error) => h("tr", {},

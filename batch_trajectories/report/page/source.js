@@ -75,6 +75,8 @@ const FLAGS = {
   "an error": (row) => row.error !== null,
   "turns without reasoning": (row) => row.reasoned < row.turns,
   "a suspected leak": (row) => row.leaks > 0,
+  "tokens from a cache": (row) => row.cached_tokens > 0,
+  "a cache miss": (row) => row.cache_misses > 0,
   "no tool call": (row) => row.calls === 0,
   "a training row": (row) => row.exported === "training",
   "a partial row": (row) => row.exported === "partial",
@@ -121,6 +123,7 @@ const source = {
     this.total = rows.length;
     meta.is_checked = rows.some((row) => row.reward != null);
     meta.has_leaks = rows.some((row) => row.leaks);
+    meta.has_caches = rows.some((row) => row.cached_tokens);
     this.choices = {
       status: names((row) => [row.status]),
       tool: names((row) => Object.keys(row.tools)),

@@ -28,6 +28,14 @@ const LEAK_COLUMN = {
   cell: (row) => row.leaks ? h("span", { class: "failed", title: visible(row.leak_calls.join("\n")) }, count(row.leaks)) : null,
 };
 
+// Only in runs whose endpoint has a cache.
+const CACHE_COLUMN = {
+  isShown: () => meta.has_caches,
+  key: "cached_share", name: "Cached", number: true, wide: true, less: true,
+  cell: (row) => row.cached_share == null ? null : [percent(row.cached_share, 1),
+    row.cache_misses ? h("span", { class: "failed", title: `turns that missed the cache: ${row.missed_turns.join(", ")}` }, ` ✗${count(row.cache_misses)}`) : null],
+};
+
 const COLUMNS = [
   { key: "status", name: "Status", cell: (row) => h("span", { class: `status ${statusKind(row.status)}` }, row.status) },
   { key: "id", name: "Trajectory", cell: titleCell },
@@ -37,6 +45,7 @@ const COLUMNS = [
     cell: (row) => [count(row.calls), row.failed_calls ? h("span", { class: "failed" }, ` ${count(row.failed_calls)} failed`) : null],
   },
   { key: "input_tokens", name: "In", number: true, less: true, cell: (row) => short(row.input_tokens) },
+  CACHE_COLUMN,
   { key: "output_tokens", name: "Out", number: true, less: true, cell: (row) => short(row.output_tokens) },
   { key: "cost_usd", name: "Cost", number: true, wide: true, less: true, cell: (row) => dollars(row.cost_usd) },
   { key: "duration_s", name: "Time", number: true, wide: true, cell: (row) => seconds(row.duration_s) },

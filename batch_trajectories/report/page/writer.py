@@ -130,7 +130,8 @@ def write_report(
     meta = {
         **about(),
         "rewards": whole.rewards.to_json(),
-        "health": problems_in(whole.health.to_json()),
+        "health": problems_in(whole.health.to_json(stored.price_of)),
+        "caches": whole.health.caches.to_json(stored.price_of),
         "is_audit": is_audit,
         "report_id": report_id,
         "columns": whole.columns,

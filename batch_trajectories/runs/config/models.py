@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from agent.models.model import ModelSettings
+from agent.models.model import ModelSettings, Price
 from agent.models.providers import ONLY_RELAYED, Api, holds_at, provider_at
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_model, resolve_sibling
 from agent.setup import Setup, set_up
@@ -122,6 +122,29 @@ def settings_of(config: RunConfig, name: str) -> ModelSettings:
     )
     read_key(settings)
     return settings
+
+
+def price_of(config: RunConfig, name: str) -> Price | None:
+    """What a model costs that the user would write as `name`; None if it is unknown.
+
+    No key is needed.
+    """
+    try:
+        settings = resolve_model(
+            name,
+            base_url=config.base_url,
+            api=config.api,
+            key_env=config.key_env,
+            endpoints=_endpoints(config),
+            prices=to_prices(config.prices),
+        )
+    except ValueError:  # it is not named in the config
+        return None
+    if settings.own_price is not None or settings.api == SCRIPTED:
+        return settings.own_price
+    from agent.models.prices import table_price
+
+    return table_price(settings)
 
 
 def beside(config: RunConfig, name: str) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class Resume(StoredPart):
     """A resume of the conversation by a later start."""
 
     interrupted: list[str]
+    turn: int | None = None
+    """After so many turns."""
     workspace_kept: bool | None = None
 
 

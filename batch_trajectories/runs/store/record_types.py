@@ -128,6 +128,7 @@ class StoredTurn(StoredPart):
     inherited: bool | None = None
     """Set if a branch has the turn from its parent."""
     waited_s: Number | None = None
+    batch_item: str | None = None
     exchange: int | None = None
     """The number of the call, for an agent that runs as a command."""
     request: StoredRequest | None = None
@@ -301,6 +302,7 @@ class Record(StoredConversation, kw_only=True):
     raw_tools: msgspec.Raw = msgspec.field(name="tools")
     model: str | None
     api: str
+    endpoint: str | None = None
     toolsets: list[str]
     sandbox: str | None
     seed: int | None

@@ -19,7 +19,7 @@ from batch_trajectories.runs.store.record_types import Record
 from batch_trajectories.runs.store.scores import score_key
 from batch_trajectories.runs.store.tasks import task_key
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when columns change: indexes of earlier formats are made again."""
 
 _TEXTS, _COUNTS, _NAMES = pa.list_(pa.string()), pa.list_(pa.int64()), pa.list_(pa.string())
@@ -32,6 +32,7 @@ KINDS: Mapping[str, tuple[str, pa.DataType]] = {
     "model": ("category", pa.string()),
     **{name: ("number", pa.int64()) for name in ("turns", "calls", "failed_calls")},
     **{f"{name}_tokens": ("number", pa.int64()) for name in ("input", "output", "cached")},
+    **{"cached_share": ("number", pa.float64()), "cache_misses": ("number", pa.int64())},
     **{"cost_usd": ("number", pa.float64()), "duration_s": ("number", pa.float64())},
     "finished_at": ("time", pa.float64()),
     **{"passed": ("flag", pa.bool_()), "reward": ("number", pa.float64())},
@@ -45,6 +46,7 @@ KINDS: Mapping[str, tuple[str, pa.DataType]] = {
 
 _HIDDEN: Mapping[str, pa.DataType] = {
     **{"rewards": pa.string(), "tool_names": _NAMES, "tool_calls": _COUNTS, "tool_failed": _COUNTS},
+    "missed_turns": _COUNTS,
     **{"failure_kinds": _NAMES, "failure_calls": _COUNTS},
     **{"key": _KEY, "record": _KEY, "offset": pa.int64(), "length": pa.int64()},
     **{"score_places": _COUNTS, "search": pa.string()},

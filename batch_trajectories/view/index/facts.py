@@ -59,7 +59,7 @@ def make_facts(run_dir: Path, cache: Path) -> None:
         whole.health.merge(part.health)
         whole.records += part.records
     whole.health.add_failures(stored_failures(run_dir))
-    health = whole.health.to_json()
+    health = whole.health.to_json(stored.price_of)
     funnel, why = stored.funnel_if_known()
     facts = {
         "as_of": {"records": whole.records, "at": time.time()},
@@ -70,6 +70,7 @@ def make_facts(run_dir: Path, cache: Path) -> None:
         "judges": spent_by_judges(run_dir)._asdict(),
         "rewards": whole.rewards.to_json(),
         "health": problems_in(health),
+        "caches": whole.health.caches.to_json(stored.price_of),
         "health_checked": sum(one["of"] >= HEALTH_CHECKS[one["name"]].least for one in health),
     }
     content = {"state": state, "took_s": time.monotonic() - began, "facts": facts}

@@ -34,6 +34,8 @@ COMPUTED: Mapping[str, Choice] = {
         batch.column("reasoned"), batch.column("turns")
     ),
     "a suspected leak": lambda batch: pc.greater(batch.column("leaks"), 0),
+    "tokens from a cache": lambda batch: pc.greater(batch.column("cached_tokens"), 0),
+    "a cache miss": lambda batch: pc.greater(batch.column("cache_misses"), 0),
     "no tool call": lambda batch: pc.equal(batch.column("calls"), 0),
     **{name: _compares("exported", pc.equal, file) for name, file in EXPORTED.items()},
     "not checked or scored": lambda batch: pc.is_null(batch.column("reward")),

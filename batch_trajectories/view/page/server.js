@@ -71,9 +71,9 @@ function metaOf({ run, identity, facts, choices: known }) {
   return {
     ...identity, run_name: run.name, is_audit: run.is_audit, is_counting: facts === null,
     is_checked: ["passed", "not passed", "check without result"].some((name) => flags.has(name)) || run.checked > 0,
-    has_leaks: flags.has("a suspected leak"), has_labels: (known.label ?? []).some(([name]) => name !== "none"),
+    has_leaks: flags.has("a suspected leak"), has_caches: flags.has("tokens from a cache"), has_labels: (known.label ?? []).some(([name]) => name !== "none"),
     tasks: facts?.tasks ?? run.tasks, funnel: facts?.funnel ?? null, errors: facts?.errors ?? [],
-    health: facts?.health ?? run.health ?? [], rewards: facts?.rewards, spent: facts?.spent, judges: facts?.judges,
+    health: facts?.health ?? run.health ?? [], caches: facts?.caches, rewards: facts?.rewards, spent: facts?.spent, judges: facts?.judges,
   };
 }
 
