@@ -436,7 +436,6 @@ def _looks_at(record: Record, part: StoredConversation) -> Iterator[Look]:
     for turn in part.own_turns:
         usage, given = turn.usage, _input_of(turn)
         if usage is None or given is None:
-            before = None
             continue
         repeated = expected = 0
         if (
@@ -451,8 +450,6 @@ def _looks_at(record: Record, part: StoredConversation) -> Iterator[Look]:
             repeated, expected = _of_before(record, before, given)
             if repeated < least:
                 repeated = expected = 0
-            elif expected < least:
-                expected = 0
         yield Look(
             *(part, turn, given, usage.cache_read_tokens, usage.cache_write_tokens or 0),
             *(repeated, expected, before),

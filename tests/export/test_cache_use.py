@@ -233,10 +233,10 @@ def pauses() -> dict[str, Any]:
 
 
 def waits() -> dict[str, Any]:
-    """Each request waits six minutes for a limit."""
+    """Each request waits six minutes longer for a limit."""
     turns = growing(COLD)["turns"]
     return conversation(
-        [{**one, "started_at": 365.0 * n, "waited_s": 360.0} for n, one in enumerate(turns)]
+        [{**one, "started_at": 10.0 * n, "waited_s": 360.0 * n} for n, one in enumerate(turns)]
     )
 
 
@@ -331,6 +331,24 @@ def rounded() -> dict[str, Any]:
     return growing([0, *[GROWS * n - 127 for n in range(1, 10)]])
 
 
+def rounded_short() -> dict[str, Any]:
+    """A block is much of a short prompt."""
+    counts = [(1100 + n, 900 if n > 1 else 0) for n in range(1, 11)]
+    return conversation([turn(n, one) for n, one in enumerate(counts, 1)])
+
+
+def almost_all() -> dict[str, Any]:
+    """The last reply comes back in another form, such as without its reasoning."""
+    counts = [(60_000 + 1000 * n, 58_500 + 1000 * n if n > 1 else 0) for n in range(1, 11)]
+    return conversation([turn(n, one) for n, one in enumerate(counts, 1)])
+
+
+def others_between() -> dict[str, Any]:
+    """Every second turn belongs to the conversation that an agent has branched off."""
+    turns = [turn(n, (GROWS * n, 0)) for n in range(1, 11)]
+    return conversation([{**one, "inherited": True} if one["turn"] % 2 else one for one in turns])
+
+
 def replica_lost() -> dict[str, Any]:
     """A replica dies in the middle, and its conversations begin anew elsewhere."""
     found = warm(12)
@@ -341,7 +359,8 @@ def replica_lost() -> dict[str, Any]:
 SOUND = [
     *(unreported, without_cache, short_prompts, gemini, pauses, waits, batches, resumed, branch),
     *(summaries, first_turns, compacted, agent_compacts, agent_shortens, shrinks, imported),
-    *(without_counts, only_marked, rounded, replica_lost),
+    *(without_counts, only_marked, rounded, rounded_short, almost_all, others_between),
+    replica_lost,
 ]
 
 
@@ -359,6 +378,18 @@ def test_what_is_no_miss_is_no_alarm(make: Any) -> None:
 def test_a_few_turns_are_no_alarm() -> None:
     assert not is_alarmed(growing(COLD), growing(COLD))
     assert is_alarmed(growing(COLD), growing(COLD), growing(COLD))
+
+
+def test_short_prompts_are_not_among_what_could_be_cached() -> None:
+    counted = use_of(conversation([turn(n, (100 * n, 0)) for n in range(1, 9)])).to_json()
+    assert (counted["share"], counted["repeated_tokens"], counted["repeated_share"]) == (0, 0, None)
+
+
+def test_scripted_turns_have_no_caches() -> None:
+    record = growing(warm(4), api="scripted")
+    assert use_of(record).to_json()["endpoints"] == []
+    assert missed_turns(of_line(growing(COLD, api="scripted"))) == []
+    assert [*as_text(use_of(record).to_json())] == []
 
 
 def test_samples_of_a_prompt_do_not_miss_each_others_caches() -> None:
