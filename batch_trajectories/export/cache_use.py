@@ -38,6 +38,8 @@ _LIFETIME_S = 300.0
 """Anthropic and OpenAI may drop what was not used for so long."""
 _GROUPS_OF_TURNS = 8
 """Turn 1, 2, 3 to 4, 5 to 8, and so on."""
+_GROUP_OF = [0, *(min((n - 1).bit_length(), _GROUPS_OF_TURNS - 1) for n in range(1, 129))]
+"""Of the number of a turn."""
 _SHOWN = 3
 _TOLERATED = 0.1
 _BLOCK_TOKENS = 256
@@ -111,32 +113,47 @@ class _Sums:
         self.input_by_turn = [0] * _GROUPS_OF_TURNS
         self.read_by_turn = [0] * _GROUPS_OF_TURNS
 
-    def add(self, record: Record, look: Look, least: int) -> None:
-        """Count a turn; each one of its conversation found at least `least` tokens."""
-        read = look.read or 0
-        self.turns += 1
-        self.input += look.input
-        self.read += read
-        self.written += look.written
-        group = min((look.turn.turn - 1).bit_length(), _GROUPS_OF_TURNS - 1)
-        self.input_by_turn[group] += look.input
-        self.read_by_turn[group] += read
-        if not look.repeated:
-            return
-        self.repeated += look.repeated
-        self.found += min(read, look.repeated)
-        if not look.expected:
-            return
-        self.later += 1
-        self.grown += read - least > max(_BLOCK_TOKENS, _TOLERATED * least)
-        if look.is_missed:
-            lost = look.expected - read
-            self.missed += 1
-            self.lost += lost
-            self.lost_written += min(lost, look.written)
-            self.causes[_cause_in(record, look)] += lost
-            if len(self.examples) < _SHOWN and record.id not in self.examples:
-                self.examples.append(record.id)
+    def add(self, record: Record, looks: Sequence[Look], least: int) -> None:
+        """Count turns of a conversation, each of which found at least `least` tokens.
+
+        Sums are kept in names of their own until the end: records have many turns.
+        """
+        given = found = repeated = found_again = later = grown = 0
+        more = least + max(_BLOCK_TOKENS, _TOLERATED * least)
+        input_by_turn, read_by_turn = self.input_by_turn, self.read_by_turn
+        for look in looks:
+            _, turn, tokens, read, _, same, expected, _ = look
+            read = read or 0
+            given += tokens
+            found += read
+            group = _GROUP_OF[turn.turn] if turn.turn < len(_GROUP_OF) else _GROUPS_OF_TURNS - 1
+            input_by_turn[group] += tokens
+            read_by_turn[group] += read
+            if same:
+                repeated += same
+                found_again += read if read < same else same
+                if expected:
+                    later += 1
+                    grown += read > more
+                    if expected - read > _BLOCK_TOKENS and look.is_missed:
+                        self._add_miss(record, look)
+        self.turns += len(looks)
+        self.input += given
+        self.read += found
+        self.written += sum([look.written for look in looks])
+        self.repeated += repeated
+        self.found += found_again
+        self.later += later
+        self.grown += grown
+
+    def _add_miss(self, record: Record, look: Look) -> None:
+        lost = look.expected - (look.read or 0)
+        self.missed += 1
+        self.lost += lost
+        self.lost_written += min(lost, look.written)
+        self.causes[_cause_in(record, look)] += lost
+        if len(self.examples) < _SHOWN and record.id not in self.examples:
+            self.examples.append(record.id)
 
     def merge(self, other: _Sums) -> None:
         for name in self.__slots__:
@@ -181,10 +198,11 @@ class _Counted:
     def add(self, record: Record, looks: Sequence[Look]) -> None:
         """Count the turns of a conversation."""
         least = min([look.read or 0 for look in looks if look.expected], default=0)
-        for look in looks:
-            sums = self._silent if look.read is None else self._told
-            sums.add(record, look, least)
-            self._zeros += look.read == 0
+        told = [look for look in looks if look.read is not None]
+        self._told.add(record, told, least)
+        self._zeros += sum([look.read == 0 for look in told])
+        if len(told) < len(looks):
+            self._silent.add(record, [look for look in looks if look.read is None], least)
 
     def merge(self, other: _Counted) -> None:
         self._told.merge(other._told)
@@ -243,7 +261,7 @@ class CacheUse:
                 counted = self._counted(record.endpoint, record.model)
             else:  # a subagent or a simulated user with a model of its own
                 counted = self._counted(None, turns[0].model)
-            counted.add(record, [*_looks_at(record, part)])
+            counted.add(record, _looks_at(record, part))
             counted.unknown += sum([_input_of(turn) is None for turn in turns])
 
     def merge(self, other: CacheUse) -> None:
@@ -323,9 +341,10 @@ def missed_turns(record: Record) -> list[int]:
     """The numbers of the record's own turns that missed a cache, as far as it tells itself."""
     if record.api == SCRIPTED:
         return []
-    looks = [*_looks_at(record, record)]
-    if not any(look.read or look.written for look in looks):
+    usages = [turn.usage for turn in record.own_turns if turn.usage is not None]
+    if not any(usage.cache_read_tokens or usage.cache_write_tokens for usage in usages):
         return []
+    looks = _looks_at(record, record)
     is_silence_zero = 0 not in [look.read for look in looks]
     return [
         look.turn.turn
@@ -421,10 +440,10 @@ def _dollars_of(sums: _Sums, model: str | None, price_of: PriceOf | None) -> flo
     return max(0.0, fresh + again) / _MILLION
 
 
-def _looks_at(record: Record, part: StoredConversation) -> Iterator[Look]:
+def _looks_at(record: Record, part: StoredConversation) -> list[Look]:
     """The turns of a conversation whose input is counted."""
     if record.api == SCRIPTED:
-        return
+        return []
     # What others report of their sessions has no times that can be relied on. Shortened views
     # change what was said before, as they are meant to.
     is_shortened = part is record and record.view_compacted and _has_option(record, "compact_after")
@@ -432,29 +451,31 @@ def _looks_at(record: Record, part: StoredConversation) -> Iterator[Look]:
     least = _least_of(record.model)
     rewrites = {number: one for one in record.rewritten or () for number in one.exchanges}
     resumed = {resume.turn for resume in part.resumes}
+    looks = []
     before: StoredTurn | None = None
+    following, latest = 0, 0.0  # the turn after the one before; until when a cache keeps that
     for turn in part.own_turns:
-        usage, given = turn.usage, _input_of(turn)
-        if usage is None or given is None:
+        usage = turn.usage
+        if usage is None or (given := usage.input_tokens) is None:
             continue
+        number, began = turn.turn, turn.started_at + (turn.waited_s or 0.0)
         repeated = expected = 0
         if (
             before is not None
             and expects
-            and turn.turn == before.turn + 1
-            and before.turn not in resumed
+            and number == following
+            and began <= latest
             and turn.batch_item is None
-            and _began(turn) - _began(before) <= _LIFETIME_S
+            and before.turn not in resumed
             and not _is_new(part, before, turn, rewrites)
         ):
             repeated, expected = _of_before(record, before, given)
             if repeated < least:
                 repeated = expected = 0
-        yield Look(
-            *(part, turn, given, usage.cache_read_tokens, usage.cache_write_tokens or 0),
-            *(repeated, expected, before),
-        )
-        before = turn
+        read, written = usage.cache_read_tokens, usage.cache_write_tokens or 0
+        looks.append(Look(part, turn, given, read, written, repeated, expected, before))
+        before, following, latest = turn, number + 1, began + _LIFETIME_S
+    return looks
 
 
 def _of_before(record: Record, before: StoredTurn, given: int) -> tuple[int, int]:
@@ -480,8 +501,7 @@ def _is_new(
 ) -> bool:
     """Whether a request does not repeat the one before it, as it is meant to."""
     if turn.exchange is None:
-        summaries = [None if one.request is None else one.request.summary for one in (before, turn)]
-        if summaries[0] != summaries[1]:
+        if turn.request is not before.request and _summary(turn) != _summary(before):
             return True
     else:
         was, now = rewrites.get(before.exchange or 0), rewrites.get(turn.exchange)
@@ -492,9 +512,11 @@ def _is_new(
                 is_system = part.messages[patch.at].role == "system"
                 if not is_system and (patch.content is not None or patch.tool_calls is not None):
                     return True  # the agent has shortened what it repeats
-    given, had = _input_of(turn), _input_of(before)
-    is_shorter = given is not None and had is not None and given < had
-    return is_shorter and not _has_reasoning(part)
+    return (_input_of(turn) or 0) < (_input_of(before) or 0) and not _has_reasoning(part)
+
+
+def _summary(turn: StoredTurn) -> str | None:
+    return None if turn.request is None else turn.request.summary
 
 
 def _is_of_system(part: StoredConversation, rewrite: StoredRewrite | None) -> bool:
@@ -548,10 +570,6 @@ def _has_option(record: Record, name: str) -> bool:
 def _least_of(model: str | None) -> int:
     name = (model or "").lower()
     return next((least for part, least in _LEAST_OF.items() if part in name), _LEAST)
-
-
-def _began(turn: StoredTurn) -> float:
-    return turn.started_at + (turn.waited_s or 0.0)
 
 
 def _input_of(turn: StoredTurn) -> int | None:
