@@ -13,7 +13,9 @@ import pytest
 from batch_trajectories.api.stored_run import StoredRun
 from testing.fake_endpoint import FakeEndpoint
 from testing.fake_router import FakeRouter
+from tests.program.test_agent_runs import PYTHON
 from tests.running import run, write_rows
+from tests.toolsets.test_sandbox import needs_bwrap
 
 PRICES = json.dumps({"fake-model": {"input": 3, "output": 15, "cache_read": 0.3}})
 WRITES: dict[str, Any] = {
@@ -76,3 +78,58 @@ def test_replicas_without_an_id_of_the_conversation_are_named(
     assert f"{endpoint['missed_turns']} of 30 turns missed" in status
     missed = next(one for one in figures["health"] if one["name"] == "cache_misses")["examples"][0]
     assert "missed the prompt cache" in run(tmp_path, "show", "r", missed).stdout
+
+
+AGENT = """
+import json, os, sys, urllib.request
+changes = sys.argv[1]
+tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+         for name in ("write_file", "read_file")]
+messages = [{"role": "system", "content": ""}, {"role": "user", "content": sys.argv[2]}]
+for number in range(6):
+    time = f"It is 12:{number:02}. " if changes == "system" else "It is noon. "
+    messages[0] = {"role": "system", "content": time + "Be careful. " * 500}
+    if changes == "tools":
+        tools.reverse()
+    if changes == "results":
+        for message in messages:
+            if message["role"] == "tool":
+                message["content"] = "cleared"
+    body = json.dumps({"model": "fake-model", "messages": messages, "tools": tools}).encode()
+    headers = {"Authorization": "Bearer " + os.environ.get("OPENAI_API_KEY", "")}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
+    reply = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages.append(reply)
+    for call in reply.get("tool_calls") or ():
+        result = {"role": "tool", "tool_call_id": call["id"], "content": f"{number}: " + "x " * 900}
+        messages.append(result)
+"""
+
+
+@pytest.mark.slow
+@needs_bwrap
+@pytest.mark.parametrize("changes", ["nothing", "system", "tools", "results"])
+def test_what_an_agent_changes_in_its_requests_is_named(
+    changes: str, tmp_path: Path, replicas: Sequence[FakeEndpoint]
+) -> None:
+    rows = [{"id": f"p{n}", "prompt": f"Question {n} of {changes}."} for n in range(6)]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    agent = {
+        "command": [PYTHON, "-c", AGENT, changes, "{prompt}"],
+        **{"speaks": "openai_chat", "version": [PYTHON, "--version"], "memory_mb": 40},
+    }
+    options: dict[str, Any] = {
+        **{"run_name": "r", "dataset_file": "p.jsonl", "model": "fake-model", "num_workers": 1},
+        **{"base_url": replicas[0].openai_url, "key_env": "none", "agent": json.dumps(agent)},
+    }
+    done = run(tmp_path, **options)
+    assert done.returncode == 0, done.stderr
+    figures = StoredRun(tmp_path / "trajectories" / "r").statistics()
+    (endpoint,) = figures["caches"]["endpoints"]
+    found = {one["name"]: one["is_problem"] for one in figures["health"]}["cache_misses"]
+    if changes in ("system", "tools"):
+        assert (found, endpoint["cause"]) == (True, changes)
+        assert endpoint["missed_turns"] >= 20  # others find the system prompt of another one
+    else:
+        assert not found, endpoint
