@@ -176,13 +176,17 @@ def _slowest(details: dict[str, Any]) -> list[str]:
 
 def _caches(details: dict[str, Any]) -> list[str]:
     lines = [plain(line) for line in cache_use.as_text(details["caches"])]
-    lines += [
+    if not lines:
+        return []
+    most = HEALTH_CHECKS["cache_misses"].limit
+    missed = [
         f"  {one['missed_turns']:,} of {one['later_turns']:,} turns missed: "
         f"{one['lost_tokens']:,} tokens computed again; likely {cache_use.CAUSES[one['cause']]}"
         for one in details["caches"]["endpoints"]
-        if one["missed_turns"] > HEALTH_CHECKS["cache_misses"].limit * one["later_turns"]
+        if one["missed_turns"] > most * one["later_turns"]
     ]
-    return [f"of the last {count(details['slowest_of'])} finished", *lines] if lines else []
+    last = f"the last {count(details['slowest_of'])} finished"
+    return [f"{lines[0]} ({last})", *lines[1:], *missed]
 
 
 def _errors(errors: list[dict[str, Any]]) -> list[str]:
