@@ -86,7 +86,7 @@ def test_every_way_out_is_saved(tmp_path: Path) -> None:
     bound, failed, forged = lines(tmp_path / FAILED_FILE)
     assert [turn["from"] for turn in bound["conversations"]] == ["system", "human", "gpt", "tool"]
     assert failed["status"] == "failed"
-    assert "marker_in_text" in forged["rejected"]
+    assert "leaked_call" in forged["rejected"]
 
 
 def test_a_failing_endpoint_is_a_result() -> None:

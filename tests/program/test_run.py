@@ -783,7 +783,7 @@ def test_a_renamed_run_is_not_exported_over_its_dataset(tmp_path: Path) -> None:
     ("name", "reason"),
     [
         ("mine", "mine.jsonl: the training file of this run has this name, but it is a directory"),
-        ("é" * 115, "File name too long; choose a shorter --run_name or --output_dir"),
+        ("é" * 115, "--run_name: is too long: it has 230 bytes in UTF-8"),
     ],
 )
 def test_a_training_file_that_could_not_be_written_is_refused_before_any_call(

@@ -221,9 +221,11 @@ class EndpointConfig(BaseModel):
             raise ValueError("base_urls: not with base_url or client; give one of them")
         if repeated := [url for url in self.base_urls if self.base_urls.count(url) > 1]:
             raise ValueError(f"base_urls: {repeated[0]} is there twice")
-        given = self.model_fields_set.intersection(_OF_REPLICAS)
+        # A stored config has every field, also those with their defaults.
+        fields = type(self).model_fields
+        given = [name for name in _OF_REPLICAS if getattr(self, name) != fields[name].default]
         if given and not self.base_urls:
-            raise ValueError(f"{min(given)}: only with `base_urls`")
+            raise ValueError(f"{given[0]}: only with `base_urls`")
         if self.client is None and self.client_options:
             raise ValueError("client_options: only with `client`")
         if self.client is not None and self.key_command:

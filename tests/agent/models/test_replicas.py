@@ -22,7 +22,7 @@ from agent.models.client.retrying import RetryingModel
 from agent.models.connection import Connection, Replication, Share
 from agent.models.errors import ModelError
 from agent.models.model import ModelSettings, Request
-from batch_trajectories.runs.config.endpoint_config import read_endpoints
+from batch_trajectories.runs.config.endpoint_config import EndpointConfig, read_endpoints
 from tests.agent.models.test_unsupported_options import REPLIES
 from tests.answering import Handler
 
@@ -525,3 +525,10 @@ def test_an_endpoint_of_replicas_is_known_by_the_first() -> None:
     assert own.connection.replication == Replication(
         (URL, "http://10.0.0.2:8000/v1"), "/health", 64, None
     )
+
+
+def test_a_stored_endpoint_without_replicas_is_read_again() -> None:
+    """A run's stored config has all options, also those of replicas with their defaults."""
+    for entry in ({"base_url": "http://a/v1"}, {"base_urls": ["http://a/v1", "http://b/v1"]}):
+        config = EndpointConfig.model_validate(entry)
+        assert EndpointConfig.model_validate(config.model_dump()) == config

@@ -302,7 +302,8 @@ def test_usage_in_a_choice_or_in_x_groq_is_read_if_there_is_none_at_the_top() ->
     body = SAMPLES[CHAT].whole("Yes.", "{}")
     in_choice = {**body, "choices": [{**body["choices"][0], "usage": MOONSHOT}]}
     for reply in (in_choice, {**body, "x_groq": {"id": "q", "usage": MOONSHOT}}):
-        for top in ({}, {"usage": None}, {"usage": {}}):
+        tops: list[dict[str, Any]] = [{}, {"usage": None}, {"usage": {}}]
+        for top in tops:
             read = read_reply(CHAT, json.dumps({**reply, **top}).encode())
             assert counts(read) == right
         read = read_reply(CHAT, json.dumps({**reply, "usage": BASE}).encode())
@@ -456,7 +457,8 @@ def test_any_usage_is_counts_or_unknown_and_the_output_is_never_less_than_said(
     for name in ("completion_tokens", "output_tokens"):
         said = usage.get(name)
         if isinstance(said, int) and 0 < said < MOST_TOKENS:
-            assert (completion.usage or {})["output_tokens"] >= said  # type: ignore[typeddict-item]
+            assert completion.usage is not None
+            assert (completion.usage["output_tokens"] or 0) >= said
 
 
 @pytest.mark.parametrize("api", [CHAT, RESPONSES, MESSAGES])
