@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from agent.messages.message import Message, Usage
+from agent.messages.message import Message
 from agent.models.bodies.dialect import read_reply
 from agent.models.bodies.token_ids import asking_body, asks_for_ids, with_tokens
 from agent.models.client.relayed import RelayRequest
 from agent.models.dialects.openai_chat import API as CHAT
 from agent.models.model import Completion, ModelSettings, replies_asked_for
 from agent.models.providers import AGENTS_SESSION_HEADERS
+from agent.models.usage import NOTHING_USED
 from agent.wires.wire import WireError, WireRequest
 from agent.wires.wire_base import Wire
 from batch_trajectories.basics import exact_json
@@ -95,15 +96,8 @@ def sessions_in(headers: Mapping[str, str], settings: ModelSettings) -> dict[str
 
 def free(body: bytes) -> Completion:
     """The completion of a reply that no model wrote."""
-    usage = Usage(
-        input_tokens=0,
-        output_tokens=0,
-        cache_read_tokens=0,
-        cache_write_tokens=0,
-        reasoning_tokens=0,
-    )
     message = Message(role="assistant", content="")
-    return Completion(message, "stop", usage, None, None, cost_usd=0.0)
+    return Completion(message, "stop", NOTHING_USED, None, None, cost_usd=0.0)
 
 
 def _read_tokens(settings: ModelSettings, sent: Mapping[str, Any], body: bytes) -> Completion:

@@ -80,6 +80,16 @@ _COSTS = frozenset({"cost", "total_cost", "estimated_cost", "cost_in_usd_ticks"}
 _TICKS_PER_DOLLAR = 10**10
 
 
+NOTHING_USED = Usage(
+    input_tokens=0,
+    output_tokens=0,
+    cache_read_tokens=0,
+    cache_write_tokens=0,
+    reasoning_tokens=0,
+)
+"""The usage of what no model call brought."""
+
+
 def count_or_none(value: Any) -> int | None:
     """`value` if it can be a count of tokens, else None; some servers write 12 as 12.0.
 

@@ -13,10 +13,10 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agent.messages.message import Usage
 from agent.models.dialects.anthropic_messages import usage_in
 from agent.models.endpoint_words import ending_of
 from agent.models.parsing import object_of, text_or_none
+from agent.models.usage import NOTHING_USED
 from batch_trajectories.basics import exact_json
 from batch_trajectories.runs.importing.conversation import (
     BEFORE_COMPACTION,
@@ -199,7 +199,7 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
                 items.append((row.number, "message", item))
             blocks[id] += content
             if is_own:
-                replies[id]["usage"] = dict.fromkeys(Usage.__annotations__, 0)  # no call was made
+                replies[id]["usage"] = NOTHING_USED  # no call was made
             else:
                 replies[id] |= {"response_id": message.get("id"), **_facts(message)}
     read = read_messages(_API, items)
