@@ -25,7 +25,7 @@ from toolsets.net.guard import Guard
 from toolsets.net.web_settings import WebSettings
 from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
-from toolsets.web.http import MAX_REDIRECTS, download
+from toolsets.web.http import MAX_REDIRECTS, download, read_page
 from toolsets.web.web_tools import web_fetch, web_problem
 from toolsets.workspace.workspace import Workspace
 
@@ -108,6 +108,11 @@ def test_a_page_too_long_for_markdown_becomes_plain_text(web: Site) -> None:
         ("text/markdown", b"# A\n\n<b>b</b>\n", "# A\n\n<b>b</b>\n"),
         ("text/plain", "a\ud800b".encode("utf-8", "surrogatepass"), None),
         ("text/plain", "é\n".encode("utf-16"), "é\n"),
+        ("text/plain; charset=shift_jis", "髙①".encode("cp932"), "髙①"),
+        ("text/plain; charset=gb2312", "镕€".encode("gb18030"), "镕€"),
+        ("text/plain; charset=us-ascii", b"\x93a\x94", "\u201ca\u201d"),
+        ("text/plain; charset=euc-kr", "가".encode("euc-kr") + b"\xff", "가\ufffd"),
+        ("text/plain; charset=utf-16le", "é\n".encode("utf-16-le"), "é\n"),
         (None, b"whatever it is", "whatever it is"),
         ("application/octet-stream", b"#!/bin/sh\n", "#!/bin/sh\n"),
     ],
@@ -121,6 +126,30 @@ def test_text_and_json_stay_as_they_are(
     assert text is None or got == text
 
 
+@pytest.mark.parametrize(
+    "codec",
+    ["punycode", "idna", "utf-7", "unicode_escape", "raw_unicode_escape", "undefined", "cp037"],
+)
+def test_only_the_webs_encodings_are_codecs(codec: str) -> None:
+    """Python has others: some take hours for a few megabytes, others read what is not there."""
+    body = rb"\u0041+AGE-abc-xn--d" + "é".encode() + b"\xff"
+    page = read_page("http://x/", "text/plain", codec, body)
+    assert page.text == body.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("charset", [None, "utf-8", "UTF8", "utf-16", "latin1", "no-such"])
+@pytest.mark.parametrize("form", ["utf-8-sig", "utf-16", "utf-16-be"])
+def test_a_byte_order_mark_wins_and_is_no_text(charset: str | None, form: str) -> None:
+    mark = b"\xfe\xff" if form == "utf-16-be" else b""
+    page = read_page("http://x/", "application/json", charset, mark + '{"a": "é"}'.encode(form))
+    assert page.text == '{"a": "é"}'
+
+
+def test_a_mark_of_another_encoding_is_no_text() -> None:
+    body = "\ufeffé".encode("gb18030")
+    assert read_page("http://x/", "text/plain", "gb18030", body).text == "é"
+
+
 @needs_extra
 @pytest.mark.parametrize(
     ("content_type", "head", "encoding"),
@@ -130,6 +159,9 @@ def test_text_and_json_stay_as_they_are(
         ("text/html", "", "utf-8"),
         ("text/html", '<?xml version="1.0" encoding="latin-1"?>', "utf-8"),
         (None, "<!DOCTYPE html>", "utf-8"),
+        (None, "<!DOCTYPE html>", "utf-8-sig"),
+        ("text/html", '<meta charset="utf-16">', "utf-8"),
+        ("text/html", '<meta charset="punycode">', "utf-8"),
     ],
 )
 def test_charsets_are_found(web: Site, content_type: str | None, head: str, encoding: str) -> None:

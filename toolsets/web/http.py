@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import logging
 import re
 import socket
@@ -17,6 +16,7 @@ from batch_trajectories.basics.errors import ToolError, machine_failure
 from batch_trajectories.basics.text import clip, valid_utf8
 from toolsets.net.guard import Guard, checked
 from toolsets.net.web_settings import WebSettings
+from toolsets.web.charsets import codec_of, decoded, marked_codec
 
 MAX_REDIRECTS = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -171,8 +171,9 @@ _PROBE_BYTES = 8192
 _MAX_MARKDOWN_CHARS = 2 * 1024 * 1024
 """Longer HTML becomes plain text: finding its main part takes seconds per million characters."""
 
-_LOOKS_LIKE_HTML = re.compile(rb"\s*<(!doctype html|html|head|body)\b", re.I)
+_LOOKS_LIKE_HTML = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(!doctype html|html|head|body)\b", re.I)
 _META_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset=[\"']?([\w-]{1,40})", re.I)
+_CODECS_WITH_ZEROS = ("utf-16-le", "utf-16-be")
 _INVISIBLE = ("head", "noscript", "script", "style", "svg", "template")
 
 _MORE_BLOCKS = (
@@ -214,26 +215,17 @@ def read_page(url: str, content_type: str, charset: str | None, body: bytes) -> 
     )
     if charset is None and is_html and (declared := _META_CHARSET.search(body, 0, 2048)):
         charset = declared[1].decode("ascii", "replace")
-    is_utf16 = body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    if is_utf16:
-        charset = "utf-16"
-    elif b"\0" in body[:_PROBE_BYTES] or body.startswith(b"%PDF-"):
+        if codec_of(charset) in _CODECS_WITH_ZEROS:
+            charset = "utf-8"  # whoever could read the declaration did not read UTF-16
+    codec = marked_codec(body) or codec_of(charset or "")
+    has_zeros = b"\0" in body[:_PROBE_BYTES] and codec not in _CODECS_WITH_ZEROS
+    if has_zeros or body.startswith(b"%PDF-"):
         stated = content_type or "of no stated type"
         raise ToolError(f"{url}: its content is binary ({stated}), which cannot be read as text")
-    text = _decoded(body, charset)
+    text = decoded(body, charset)
     if not is_html:
         return Page("", valid_utf8(text))
     return _from_html(url, text)
-
-
-def _decoded(body: bytes, charset: str | None) -> str:
-    for name in (charset or "utf-8-sig", "utf-8-sig"):
-        try:
-            return body.decode(name)
-        except (UnicodeError, LookupError):
-            continue
-    # The default of the web if no charset is stated.
-    return body.decode("utf-8" if charset else "cp1252", "replace")
 
 
 def _from_html(url: str, html: str) -> Page:
