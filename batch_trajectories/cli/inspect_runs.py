@@ -155,8 +155,16 @@ def merge(
         scan = scan_of(config.run_dir, first, config)
         for path, identity in parts:
             refuse_narrowing(path, scan, config, identity, accepted=())
-        merged = merge_runs(parts, config, scan, drop=drop_unfinished)
-        totals = write_results(merged.path, scan, config)
+        made = []
+        merged = merge_runs(
+            parts,
+            config,
+            scan,
+            drop=drop_unfinished,
+            make=lambda *of_run: made.append(write_results(*of_run)),
+        )
+        # Nothing is made where the merge only had to be finished after a kill.
+        totals = made[0] if made else write_results(merged.path, scan, config)
     show(merged.describe())
     show_run(merged.path, totals)
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from batch_trajectories.runs.directory.run_dir import runs_in
 from batch_trajectories.runs.maintenance.merge import common_config
 from batch_trajectories.runs.store.checksum import read_object, with_checksum
-from tests.faults.oracle import finished_lines, resume_and_judge
+from tests.faults.oracle import check_run, finished_lines, resume_and_judge
 from tests.running import SCRIPTED, ids, run, write_rows
 
 SAY = [{"content": "y"}]
@@ -161,3 +164,62 @@ def test_runs_of_versions_that_name_one_model_otherwise_have_one_config(tmp_path
         runs, run_name="m", output_dir=tmp_path, dataset_file=tmp_path / "all.jsonl"
     )
     assert config.model == "openrouter:a/b"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+
+import batch_runner
+from batch_trajectories.runs.maintenance import merge
+
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def nth(number, function):
+    calls = []
+    def call(*args, **more):
+        calls.append(args)
+        return kill() if len(calls) == number else function(*args, **more)
+    return call
+
+where, number = sys.argv[1].split("-")
+owner, name = {"make": (merge, "_make"), "ready": (merge, "replace_json"), "move": (Path, "rename"),
+               "sync": (merge, "sync_directory")}[where]
+setattr(owner, name, nth(int(number), getattr(owner, name)))
+del sys.argv[1]
+batch_runner.cli()
+"""
+"""Runs the program, which is killed at a call of one of its functions."""
+
+
+@pytest.mark.parametrize("at", ["make-1", "ready-1", "move-1", "move-2", "sync-1"])
+def test_the_same_command_finishes_a_killed_merge(cwd: Path, at: str) -> None:
+    """Until then no command finds a run; the run that is there then is whole."""
+    command = ["merge", "a", "b", "--into=m", "--dataset_file=all.jsonl"]
+    killed = subprocess.run([sys.executable, "-c", KILLED, at, *command], cwd=cwd, timeout=60)
+    assert killed.returncode == -9
+    place = cwd / "trajectories"
+    assert (place / ".m.merging").exists()
+    assert runs_in(place) == ["a", "b", *(["m"] if at == "sync-1" else []), "other"]
+    assert (place / "m").exists() == (at == "sync-1")
+    done = run(cwd, *command)
+    assert done.returncode == 0, done.stderr
+    assert "3 records in trajectories/m" in done.stdout
+    assert ids(place / "m.jsonl") == ["p2", "p1", "p0"]
+    assert sorted(path.name for path in place.iterdir() if path.name[:2] in (".m", "m", "m.")) == [
+        "m",
+        "m.jsonl",
+    ]
+    assert not check_run(place / "m").found
+    refused = run(cwd, *command)
+    assert (refused.returncode, "it exists already" in refused.stderr) == (2, True)
+
+
+def test_a_killed_merge_of_other_runs_is_not_taken_for_this_one(cwd: Path) -> None:
+    killed = [sys.executable, "-c", KILLED, "move-2", "merge", "a", "--into=m"]
+    assert subprocess.run(killed, cwd=cwd, timeout=60).returncode == -9
+    done = run(cwd, "merge", "a", "b", into="m", dataset_file="all.jsonl")
+    assert (done.returncode, "it exists already" in done.stderr) == (2, True)
+    assert ids(cwd / "trajectories" / "m.jsonl") == ["p0", "p1"]
+    assert not (cwd / "trajectories" / ".m.merging").exists()

@@ -339,8 +339,8 @@ def directory_of(run: Path | str, output_dir: Path) -> Path:
 
 
 def runs_in(output_dir: Path) -> list[str]:
-    """The names of the runs in a directory."""
-    return sorted(path.parent.name for path in output_dir.glob("*/run.json"))
+    """The names of the runs in a directory. Hidden ones are no runs: they are being made."""
+    return sorted(path.parent.name for path in output_dir.glob("[!.]*/run.json"))
 
 
 def _run_json(

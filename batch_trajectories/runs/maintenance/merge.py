@@ -1,15 +1,19 @@
 """Merge several runs of one config into a new run, with one record per task.
 
-The merged runs stay unchanged. The new one is put in place by one rename, so a crash never leaves
-half a run.
+The merged runs stay unchanged. The new run is made whole in a hidden directory beside its place,
+its training file included, and then put there by renames. After a kill the same command finishes
+the renames, or starts over; until then no command finds a run.
+
+    .NAME.merging/NAME        the new run
+    .NAME.merging/NAME.jsonl  its training file
+    .NAME.merging/ready.json  all is made and only has to be moved; written last
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -35,6 +39,8 @@ from batch_trajectories.runs.store.files import (
     link,
     listed,
     make_directory,
+    read_json,
+    replace_json,
     sync_directory,
     training_file_of,
 )
@@ -46,8 +52,12 @@ from batch_trajectories.runs.store.scores import NAME as SCORES
 from batch_trajectories.runs.store.tasks import task_key
 from toolsets.workspace.removal import remove_tree
 
+MakeResults = Callable[[Path, Scan, RunConfig], object]
+"""Writes the training files and the summary of a run."""
+
 _SHOWN = 10
 _NONE = -1, b""
+_READY = "ready.json"
 
 _OWN_KEYS = ("run_name", "output_dir", "dataset_file", "shard")
 """Keys of the new run's config that differ from those of the first run."""
@@ -115,9 +125,14 @@ def _rows_of(dataset: Mapping[str, Any]) -> str:
 
 
 def merge(
-    runs: Sequence[tuple[Path, dict[str, Any]]], config: RunConfig, scan: Scan, *, drop: bool
+    runs: Sequence[tuple[Path, dict[str, Any]]],
+    config: RunConfig,
+    scan: Scan,
+    *,
+    drop: bool,
+    make: MakeResults,
 ) -> Merged:
-    """Write the records and failures of `runs` as the run of `config`.
+    """Write the records and failures of `runs` as the run of `config`, and its results by `make`.
 
     `drop` gives unfinished conversations up; their tasks start over. Raises `RunLocked`,
     `StorageError`, and `RunDirError` if two runs have different records of a task, a run is
@@ -127,22 +142,64 @@ def merge(
     if twice := [path for path in paths if paths.count(path) > 1]:
         raise RunDirError(f"{twice[0]}: named twice; name each run once")
     into = config.run_dir
+    wanted = [[str(path) for path in paths], scan.sha256, drop]
+    beside = into.with_name(f".{into.name}.merging")
+    if not (beside / _READY).exists():
+        _refuse_existing(into)
+    make_directory(beside, is_inside=False, parents=True)
+    with ExitStack() as stack:
+        stack.enter_context(locked(beside))
+        ready = read_json(beside / _READY)
+        if ready is not None and _put_in_place(beside, into) and ready["wanted"] == wanted:
+            remove_tree(beside)
+            taken = {path: ready["taken"][str(path)] for path, _ in runs}
+            return Merged(into, taken, ready["equal"])
+        try:
+            _refuse_existing(into)
+            for path, _ in runs:
+                stack.enter_context(locked(path))
+                _refuse_unfinished(path, drop=drop)
+            making = beside / into.name
+            # What a killed merge has left.
+            (beside / _READY).unlink(missing_ok=True)
+            training_file_of(making).unlink(missing_ok=True)
+            remove_tree(making)
+            taken, equal = _make(making, runs, config, scan)
+            make(making, scan, config)
+            sources = {str(path): count for path, count in taken.items()}
+            replace_json(beside / _READY, {"wanted": wanted, "taken": sources, "equal": equal})
+        except BaseException:
+            remove_tree(beside)
+            raise
+        if not _put_in_place(beside, into):
+            remove_tree(beside)
+            _refuse_existing(into)
+        remove_tree(beside)
+    return Merged(into, taken, equal)
+
+
+def _refuse_existing(into: Path) -> None:
     if into.exists() or training_file_of(into).exists():
         raise RunDirError(f"{into}: it exists already; give the name of a new run by --into")
-    making = into.with_name(f".{into.name}.merging-{os.getpid()}")
-    with ExitStack() as stack:
-        for path, _ in runs:
-            stack.enter_context(locked(path))
-            _refuse_unfinished(path, drop=drop)
-        make_directory(into.parent, is_inside=False, parents=True)
-        try:
-            taken, equal = _make(making, runs, config, scan)
-            making.rename(into)
-        except BaseException:
-            remove_tree(making)
-            raise
-        sync_directory(into.parent)
-    return Merged(into, taken, equal)
+
+
+def _put_in_place(beside: Path, into: Path) -> bool:
+    """Move a run that is ready to its place; steps that an earlier start has made are skipped.
+
+    Returns False where it is not there afterwards: somebody else has put a run there meanwhile, or
+    has removed this one.
+    """
+    made = beside / into.name
+    if not made.exists():
+        return into.exists()
+    if into.exists():
+        return False
+    training = training_file_of(made)
+    if training.exists():
+        training.rename(training_file_of(into))
+    made.rename(into)
+    sync_directory(into.parent)
+    return True
 
 
 def _make(
