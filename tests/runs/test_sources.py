@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import tempfile
+import tracemalloc
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -21,6 +22,7 @@ from click.testing import CliRunner
 
 from batch_runner import main
 from batch_trajectories.basics.errors import DatasetError, RunLocked
+from batch_trajectories.runs.dataset.lines import TOO_LONG, columns_in
 from batch_trajectories.runs.dataset.row import RowRules
 from batch_trajectories.runs.directory.leftovers import stale_files_of
 from batch_trajectories.runs.sources import file_rows
@@ -176,6 +178,11 @@ def test_a_json_list_keeps_long_integers_and_elements_that_are_not_rows(tmp_path
         ),
         ("p.json", b'[{"prompt": "a"}] {}', "more follows its end"),
         ("p.json", b'[{"prompt": "\xff"}]', "not UTF-8"),
+        (
+            "p.json",
+            '[\n{"prompt": "é"},\n{"prompt": "'.encode() + b'\xe9"}]',
+            "p.json:3: not UTF-8",
+        ),
         ("p.json", b"[" * 100_000, "nested too deeply"),
         ("p.csv", b"prompt,prompt\na,b\n", "p.csv:1: two columns have the name 'prompt'"),
         ("p.csv", b"prompt\na,b\n", "p.csv:2: 2 cells, but the header names 1 columns"),
@@ -230,6 +237,54 @@ def test_an_endless_line_is_refused_without_reading_it(
     (tmp_path / "p.csv.gz").write_bytes(gzip.compress(b"prompt\n" + b"a" * 1_000_000))
     with pytest.raises(DatasetError, match=r"p\.csv\.gz:2: longer than"):
         read(tmp_path / "p.csv.gz")
+
+
+@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+@pytest.mark.parametrize("ends", [b"", b"\n", b'\n{"prompt": "b"}\n'])
+def test_a_line_that_is_too_long_is_one_bad_row_and_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str, ends: bytes
+) -> None:
+    """A few kilobytes can be gigabytes of one line."""
+    monkeypatch.setattr(file_rows, "MAX_LINE_BYTES", 1 << 20)
+    path = tmp_path / {"gzip": "p.jsonl.gz", "zstd": "p.jsonl.zst"}[compression]
+    with pa.output_stream(str(path), compression=compression) as stream:
+        stream.write(b'{"prompt": "a"}\n{"prompt": "')
+        for _ in range(40):
+            stream.write(b"a" * (1 << 20))
+        stream.write(b'"}' + ends)
+    tracemalloc.start()
+    rows = list(rows_of_source(source_of(path), set()))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert rows == [b'{"prompt": "a"}', TOO_LONG, *([b'{"prompt": "b"}'] if ends[1:] else [])]
+    assert peak < 4 << 20
+    with pytest.raises(ValueError, match=r"^longer than 256 MiB$"):
+        columns_in(rows[1])
+
+
+@pytest.mark.parametrize("size", [(1 << 20) - 1, 1 << 20])
+def test_a_line_may_be_as_long_as_its_limit_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(file_rows, "MAX_LINE_BYTES", 1 << 20)
+    path = tmp_path / "p.jsonl.gz"
+    line = json.dumps({"prompt": "a" * 4}).replace("aaaa", "a" * (size - 16)).encode() + b"\n"
+    assert len(line) == size - 1
+    path.write_bytes(gzip.compress(line + b"\n" + line))
+    rows = list(rows_of_source(source_of(path), set()))
+    assert rows == [line.rstrip(), b"", line.rstrip()]
+
+
+def test_an_element_that_is_too_long_is_refused_by_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Characters take up to four bytes each, in a file and in memory."""
+    monkeypatch.setattr(file_rows, "MAX_LINE_BYTES", 1 << 20)
+    path = tmp_path / "p.json.gz"
+    text = json.dumps([{"prompt": "😀" * (1 << 19)}], ensure_ascii=False)
+    path.write_bytes(gzip.compress(text.encode()))
+    with pytest.raises(DatasetError, match=r"p\.json\.gz:1: .* longer than 1 MiB"):
+        read(path)
 
 
 @pytest.mark.parametrize("name", ["p.csv", "p.json", "p.parquet", "p.jsonl.gz", "shards/1.csv"])

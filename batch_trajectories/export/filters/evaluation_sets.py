@@ -11,6 +11,7 @@ import orjson
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import ConfigError, DatasetError
 from batch_trajectories.export.conversation.texts import strings_in
+from batch_trajectories.runs.dataset.lines import TOO_LONG
 from batch_trajectories.runs.sources.kept_dataset import rows_of_source
 from batch_trajectories.runs.sources.source import HUB_PREFIX, DataSource, has_rows, source_of
 
@@ -79,6 +80,8 @@ class EvaluationSet:
             raise self._no_question("UTF-8", number) from error
 
     def _parsed(self, line: bytes, number: int) -> Any:
+        if line == TOO_LONG:
+            raise self._no_question("short enough", number)
         try:
             return orjson.loads(line) if line.strip() else {}
         except orjson.JSONDecodeError as error:

@@ -18,6 +18,11 @@ from batch_trajectories.runs.store.tasks import BadRow
 MAX_LINE_BYTES = 256 << 20
 """A longer line is a bad row. This limits memory."""
 
+_TOO_LONG = f"longer than {MAX_LINE_BYTES >> 20} MiB"
+
+TOO_LONG = exact_json.dumps(_TOO_LONG)
+"""The line of a kept dataset in place of a row that was too long to be read: no row either."""
+
 _BLOCK = 1 << 20
 
 
@@ -76,7 +81,7 @@ def read_rows(path: Path, rules: RowRules, content: ContentDigest) -> Iterator[R
     """
     for line, offset, text in _lines(path, content):
         if len(text) >= MAX_LINE_BYTES:
-            yield BadRow(line, f"longer than {MAX_LINE_BYTES >> 20} MiB")
+            yield BadRow(line, _TOO_LONG)
         elif text := text.strip():
             yield _read_row(line, offset, text, rules)
 
@@ -160,7 +165,9 @@ def columns_in(text: bytes) -> dict[str, Any]:
     except exact_json.JSONDecodeError as error:
         raise ValueError(_why_not_json(text, error)) from error
     if not isinstance(columns, dict):
-        raise ValueError(f"the line is {kind_of(columns)}; it must be a JSON object")
+        is_too_long = text == TOO_LONG
+        what = f"the line is {kind_of(columns)}; it must be a JSON object"
+        raise ValueError(_TOO_LONG if is_too_long else what)
     if exact_json.is_nested_too_deep(text):
         raise ValueError(f"nested deeper than {exact_json.MAX_NESTING} levels")
     return columns

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError, DatasetError
+from batch_trajectories.runs.dataset.lines import TOO_LONG
 from batch_trajectories.runs.importing.conversation import Foreign, Reader, SourceRow, Unreadable
 from batch_trajectories.runs.sources.kept_dataset import rows_of_source
 from batch_trajectories.runs.sources.source import DataSource, SourceFile, source_of
@@ -150,7 +151,8 @@ def _rows_of(source: DataSource) -> Iterator[SourceRow | Unreadable]:
             if isinstance(content, Mapping):
                 yield SourceRow(number, content)
             else:
-                yield Unreadable("not an object", number)
+                is_too_long = row == TOO_LONG
+                yield Unreadable(content if is_too_long else "not an object", number)
     except DatasetError as error:
         damaged = Unreadable(str(error), number + 1 if number else None)
         damaged.is_damaged = True

@@ -2,10 +2,14 @@
 
 A row is the text of a line of JSON as it is in the file, or a dict where the file is not JSON. CSV
 knows only text: `007` stays `007`; an empty cell is an absent column.
+
+A few kilobytes of a compressed file can be gigabytes of text, so nothing is read in larger pieces
+than `_BLOCK`, and no row is held beyond its limit.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import json
@@ -19,13 +23,18 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from batch_trajectories.basics.errors import DatasetError
-from batch_trajectories.runs.dataset.lines import MAX_LINE_BYTES, refuse_other_kinds
+from batch_trajectories.runs.dataset.lines import (
+    MAX_LINE_BYTES,
+    TOO_LONG,
+    refuse_other_kinds,
+)
 from batch_trajectories.runs.sources.source import Compression, SourceFile
 
 Row = bytes | dict[str, Any]
 
 _BOM = b"\xef\xbb\xbf"
 _PEEKED = 1 << 12
+_BLOCK = 1 << 16
 
 _DELIMITERS = ";\t|,"
 
@@ -83,31 +92,48 @@ def _opened(path: Path, compression: Compression | None) -> Iterator[BufferedRea
 
 def _line_that_is_not_utf8(file: SourceFile) -> int:
     """The number of the first such line. Text is decoded in blocks, so the error has no line."""
-    number = 1
+    number, decoder = 1, codecs.getincrementaldecoder("utf-8")()
     with _opened(file.path, file.compression) as stream:
-        while line := stream.readline(MAX_LINE_BYTES):
+        while block := stream.read(_BLOCK):
             try:
-                line.decode()
-            except UnicodeDecodeError:
-                break
-            number += line.endswith(b"\n")
+                number += decoder.decode(block).count("\n")
+            except UnicodeDecodeError as error:
+                return number + error.object[: error.start].count(b"\n")
     return number
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """The lines without their ends; `TOO_LONG` for one that is."""
     first = True
-    while line := stream.readline(MAX_LINE_BYTES):
+    while line := _line(stream):
         yield line.removeprefix(_BOM).rstrip(b"\r\n") if first else line.rstrip(b"\r\n")
         first = False
-        while not line.endswith(b"\n") and len(line) == MAX_LINE_BYTES:
-            line = stream.readline(MAX_LINE_BYTES)  # the rest of a line that is too long
+
+
+def _line(stream: BinaryIO) -> bytes:
+    line = stream.readline(_BLOCK)
+    if line.endswith(b"\n") or len(line) < _BLOCK:
+        return line
+    whole = bytearray(line)
+    while more := stream.readline(_BLOCK):
+        if len(whole) + len(more) >= MAX_LINE_BYTES:
+            while more and not more.endswith(b"\n"):
+                more = stream.readline(_BLOCK)
+            return TOO_LONG
+        whole += more
+        if more.endswith(b"\n"):
+            break
+    return bytes(whole)
 
 
 def _listed(path: Path, stream: BufferedReader[Any]) -> Iterator[bytes]:
     if stream.peek(_PEEKED).removeprefix(_BOM).lstrip()[:1] not in (b"[", b""):
         yield from _lines(stream)  # JSONL under the name .json.gz
         return
-    with TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+    mark = len(_BOM) if stream.peek(len(_BOM)).startswith(_BOM) else 0
+    stream.read(mark)
+    # A character for each byte: others would take up to four bytes for each.
+    with TextIOWrapper(stream, encoding="latin-1", newline="") as text:
         yield from elements(path, text)
 
 
@@ -160,10 +186,8 @@ def _check_header(place: str, names: list[str], delimiter: str) -> None:
         )
 
 
-_BLOCK = 1 << 16
-
 _MOST_MORE = 8 << 20
-"""Characters that are read beyond a large element at most."""
+"""Bytes that are read beyond a large element at most."""
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
 
@@ -175,7 +199,11 @@ _decoder = json.JSONDecoder(parse_int=str, parse_float=str)
 
 
 def elements(path: Path, text: TextIO) -> Iterator[bytes]:
-    """Read the elements. Raises `DatasetError`, which names the file and the line."""
+    """Read the elements of a list whose bytes are the characters of `text`.
+
+    Raises `DatasetError`, which names the file and the line, and `UnicodeDecodeError` for an
+    element that is not UTF-8.
+    """
     buffer, position, line = "", 0, 1
     begun = False
     while True:
@@ -194,9 +222,12 @@ def elements(path: Path, text: TextIO) -> Iterator[bytes]:
         try:
             end = _end_of_element(buffer, position)
         except _Unreadable as error:
-            wrong = error
+            wrong = error.with_traceback(None)
+            wrong.__context__ = None  # both hold the buffer, which could not grow where it is
         else:
-            yield buffer[position:end].replace("\r", " ").replace("\n", " ").encode()
+            element = buffer[position:end].replace("\r", " ").replace("\n", " ").encode("latin-1")
+            element.decode()  # raises
+            yield element
             position = _after_blanks(buffer, end)
             position += buffer[position] == ","
             continue
