@@ -6,12 +6,17 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from toolsets.sandbox import cgroup
 from toolsets.sandbox.fork_servers import FORK_SERVERS
+
+# Runs of tests are marked as this user's; the key for that is not the user's own.
+_CONFIG_HOME = TemporaryDirectory(prefix="config-home-")
+os.environ["XDG_CONFIG_HOME"] = _CONFIG_HOME.name
 
 pytest.register_assert_rewrite("batch_trajectories.sandbox_conformance")
 

@@ -21,7 +21,12 @@ from batch_trajectories.export.training_files import left_out, style_of_run
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, tasks
 from batch_trajectories.runs.directory.owed import stopping_rule
-from batch_trajectories.runs.directory.run_dir import directory_of, read_run_json, runs_in
+from batch_trajectories.runs.directory.run_dir import (
+    directory_of,
+    read_run_json,
+    runs_in,
+    was_started_here,
+)
 from batch_trajectories.runs.directory.run_lock import holder_of
 from batch_trajectories.runs.directory.run_totals import RunTotals, compute_totals
 from batch_trajectories.runs.maintenance.upkeep import scan_of
@@ -110,6 +115,12 @@ class StoredRun:
             raise RunDirError(
                 f"{self.path}/run.json: this version of the program cannot use its config: {detail}"
             ) from error
+
+    @cached_property
+    def is_own(self) -> bool:
+        """Whether this user has started the run here; of others, options that run code, or name a
+        variable or an address, are not to be used."""
+        return was_started_here(self.path)
 
     @cached_property
     def scan(self) -> Scan:

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batch_trajectories.basics.console import show
+from batch_trajectories.basics.console import say, show
 from batch_trajectories.cli.command_line import LocalPath, RunCommand
 from batch_trajectories.cli.exit_codes import end, errors_as_exit_codes
-from batch_trajectories.cli.shared import Starting, live_option, start, starting_options
+from batch_trajectories.cli.shared import (
+    Starting,
+    live_option,
+    start,
+    starting_options,
+    trust_option,
+)
 
 if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun
@@ -42,6 +48,7 @@ _FILTERS = ("status", "min_reward", "max_reward", "passed")
 @click.option(
     "--limit", metavar="N", type=click.IntRange(min=1), help="Maximum conversations to branch from."
 )
+@trust_option
 @starting_options
 @live_option
 def fork(
@@ -51,6 +58,7 @@ def fork(
     recipe: Path | None,
     ids: Path | None,
     limit: int | None,
+    trust_run: bool,
     starting: Starting,
     **flags: Any,
 ) -> None:
@@ -59,6 +67,7 @@ def fork(
     Options given here override those of RUN; the same command resumes.
     """
     from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.runs.directory.origin import describe_trust
     from batch_trajectories.runs.directory.run_lock import refuse_held
     from batch_trajectories.runs.maintenance.fork import forked_config, write_forks
     from batch_trajectories.runs.planning.plan import make_plan
@@ -69,9 +78,17 @@ def fork(
         stored = open_run(parent, given.get("output_dir", "trajectories"))
         identity = stored.identity
         refuse_held(stored.path)
+        trusts = stored.is_own or trust_run
         config = forked_config(
-            identity, starting.config_file, given, branches=branches, fresh=starting.fresh
+            identity,
+            starting.config_file,
+            given,
+            branches=branches,
+            fresh=starting.fresh,
+            received=None if trusts else stored.path,
         )
+        if not stored.is_own and trust_run:
+            say(describe_trust(stored.path, identity["config"]))
         refuse_held(config.run_dir)  # before writing a dataset beside it
         left_out = Counter[str]()
         forked = write_forks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,7 +20,11 @@ from batch_trajectories.cli.shared import (
     show_run,
     start,
     starting_options,
+    trust_option,
 )
+
+if TYPE_CHECKING:
+    from batch_trajectories.api.stored_run import StoredRun
 
 _FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex")
 """See `runs/importing/readers/`, whose modules other commands do not need."""
@@ -191,6 +195,7 @@ def check_tasks(starting: Starting, repeats: int, **flags: Any) -> None:
 _OF_CHECKS = (
     *("dataset_file", "rows", "columns", "images", "docker_image", "check_in", "check_expected"),
     *("check_network", "command_timeout_s", "env_from", "num_workers", "batch_size"),
+    *("sandbox", "container_engine", "pull", "network"),
 )
 """Options that `check` takes; all others are those of the run."""
 
@@ -199,8 +204,9 @@ _OF_ROWS = ("dataset_file", "rows", "columns")
 
 @click.command(cls=RunCommand, only=_OF_CHECKS)
 @run_dir_argument
+@trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with all that was left out.")
-def check(run: str, output_dir: Path, as_json: bool, **flags: Any) -> None:
+def check(run: str, output_dir: Path, as_json: bool, trust_run: bool, **flags: Any) -> None:
     """Judge the conversations of RUN again, with a changed or added check; no model is called.
 
     With --dataset_file or --rows by the checks of these rows, else by those of the run's own.
@@ -213,11 +219,15 @@ def check(run: str, output_dir: Path, as_json: bool, **flags: Any) -> None:
     given = {name: value for name, value in flags.items() if value is not None}
     with errors_as_exit_codes():
         stored = open_run(run, output_dir, writes=True)
-        config = load_config(None, {**stored.identity["config"], **given})
+        has_new_rows = any(name in given for name in _OF_ROWS)
+        options = stored.identity["config"]
+        if not stored.is_own:
+            options = _of_received(stored, given, has_new_rows=has_new_rows, trust_run=trust_run)
+        config = load_config(None, {**options, **given})
 
         from batch_trajectories.api.recheck import recheck
 
-        ended = recheck(stored, config, has_new_rows=any(name in given for name in _OF_ROWS))
+        ended = recheck(stored, config, has_new_rows=has_new_rows)
     if ended.reason is not None:
         fail(ended.reason, ended.exit_code)
     if as_json:
@@ -225,3 +235,24 @@ def check(run: str, output_dir: Path, as_json: bool, **flags: Any) -> None:
     else:
         show(ended.as_table())
     sys.exit(ended.exit_code)
+
+
+def _of_received(
+    stored: StoredRun, given: dict[str, Any], *, has_new_rows: bool, trust_run: bool
+) -> dict[str, Any]:
+    """What `check` uses of the config of a run that was not started here, which it says."""
+    from batch_trajectories.runs.audit.audited import TAKEN
+    from batch_trajectories.runs.directory import origin
+
+    options: dict[str, Any] = stored.identity["config"]
+    used = {name: options[name] for name in TAKEN if name in options}
+    if not has_new_rows:
+        del used["dataset_file"]
+    if trust_run:
+        say(origin.describe_trust(stored.path, used))
+        return options
+    if unused := origin.describe_unused(stored.path, used, given=given):
+        say(unused)
+    # Its own rows are in the run directory, wherever they came from.
+    own = {} if has_new_rows else {"dataset_file": options["dataset_file"]}
+    return {**origin.harmless_options(options), **own}

@@ -12,7 +12,7 @@ from batch_trajectories.basics.console import show
 from batch_trajectories.basics.text import plural
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes
-from batch_trajectories.cli.shared import run_dir_argument
+from batch_trajectories.cli.shared import run_dir_argument, trust_option
 
 if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     type=click.FloatRange(min=0, min_open=True),
     help="Dollar budget of all judge calls for RUN.",
 )
+@trust_option
 def score(
     run: str,
     output_dir: Path,
@@ -77,6 +78,7 @@ def score(
     judge: str | None,
     recipe: Path | None,
     max_in_flight: int,
+    trust_run: bool,
     **judged: Any,
 ) -> None:
     """Give the conversations of RUN rewards by functions or a judge model, in scores.jsonl.
@@ -87,8 +89,9 @@ def score(
     given = {name: value for name, value in judged.items() if value is not None}
     if bool(places) == (judge is not None):
         raise click.UsageError("give --reward MODULE:FUNCTION, or --judge MODEL")
-    if given and judge is None:
-        raise click.UsageError(f"--{next(iter(given))} means nothing without --judge")
+    if (given or trust_run) and judge is None:
+        name = next(iter([*given, "trust_run"]))
+        raise click.UsageError(f"--{name} means nothing without --judge")
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.export.reasons import lines_of
 
@@ -105,7 +108,7 @@ def score(
             from batch_trajectories.export.scoring.judge_prompt import load_prompt
 
             prompt = load_prompt(given.pop("judge_prompt", None))
-            config = _judge_config(stored, judge, given)
+            config = _judge_config(stored, judge, given, trust_run=trust_run)
             scores, failed = score_by_judge(
                 stored.path, config, prompt, max_in_flight=max_in_flight, wanted=wanted
             )
@@ -120,19 +123,51 @@ def score(
     sys.exit(1 if failed else 0)
 
 
-def _judge_config(stored: StoredRun, judge: str, given: dict[str, Any]) -> RunConfig:
-    """How the judge is called: as given, with the endpoints and prices of the run."""
+def _judge_config(
+    stored: StoredRun, judge: str, given: dict[str, Any], *, trust_run: bool
+) -> RunConfig:
+    """How the judge is called: as given, with the endpoints and prices of a run of this user's.
+
+    Raises `ConfigError`.
+    """
     from batch_trajectories.runs.config.loading import load_config
-    from batch_trajectories.runs.config.models import beside
 
     of_run = stored.identity["config"]
     budget_usd = given.pop("max_judge_cost_usd", None)
+    uses_run = trust_run or stored.is_own
+    taken = {name: of_run.get(name) or {} for name in ("endpoints", "prices")} if uses_run else {}
     values = {
-        **{name: of_run.get(name) or {} for name in ("endpoints", "prices")},
-        **({"model": judge} if "base_url" in given else beside(stored.config, judge)),
+        **taken,
+        **_at_endpoint(stored, judge, has_url="base_url" in given, uses_run=uses_run),
         **given,
         "dataset_file": of_run["dataset_file"],
         "run_name": of_run["run_name"],
     }
     config = load_config(None, values)
     return config.model_copy(update={"max_run_cost_usd": budget_usd})
+
+
+def _at_endpoint(stored: StoredRun, judge: str, *, has_url: bool, uses_run: bool) -> dict[str, Any]:
+    """The judge's name, with the options of its endpoint that come from the run.
+
+    Raises `ConfigError` where these would be those of a received run.
+    """
+    from agent.models.providers import PROVIDERS
+    from agent.models.resolve import with_colon
+    from batch_trajectories.basics.errors import ConfigError
+    from batch_trajectories.runs.config.models import beside
+    from batch_trajectories.runs.directory.origin import FLAG, received
+
+    if has_url:
+        return {"model": judge}
+    of_run = beside(stored.config, judge)
+    if uses_run:
+        return of_run
+    prefix = with_colon(judge, stored.config.endpoints).partition(":")[0]
+    names_more = any(value for name, value in of_run.items() if name != "model")
+    if prefix not in PROVIDERS and (prefix in stored.config.endpoints or names_more):
+        raise ConfigError(
+            f"--judge: {received(stored.path)}, so {judge!r} is not asked where its run.json "
+            f"says: name it as PROVIDER:NAME, give --base_url, or add {FLAG}"
+        )
+    return {"model": judge}

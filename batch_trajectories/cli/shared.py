@@ -76,6 +76,12 @@ live_option = click.option(
     help="Show the run full-screen (extra `live`).",
 )
 
+trust_option = click.option(
+    "--trust_run",
+    is_flag=True,
+    help="Use what run.json says of code, keys and addresses although RUN was not started here.",
+)
+
 output_dir_option = click.option(
     "--output_dir",
     type=LocalPath(path_type=Path),

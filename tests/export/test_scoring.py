@@ -22,6 +22,7 @@ import yaml
 
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.scoring.asking import ask_all
+from batch_trajectories.runs.directory.run_dir import write_run_json
 from batch_trajectories.runs.store.checksum import with_checksum
 from batch_trajectories.runs.store.reader import stored_records
 from tests.answering import JSON, answering
@@ -333,7 +334,7 @@ class TestAJudge:
         with answering(answer) as (url, bodies):
             identity = json.loads((source.run_dir / "run.json").read_text())
             identity["config"] |= {"model": "m", "base_url": f"{url}/v1", "key_env": "none"}
-            (source.run_dir / "run.json").write_text(json.dumps(identity))
+            write_run_json(source.run_dir, identity)
             done = run(tmp_path, "score", "r", judge="j", output_dir=".")
             assert done.returncode == 0, done.stderr
             assert [body["model"] for body in bodies] == ["j", "j"]

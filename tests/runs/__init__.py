@@ -3,6 +3,7 @@
 test_requirements     what the program says where it cannot start
 test_config_file      mistakes in config files and flags
 test_option_names     options that are gone, and names that other programs give to ours
+test_origin           runs that were not started here
 test_import           conversations of other programs as records
 test_tables           records as tables of Arrow, pandas and datasets
 test_agents           agents in a config: presets, versions, and options that are refused

@@ -185,7 +185,7 @@ def nth(number, function):
 
 where, number = sys.argv[1].split("-")
 owner, name = {"make": (merge, "_make"), "ready": (merge, "replace_json"), "move": (Path, "rename"),
-               "sync": (merge, "sync_directory")}[where]
+               "sync": (merge, "sync_directory"), "remove": (os, "rmdir")}[where]
 setattr(owner, name, nth(int(number), getattr(owner, name)))
 del sys.argv[1]
 batch_runner.cli()
@@ -193,7 +193,7 @@ batch_runner.cli()
 """Runs the program, which is killed at a call of one of its functions."""
 
 
-@pytest.mark.parametrize("at", ["make-1", "ready-1", "move-1", "move-2", "sync-1"])
+@pytest.mark.parametrize("at", ["make-1", "ready-1", "move-1", "move-2", "sync-1", "remove-1"])
 def test_the_same_command_finishes_a_killed_merge(cwd: Path, at: str) -> None:
     """Until then no command finds a run; the run that is there then is whole."""
     command = ["merge", "a", "b", "--into=m", "--dataset_file=all.jsonl"]
@@ -201,8 +201,9 @@ def test_the_same_command_finishes_a_killed_merge(cwd: Path, at: str) -> None:
     assert killed.returncode == -9
     place = cwd / "trajectories"
     assert (place / ".m.merging").exists()
-    assert runs_in(place) == ["a", "b", *(["m"] if at == "sync-1" else []), "other"]
-    assert (place / "m").exists() == (at == "sync-1")
+    is_there = at in ("sync-1", "remove-1")
+    assert runs_in(place) == ["a", "b", *(["m"] if is_there else []), "other"]
+    assert (place / "m").exists() == is_there
     done = run(cwd, *command)
     assert done.returncode == 0, done.stderr
     assert "3 records in trajectories/m" in done.stdout

@@ -259,7 +259,7 @@ def test_a_line_that_is_too_long_is_one_bad_row_and_not_held(
     assert rows == [b'{"prompt": "a"}', TOO_LONG, *([b'{"prompt": "b"}'] if ends[1:] else [])]
     assert peak < 4 << 20
     with pytest.raises(ValueError, match=r"^longer than 256 MiB$"):
-        columns_in(rows[1])
+        columns_in(TOO_LONG)
 
 
 @pytest.mark.parametrize("size", [(1 << 20) - 1, 1 << 20])

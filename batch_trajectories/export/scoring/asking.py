@@ -82,6 +82,7 @@ class JudgeCalls:
     def __init__(self, judge: str, *, total: int) -> None:
         """`total` is the number of questions."""
         self._judge = judge
+        self.total = total
         self._progress = Progress(total=total, tasks="questions", turns="calls")
         self.say = self._progress.say
         self.asked = self.failed = 0

@@ -24,7 +24,7 @@ from agent.models.resolve import SCRIPTED, read_key
 from agent.session import run_here
 from batch_trajectories.basics.console import say
 from batch_trajectories.basics.errors import ConfigError, RunDirError, RunError
-from batch_trajectories.basics.text import valid_utf8
+from batch_trajectories.basics.text import plural, valid_utf8
 from batch_trajectories.export.reasons import Reasons
 from batch_trajectories.export.scoring.asking import (
     JudgeCalls,
@@ -154,6 +154,10 @@ class _Asking:
             gate=budget,
         )
 
+        if self.calls.total:
+            said = plural(self.calls.total, "conversation")
+            say(f"--judge: {said} to be sent to {_place_of(self._settings)}")
+
         async def ask(work: tuple[Record, Sequence[str]]) -> _Asked:
             return await self._ask(model, work[0])
 
@@ -201,6 +205,13 @@ class _Asking:
         failures = [answer.failure for answer in answers if answer.failure is not None]
         self._has_answered = self._has_answered or len(failures) < len(answers)
         stop_where_useless(failures, has_answered=self._has_answered)
+
+
+def _place_of(settings: ModelSettings) -> str:
+    """Where questions go, and whose credentials go with them."""
+    client = settings.connection.client
+    place = f"client {client}" if client is not None else f"{settings.base_url}"
+    return f"{place}, model {settings.name}. {settings.key_source}"
 
 
 def _paid(completion: Completion) -> dict[str, Any]:

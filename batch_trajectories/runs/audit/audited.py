@@ -13,7 +13,7 @@ SAME_IN_RUNS = (
 )
 """Options that decide what a task is, beside its row: a verdict holds for runs with the same."""
 
-_TAKEN = (
+TAKEN = (
     *SAME_IN_RUNS,
     *("dataset_file", "columns", "rows", "run_name", "output_dir", "max_samples", "shard"),
     *("on_bad_row", "seed", "sandbox", "images", "container_engine", "pull", "env_from"),
@@ -21,6 +21,7 @@ _TAKEN = (
     *("concurrency", "executor", "ray_address", "worker_resources", "ray_storage"),
     *("ray_scratch_dir", "grace_s", "heartbeat_timeout_s", "log_level"),
 )
+"""Options of a run that its audit, and `check`, have too."""
 
 
 def audited(config: RunConfig, *, repeats: int) -> RunConfig:
@@ -33,7 +34,7 @@ def without_model(config: RunConfig, **changes: Any) -> RunConfig:
 
     Repeating a step is a step of its own: there is one attempt.
     """
-    taken = {name: getattr(config, name) for name in _TAKEN if name in config.model_fields_set}
+    taken = {name: getattr(config, name) for name in TAKEN if name in config.model_fields_set}
     return RunConfig.model_construct(
         **{
             name: taken.get(name, field.get_default(call_default_factory=True))

@@ -2,6 +2,7 @@
 
 run_lock    the lock of a run: one process at a time
 run_dir     the run directory and run.json
+origin      whether this user started a run here; what is not used of others
 leftovers   what is in the place of a run: other files, leftovers of a crash, an earlier run
 control     how people steer the process that works on a run
 narrowing   changes that would shorten a training file

@@ -1,6 +1,6 @@
 """The run directory, its lock, and run.json.
 
-    run.json         config, its digest, dataset, versions; no secrets
+    run.json         config, its digest, dataset, versions; no secrets; a MAC, see `origin`
     records.jsonl    one finished trajectory per line: the checkpoint
     records.idx      derived from records.jsonl
     dataset-KEY.*    the dataset as JSONL, if it is not a JSONL file of the user's
@@ -53,6 +53,7 @@ from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.scan_cache import NAME, save_scan
 from batch_trajectories.runs.directory.leftovers import move_aside, stale_files_of
 from batch_trajectories.runs.directory.narrowing import NARROWING, refuse_narrowing
+from batch_trajectories.runs.directory.origin import MAC, is_own, mac_of
 from batch_trajectories.runs.directory.run_lock import is_same_file, lock
 from batch_trajectories.runs.sources.kept_dataset import (
     remove_other_kept,
@@ -290,8 +291,15 @@ def _identity(
     return before, run
 
 
-def write_run_json(path: Path, run: dict[str, Any]) -> None:
-    """Write run.json with a checksum of its content. Raises `StorageError`."""
+def write_run_json(path: Path, run: dict[str, Any], *, is_own: bool = True) -> None:
+    """Write run.json with a checksum of its content, and the MAC of this user if it `is_own`.
+
+    Its config must be what this user gave, or that of a run of this user. Raises `StorageError`.
+    """
+    run = {name: value for name, value in run.items() if name != MAC}
+    mac = mac_of(exact_json.dumps(run)) if is_own else None
+    if mac is not None:
+        run[MAC] = mac
     content = {**run, _CHECKSUM: _checksum_of(run)}
     replace_file(path / "run.json", exact_json.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
 
@@ -319,6 +327,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
                 f'it, remove "{_CHECKSUM}" from it, and run the same command again, which compares '
                 "it with the config"
             )
+        run.pop(MAC, None)  # belongs to these bytes; see `was_started_here`
         if missing := [key for key in _RUN_KEYS if not isinstance(run.get(key), _RUN_KEYS[key])]:
             what = f"damaged ({', '.join(missing)})"
             raise RunDirError(f"{path}/run.json: {what}; start over with --fresh")
@@ -329,6 +338,17 @@ def read_run_json(path: Path) -> dict[str, Any]:
         what = f"written by another version of this program (schema {version}, this one has "
         what += f"{SCHEMA_VERSION}); use that version"
     raise RunDirError(f"{path}/run.json: {what}, or start over with --fresh")
+
+
+def was_started_here(path: Path) -> bool:
+    """Whether this user has started the run in `path`; see `origin`. Raises `RunDirError`."""
+    try:
+        run = exact_json.loads((path / "run.json").read_bytes())
+        run.pop(_CHECKSUM, None)
+        mac = run.pop(MAC, None)
+    except (OSError, orjson.JSONDecodeError, AttributeError) as error:
+        raise RunDirError(f"{path}/run.json: cannot read it: {error}") from error
+    return is_own(exact_json.dumps(run), mac)
 
 
 def directory_of(run: Path | str, output_dir: Path) -> Path:

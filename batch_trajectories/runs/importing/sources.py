@@ -151,8 +151,8 @@ def _rows_of(source: DataSource) -> Iterator[SourceRow | Unreadable]:
             if isinstance(content, Mapping):
                 yield SourceRow(number, content)
             else:
-                is_too_long = row == TOO_LONG
-                yield Unreadable(content if is_too_long else "not an object", number)
+                why = str(content) if row == TOO_LONG else "not an object"
+                yield Unreadable(why, number)
     except DatasetError as error:
         damaged = Unreadable(str(error), number + 1 if number else None)
         damaged.is_damaged = True

@@ -32,6 +32,7 @@ from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.column_names import FORK_COLUMN
 from batch_trajectories.runs.dataset.row import RowRules
+from batch_trajectories.runs.directory.origin import describe_unused, harmless_options
 from batch_trajectories.runs.directory.run_dir import read_run_json
 from batch_trajectories.runs.store.files import (
     make_directory,
@@ -68,10 +69,12 @@ def forked_config(
     *,
     branches: int,
     fresh: bool = False,
+    received: Path | None = None,
 ) -> RunConfig:
     """The config of a run of branches: that of the `parent` run.json, then file, then flags.
 
-    Raises `ConfigError`.
+    `received` is the directory of a parent that was not started here: file and flags must have
+    what runs code, or names a variable or an address. Raises `ConfigError`.
     """
     if given := [f"--{name}" for name in _FIXED_KEYS if name in flags]:
         raise ConfigError(f"{', '.join(given)}: `fork` sets this itself; leave it out")
@@ -85,8 +88,14 @@ def forked_config(
     needed = {"dataset_file": "-", "run_name": flags["run_name"]}
     own = load_config(config_file, {**needed, **flags})
     changed = own.model_dump(mode="json", include=own.model_fields_set - set(_FIXED_KEYS))
-    values = {**parent["config"], **changed}
-    servers = (values["mcp"] or {}).values()
+    options: Mapping[str, Any] = parent["config"]
+    if received is not None:
+        if unused := describe_unused(received, options, given={*changed, *_FIXED_KEYS}):
+            raise ConfigError(unused)
+        output_dir = RunConfig.model_fields["output_dir"].get_default()
+        options = {"output_dir": output_dir, **harmless_options(options)}
+    values = {**options, **changed}
+    servers = (values.get("mcp") or {}).values()
     hidden = [values["ephemeral_system_prompt"], *(v for s in servers for v in s["env"].values())]
     if any(isinstance(text, str) and text.startswith("sha256:") for text in hidden):
         raise ConfigError(

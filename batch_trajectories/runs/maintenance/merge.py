@@ -28,7 +28,13 @@ from batch_trajectories.runs.config.loading import load_config
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan
 from batch_trajectories.runs.dataset.shards import check_shards
-from batch_trajectories.runs.directory.run_dir import IMAGES, dataset_of, write_run_json
+from batch_trajectories.runs.directory.run_dir import (
+    IMAGES,
+    dataset_of,
+    read_run_json,
+    was_started_here,
+    write_run_json,
+)
 from batch_trajectories.runs.directory.run_lock import locked
 from batch_trajectories.runs.maintenance.verify_batches import open_calls
 from batch_trajectories.runs.sources.kept_dataset import link_kept
@@ -144,7 +150,7 @@ def merge(
     into = config.run_dir
     wanted = [[str(path) for path in paths], scan.sha256, drop]
     beside = into.with_name(f".{into.name}.merging")
-    if not (beside / _READY).exists():
+    if not beside.exists():
         _refuse_existing(into)
     make_directory(beside, is_inside=False, parents=True)
     with ExitStack() as stack:
@@ -154,6 +160,10 @@ def merge(
             remove_tree(beside)
             taken = {path: ready["taken"][str(path)] for path, _ in runs}
             return Merged(into, taken, ready["equal"])
+        is_moved = ready is None and not (beside / into.name).exists()
+        if is_moved and (merged := _merged_before(into, runs)) is not None:
+            remove_tree(beside)  # of which a kill has left the rest
+            return merged
         try:
             _refuse_existing(into)
             for path, _ in runs:
@@ -176,6 +186,17 @@ def merge(
             _refuse_existing(into)
         remove_tree(beside)
     return Merged(into, taken, equal)
+
+
+def _merged_before(into: Path, runs: Sequence[tuple[Path, dict[str, Any]]]) -> Merged | None:
+    """The run in the place of the new one, if it was merged of the same runs."""
+    try:
+        made_of = read_run_json(into)["history"][-1]["merged"]
+        taken = {path: made["records"] for (path, _), made in zip(runs, made_of, strict=True)}
+    except (RunDirError, LookupError, TypeError, ValueError):
+        return None
+    is_same = [str(path) for path in taken] == [made["path"] for made in made_of]
+    return Merged(into, taken, 0) if is_same else None
 
 
 def _refuse_existing(into: Path) -> None:
@@ -244,7 +265,8 @@ def _make(
         "history": [*first["history"], {"at": time.time(), "merged": sources}],
         IMAGES: dict(chain(*(run.get(IMAGES, {}).items() for _, run in reversed(runs)))),
     }
-    write_run_json(making, identity)
+    # The config is that of the first run, but all have the same meaning.
+    write_run_json(making, identity, is_own=all(was_started_here(path) for path, _ in runs))
     return taken, equal
 
 
