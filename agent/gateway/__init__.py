@@ -4,6 +4,7 @@ command_agent  an agent that users run as a command
 task_servers   MCP servers of a task, as agents are told of them
 answers        replies on their way to agents, who asked for them again; lists of models
 sending        what is sent to the endpoint for a call
+pointing       what a request only points at: its most tokens, or a refusal under a budget
 stored_responses  responses that agents ask for by their ids, such as those made in the background
 relay          makes the calls of an agent, and records them
 stalls         whether it repeats a call with the same result

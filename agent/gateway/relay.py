@@ -184,26 +184,15 @@ class Relay:
             self.last_refusal = Refusal(_STOP, "model", self.refused)
             return Answer(self.last_refusal)
         conversation = id_within(self._conversation, opening_of(wanted))
-        request = request_of(call, route.model.settings, route.name, wanted, conversation)
-        if wanted.follows:
-            request = replace(request, earlier_tokens=self._tokens_up_to(wanted.follows))
+        settings = route.model.settings
+        request = request_of(
+            call, settings, route.name, wanted, lambda: self.exchanges, conversation
+        )
         reply = self.answers.begin(wanted)
         task = asyncio.create_task(self._make(call.wire, wanted, route.model, request, reply))
         self._calls[task] = self._threads.calls
         task.add_done_callback(self._calls.pop)
         return reply
-
-    def _tokens_up_to(self, id: str) -> int:
-        """Tokens of the response with this id and its context; if it is unknown here, or this is
-        the id of a conversation, those of the longest call."""
-        longest = 0
-        for event in self._threads.exchanges:
-            usage = event["reply"]["usage"]
-            tokens = (usage["input_tokens"] or 0) + (usage["output_tokens"] or 0) if usage else 0
-            if tokens and event["reply"]["response_id"] == id:
-                return tokens
-            longest = max(longest, tokens)
-        return longest
 
     async def count_tokens(self, call: AgentCall) -> Answer:
         """The reply to a request that costs nothing and is not recorded."""
@@ -213,9 +202,8 @@ class Relay:
         name = in_path[1] if in_path else str(call.body.get("model"))
         try:
             route = self._route(call.wire.api, name)
-            return await ask_freely(
-                route.model, request_of(call, route.model.settings, route.name, None)
-            )
+            request = request_of(call, route.model.settings, route.name, None, lambda: ())
+            return await ask_freely(route.model, request)
         except RefusedModel as error:
             return Answer(Refusal(_STOP, "model", str(error)))
         except Exception as error:

@@ -6,12 +6,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from agent.gateway.pointing import Replies, check_pointed, pointed_at
 from agent.messages.message import Message
 from agent.models.bodies.dialect import read_reply
 from agent.models.bodies.token_ids import asking_body, asks_for_ids, with_tokens
 from agent.models.client.relayed import RelayRequest
 from agent.models.dialects.openai_chat import API as CHAT
-from agent.models.model import Completion, ModelSettings, replies_asked_for
+from agent.models.model import (
+    NOTHING_POINTED,
+    Completion,
+    ModelSettings,
+    Pointed,
+    replies_asked_for,
+)
 from agent.models.providers import AGENTS_SESSION_HEADERS
 from agent.models.usage import NOTHING_USED
 from agent.wires.wire import WireError, WireRequest
@@ -37,13 +44,15 @@ def request_of(
     settings: ModelSettings,
     name: str | None,
     request: WireRequest | None,
+    replies: Replies,
     conversation: str = "",
 ) -> RelayRequest:
     """The request to send: the agent's own, unless a part of it has to change.
 
     `name` is what the model is called at its endpoint, if the agent calls it otherwise;
-    `request` is None for a request that costs nothing. `conversation` is our id of its thread; one
-    that the agent sends itself counts instead. Raises `WireError`.
+    `request` is None for a request that costs nothing. `replies` are the agent's recorded calls.
+    `conversation` is our id of its thread; one that the agent sends itself counts instead.
+    Raises `WireError`, under a budget also for a request that can cost more than is known.
     """
     wire, path, content, body = call.wire, call.path, call.content, call.body
     max_tokens: int | None = 0
@@ -62,6 +71,8 @@ def request_of(
             path, body, model=name, max_tokens=bound, without_server_tools=tools
         )
         content = exact_json.dumps(body)
+    if request is not None and settings.needs_bound:
+        check_pointed(wire, body, settings, replies)
     asking = None
     read: Callable[[bytes], Completion] = free
     if request is not None:
@@ -80,6 +91,7 @@ def request_of(
         max_tokens=None if max_tokens is None else max_tokens * replies_asked_for(body),
         read=read,
         unasked=None if request is None else call.wire.assembly,
+        pointing=nothing if request is None else partial(pointed_at, wire, body, settings, replies),
         asking_for_tokens=None if asking is None else exact_json.dumps(asking),
     )
 
@@ -92,6 +104,11 @@ def sessions_in(headers: Mapping[str, str], settings: ModelSettings) -> dict[str
     names = (*map(str.lower, settings.session_headers), *AGENTS_SESSION_HEADERS)
     given = {name: headers[name] for name in names if headers.get(name)}
     return {name: value for name, value in given.items() if value.isascii()}
+
+
+def nothing() -> Pointed:
+    """What a request points at that costs nothing."""
+    return NOTHING_POINTED
 
 
 def free(body: bytes) -> Completion:

@@ -46,6 +46,16 @@ class Completion:
     """How many tokens of `cache_write_tokens` are kept for an hour, which costs more."""
 
 
+class Pointed(NamedTuple):
+    """Tokens of the input that a request's bytes do not show, such as a picture at a URL."""
+
+    most: int
+    likely: int
+
+
+NOTHING_POINTED = Pointed(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One call of a model."""
@@ -64,6 +74,10 @@ class Request:
     """Gets each reply that was charged for and cannot be read, before the call is repeated."""
     conversation: str = ""
     """See `agent.models.conversation_id`; "" for a call of no conversation."""
+
+    def pointed(self) -> Pointed:
+        """The tokens of what the request only points at; its own texts point at nothing."""
+        return NOTHING_POINTED
 
     def size(self, settings: ModelSettings) -> int:
         """About how many bytes are sent, and at least as many as the request has tokens."""

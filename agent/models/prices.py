@@ -97,9 +97,10 @@ def estimate_cost(
     than the marks that a chat template puts there. All input may be new to the provider's cache,
     and written into it at a higher price.
     """
-    size = request.size(settings)
-    most_in, most_out = size + _UNSEEN_TOKENS, request.reply_bound(settings)
-    likely_in = size // _BYTES_PER_TOKEN
+    size, pointed = request.size(settings), request.pointed()
+    most_in = size + pointed.most + _UNSEEN_TOKENS
+    most_out = request.reply_bound(settings)
+    likely_in = size // _BYTES_PER_TOKEN + pointed.likely
     if most_out is None:
         return CostEstimate(None, None, likely_in)
     for_an_hour = request.asks_for_hour_writes(settings)

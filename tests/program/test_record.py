@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from testing.fake_endpoint import FakeEndpoint
+from tests.answering import answering
 from tests.running import PATIENCE_S, Process, lines, run, started, wait_until
 
 KEY = "sk-the-real-key-0123456789"
@@ -79,9 +80,15 @@ def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
 
 @contextmanager
 def recording(tmp_path: Path, endpoint: FakeEndpoint, **more: Any) -> Iterator[Recording]:
+    with recorded(tmp_path, options(endpoint, **more)) as world:
+        yield world
+
+
+@contextmanager
+def recorded(tmp_path: Path, given: dict[str, Any]) -> Iterator[Recording]:
     output = tmp_path / "output.txt"
     seen = output.stat().st_size if output.exists() else 0
-    with started(tmp_path, "record", **options(endpoint, **more)) as process:
+    with started(tmp_path, "record", **given) as process:
 
         def ports() -> list[str]:
             text = output.read_text()[seen:] if output.exists() else ""
@@ -329,6 +336,54 @@ def test_all_programs_are_told_why_a_recording_stops(
             assert "used" in said["error"]["message"], "and not nothing behind the colon"
             assert "2,500" in said["error"]["message"]
         assert world.process.wait(timeout=PATIENCE_S) == 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [({"max_run_cost_usd": 1.2}, 1_200_000), ({"max_run_tokens": 900_000}, 900_000)],
+)
+def test_what_requests_only_point_at_is_within_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: dict[str, Any], most: int
+) -> None:
+    """At an endpoint that bills pictures, followed replies and files, at a dollar a million."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    held: dict[str, int] = {}
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        read = 9000 * json.dumps(body).count("input_image")
+        read += held.get(body.get("previous_response_id") or "", 0)
+        read += 10**7 * sum(name in json.dumps(body) for name in ("input_file", "pmpt", "conv_"))
+        id = f"resp_{len(held)}"
+        held[id] = read + 40
+        usage = {"input_tokens": read, "output_tokens": 40, "total_tokens": read + 40}
+        text = {"type": "output_text", "text": "y", "annotations": []}
+        said = {"type": "message", "role": "assistant", "content": [text], "id": f"m{id}"}
+        reply = {"id": id, "object": "response", "status": "completed", "model": "m"}
+        following = {"previous_response_id": body.get("previous_response_id")}
+        return 200, {**reply, **following, "output": [said], "usage": usage}
+
+    picture = {"type": "input_image", "image_url": "https://example.com/a.png"}
+    looks = [{"role": "user", "content": [picture] * 30}]
+    file = [{"role": "user", "content": [{"type": "input_file", "file_id": "file-1"}]}]
+    with answering(answer) as (url, bodies):
+        place = {"base_url": f"{url}/v1", "upstream": "responses"}
+        given = {"run_name": "r", "port": 0, "prices": PRICES, **place, **limit}
+        with recorded(tmp_path, given) as world:
+            at, plain = "/sessions/a/v1/responses", {"model": "m", "max_output_tokens": 50}
+            for pointing in ({"prompt": {"id": "pmpt_1"}}, {"conversation": "conv_1"}):
+                status, said = world.ask("POST", at, {**plain, "input": "x", **pointing})
+                assert (status, "budget of the run" in said["error"]["message"]) == (400, True)
+            assert world.ask("POST", at, {**plain, "input": file})[0] == 400
+            assert not bodies
+            status, said = world.ask("POST", at, {**plain, "input": looks})
+            assert status == 200, said
+            while status == 200:
+                following = {"previous_response_id": said["id"], "input": "Go on."}
+                status, said = world.ask("POST", at, {**plain, **following})
+            assert status == 400, said
+            assert world.process.wait(timeout=PATIENCE_S) == 3
+        assert len(bodies) >= 2
+        assert sum(held.values()) <= most
 
 
 def test_a_model_without_a_price_is_refused_under_a_budget(

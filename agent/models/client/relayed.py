@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 
 from agent.messages.message import Message
 from agent.models.bodies.assembly import Assembly
-from agent.models.model import HOUR_TTL, Completion, ModelSettings, Request
+from agent.models.model import (
+    HOUR_TTL,
+    NOTHING_POINTED,
+    Completion,
+    ModelSettings,
+    Pointed,
+    Request,
+)
 from batch_trajectories.basics import exact_json
 
 CACHE_KEY_CHARS = 64
@@ -35,8 +42,6 @@ class RelayRequest(Request):
     """To be sent beside our own; names in lower case."""
     max_tokens: int | None
     """The most tokens that the reply can have by the body; None without a limit."""
-    earlier_tokens: int = 0
-    """Tokens that the endpoint adds: those of a stored response that the body continues."""
     read: Callable[[bytes], Completion]
     """Reads the body of the reply; raises `ModelError`."""
     assembly: Callable[[], Assembly] | None = None
@@ -47,8 +52,14 @@ class RelayRequest(Request):
     """The body with the fields that ask for token ids; None: it is sent as it is."""
     has_cache_key: bool = True
     """The body has a `prompt_cache_key`, or is of an API that has none."""
+    pointing: Callable[[], Pointed] = lambda: NOTHING_POINTED
+    """See `pointed`; asked only where something depends on it."""
     on_event: OnEvent | None = None
     """Gets the events of a stream; once it has passed one on, the call is not repeated."""
+
+    def pointed(self) -> Pointed:
+        """See `Request`."""
+        return self.pointing()
 
     def with_cache_key(self) -> RelayRequest:
         """The request with the id of its conversation as `prompt_cache_key`."""
@@ -59,7 +70,7 @@ class RelayRequest(Request):
 
     def size(self, settings: ModelSettings) -> int:
         """See `Request`."""
-        return len(self.body) + self.earlier_tokens
+        return len(self.body)
 
     def reply_bound(self, settings: ModelSettings) -> int | None:
         """See `Request`."""

@@ -9,6 +9,7 @@ test_repeats         replies that agents repeat in other words
 test_continuing      calls that continue a response by its id
 test_stored_responses  responses in the background, and others that are asked for by their ids
 test_plain_calls     embeddings and legacy completions; how requests are packed
+test_pointing        what requests only point at, under a budget
 test_agent_journals  calls in the journals of a run
 relaying             a gateway between an endpoint and an agent that tests play
 test_relay           what reaches the endpoint and the agent, and in which order

@@ -1,0 +1,280 @@
+"""What a request of an agent only points at: how many tokens that can be, or why nobody knows.
+
+The bytes of a body bound its own tokens, but not those of a picture at a URL, of the reply that it
+continues by an id, or of a tool that the provider runs. Pictures and recorded replies have bounds.
+Under a budget a request that points at anything else is refused; so is one that costs more than
+its tokens say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from agent.messages.message import PLAIN, ExchangeEvent
+from agent.models.dialects.openai_responses import API as RESPONSES
+from agent.models.dialects.openai_responses import conversation_of
+from agent.models.model import ModelSettings, Pointed
+from agent.wires.wire import WireError
+from agent.wires.wire_base import Wire
+from batch_trajectories.basics.exact_json import objects_among
+
+MOST_PER_PICTURE = 16_384
+"""Tokens of one picture: more than the largest that OpenAI (10,000 patches), Gemini and the models
+of open servers make of one."""
+
+_MOST_PER_PICTURE = {
+    # 2,833 tokens and 5,667 for each of at most 8 tiles.
+    re.compile(r"4o-mini"): 50_000,
+    # 4,784 at the highest resolution.
+    re.compile(r"claude"): 5_000,
+}
+"""By what a model's name has in it, from the providers' documentation."""
+
+_LIKELY_PER_PICTURE = 1_500
+
+_TEXTS = frozenset(
+    {
+        *("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"),
+        *("thinking", "redacted_thinking", "reasoning", "encrypted_content", "compaction"),
+        *("tool_use", "server_tool_use", "mcp_tool_use", "tool_reference"),
+    }
+)
+"""Types of parts whose tokens are in the body."""
+
+_PICTURES = frozenset({"image", "image_url", "input_image", "output_image", "computer_screenshot"})
+
+_ITEMS = frozenset(
+    {
+        *("message", "function_call", "custom_tool_call", "computer_call", "local_shell_call"),
+        *("shell_call", "apply_patch_call", "compaction", "compaction_summary", "None"),
+    }
+)
+"""Types of items of the Responses API whose tokens are in the body."""
+
+_OWN_TOOLS = ("function", "custom", "local_shell", "apply_patch", "computer")
+"""Beginnings of the types of tools of the Responses API that the agent runs."""
+
+_SEARCHES = re.compile(r"search-preview|search-api|deep-research|:online$|(^|/)compound")
+"""Names of models that use tools of their own, which are priced by the call."""
+
+_USUAL_TIERS = (None, "auto", "default", "flex", "scale", "standard", "standard_only")
+
+_IN_GEMINI = ("inlineData", "inline_data", "fileData", "file_data")
+
+_OF_GEMINI = frozenset(
+    {
+        *("text", "thought", "thoughtSignature", "thought_signature", "functionCall"),
+        *("function_call", "executableCode", "codeExecutionResult"),
+    }
+)
+"""Keys of Gemini's parts whose tokens are in the body."""
+
+_OTHER_COSTS = {
+    "prompt": "a prompt that the endpoint has stored",
+    "cachedContent": "content that the endpoint has stored",
+    "cached_content": "content that the endpoint has stored",
+    "container": "files that the endpoint has stored",
+    "plugins": "plugins, which are priced by the call",
+    "search_parameters": "a search, which is priced by its sources",
+    "prediction": "a prediction, whose rejected tokens are paid too",
+    "models": "other models, whose prices may be higher",
+    "audio": "audio, whose tokens cost more than those of text",
+}
+"""Fields of a body with a cost that its tokens do not show."""
+
+Replies = Callable[[], Sequence[ExchangeEvent]]
+"""The recorded calls of the agent."""
+
+
+def pointed_at(
+    wire: Wire, body: Mapping[str, Any], settings: ModelSettings, replies: Replies
+) -> Pointed:
+    """The tokens that a body only points at, as far as they are known; see `check_pointed`."""
+    return _Pointing(wire, body, settings, replies).sum()
+
+
+def check_pointed(
+    wire: Wire, body: Mapping[str, Any], settings: ModelSettings, replies: Replies
+) -> None:
+    """Raise `WireError` if a body points at something whose tokens or cost nobody knows."""
+    pointing = _Pointing(wire, body, settings, replies)
+    if pointing.unknown:
+        place, what = pointing.unknown[0]
+        raise WireError(
+            f"{place}: {what}: what this costs is not known beforehand, so the budget of the run "
+            "cannot be kept; send it whole, as texts and pictures, or run without a budget"
+        )
+
+
+class _Pointing:
+    """Looks through one body."""
+
+    def __init__(
+        self, wire: Wire, body: Mapping[str, Any], settings: ModelSettings, replies: Replies
+    ) -> None:
+        self._replies = replies
+        self._picture = next(
+            (most for name, most in _MOST_PER_PICTURE.items() if name.search(settings.name)),
+            MOST_PER_PICTURE,
+        )
+        self._pictures = 0
+        self._followed = 0
+        self.unknown: list[tuple[str, str]] = []
+        """Places, and what there has a cost that is unknown."""
+        self._look_at_fields(wire.layout.api, body, settings)
+        if id := wire.follows(body):
+            self._follow(id)
+        match wire.layout.api:
+            case api if api in PLAIN:
+                return
+            case "openai_responses":
+                self._look_at_items(body)
+            case "gemini":
+                self._look_at_gemini(body)
+            case _:
+                self._look_at_content(body.get("system"), "system")
+                for n, message in enumerate(objects_among(body.get("messages"))):
+                    self._look_at_content(message.get("content"), f"messages[{n}].content")
+                    if message.get("audio"):
+                        self._is_unknown(f"messages[{n}].audio", "audio that the endpoint has")
+
+    def sum(self) -> Pointed:
+        """The tokens of all."""
+        return Pointed(
+            self._followed + self._pictures * self._picture,
+            self._followed + self._pictures * min(_LIKELY_PER_PICTURE, self._picture),
+        )
+
+    def _is_unknown(self, place: str, what: str) -> None:
+        self.unknown.append((place, what))
+
+    def _look_at_fields(self, api: str, body: Mapping[str, Any], settings: ModelSettings) -> None:
+        for name, what in _OTHER_COSTS.items():
+            if body.get(name) and (name != "prompt" or api == RESPONSES):
+                self._is_unknown(name, what)
+        config = body.get("generationConfig")
+        for place, given in (
+            ("modalities", body.get("modalities")),
+            (
+                "generationConfig.responseModalities",
+                config.get("responseModalities") if isinstance(config, dict) else None,
+            ),
+        ):
+            if isinstance(given, list) and any(str(one).lower() != "text" for one in given):
+                self._is_unknown(place, "replies that are not text cost more")
+        for name in ("service_tier", "serviceTier"):
+            if (tier := body.get(name)) not in _USUAL_TIERS:
+                self._is_unknown(name, f"the prices of {tier!r} are unknown")
+        if body.get("speed") not in (None, "standard"):
+            self._is_unknown("speed", f"the prices of {body['speed']!r} are unknown")
+        if _SEARCHES.search(settings.name):
+            self._is_unknown("model", f"{settings.name} uses tools that are priced by the call")
+        if api == RESPONSES:
+            self._look_at_tools(body.get("tools"), "tools")
+
+    def _look_at_tools(self, tools: Any, place: str) -> None:
+        for n, tool in enumerate(objects_among(tools)):
+            kind, here = str(tool.get("type")), f"{place}[{n}]"
+            if kind == "namespace":
+                self._look_at_tools(tool.get("tools"), f"{here}.tools")
+                continue
+            environment = tool.get("environment")
+            is_own = kind.startswith(_OWN_TOOLS) or (
+                kind == "shell"
+                and (not isinstance(environment, dict) or environment.get("type") == "local")
+            )
+            if not is_own:
+                self._is_unknown(here, f"a tool of type {kind!r} may be run by the provider")
+
+    def _look_at_items(self, body: Mapping[str, Any]) -> None:
+        self._look_at_content(body.get("instructions"), "instructions")
+        for n, item in enumerate(objects_among(body.get("input"))):
+            place, kind = f"input[{n}]", str(item.get("type"))
+            if kind == "item_reference" or (
+                kind == "reasoning" and item.get("id") and not item.get("encrypted_content")
+            ):
+                self._follow_item(str(item.get("id")), place)
+            elif kind == "image_generation_call":
+                self._pictures += 1
+            elif kind.endswith("_output"):
+                self._look_at_content(item.get("output"), f"{place}.output")
+            elif kind in _ITEMS:
+                self._look_at_content(item.get("content"), f"{place}.content")
+            elif kind != "reasoning":
+                self._is_unknown(place, f"an item of type {kind!r}")
+
+    def _look_at_gemini(self, body: Mapping[str, Any]) -> None:
+        system = body.get("systemInstruction") or body.get("system_instruction")
+        if isinstance(system, dict):
+            self._look_at_parts(system.get("parts"), "systemInstruction.parts")
+        for n, content in enumerate(objects_among(body.get("contents"))):
+            self._look_at_parts(content.get("parts"), f"contents[{n}].parts")
+
+    def _look_at_parts(self, parts: Any, place: str) -> None:
+        for n, part in enumerate(objects_among(parts)):
+            here = f"{place}[{n}]"
+            for key in _IN_GEMINI:
+                data = part.get(key)
+                if not isinstance(data, dict):
+                    continue
+                kind = str(data.get("mimeType") or data.get("mime_type") or "")
+                if kind.startswith("image/"):
+                    self._pictures += 1
+                elif not (kind.startswith("text/") and key.startswith("inline")):
+                    self._is_unknown(f"{here}.{key}", f"content of type {kind or 'unknown'!r}")
+                break
+            else:
+                result = part.get("functionResponse") or part.get("function_response")
+                if isinstance(result, dict):
+                    self._look_at_parts(result.get("parts"), f"{here}.functionResponse.parts")
+                elif _OF_GEMINI.isdisjoint(part):
+                    self._is_unknown(here, f"a part with {', '.join(part) or 'nothing'}")
+
+    def _look_at_content(self, content: Any, place: str) -> None:
+        parts = [content] if isinstance(content, dict) else content
+        for n, part in enumerate(objects_among(parts)):
+            here, kind = f"{place}[{n}]", str(part.get("type"))
+            source = part.get("source") if kind == "document" else None
+            within = source.get("type") if isinstance(source, dict) else None
+            if kind in _TEXTS or (kind == "None" and isinstance(part.get("text"), str)):
+                continue
+            if kind in _PICTURES:
+                self._pictures += 1
+            elif kind == "tool_result" or kind.endswith("_tool_result") or kind == "search_result":
+                self._look_at_content(part.get("content"), f"{here}.content")
+            elif isinstance(source, dict) and within == "content":
+                self._look_at_content(source.get("content"), f"{here}.source.content")
+            elif within != "text":
+                self._is_unknown(here, f"a part of type {kind!r}")
+
+    def _follow(self, id: str) -> None:
+        """Add what the model read and wrote up to the reply that is continued."""
+        calls = [
+            event
+            for event in self._replies()
+            if id in (event["body"].get("id"), conversation_of(event["body"]))
+        ]
+        place = "previous_response_id, conversation"
+        if not calls:
+            self._is_unknown(place, f"{id}: no reply to this agent, so what it holds")
+            return
+        usage = calls[-1]["reply"]["usage"]
+        counts = [usage["input_tokens"], usage["output_tokens"]] if usage else [None]
+        if None in counts:
+            self._is_unknown(place, f"{id}: this reply came without its number of tokens")
+        self._followed += sum(count or 0 for count in counts)
+
+    def _follow_item(self, id: str, place: str) -> None:
+        """Add what the model wrote in the reply that has an item."""
+        for event in self._replies():
+            usage = event["reply"]["usage"]
+            if id in _ids_in(event["body"]) and usage and usage["output_tokens"] is not None:
+                self._followed += usage["output_tokens"]
+                return
+        self._is_unknown(place, f"{id}: an item of no reply to this agent")
+
+
+def _ids_in(body: Mapping[str, Any]) -> Iterator[str]:
+    return (str(item.get("id")) for item in objects_among(body.get("output")))
