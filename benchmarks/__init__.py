@@ -6,6 +6,7 @@ call_cost      CPU per model call, compared with aiohttp and the SDKs
 loop_overhead  CPU of the agent loop per turn
 writing_share  CPU and bytes of writing journals and records
 counts         work per turn, exported record and sandbox, compared with counts.json in CI
+faulty         throughput while a few calls fail, by kind of fault
 limiter        how fast a run finds an endpoint's limit
 resume         start-up time and memory with a million finished records
 export_speed   MB of records exported per second

@@ -134,6 +134,62 @@ class TestLimiter:
             limiter.on_failures(1)
         assert limiter.limit > 40
 
+    @pytest.mark.parametrize(("share", "least"), [(0.03, 58), (0.09, 40), (0.17, 30)])
+    @pytest.mark.parametrize("seed", range(5))
+    def test_refusals_by_chance_leave_the_limit_and_the_other_calls_alone(
+        self, share: float, least: int, seed: int
+    ) -> None:
+        """They are as many after a cut as before, so the endpoint is not full."""
+        limiter, draw, now = Limiter(start=64, ceiling=80), random.Random(seed), 0.0
+        limits, pauses_s = [], 0.0
+        for _ in range(300):
+            for _ in range(limiter.limit):
+                if draw.random() < share:
+                    limiter.on_refusal(1.0, sent_at=now + 0.1, now=now + 0.2)
+                else:
+                    limiter.on_replies(1, is_needed=True)
+            pauses_s += max(0.0, limiter.cool_down_until - now - 0.2)
+            now += 2.0
+            limits.append(limiter.limit)
+        assert sum(limits[20:]) / len(limits[20:]) >= least
+        assert share > 0.03 or pauses_s < 10
+
+    def test_a_cut_for_the_first_call_is_undone_when_others_are_answered(self) -> None:
+        limiter = Limiter(start=64, ceiling=1000)
+        limiter.on_refusal(None, sent_at=0.0, now=0.1)
+        assert limiter.limit == 54
+        limiter.on_replies(100, is_needed=True)
+        limiter.on_refusal(None, sent_at=0.2, now=0.3)
+        assert limiter.limit == 64
+        limiter.on_replies(64, is_needed=True)
+        assert limiter.limit == 128, "no limit is known"
+
+    @pytest.mark.parametrize("start", [10, 64, 256])
+    def test_a_full_endpoint_is_still_found(self, start: int) -> None:
+        """It refuses what is beyond 40 calls in flight."""
+        limiter, now, refused, answered = Limiter(start=start, ceiling=256), 0.0, 0, 0
+        for turn in range(300):
+            sent = limiter.limit
+            for _ in range(max(0, sent - 40)):
+                limiter.on_refusal(None, sent_at=now + 0.1, now=now + 0.2)
+            limiter.on_replies(min(sent, 40), is_needed=True)
+            if turn > 100:
+                refused, answered = refused + max(0, sent - 40), answered + min(sent, 40)
+            now += 1.0
+        assert 36 <= limiter.limit <= 46
+        assert refused / (refused + answered) < 0.06
+
+    def test_a_retry_after_of_one_call_among_many_pauses_none_of_the_others(self) -> None:
+        limiter = Limiter(start=64, ceiling=64)
+        limiter.on_replies(200, is_needed=True)
+        limiter.on_refusal(30.0, sent_at=0.0, now=1.0)
+        assert limiter.cool_down_until < 1.0
+        assert limiter.limit == 64
+        for _ in range(20):
+            limiter.on_refusal(30.0, sent_at=0.5, now=1.5)
+        assert limiter.cool_down_until == 31.5
+        assert limiter.limit < 64
+
     @pytest.mark.parametrize(("seconds", "pause"), [(2.0, 2.0), (86_400.0, MAX_COOL_DOWN_S)])
     def test_a_retry_after_pauses_all_calls(self, seconds: float, pause: float) -> None:
         limiter = Limiter(start=4, ceiling=4)

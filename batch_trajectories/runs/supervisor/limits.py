@@ -248,6 +248,23 @@ _NEAR = 0.95
 _SLOWLY = 0.3
 """Slow growth: calls per round of calls."""
 
+_LATELY_CALLS = 100
+"""Of about so many of the last calls the share that was refused decides whether the endpoint is
+full. Some refuse single calls whatever the load: these are repeated, and the others go on."""
+
+_FULL = 0.08
+"""The share from which on it is. Where one call in thirty is refused by chance, the share among the
+last ones hardly ever gets so high; an endpoint that is full soon refuses more."""
+
+_WITHOUT_EFFECT = 0.75
+"""A cut has no effect if this part of the refused share is left after it. Of an endpoint that is
+full, and refuses fewer than `_MOST_BY_CHANCE`, no cut would leave so much."""
+
+_MOST_BY_CHANCE = 0.25
+
+_SOON_ROUNDS = 3
+"""Only the first calls after a cut show its effect: later the limit has grown again."""
+
 _FLOOR = 4
 _SURELY = 8
 """Below this floor the limit is cut only where so many more calls were refused than answered since
@@ -281,6 +298,13 @@ class Limiter:
         self._held_up = 0
         self._answered = self._refused = 0
         """Calls since the last cut."""
+        self._lately = _MovingShare()
+        """The calls that were refused."""
+        self._share_at_cut = 1.0
+        self._by_chance = 0.0
+        """The share that was refused just as often after a cut."""
+        self._is_cut = self._is_sure = False
+        """Whether the limit was ever cut, and whether that was for more than the first calls."""
         self.cool_down_until = float("-inf")
         """No call may be sent before this time."""
         self.refused = 0
@@ -298,8 +322,8 @@ class Limiter:
 
     @property
     def is_probed(self) -> bool:
-        """Whether the endpoint has ever refused a call."""
-        return self.refused > 0
+        """Whether the endpoint has ever refused calls because it was full."""
+        return self._is_cut
 
     def on_replies(self, count: int, *, is_needed: bool) -> None:
         """`count` calls were answered; `is_needed`: calls wait for the limit.
@@ -308,6 +332,9 @@ class Limiter:
         call per round, and slowly near the limit of the last refusal.
         """
         self._answered += count
+        self._lately.add(0.0, count)
+        if self._lately.share < self._by_chance / 2:
+            self._by_chance = self._lately.share
         held_up = min(self._held_up, count)
         self._held_up -= held_up
         count -= held_up
@@ -324,18 +351,41 @@ class Limiter:
     def on_refusal(self, retry_after_s: float | None, *, sent_at: float, now: float) -> None:
         """The endpoint refused a call that was sent at `sent_at`, and asked for `retry_after_s`.
 
-        Calls that were sent before the last cut do not cut the limit again.
+        Where it refuses only few, that call alone waits. Calls that were sent before the last cut
+        do not cut the limit again.
         """
         self.refused += 1
-        if retry_after_s is not None:
+        self._lately.add(1.0)
+        is_new = sent_at > self._cut_at
+        self._refused += is_new
+        calls = self._answered + self._refused
+        has_round = calls >= self._limit
+        if self._lately.share < self._by_chance + _FULL:
+            if has_round and self._is_cut and not self._is_sure:
+                # The first calls were refused by chance: others are, and far fewer.
+                self._is_cut = False
+                self._limit = max(self._limit, min(self._refused_at, float(self._ceiling)))
+            return
+        is_sure = self._lately.share_of(self._limit) >= self._by_chance + _FULL
+        self._is_sure = self._is_sure or is_sure
+        if retry_after_s is not None and is_sure:
             pause_s = min(retry_after_s, MAX_COOL_DOWN_S)
             self.cool_down_until = max(self.cool_down_until, now + pause_s)
-        if sent_at <= self._cut_at:
+        if not is_new:
+            self._share_at_cut = max(self._share_at_cut, self._lately.share)
             return
-        self._refused += 1
+        if self._answered and not has_round:
+            return
+        share, before = self._refused / calls, self._share_at_cut
+        is_soon = self._answered and calls < _SOON_ROUNDS * self._limit
+        if is_soon and max(share, before) < _MOST_BY_CHANCE and share >= before * _WITHOUT_EFFECT:
+            self._by_chance = share
+            return
         is_load = self._refused >= self._answered + _SURELY
         lowest = 1.0 if is_load else min(self._limit, float(_FLOOR))
+        self._is_cut = True
         if self._limit > lowest:
+            self._share_at_cut = self._lately.share
             self._cut_at = now
             self._refused_at = self._limit
             self._limit = max(lowest, self._limit * _CUT)
@@ -345,6 +395,28 @@ class Limiter:
         """`count` calls failed under load in another way; the limit should not grow for a while."""
         highest = int(_MAX_HELD_UP_ROUNDS * self._limit) + _HELD_UP
         self._held_up = min(self._held_up + _HELD_UP * count, highest)
+
+
+class _MovingShare:
+    """A moving share of the last calls."""
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        """Count `count` calls, each as `value`: 1 or 0."""
+        kept = (1 - 1 / _LATELY_CALLS) ** count
+        self._sum = self._sum * kept + value * (1 - kept)
+        self._weight = self._weight * kept + 1 - kept
+
+    @property
+    def share(self) -> float:
+        """Of the calls so far, the last ones counting most; 0 before the first."""
+        return self._sum / self._weight if self._weight else 0.0
+
+    def share_of(self, calls: float) -> float:
+        """The same if there were at least so many calls: those in flight may be answered."""
+        return self._sum / max(self._weight, 1 - (1 - 1 / _LATELY_CALLS) ** calls)
 
 
 def share_out(limit: int, demands: Sequence[int], *, turn: int = 0) -> list[int]:
