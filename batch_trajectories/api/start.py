@@ -18,10 +18,11 @@ from batch_trajectories.basics.errors import (
 from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.runs.config.run_config import RunConfig
 from batch_trajectories.runs.dataset.scan import Scan, tasks
-from batch_trajectories.runs.directory.run_dir import RunDir, open_run_dir
+from batch_trajectories.runs.directory.origin import received
+from batch_trajectories.runs.directory.run_dir import RunDir, open_run_dir, was_started_here
 from batch_trajectories.runs.directory.run_totals import RunTotals
 from batch_trajectories.runs.planning.plan import Plan, make_plan, refuse_bad_rows, warn
-from batch_trajectories.runs.store.files import training_file_of
+from batch_trajectories.runs.store.files import listed, training_file_of
 from batch_trajectories.runs.supervisor.run import Outcome, run_batch
 
 LiveView = Callable[[Path], AbstractContextManager[Callable[[str], object] | None]]
@@ -96,6 +97,11 @@ def start(
     tell = (None if progress else _discard) if isinstance(progress, bool) else progress
     warn(plan, tell or say)
     refuse_bad_rows(plan, tell or say)
+    if not fresh and _continues_others_calls(plan.config):
+        (tell or say)(
+            f"{received(plan.config.run_dir)}; its unfinished conversations go on, and with "
+            "--sandbox=local their recorded calls may run again on this machine"
+        )
     with open_planned(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:
         with nullcontext(tell) if live_view is None else live_view(run_dir.path) as tell:
             outcome = run_batch(plan, run_dir, only=only, tell=tell)
@@ -116,6 +122,15 @@ def end_of(path: Path, outcome: Outcome, totals: RunTotals, *, is_all: bool = Tr
         signal=outcome.signal,
         is_out_of_budget=outcome.is_out_of_budget,
     )
+
+
+def _continues_others_calls(config: RunConfig) -> bool:
+    """Whether calls may run again, unsandboxed, of a run that this user did not start here."""
+    path = config.run_dir
+    if config.sandbox != "local" or not (path / "run.json").exists():
+        return False
+    has_calls = any(file.stat().st_size for file in listed(path / "inflight"))
+    return has_calls and not was_started_here(path)
 
 
 def open_planned(

@@ -202,11 +202,7 @@ class TestScore:
     def test_its_prices_do_not_count(self, tmp_path: Path) -> None:
         run_dir = started(tmp_path)
         received(run_dir, prices={"j": {"input": 0, "output": 0}})
-        at: dict[str, Any] = {
-            "base_url": "http://127.0.0.1:9/v1",
-            "key_env": "none",
-            "max_tokens": 5,
-        }
+        at: dict[str, Any] = {"base_url": "http://127.0.0.1:9/v1", "key_env": "none"}
         done = run(tmp_path, "score", "r", judge="j", max_tokens=5, max_judge_cost_usd=1, **at)
         assert "the price of 'j' is unknown" in done.stderr
 

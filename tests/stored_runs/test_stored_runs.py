@@ -161,6 +161,7 @@ def test_a_killed_run_asks_only_for_the_replies_that_it_does_not_have(cwd: Path)
     with FakeEndpoint(latency_s=0.0, turns=TURNS, tool="write_file") as endpoint:
         done = run(cwd, *KILLED, f"--base_url={endpoint.openai_url}")
         assert done.returncode == 0, done.stdout + done.stderr
+        assert "their recorded calls may run again on this machine" in done.stderr, "not marked"
         assert endpoint.journal()["requests"] == CONVERSATIONS * TURNS - REPLIES
     records = lines(cwd / "trajectories" / "killed" / "records.jsonl")
     assert [len(record["turns"]) for record in records] == [TURNS] * CONVERSATIONS
