@@ -4,6 +4,7 @@ The shares never exceed the limit."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -405,7 +406,7 @@ class _MovingShare:
 
     def add(self, value: float, count: int = 1) -> None:
         """Count `count` calls, each as `value`: 1 or 0."""
-        kept = (1 - 1 / _LATELY_CALLS) ** count
+        kept = math.pow(1 - 1 / _LATELY_CALLS, count)
         self._sum = self._sum * kept + value * (1 - kept)
         self._weight = self._weight * kept + 1 - kept
 
@@ -416,7 +417,7 @@ class _MovingShare:
 
     def share_of(self, calls: float) -> float:
         """The same if there were at least so many calls: those in flight may be answered."""
-        return self._sum / max(self._weight, 1 - (1 - 1 / _LATELY_CALLS) ** calls)
+        return self._sum / max(self._weight, 1 - math.pow(1 - 1 / _LATELY_CALLS, calls))
 
 
 def share_out(limit: int, demands: Sequence[int], *, turn: int = 0) -> list[int]:
