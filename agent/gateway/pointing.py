@@ -229,8 +229,8 @@ class _Pointing:
                 result = part.get("functionResponse") or part.get("function_response")
                 if isinstance(result, dict):
                     self._look_at_parts(result.get("parts"), f"{here}.functionResponse.parts")
-                elif _OF_GEMINI.isdisjoint(part):
-                    self._is_unknown(here, f"a part with {', '.join(part) or 'nothing'}")
+                elif part and _OF_GEMINI.isdisjoint(part):
+                    self._is_unknown(here, f"a part with {', '.join(part)}")
 
     def _look_at_content(self, content: Any, place: str) -> None:
         parts = [content] if isinstance(content, dict) else content

@@ -151,7 +151,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
             "contents": [
                 {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {"url": "x"}}}]},
                 {"role": "user", "parts": [{"functionResponse": {"name": "f", "response": {}}}]},
-                {"role": "user", "parts": [{"text": "x"}]},
+                {"role": "user", "parts": [{"text": "x"}, {}]},
                 {"role": "user", "parts": [{"inlineData": {"mimeType": "text/csv", "data": "A"}}]},
             ],
             "generationConfig": {"responseModalities": ["TEXT"]},
