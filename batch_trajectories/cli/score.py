@@ -152,20 +152,28 @@ def _at_endpoint(stored: StoredRun, judge: str, *, has_url: bool, uses_run: bool
 
     Raises `ConfigError` where these would be those of a received run.
     """
-    from agent.models.providers import PROVIDERS
+    from agent.models.providers import FIRST, PROVIDERS, provider_at
     from agent.models.resolve import with_colon
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.runs.config.models import beside
     from batch_trajectories.runs.directory.origin import FLAG, received
 
-    if has_url:
+    base_url, endpoints = stored.config.base_url, stored.config.endpoints
+    prefix = with_colon(judge, endpoints).partition(":")[0]
+    if has_url or (not uses_run and prefix in PROVIDERS):
         return {"model": judge}
     of_run = beside(stored.config, judge)
+    there = None if base_url is None else provider_at(base_url)
+    if (
+        prefix in FIRST
+        and base_url is not None
+        and (there is None or there.base_url != PROVIDERS[prefix].base_url)
+    ):
+        return {"model": judge}  # the provider's own host, whatever URL the run has
     if uses_run:
         return of_run
-    prefix = with_colon(judge, stored.config.endpoints).partition(":")[0]
     names_more = any(value for name, value in of_run.items() if name != "model")
-    if prefix not in PROVIDERS and (prefix in stored.config.endpoints or names_more):
+    if prefix in endpoints or names_more:
         raise ConfigError(
             f"--judge: {received(stored.path)}, so {judge!r} is not asked where its run.json "
             f"says: name it as PROVIDER:NAME, give --base_url, or add {FLAG}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agent.models.model import ModelSettings, Price
-from agent.models.providers import ONLY_RELAYED, PROVIDERS, Api, holds_at, provider_at
+from agent.models.providers import ONLY_RELAYED, Api, holds_at, provider_at
 from agent.models.resolve import SCRIPTED, Endpoint, read_key, resolve_model, resolve_sibling
 from agent.setup import Setup, set_up
 from batch_trajectories.basics.errors import ConfigError
@@ -150,28 +150,18 @@ def price_of(config: RunConfig, name: str) -> Price | None:
 def beside(config: RunConfig, name: str) -> dict[str, Any]:
     """The options `model`, `base_url`, `api` and `key_env` of a model beside those of a run.
 
-    Without a provider it is asked at the run's endpoint; with one at the provider's own host,
-    whatever `base_url` the run has.
+    Without a provider, or with that of the run's first model, it is asked at the run's endpoint.
     """
     own, colon, _ = next(iter(config.model_weights())).partition(":")
     own = own if colon and "/" not in own else ""
     prefix, colon, _ = name.partition(":")
     there = {key: getattr(config, key) for key in ("base_url", "api", "key_env")}
     is_elsewhere = colon and (prefix in config.endpoints or holds_at(prefix, config.base_url))
-    is_at_run = prefix == own and (
-        prefix in config.endpoints or _is_host_of(config.base_url, prefix)
-    )
-    if name == SCRIPTED or (is_elsewhere and not is_at_run):
+    if name == SCRIPTED or (is_elsewhere and prefix != own):
         return {"model": name}
     if not is_elsewhere and config.base_url is None and own:
         name = f"{own}:{name}"
     return {"model": name, **({} if own in config.endpoints else there)}
-
-
-def _is_host_of(base_url: str | None, prefix: str) -> bool:
-    """Whether a base URL is that of a provider; servers of the user's own have no other."""
-    row = PROVIDERS.get(prefix)
-    return base_url is None or row is None or row.is_own_server or provider_at(base_url) is row
 
 
 def _endpoints(config: RunConfig) -> dict[str, Endpoint]:
