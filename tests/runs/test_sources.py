@@ -153,6 +153,53 @@ def test_a_saved_dataset_that_leads_outside_of_itself_is_refused(tmp_path: Path,
             read(saved / "train")
 
 
+def write_parquet_json(path: Path) -> None:
+    rows = [json.dumps(one) for one in JSON_VALUES]
+    of_json = pa.ExtensionArray.from_storage(pa.json_(), pa.array([*rows, None, "null"]))
+    nested = pa.StructArray.from_arrays([of_json], names=["inner"])
+    offsets = pa.array(range(len(rows) + 3), pa.int32())
+    lists = pa.ListArray.from_arrays(offsets, of_json)
+    maps = pa.MapArray.from_arrays(offsets, pa.array(["k"] * (len(rows) + 2)), of_json)
+    table = pa.table({"own": of_json, "object": nested, "list": lists, "map": maps})
+    pq.write_table(table, path, store_schema=path.stem != "plain")
+
+
+JSON_VALUES = [{"role": "user", "n": [1, None, {"a": None}]}, "text", 7, False, [], 2**70]
+
+
+@pytest.mark.parametrize("name", ["own.parquet", "plain.parquet"])
+def test_values_of_arrows_type_for_json_are_what_their_text_says(tmp_path: Path, name: str) -> None:
+    write_parquet_json(tmp_path / name)
+    assert read(tmp_path / name) == [
+        *(
+            {"own": one, "object": {"inner": one}, "list": [one], "map": {"k": one}}
+            for one in JSON_VALUES
+        ),
+        *[{"object": {}, "list": [None], "map": {}}] * 2,
+    ]
+
+
+def test_rows_that_datasets_stores_as_json_come_back(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {"expected": one, "messages": [{"role": "user", "content": one}]} for one in JSON_VALUES[:4]
+    ]
+    features = datasets.Features(
+        {"expected": datasets.Json(), "messages": datasets.List(datasets.Json())}
+    )
+    dataset = datasets.Dataset.from_list(rows, features=features)
+    dataset.save_to_disk(tmp_path / "saved")
+    dataset.to_parquet(tmp_path / "p.parquet")
+    assert read(tmp_path / "saved") == read(tmp_path / "p.parquet") == rows
+
+
+def test_what_is_no_json_in_a_column_of_json_is_named(tmp_path: Path) -> None:
+    column = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{}", "{"]))
+    pq.write_table(pa.table({"files": column}), tmp_path / "p.parquet")
+    with pytest.raises(DatasetError, match=r"column 'files', row 2: its type is JSON"):
+        read(tmp_path / "p.parquet")
+
+
 def test_a_json_list_is_read_across_the_borders_of_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,18 +1,21 @@
 """Rows of Arrow tables as JSON has them.
 
 Arrow cannot tell an absent value from null, so nulls are absent, in objects at any depth. Dates
-and times are ISO 8601 text, decimals text. Bytes (images, audio) are left out.
+and times are ISO 8601 text, decimals text. Bytes (images, audio) are left out. Values of Arrow's
+type for JSON (`arrow.json`, and Parquet's logical type) are what their text says, at any depth:
+`datasets` stores columns of mixed JSON that way. In these, null stays null.
 """
 
 from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -75,7 +78,7 @@ def rows_of(
             left_out.update(name for field in schema for name in _bytes_in(field.type, field.name))
             names = {n: field.name for n, field in enumerate(schema) if not _is_bytes(field.type)}
         columns = [
-            _values(table.column(n), f"{place}: column {name!r}, rows from {done + 1}")
+            _values(table.column(n), f"{place}: column {name!r}", done + 1)
             for n, name in names.items()
         ]
         for cells in zip(*columns, strict=True) if columns else [()] * table.num_rows:
@@ -116,13 +119,68 @@ def _is_bytes(kind: pa.DataType) -> bool:
     )
 
 
-def _values(column: pa.Array | pa.ChunkedArray, place: str) -> list[Any]:
+def _values(column: pa.Array | pa.ChunkedArray, place: str, first: int) -> list[Any]:
+    """The values of a column; `first` is the number of its first row."""
+    read = _json_reader(column.type) or _plain
+    values = []
     try:
-        return [_plain(value) for value in column.to_pylist(maps_as_pydicts="strict")]
+        for value in column.to_pylist(maps_as_pydicts="strict"):
+            values.append(read(value))
     except MemoryError:
         raise
+    except exact_json.JSONDecodeError as error:
+        reason = f"row {first + len(values)}: its type is JSON, but its text is not: {error}"
+        raise DatasetError(f"{place}, {reason}") from error
     except Exception as error:  # also of the libraries of time zones
-        raise DatasetError(f"{place}: cannot read it: {error}") from error
+        raise DatasetError(f"{place}, rows from {first}: cannot read it: {error}") from error
+    return values
+
+
+def _json_reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """What makes a value of this type plain; None if it holds no JSON, so that `_plain` does."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.JsonType):
+        return _parsed
+    if isinstance(kind, pa.BaseExtensionType):
+        return _json_reader(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return _json_reader(kind.value_type)
+    if pa.types.is_map(kind):
+        of_item = _json_reader(kind.item_type)
+        return None if of_item is None else lambda value: _object(value, {}, of_item)
+    if pa.types.is_struct(kind):
+        named = (
+            (field.name, _json_reader(field.type))
+            for field in map(kind.field, range(kind.num_fields))
+        )
+        of_members = {name: read for name, read in named if read is not None}
+        return (lambda value: _object(value, of_members, _plain)) if of_members else None
+    if kind.num_fields == 1:  # all kinds of lists
+        of_element = _json_reader(kind.field(0).type)
+        return None if of_element is None else lambda value: _list(value, of_element)
+    return None
+
+
+def _parsed(value: str | None) -> Any:
+    parsed = None if value is None else exact_json.loads(value)
+    return _ABSENT if parsed is None else parsed
+
+
+def _object(
+    value: Any, members: dict[str, Callable[[Any], Any]], other: Callable[[Any], Any]
+) -> Any:
+    """An object, whose members with these names are read by functions of their own."""
+    if value is None:
+        return _ABSENT
+    plain = ((str(name), members.get(name, other)(member)) for name, member in value.items())
+    return {name: member for name, member in plain if member is not _ABSENT}
+
+
+def _list(value: Any, read: Callable[[Any], Any]) -> Any:
+    if value is None:
+        return _ABSENT
+    return [None if item is _ABSENT else item for item in map(read, value)]
 
 
 def _plain(value: Any) -> Any:
@@ -134,14 +192,9 @@ def _plain(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else _ABSENT
         case dict():
-            plain = ((name, _plain(member)) for name, member in value.items())
-            return {
-                name if isinstance(name, str) else str(name): member
-                for name, member in plain
-                if member is not _ABSENT
-            }
+            return _object(value, {}, _plain)
         case list():
-            return [None if item is _ABSENT else item for item in map(_plain, value)]
+            return _list(value, _plain)
         case datetime.datetime() | datetime.date() | datetime.time():
             return value.isoformat()
         case _:
