@@ -35,8 +35,11 @@ class AgentCall(NamedTuple):
     content: bytes
     """The body as it came."""
     body: dict[str, Any]
+    """The same, read; half an emoji is U+FFFD here, as records have it."""
     is_repeat: bool
     """The agent says that it made this request before."""
+    has_halves: bool = False
+    """`content` holds half an emoji, as programs write that cut texts."""
 
 
 def request_of(
@@ -55,6 +58,9 @@ def request_of(
     Raises `WireError`, under a budget also for a request that can cost more than is known.
     """
     wire, path, content, body = call.wire, call.path, call.content, call.body
+    write: Callable[[Any], bytes] = exact_json.dumps
+    if call.has_halves:  # what is sent has them as the agent does, also where a part changes
+        body, write = exact_json.loads_with_halves(content), exact_json.dumps_with_halves
     max_tokens: int | None = 0
     bound, tools = None, False
     if request is not None:
@@ -70,7 +76,7 @@ def request_of(
         path, body = wire.rewritten(
             path, body, model=name, max_tokens=bound, without_server_tools=tools
         )
-        content = exact_json.dumps(body)
+        content = write(body)
     if request is not None and settings.needs_bound:
         check_pointed(wire, body, settings, replies)
     asking = None
@@ -92,7 +98,7 @@ def request_of(
         read=read,
         unasked=None if request is None else call.wire.assembly,
         pointing=nothing if request is None else partial(pointed_at, wire, body, settings, replies),
-        asking_for_tokens=None if asking is None else exact_json.dumps(asking),
+        asking_for_tokens=None if asking is None else write(asking),
     )
 
 

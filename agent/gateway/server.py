@@ -263,10 +263,15 @@ def _unpack(content: bytes, coding: str) -> bytes:
 
 async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:
     content = await body_of(request)
+    has_halves = False
     try:
         body = exact_json.loads(content)
-    except exact_json.JSONDecodeError as error:
-        raise WireError(f"the request is not JSON: {error}") from error
+    except exact_json.JSONDecodeError:
+        try:
+            body = exact_json.loads_with_valid_text(content)
+        except exact_json.JSONDecodeError as error:
+            raise WireError(f"the request is not JSON: {error}") from error
+        has_halves = True
     if not isinstance(body, dict):
         raise WireError("the request is not a JSON object")
     if key := exact_json.repeated_key(content, body):
@@ -275,7 +280,9 @@ async def _read(request: web.BaseRequest, wire: Wire, path: str) -> AgentCall:
         )
     headers = _headers_of(request)
     repeats = headers.get("x-stainless-retry-count", "0")
-    return AgentCall(wire, path, headers, content, body, is_repeat=repeats not in ("", "0"))
+    return AgentCall(
+        wire, path, headers, content, body, repeats not in ("", "0"), has_halves=has_halves
+    )
 
 
 def _headers_of(request: web.BaseRequest) -> Mapping[str, str]:

@@ -102,6 +102,27 @@ def loads_with_halves(text: str | bytes) -> Any:
         raise orjson.JSONDecodeError(str(error), "", 0) from None
 
 
+def loads_with_valid_text(text: str | bytes) -> Any:
+    """Read JSON as `loads` does; half an emoji, as programs write that cut texts, becomes U+FFFD.
+
+    Raises `JSONDecodeError`.
+    """
+    try:
+        return loads(text)
+    except orjson.JSONDecodeError as error:
+        try:
+            value = _with_valid_text(loads_with_halves(text))
+            dumps(value)  # refuses a nesting that reading takes
+        except (ValueError, TypeError, RecursionError):
+            raise error from None  # half an emoji was not the only reason
+        return value
+
+
+def dumps_with_halves(value: Any) -> bytes:
+    """Write JSON whose texts may hold half an emoji, in ASCII."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
 def is_nested_too_deep(json_text: bytes) -> bool:
     """Whether JSON is nested deeper than `MAX_NESTING`; nearly free if it has few brackets."""
     if json_text.count(b"[") + json_text.count(b"{") <= MAX_NESTING:

@@ -654,3 +654,37 @@ def test_an_import_into_a_run_of_its_own_or_a_bad_name_is_refused(
     assert sorted(stored.rglob("*")) == before
     with pytest.raises(ConfigError, match=r"--run_name: must be letters"):
         import_conversations([file], "../r", tmp_path / "runs")
+
+
+def test_a_session_with_a_line_that_cannot_be_read_is_left_out_whole(tmp_path: Path) -> None:
+    """Without the line it would be another conversation. Half an emoji is read: Node writes it."""
+    done = wrote("m1", {"type": "text", "text": "Done."}, "end_turn")
+    rows = [json.dumps(row) for row in session(said("Hello"), said("Cut HERE."), done)]
+    torn = [rows[0], rows[1][:40], rows[2]]
+    odd = [rows[0], rows[1].replace('"user"', '"robot"', 1), rows[2]]
+    empty = [rows[0], rows[1].replace('"message": {', '"message": 7, "x": {'), rows[2]]
+    files = {"half": rows, "torn": torn, "odd": odd, "list": [*rows, "[1]"], "empty": empty}
+    for name, some in files.items():
+        text = "\n".join(some).replace('"s1"', json.dumps(name)).replace("HERE", "\\ud83d")
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    end, run_dir = take(tmp_path, *[tmp_path / f"{name}.jsonl" for name in files])
+    record = only_record(run_dir)
+    assert [m.content for m in record.messages] == ["Hello", "Cut \ufffd.", "Done."]
+    assert [what.rpartition("/")[2].partition(": ")[0] for what in end.unreadable] == [
+        *("torn.jsonl:2", "odd.jsonl:2", "list.jsonl:4", "empty.jsonl:2")
+    ]
+    assert "type: 'robot' with a message" in end.unreadable[1]
+    assert "its whole session is left out" in end.unreadable[0]
+
+
+def test_a_subagent_with_a_line_that_cannot_be_read_is_left_out_whole(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").write_text(_side("s", is_sidechain=False))
+    subagents = tmp_path / "s" / "subagents"
+    subagents.mkdir(parents=True)
+    for name, line in {"a": "{", "b": "7", "c": ""}.items():
+        first, rest = _side("s").split("\n", 1)
+        (subagents / f"agent-{name}.jsonl").write_text(f"{first}\n{line}\n{rest}")
+    end, run_dir = take(tmp_path, tmp_path / "s.jsonl")
+    assert len(only_record(run_dir).inner) == 1
+    assert [what.count("the whole subagent is left out") for what in end.unreadable] == [1, 1]
+    assert "agent-a.jsonl:2: not JSON" in end.unreadable[0]

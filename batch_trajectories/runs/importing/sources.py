@@ -90,7 +90,13 @@ def _read_rows(
     whole: list[SourceRow] = []
     for row in chain(head, rows):
         if isinstance(row, Unreadable):
-            yield Place(name, source, row.line, at), row
+            if reader.session is None:
+                yield Place(name, source, row.line, at), row
+                continue
+            # Without one of its lines a session would be another conversation.
+            wrong = Unreadable(f"{row}; its whole session is left out", row.line)
+            yield Place(name, source, row.line, at), wrong
+            return
         elif reader.row is None:
             whole.append(row)
         else:
@@ -124,7 +130,7 @@ def _rows_of_file(file: SourceFile) -> Iterator[SourceRow | Unreadable]:
     if file.kind == "lines" and file.compression is None and file.path.suffix == ".json":
         # A document of many lines, or JSONL.
         try:
-            content = exact_json.loads(file.path.read_bytes())
+            content = exact_json.loads_with_valid_text(file.path.read_bytes())
         except (OSError, exact_json.JSONDecodeError):
             content = None  # named when it is read as rows
         if isinstance(content, dict):
@@ -144,7 +150,7 @@ def _rows_of(source: DataSource) -> Iterator[SourceRow | Unreadable]:
                 if not row.strip():
                     continue
                 try:
-                    content = exact_json.loads(row)
+                    content = exact_json.loads_with_valid_text(row)
                 except exact_json.JSONDecodeError as error:
                     yield Unreadable(f"not JSON: {error}", number)
                     continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from agent.gateway.relay import CallLimits, RefusedModel, Route
 from agent.gateway.server import MAX_REQUEST_BYTES
 from agent.models.client.open_model import open_model
 from agent.models.model import ModelSettings, Price
-from tests.agent.gateway.relaying import ALL, KEY, PATHS, ask, held, relayed, until
+from tests.agent.gateway.relaying import ALL, KEY, PATHS, ask, held, relayed, reply_of, until
 
 EACH = pytest.mark.parametrize("api", ALL)
 PRICES: dict[str, Any] = {"prices": {"m": Price(1.0, 1.0, 1.0, 1.0)}}
@@ -412,5 +413,30 @@ def test_a_reply_of_several_choices_may_cost_several_times_as_much() -> None:
         await model.close()
         assert claims[1].tokens - claims[0].tokens == 3 * 1000
         assert claims[0].tokens == len(body) + 1000 + 1000
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("api", ALL)
+@pytest.mark.parametrize("name", [None, "other"])
+def test_half_an_emoji_reaches_the_endpoint_as_it_came(api: str, name: str | None) -> None:
+    """Node writes it when it cuts a text; servers take it. Records hold U+FFFD."""
+
+    async def play(request: web.BaseRequest, body: bytes, n: int) -> web.StreamResponse:
+        return web.Response(body=orjson.dumps(reply_of(api)), content_type="application/json")
+
+    content = orjson.dumps(ask("Cut HERE, \u00e9.")).replace(b"HERE", b"\\ud83d")
+
+    async def run() -> None:
+        async with relayed(api, play, name=name) as world:
+            assert (await world.read(content))[0] == 200
+            (asked,) = world.endpoint.asked
+            if name is None:
+                assert asked.body == content
+            assert json.loads(asked.body) == {**json.loads(content), "model": name or "m"}
+            (exchange,) = world.exchanges
+            assert "Cut \ufffd, \u00e9." in orjson.dumps(exchange).decode()
+            status, said = await world.read(content.replace(b"}", b",}"))
+            assert (status, b"is not JSON" in said) == (400, True)
 
     asyncio.run(run())

@@ -121,28 +121,36 @@ def _by_root(rows: Sequence[SourceRow]) -> list[list[SourceRow]]:
 
 
 def _files_of(path: Path, problems: list[Unreadable]) -> Iterator[list[SourceRow]]:
-    """The lines of each subagent that has a file of its own."""
+    """The lines of each subagent that has a file of its own.
+
+    One with a line that cannot be read is left out whole: it would be another conversation.
+    """
     beside = path.parent.glob("agent-*.jsonl") if not path.stem.startswith("agent-") else ()
     for file in sorted([*path.with_suffix("").glob("subagents/*.jsonl"), *beside]):
         try:
-            if file.parent == path.parent and _session_of(_lines_of(file, [])) != path.stem:
+            is_beside = file.parent == path.parent
+            if is_beside and _session_of(_lines_of(file)) != path.stem:
                 continue
-            yield [*_lines_of(file, problems)]
+            yield [*_lines_of(file)]
+        except Unreadable as error:
+            problems.append(Unreadable(f"{error}; the whole subagent is left out"))
         except OSError as error:
             problems.append(Unreadable(f"{file.name}: {error.strerror}"))
 
 
-def _lines_of(file: Path, problems: list[Unreadable]) -> Iterator[SourceRow]:
-    """The objects of a file; `problems` gets the lines that are not JSON. Raises `OSError`."""
+def _lines_of(file: Path) -> Iterator[SourceRow]:
+    """The objects of a file. Raises `Unreadable` for a line that is none, and `OSError`."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            try:
-                content = exact_json.loads(line)
-            except exact_json.JSONDecodeError as error:
-                problems.append(Unreadable(f"{file.name}:{number}: not JSON: {error}"))
+            if not line.strip():
                 continue
-            if isinstance(content, dict):
-                yield SourceRow(number, content)
+            try:
+                content = exact_json.loads_with_valid_text(line)
+            except exact_json.JSONDecodeError as error:
+                raise Unreadable(f"{file.name}:{number}: not JSON: {error}") from error
+            if not isinstance(content, dict):
+                raise Unreadable(f"{file.name}:{number}: not an object")
+            yield SourceRow(number, content)
 
 
 def _session_of(rows: Iterable[SourceRow]) -> str | None:
@@ -167,10 +175,12 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
     replies: dict[str, dict[str, Any]] = {}
     blocks: dict[str, list[Any]] = {}
     for row in _with_kept(_not_rewound(rows), kept):
-        message = row.content.get("message")
+        message, kind = row.content.get("message"), row.content.get("type")
         if not isinstance(message, dict):
+            if kind in ("user", "assistant"):
+                raise Unreadable("message: it must be an object", row.number)
             continue
-        if row.content.get("type") == "user":
+        if kind == "user":
             is_shown = row.content.get("isCompactSummary") or not row.content.get(
                 "isVisibleInTranscriptOnly"
             )
@@ -180,7 +190,7 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
                     _mind_cut(items, blocks, replies, is_retried=False)
                 item = {"role": "user", "content": content}
                 items.append((row.number, "message", item))
-        elif row.content.get("type") == "assistant":
+        elif kind == "assistant":
             id = _key(row.content)
             is_own = _is_own(row.content)
             if id not in blocks:
@@ -202,6 +212,10 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
                 replies[id]["usage"] = NOTHING_USED  # no call was made
             else:
                 replies[id] |= {"response_id": message.get("id"), **_facts(message)}
+        else:
+            raise Unreadable(
+                f"type: {kind!r} with a message is none of user, assistant", row.number
+            )
     read = read_messages(_API, items)
     given = {_key(row.content) for row in kept.rows}
     told = [reply for id, reply in replies.items() if id not in given]
