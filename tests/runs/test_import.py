@@ -445,7 +445,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_taken_once(tmp_path: Path)
                 json.dumps(good),
                 '{"messages": [{"role"',
                 "",
-                json.dumps({"messages": [{"role": "human", "content": "Hi"}]}),
+                json.dumps({"messages": [{"role": "robot", "content": "Hi"}]}),
                 "[1]",
                 json.dumps(good | {"tools": 7}),
                 json.dumps(good | {"id": 5}),
@@ -460,7 +460,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_taken_once(tmp_path: Path)
     named = [what.removeprefix(f"{tmp_path}/") for what in end.unreadable]
     assert [what.split(" ")[:2] for what in named] == [
         ["rows.jsonl:2:", "not"],
-        ["rows.jsonl:4:", "messages[0]:"],
+        ["rows.jsonl:4:", "messages[0].role:"],
         ["rows.jsonl:5:", "not"],
         ["rows.jsonl:6:", "tools:"],
         ["atif.jsonl:1:", "steps[1].message:"],
