@@ -133,7 +133,7 @@ def test_the_context_of_a_turn_is_what_the_model_saw(tmp_path: Path) -> None:
     record = record_of(*said, view_trimmed=True)
     training_rows = rows(source_of(made(tmp_path / "t"), record), "openai", per_turn=True)
     assert [turns_of(row) for row in training_rows] == [
-        ["|\n\nLook.*"],
+        ["|\n\nLook.\n*"],
         ["|Look.", "|\n\nA\n\nB*"],
         ["|Look.", "|A\n\nB", "|\nC*"],
     ]

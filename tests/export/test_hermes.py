@@ -345,15 +345,15 @@ class TestReasoning:
 
 
 class TestWhiteSpace:
-    def test_a_turn_with_calls_loses_its_trailing_white_space_only(self) -> None:
+    def test_a_turn_with_calls_keeps_that_of_its_text(self) -> None:
         value = values(user(), assistant("  One.\n", call(), reasoning=" a \n"))[1]
         assert value == (
             "<think>\n a \n\n</think>\n  One.\n\n"
             '<tool_call>\n{"name": "temp", "arguments": {}}\n</tool_call>'
         )
 
-    def test_a_turn_without_calls_has_none_at_its_ends(self) -> None:
-        assert values(user(), assistant("One. \n\n"))[1] == "<think>\n</think>\nOne."
+    def test_a_turn_without_calls_keeps_that_at_its_end(self) -> None:
+        assert values(user(), assistant("One. \n\n"))[1] == "<think>\n</think>\nOne. \n\n"
 
     def test_blank_text_before_calls_is_left_out(self) -> None:
         value = values(user(), assistant(" \n ", call()))[1]

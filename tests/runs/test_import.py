@@ -688,3 +688,107 @@ def test_a_subagent_with_a_line_that_cannot_be_read_is_left_out_whole(tmp_path: 
     assert len(only_record(run_dir).inner) == 1
     assert [what.count("the whole subagent is left out") for what in end.unreadable] == [1, 1]
     assert "agent-a.jsonl:2: not JSON" in end.unreadable[0]
+
+
+SHORT = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}
+
+
+def test_equal_conversations_without_ids_are_one_record(tmp_path: Path) -> None:
+    other = {"messages": [*SHORT["messages"], {"role": "user", "content": "More?"}]}
+    rows = [SHORT, other, SHORT, {**SHORT, "id": "x"}]
+    write_rows(tmp_path / "a.jsonl", *rows)
+    write_rows(tmp_path / "b.jsonl", SHORT)
+    end, run_dir = take(tmp_path, tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert (end.completed, end.ended_early, end.repeated, end.there) == (2, 1, 2, 0)
+    assert "2 equal to one before them, left out" in end.describe()
+    assert [record.id for record in stored_records(run_dir)] == ["a-1", "a-2", "x"]
+    assert [row["id"] for row in lines(run_dir / "imported/conversations.jsonl")] == [
+        "a-1",
+        "a-2",
+        "x",
+    ]
+    again, _ = take(tmp_path, tmp_path / "b.jsonl", tmp_path / "a.jsonl")
+    assert (again.completed, again.there, again.changed) == (0, 5, [])
+    # Killed after a row, before its record: the record still belongs to the row.
+    for file in run_dir.glob("records.*"):
+        file.unlink()
+    again, _ = take(tmp_path, tmp_path / "b.jsonl", tmp_path / "a.jsonl")
+    assert (again.completed, again.ended_early, again.repeated) == (2, 1, 2)
+    assert {record.id: record.row for record in stored_records(run_dir)} == {
+        row["id"]: row for row in lines(run_dir / "imported/conversations.jsonl")
+    }
+    done = run(tmp_path, "import", "a.jsonl", "--run_name=fresh", output_dir="runs")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no longer in the dataset" not in done.stdout + done.stderr
+
+
+def test_places_say_whether_they_are_lines_elements_or_rows(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    wrong = {"messages": [{"role": "bot", "content": "x"}]}
+    (tmp_path / "a.json").write_text(json.dumps([SHORT, wrong], indent=1))
+    (tmp_path / "b.unknown").write_text(json.dumps([SHORT, wrong]))
+    write_rows(tmp_path / "c.json", SHORT, wrong)
+    parquet.write_table(pa.table({"messages": [wrong["messages"]]}), tmp_path / "d.parquet")
+    names = ("a.json", "b.unknown", "c.json", "d.parquet")
+    end, run_dir = take(tmp_path, *[tmp_path / name for name in names])
+    assert [what.removeprefix(f"{tmp_path}/").partition(": ")[0] for what in end.unreadable] == [
+        *("a.json, element 2", "b.unknown, element 2", "c.json:2", "d.parquet, row 1")
+    ]
+    # An earlier version named elements as lines: a changed one is still recognized.
+    rows = run_dir / "imported/conversations.jsonl"
+    rows.write_text(rows.read_text().replace("a.json, element 1", "a.json:1"))
+    (tmp_path / "a.json").write_text(json.dumps([{**SHORT, "id": "other"}]))
+    end, _ = take(tmp_path, tmp_path / "a.json")
+    assert end.changed == [f"{tmp_path}/a.json, element 1"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.traj", "a.txt", "a", "a.jsonl"])
+def test_a_document_is_read_under_any_name(tmp_path: Path, name: str) -> None:
+    for n, indent in enumerate((None, 1, "\t")):
+        (tmp_path / name).write_text(json.dumps({**SHORT, "id": str(n)}, indent=indent))
+        end, _ = take(tmp_path, tmp_path / name, name=f"r{n}")
+        assert (end.completed, end.unreadable) == (1, [])
+    text = json.dumps(SHORT, indent=1)
+    (tmp_path / name).write_text(text[:-9])
+    end, _ = take(tmp_path, tmp_path / name, name="cut")
+    (wrong,) = end.unreadable
+    assert wrong.startswith(f"{tmp_path}/{name}:9: not JSON")
+    (tmp_path / name).write_text(
+        f'{{"messages": [\n{json.dumps(SHORT)}\n'
+    )  # the first line is torn
+    end, _ = take(tmp_path, tmp_path / name, name="torn")
+    assert (end.completed, len(end.unreadable)) == (1, 1)
+
+
+def test_a_trajectory_of_swe_agent_is_its_history(tmp_path: Path) -> None:
+    history = [
+        {"role": "system", "content": "Fix it.", "agent": "main", "message_type": "system_prompt"},
+        {"role": "user", "content": [{"type": "text", "text": "Bug."}], "agent": "main"},
+        {
+            **{"role": "assistant", "content": "I look.", "thought": "I look.", "action": "ls"},
+            **{"agent": "main", "message_type": "action", "thinking_blocks": []},
+            "tool_calls": [{"function": {"name": "bash", "arguments": "{}"}, "id": "c"}],
+        },
+        {
+            **{"role": "tool", "content": "a.py", "agent": "main", "message_type": "observation"},
+            "tool_call_ids": ["c"],
+        },
+    ]
+    given = {"trajectory": [{"action": "ls"}], "history": history, "info": {"exit_status": "x"}}
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "case__1.traj").write_text(json.dumps(given, indent=2))
+    end, run_dir = take(tmp_path, tmp_path / "all")
+    assert not end.unreadable
+    record = only_record(run_dir)
+    assert [m.content for m in record.messages] == ["Fix it.", "Bug.", "I look.", "a.py"]
+    assert record.messages[3].name == "bash"
+
+
+def test_pictures_that_are_bytes_in_a_table_are_noted(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for name, picture in {"a": b"png", "b": {"bytes": b"png", "path": None}}.items():
+        table = pa.table({"messages": [SHORT["messages"]], "image": [picture]})
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+        _, run_dir = take(tmp_path, tmp_path / f"{name}.parquet", name=name)
+        (part,) = only_record(run_dir).messages[0].provider_blocks.blocks
+        assert part == {"type": "image", "source": "bytes"}

@@ -209,7 +209,13 @@ def test_what_is_not_known_in_a_message_is_refused(message: Mapping[str, Any], p
 
 
 def test_what_says_nothing_or_is_a_note_is_left_out() -> None:
-    empty: dict[str, Any] = {"name": None, "tool_calls": [], "thought": "", "audio": None, "prefix": {}}
+    empty: dict[str, Any] = {
+        "name": None,
+        "tool_calls": [],
+        "thought": "",
+        "audio": None,
+        "prefix": {},
+    }
     notes = {"id": "m1", "timestamp": 7, "extra": {"cost": 1}, "model": "m", "type": "message"}
     agents = {"agent": "main", "message_type": "action", "thought": "T", "action": "ls"}
     reply = {"role": "assistant", "content": "y", **empty, **notes, **agents}

@@ -182,7 +182,7 @@ def _read_inner(inner: InnerRecord, record: Record, tolerance: Tolerance) -> Con
 def _agent_step(
     turn: Turn, replies: list[StoredTurn], references: Mapping[str, list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    step: dict[str, Any] = {"source": "agent", "message": turn.text.rstrip()}
+    step: dict[str, Any] = {"source": "agent", "message": turn.text}
     if replies:
         step["timestamp"] = datetime.fromtimestamp(replies[0].started_at, UTC).isoformat()
     if turn.reasoning:

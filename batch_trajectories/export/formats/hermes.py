@@ -132,6 +132,8 @@ def _gpt_value(turn: Turn, no_reasoning: str) -> str:
     else:
         # A turn with hidden reasoning must not teach the model not to think.
         parts = ["" if turn.hides_reasoning else no_reasoning]
+    if not turn.calls:
+        return "".join([*parts, turn.text])
     if turn.text:
         parts.append(f"{turn.text}\n")
     for call in turn.calls:

@@ -73,7 +73,7 @@ def row_of(conversation: Conversation, style: Style) -> dict[str, Any]:
 
 def _said(turn: Turn, tolerance: Tolerance) -> str:
     thoughts = f"<think>\n{turn.reasoning}\n</think>\n\n" if turn.reasoning else ""
-    text = turn.text.strip()
+    text = turn.text
     if not turn.calls:
         return thoughts + text
     refuse_structure_in_arguments(turn, tolerance)

@@ -138,12 +138,12 @@ def _written(call: Call) -> str:
 def _messages(entry: Entry, style: Style, *, inline: bool) -> Sequence[dict[str, Any]]:
     if isinstance(entry, Said):
         return [{"role": "user", "content": entry.text}]
-    text, reasoning = entry.text.rstrip(), entry.reasoning
+    text, reasoning = entry.text, entry.reasoning
     if entry.calls and style.call_text == "reasoning":
         text, reasoning = "", "\n\n".join(filter(None, (reasoning, text)))
     said: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning and inline:
-        said["content"] = f"<think>\n{reasoning}\n</think>\n\n{text}".rstrip()
+        said["content"] = f"<think>\n{reasoning}\n</think>" + (f"\n\n{text}" if text else "")
     elif reasoning:
         said[style.reasoning_key] = reasoning
     elif style.empty_think == "text":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -61,6 +61,8 @@ class ImportEnd:
     ended_early: int = 0
     there: int = 0
     """Conversations that had a record already."""
+    repeated: int = 0
+    """Conversations that are equal to an earlier one of the same import."""
     changed: list[str] = field(default_factory=list)
     """Places whose conversation is another one than when they were imported."""
     unreadable: list[str] = field(default_factory=list)
@@ -74,6 +76,7 @@ class ImportEnd:
             (self.completed, "completed", []),
             (self.ended_early, "without an answer at their end", []),
             (self.there, "already in this run", []),
+            (self.repeated, "equal to one before them, left out", []),
             (
                 len(self.changed),
                 "changed since they were imported; import them into another run:",
@@ -161,7 +164,10 @@ def _import(
                 if task is None:
                     imported.changed.append(str(place))
                     continue
-                if task.key in there or task.key in added:
+                if task.key in added:
+                    imported.repeated += 1
+                    continue
+                if task.key in there:
                     imported.there += 1
                     continue
                 whence = {"format": place.format, "file": place.source, "line": place.line}
@@ -183,47 +189,58 @@ def _import(
         replace_file(imported.unreadable_file, text.encode(errors="replace"))
 
 
+class _Known(NamedTuple):
+    """What is known of a row."""
+
+    id: str
+    occurrence: int
+    """Which of the rows with its id it is, from 1."""
+    place: str
+    """Where its conversation was read first."""
+
+
 class _Rows:
     """The rows of an import: those that are there, and new ones."""
 
     def __init__(self, file: AppendFile, known: Scan) -> None:
         self._file = file
         self._rules = known.rules
-        self._occurrences: dict[str, int] = {}
-        """By the digests of conversations: which of those with its id each is."""
+        self._known: dict[str, _Known] = {}
+        """By the digests of conversations."""
         self._places: set[int] = set()
         self._ids: Counter[str] = Counter()
         for task in tasks(known):
             self._add(task.columns)
 
     def task_of(self, place: Place, found: Foreign) -> Task | None:
-        """The task of a conversation, whose row is on disk then.
+        """The task of a conversation, whose row is on disk then; equal ones share it.
 
         None if another conversation of its place is there. Raises `ValueError` if no row can hold
         it.
         """
         digest = _digest_of(found)
-        id = found.id or f"{Path(place.source).stem}-{place.line}"
+        known = self._known.get(digest)
         columns: dict[str, Any] = {
             **found.columns,
-            "id": id,
+            "id": known.id if known else found.id or f"{Path(place.source).stem}-{place.line}",
             "prompt": found.prompt(),
-            "imported_from": str(place),
+            "imported_from": known.place if known else str(place),
             _DIGEST: digest,
         }
-        is_new = digest not in self._occurrences
-        if is_new:
-            if hash(str(place)) in self._places:
+        if known is None:
+            if self._places.intersection(map(hash, place.names())):
                 return None
             self._rules.read(columns)
             self._file.append(exact_json.dumps(columns, option=orjson.OPT_APPEND_NEWLINE))
-            self._add(columns)
-        return task_of(columns, self._rules, occurrence=self._occurrences[digest])
+            known = self._add(columns)
+        return task_of(columns, self._rules, occurrence=known.occurrence)
 
-    def _add(self, columns: Mapping[str, Any]) -> None:
-        self._ids[columns["id"]] += 1
-        self._occurrences[columns[_DIGEST]] = self._ids[columns["id"]]
-        self._places.add(hash(columns["imported_from"]))
+    def _add(self, columns: Mapping[str, Any]) -> _Known:
+        id, place = columns["id"], columns["imported_from"]
+        self._ids[id] += 1
+        self._places.add(hash(place))
+        known = self._known[columns[_DIGEST]] = _Known(id, self._ids[id], place)
+        return known
 
 
 def _digest_of(found: Foreign) -> str:

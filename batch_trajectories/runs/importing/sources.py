@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError, DatasetError
-from batch_trajectories.runs.dataset.lines import TOO_LONG
+from batch_trajectories.runs.dataset.lines import MAX_LINE_BYTES, TOO_LONG
+from batch_trajectories.runs.importing.chat_rows import MEDIA_COLUMNS
 from batch_trajectories.runs.importing.conversation import Foreign, Reader, SourceRow, Unreadable
 from batch_trajectories.runs.sources.kept_dataset import rows_of_source
 from batch_trajectories.runs.sources.source import DataSource, SourceFile, source_of
@@ -23,20 +24,36 @@ _LOOKED_AT = 50
 """Rows of a file by which its format is recognized."""
 
 
+Unit = Literal["line", "element", "row"]
+"""What the rows of a source are: lines, elements of a JSON list, or rows of a table."""
+
+
 class Place(NamedTuple):
     """Where a conversation, or what stands in its place, was read."""
 
     format: str
     source: str
     line: int | None
+    """Or its number among the rows; None for the whole source."""
     at: float
     """When the source was written, epoch seconds."""
+    unit: Unit = "line"
 
     def __str__(self) -> str:
-        return self.source if self.line is None else f"{self.source}:{self.line}"
+        if self.line is None:
+            return self.source
+        if self.unit == "line":
+            return f"{self.source}:{self.line}"
+        return f"{self.source}, {self.unit} {self.line}"
+
+    def names(self) -> tuple[str, str]:
+        """How it is named, and how earlier versions named it in the rows of an import."""
+        return str(self), str(self._replace(unit="line"))
 
 
 Read = Foreign | Unreadable
+
+_BOM = b"\xef\xbb\xbf"
 
 
 def conversations_in(name: Path, format: str | None) -> Iterator[tuple[Place, Read]]:
@@ -47,7 +64,8 @@ def conversations_in(name: Path, format: str | None) -> Iterator[tuple[Place, Re
     """
     source = source_of(name)
     if not source.files:
-        yield from _read_rows(_rows_of(source), str(name), name, format)
+        for place, read in _read_rows(_rows_of(source), str(name), name, format):
+            yield place._replace(unit="row"), read
         return
     is_directory = name.is_dir()
     is_known = False
@@ -56,6 +74,7 @@ def conversations_in(name: Path, format: str | None) -> Iterator[tuple[Place, Re
         for place, read in _read_rows(
             rows, str(file.path), file.path, format, is_one_of_many=is_directory
         ):
+            place = place._replace(unit=_unit_of(file))
             is_damaged = isinstance(read, Unreadable) and read.is_damaged
             if place.format or is_damaged or not is_directory:  # directories hold other files, too
                 is_known = True
@@ -126,26 +145,55 @@ def _reader_of(head: list[SourceRow | Unreadable], format: str | None) -> tuple[
     return "", None
 
 
+def _unit_of(file: SourceFile) -> Unit:
+    if file.kind == "lines":
+        return "line"
+    # Of a compressed file only its reader knows whether it is a list.
+    return "element" if file.kind == "list" and file.compression is None else "row"
+
+
 def _rows_of_file(file: SourceFile) -> Iterator[SourceRow | Unreadable]:
-    if file.kind == "lines" and file.compression is None and file.path.suffix == ".json":
-        # A document of many lines, or JSONL.
+    if file.kind == "lines" and file.compression is None and _begins_a_document(file.path):
         try:
             content = exact_json.loads_with_valid_text(file.path.read_bytes())
-        except (OSError, exact_json.JSONDecodeError):
-            content = None  # named when it is read as rows
-        if isinstance(content, dict):
+        except exact_json.JSONDecodeError as error:
+            yield Unreadable(f"not JSON: {error}", error.lineno)
+        else:
             yield SourceRow(1, content)
-            return
+        return
     yield from _rows_of(DataSource(str(file.path), files=(file,)))
+
+
+def _begins_a_document(path: Path) -> bool:
+    """Whether a file is one object on several lines: its first line does not hold all of it."""
+    try:
+        if path.stat().st_size > MAX_LINE_BYTES:
+            return False
+        with path.open("rb") as file:
+            first = file.readline(MAX_LINE_BYTES).removeprefix(_BOM).strip()
+            if not first.startswith(b"{") or not first.endswith((b"{", b"[", b",")):
+                return False
+            second = file.readline(MAX_LINE_BYTES).strip()
+    except OSError:
+        return False  # named when it is read as rows
+    return bool(second) and not _is_object(first) and not _is_object(second)
+
+
+def _is_object(text: bytes) -> bool:
+    try:
+        return isinstance(exact_json.loads_with_valid_text(text), dict)
+    except exact_json.JSONDecodeError:
+        return False
 
 
 def _rows_of(source: DataSource) -> Iterator[SourceRow | Unreadable]:
     """The rows with their numbers; what is no object is named. A part that cannot be read ends
     them."""
     number = 0
+    left_out: set[str] = set()
     try:
-        for number, row in enumerate(rows_of_source(source, set()), start=1):
-            content = row
+        for number, row in enumerate(rows_of_source(source, left_out), start=1):
+            content: Any = row
             if isinstance(row, bytes):
                 if not row.strip():
                     continue
@@ -155,6 +203,10 @@ def _rows_of(source: DataSource) -> Iterator[SourceRow | Unreadable]:
                     yield Unreadable(f"not JSON: {error}", number)
                     continue
             if isinstance(content, Mapping):
+                if left_out.intersection(MEDIA_COLUMNS):
+                    # Columns of bytes are not in rows, but that there are pictures counts.
+                    pictures = dict.fromkeys(left_out.intersection(MEDIA_COLUMNS), "bytes")
+                    content = {**pictures, **content}
                 yield SourceRow(number, content)
             else:
                 why = str(content) if row == TOO_LONG else "not an object"

@@ -4,8 +4,8 @@
 `dataset_info.json` or `dataset_dict.json` one written by `save_to_disk`, a directory with Harbor
 task directories a dataset of their tasks; any other directory is read file by file, in the order of
 their paths, without names that begin with `.` or `_`. The kind of a file follows from its suffix; a
-file with a suffix that is not listed here is JSONL. A URL is that of an object, or of what is below
-it: the same without saved datasets and tasks.
+file with a suffix that is not listed here is JSONL, or a JSON array if it begins as one. A URL is
+that of an object, or of what is below it: the same without saved datasets and tasks.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _KINDS: dict[str, FileKind] = {
     ".jsonl": "lines",
     ".ndjson": "lines",
     ".json": "list",
+    ".traj": "list",  # documents of SWE-agent
     ".csv": "csv",
     ".tsv": "tsv",
     ".parquet": "parquet",
@@ -224,8 +225,11 @@ def _source_file(path: Path) -> SourceFile:
     kind = _KINDS.get(rest.suffix.lower(), "lines")
     if kind == "parquet" and compression is not None:
         raise DatasetError(f"{path}: Parquet compresses its columns itself; unpack this file first")
+    is_named = rest.suffix.lower() in _KINDS
     if kind == "list" and compression is None and not _begins_a_list(path):
         kind = "lines"  # JSONL is often named .json
+    elif not is_named and compression is None and _begins_a_list(path):
+        kind = "list"
     return SourceFile(path, kind, compression)
 
 

@@ -1,4 +1,7 @@
-"""Rows of `messages`, as trainers take them and `openai` writes them; see `chat_rows`."""
+"""Rows of `messages`, as trainers take them and `openai` writes them; see `chat_rows`.
+
+Also documents of SWE-agent, whose messages are their `history`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,13 @@ _API = "openai_chat"
 
 
 def _read(row: Mapping[str, Any]) -> Foreign:
-    return read_row(row, "messages", _API)
+    return read_row(row, "messages" if "messages" in row else "history", _API)
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
-    return "messages" in row
+    # SWE-agent's own files have the messages of their steps beside these.
+    is_of_swe_agent = all(isinstance(row.get(key), list) for key in ("history", "trajectory"))
+    return "messages" in row or is_of_swe_agent
 
 
 READER = Reader(_is_row, row=_read)
