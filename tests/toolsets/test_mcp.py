@@ -37,7 +37,7 @@ from tests.running import (
 )
 from toolsets.catalog.registry import tools_of
 from toolsets.context import ToolContext
-from toolsets.mcp.mcp_settings import McpError, McpServer
+from toolsets.mcp.mcp_settings import McpError, McpServer, expand, read_servers
 from toolsets.mcp.servers import McpServers, check_by, list_servers
 from toolsets.tool import MAX_RESULT_CHARS, ArgumentsError, ToolResult
 from toolsets.toolbox import Toolbox
@@ -415,9 +415,37 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ({"command": "x", "headers_env": {"A": "B"}}, "needs `url`"),
         ({"command": ["x", "{workspace}"], "per_task": False}, "needs a server per task"),
         ({"command": ["x"], "effects": "workspace"}, "needs a server per task"),
+        ({"command": "x", "headers": {"A": "B"}}, "`headers` needs `url`"),
+        ({"url": "http://h", "headers": {"A": "${input:key}"}}, "only \\${NAME}"),
+        ({"url": "http://h", "type": "sse"}, "`type`: 'sse' is none of stdio, http"),
+        ({"url": "http://h", "type": "stdio"}, "needs `command`"),
+        ({"command": "x", "type": ["stdio"]}, "is none of"),
     ]:
         with pytest.raises(ValueError, match=message):
             McpServer.model_validate(settings)
+
+
+def test_published_settings_are_read_as_they_stand() -> None:
+    """As `.mcp.json` of Claude Code, Cursor and VS Code has them."""
+    web = {"type": "http", "url": "${BASE:-http://h}/mcp", "headers": {"X-Key": "Bearer ${KEY}"}}
+    own = {"type": "stdio", "command": "npx", "args": ["-y", "${PACKAGE}"], "env": {"K": "${KEY}"}}
+    for wrapper in ("mcpServers", "servers"):
+        servers = read_servers({wrapper: {"web": web, "own": own}})
+        assert servers["own"].argv == ("npx", "-y", "${PACKAGE}")
+        assert servers["web"].expands
+        mistakes: list[tuple[dict[str, Any], str]] = [
+            ({wrapper: {"web": {**web, "autoApprove": []}}}, "autoApprove"),
+            ({wrapper: {"web": {**web, "httpUrl": "http://h"}}}, "httpUrl"),
+            ({wrapper: {"web": web}, "more": 1}, "`more`: it is unknown beside"),
+            ({wrapper: {"web": {**web, "type": "sse"}}}, "web.*`type`: 'sse'"),
+            ({wrapper: {"own": {**own, "args": ["${workspaceFolder:-x}${1}"]}}}, "only"),
+        ]
+        for wrong, named in mistakes:
+            with pytest.raises(ValueError, match=f"(?s){named}"):
+                read_servers(wrong)
+    assert read_servers({"servers": {"command": "x"}})["servers"].argv == ("x",)
+    values = {"A": "", "B": "b"}
+    assert expand("${A:-d}${B}${env:B} $B", values.__getitem__, values) == "dbb $B"
 
 
 HTTP_SERVER = '''
@@ -461,7 +489,21 @@ def test_a_server_over_http_gets_its_headers(
     with http_server() as url:
         web = McpServer(url=url, headers_env={"X-Key": "WEB_KEY"})
         (told,) = play(tmp_path, {"web": web}, ("t", "web__header", {}))
-    assert told.content == "k1"
+        assert told.content == "k1"
+        monkeypatch.setenv("WEB_URL", url)
+        entry = {"type": "http", "url": "${WEB_URL}", "headers": {"X-Key": "Bearer ${WEB_KEY}"}}
+        (tmp_path / ".mcp.json").write_text(json.dumps({"mcpServers": {"web": entry}}))
+        config = load_config(
+            None, {"mcp": str(tmp_path / ".mcp.json"), "dataset_file": "x.jsonl", "run_name": "r"}
+        )
+        assert config.mcp is not None
+        (told,) = play(tmp_path, config.mcp, ("t", "web__header", {}))
+        assert told.content == "Bearer k1"
+        assert "Bearer" not in json.dumps(config.to_json()["mcp"])
+        monkeypatch.delenv("WEB_KEY")
+        assert "needs the environment variable WEB_KEY" in refusal(**config.mcp)
+    with pytest.raises(ConfigError, match=r"none\.json: neither JSON nor a file"):
+        load_config(None, {"mcp": "none.json", "dataset_file": "x.jsonl", "run_name": "r"})
 
 
 def configured(cwd: Path, servers: Mapping[str, Any], **more: Any) -> dict[str, Any]:

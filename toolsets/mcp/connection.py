@@ -20,7 +20,7 @@ from batch_trajectories.basics.errors import (
     machine_failure_in,
 )
 from batch_trajectories.basics.text import output_text
-from toolsets.mcp.mcp_settings import WORKSPACE, ListedTool, McpServer
+from toolsets.mcp.mcp_settings import WORKSPACE, ListedTool, McpServer, expand
 from toolsets.sandbox.inside.outputs import HeadTail
 
 _log = logging.getLogger(__name__)
@@ -274,10 +274,13 @@ class _Connection:
         headers = {
             header: _variable(name, self._name) for header, name in self._server.headers_env.items()
         }
+        headers |= {name: self._expanded(text) for name, text in self._server.headers.items()}
         # The tool's deadline limits a call.
         timeout = httpx2.Timeout(30.0, read=None)
         http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=timeout))
-        return streamable_http_client(str(self._server.url), http_client=http)
+        url = str(self._server.url)
+        url = self._expanded(url) if self._server.expands else url
+        return streamable_http_client(url, http_client=http)
 
     async def _stdio(self, stack: AsyncExitStack) -> Any:
         from mcp import StdioServerParameters
@@ -302,7 +305,11 @@ class _Connection:
         return stdio_client(parameters, errlog=stderr)
 
     def _put_in(self, text: str) -> str:
+        text = self._expanded(text) if self._server.expands else text
         return text.replace(WORKSPACE, str(self._workspace))
+
+    def _expanded(self, text: str) -> str:
+        return expand(text, lambda name: _variable(name, self._name), os.environ)
 
 
 class _Stderr(asyncio.Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -24,6 +24,14 @@ WORKSPACE = "{workspace}"
 
 ServerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+_VARIABLE = re.compile(r"\$\{(?:env:)?([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+_TYPES: Mapping[str, str] = {
+    "stdio": "command",
+    **dict.fromkeys(("http", "streamable-http", "streamable_http", "streamableHttp"), "url"),
+}
+"""What published settings call the kinds of servers that can be used, and the key that each has."""
 
 
 def _as_list(value: Any) -> Any:
@@ -50,8 +58,12 @@ class McpServer(BaseModel):
     cwd: str | None = None
     url: str | None = None
     """A server over streamable HTTP: its endpoint. Either this or `command`."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Headers of requests; `${NAME}` stands for a variable."""
     headers_env: dict[str, VariableName] = Field(default_factory=dict)
     """Headers of requests, each with the variable that holds its value."""
+    expands: bool = False
+    """`${NAME}` and `${NAME:-DEFAULT}` stand for variables everywhere, as in published settings."""
     per_task: bool | None = None
     """Each conversation starts its own server. None: if the settings mention the workspace."""
     effects: Literal["workspace", "elsewhere"] = "elsewhere"
@@ -64,22 +76,44 @@ class McpServer(BaseModel):
 
     _listed: tuple[ListedTool, ...] | None = PrivateAttr(None)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_type(cls, given: Any) -> Any:
+        """Take `type` out of published settings: it follows from the other keys, or is refused."""
+        if not isinstance(given, dict) or "type" not in given:
+            return given
+        kind, rest = given["type"], {key: given[key] for key in given if key != "type"}
+        needs = _TYPES.get(kind) if isinstance(kind, str) else None
+        if needs is None:
+            known = ", ".join(_TYPES)
+            raise ValueError(f"`type`: {kind!r} is none of {known}: other servers cannot be used")
+        if needs not in rest:
+            raise ValueError(f"`type: {kind}` needs `{needs}`")
+        return rest
+
     @model_validator(mode="after")
     def _is_one_of_two(self) -> McpServer:
         if bool(self.command) == bool(self.url):
             raise ValueError("give either `command` or `url`")
+        texts = [*self.headers.values()]
+        if self.expands:
+            texts += [*self.argv, *self.env.values(), self.cwd or "", self.url or ""]
+        for text in texts:
+            if "${" in _VARIABLE.sub("", text):
+                raise ValueError(f"{text!r}: only ${{NAME}} and ${{NAME:-DEFAULT}} are read")
         if any("\0" in part for part in self.argv):
             raise ValueError("a command cannot contain a NUL character")
         if self.url is not None:
             parts = urlsplit(self.url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            is_known = not self.expands or "${" not in self.url
+            if is_known and (parts.scheme not in ("http", "https") or not parts.hostname):
                 raise ValueError("`url` must start with http:// or https://")
             if parts.password is not None:
                 raise ValueError(
                     "`url` must not contain a password: it would be written into files"
                 )
-        elif self.headers_env:
-            raise ValueError("`headers_env` needs `url`")
+        elif self.headers_env or self.headers:
+            raise ValueError(f"`headers{'_env' if self.headers_env else ''}` needs `url`")
         if self.per_task is False and self.mentions_workspace():
             raise ValueError(f"{WORKSPACE} needs a server per task; leave `per_task` out")
         if self.effects == "workspace" and not self.is_per_task:
@@ -116,8 +150,37 @@ class McpServer(BaseModel):
 
 
 def read_servers(entries: dict[str, Any]) -> dict[str, McpServer]:
-    """The `mcp` entries of a config by name. Raises `ValidationError`."""
+    """The `mcp` entries of a config by name; also what other programs publish as `.mcp.json`.
+
+    Raises `ValueError`.
+    """
+    wrapper = next((name for name in ("mcpServers", "servers") if _is_wrapped(entries, name)), None)
+    if wrapper is not None:
+        others = entries.keys() - {wrapper, *(("inputs",) if wrapper == "servers" else ())}
+        if others:
+            raise ValueError(f"`{min(others)}`: it is unknown beside `{wrapper}`")
+        entries = {name: {"expands": True, **one} for name, one in entries[wrapper].items()}
     return TypeAdapter(dict[ServerName, McpServer]).validate_python(entries)
+
+
+def _is_wrapped(entries: Mapping[str, Any], name: str) -> bool:
+    servers = entries.get(name)
+    return isinstance(servers, dict) and all(isinstance(one, dict) for one in servers.values())
+
+
+def expand(text: str, variable: Callable[[str], str], environment: Mapping[str, str]) -> str:
+    """The text with the values of variables; `variable` gives, or refuses, one without a default.
+
+    As in a shell, the default also stands for an empty value.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        name, default = match[1], match[2]
+        if default is not None:
+            return environment.get(name) or default
+        return variable(name)
+
+    return _VARIABLE.sub(value_of, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,18 @@ def _read_endpoints(entries: dict[str, Any]) -> dict[str, EndpointConfig]:
     return read_endpoints(entries)
 
 
+def _parse_servers(value: Any) -> Any:
+    """Before-validator: JSON, as flags give it, or the path of a file with JSON (`.mcp.json`)."""
+    if isinstance(value, str) and not value.lstrip().startswith("{") and value.strip():
+        try:
+            value = Path(value).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"{value}: neither JSON nor a file that can be read: {error.strerror}"
+            ) from error
+    return parse_json(value)
+
+
 def _read_servers(entries: dict[str, Any] | None) -> dict[str, McpServer] | None:
     if not entries:
         return entries
@@ -169,5 +181,5 @@ else:
         dict[str, Any], BeforeValidator(parse_json), AfterValidator(_read_endpoints)
     ]
     McpServers = Annotated[
-        dict[str, Any] | None, BeforeValidator(parse_json), AfterValidator(_read_servers)
+        dict[str, Any] | None, BeforeValidator(_parse_servers), AfterValidator(_read_servers)
     ]

@@ -125,7 +125,8 @@ class RunConfig(SampleOptions):
     )
     mcp: McpServers = meaning(
         None,
-        "MCP servers, {NAME: {command or url, ...}}; each is a toolset.",
+        "MCP servers, {NAME: {command or url, ...}}, or a file such as .mcp.json; each is a "
+        "toolset.",
     )
     distribution: str | None = meaning(
         None,
@@ -428,7 +429,8 @@ class RunConfig(SampleOptions):
         if self.ephemeral_system_prompt is not None:
             fields["ephemeral_system_prompt"] = _hidden(self.ephemeral_system_prompt)
         for server in (fields["mcp"] or {}).values():
-            server["env"] = {name: _hidden(text) for name, text in server["env"].items()}
+            for key in ("env", "headers"):
+                server[key] = {name: _hidden(text) for name, text in server[key].items()}
         return fields
 
 
