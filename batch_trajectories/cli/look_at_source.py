@@ -80,7 +80,12 @@ def _described(
     from batch_trajectories.basics import exact_json
     from batch_trajectories.basics.text import clip, first_few, plural
     from batch_trajectories.runs.dataset.lines import columns_in
-    from batch_trajectories.runs.dataset.row import RowRules, kind_of, usual_prompt
+    from batch_trajectories.runs.dataset.row import (
+        RowRules,
+        columns_beside,
+        kind_of,
+        usual_prompt,
+    )
 
     rules = RowRules()
     if kind is not None:
@@ -89,6 +94,7 @@ def _described(
     reasons = Counter[str]()
     first_places: dict[str, str] = {}
     proposed = Counter[str]()
+    beside = Counter[tuple[str, str]]()
     repeated = []
     printed = []
     for number, line in enumerate(lines, start=1):
@@ -107,8 +113,11 @@ def _described(
             first_places.setdefault(why, place)
         if (twice := exact_json.place_of_repeated_key(line)) is not None:
             repeated.append(f"row {number}, `{twice}`")
-        if "prompt" not in row and (usual := usual_prompt(row)):
+        usual = "prompt" if "prompt" in row else usual_prompt(row)
+        if usual and usual != "prompt":
             proposed[usual] += 1
+        if usual and kind is None:
+            beside.update((usual, name) for name in columns_beside(row, usual))
         if number <= shown:
             text = exact_json.dumps(row).decode()
             printed.append(f"row {number}: {clip(text, max_chars=_ROW_CHARS)}")
@@ -130,6 +139,13 @@ def _described(
             f"counts: {places}"
         )
     description += printed
+    for (prompt, name), count in beside.items():
+        template = f"{{{{{prompt}}}}}\\n\\n{{{{{name}}}}}"
+        description.append(
+            f"Does `{name}` belong to the prompt? The model does not see it "
+            f"({plural(count, 'row')}). A rows file puts both together (--rows=FILE, "
+            f'docs/data.md): prompt: "{template}"'
+        )
     if proposed and not columns:
         columns = f"prompt={proposed.most_common(1)[0][0]}"
     elif not usable:

@@ -7,6 +7,7 @@ import errno
 import gzip
 import json
 import os
+import re
 import signal
 import tempfile
 import tracemalloc
@@ -801,3 +802,37 @@ def test_look_names_rows_where_an_object_has_a_key_twice(tmp_path: Path) -> None
     ) in shown.output
     assert 'row 2: {"prompt":"y"}' in shown.output
     assert '"content":"z"' in shown.output
+
+
+@pytest.mark.parametrize(
+    ("row", "proposed", "asked"),
+    [
+        ({"input": "Two?", "target": "2"}, "input", []),
+        ({"input": [{"role": "user", "content": "Two?"}], "target": "2"}, "input", []),
+        (
+            {"instruction": "Translate.", "input": "cat", "output": "Katze"},
+            "instruction",
+            ["input"],
+        ),
+        ({"instruction": "Sing.", "input": "", "output": "La"}, "instruction", []),
+        (
+            {"question": "Q", "choices": ["a", "b"], "context": "C"},
+            "question",
+            ["choices", "context"],
+        ),
+        ({"prompt": "Q", "context": "C"}, None, ["context"]),
+        ({"numbers": [1]}, None, []),
+    ],
+)
+def test_look_proposes_columns_and_asks_about_further_ones(
+    tmp_path: Path, row: dict[str, Any], proposed: str | None, asked: list[str]
+) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    said = run(tmp_path, "look", "p.jsonl").stdout
+    assert (f"--columns=prompt={proposed}" in said) == (proposed is not None)
+    assert re.findall(r"Does `(\w+)` belong to the prompt\?", said) == asked
+    for name in asked:
+        assert f'prompt: "{{{{{proposed or "prompt"}}}}}\\n\\n{{{{{name}}}}}"' in said
+    if proposed:
+        done = run(tmp_path, "look", "p.jsonl", "--columns", f"prompt={proposed}").stdout
+        assert "p.jsonl: 1 of 1 row can be used" in done

@@ -47,6 +47,14 @@ USUAL_PROMPTS = (
 )
 """What datasets call the column with the prompt, the likeliest first."""
 
+USUAL_BESIDE = frozenset(
+    {
+        *("input", "context", "choices", "options", "passage", "document", "article", "table"),
+        *("hint", "hints", "constraints", "code", "background"),
+    }
+)
+"""What datasets call further columns that a model is to see with the prompt."""
+
 _ROLES = {"human": "user", "user": "user", "system": "system"}
 
 
@@ -257,7 +265,26 @@ def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> l
 
 def usual_prompt(columns: Mapping[str, Any]) -> str | None:
     """The column that is likely to hold the prompt, by its name; None where there is none."""
-    return next((name for name in USUAL_PROMPTS if isinstance(columns.get(name), str)), None)
+    return next((name for name in USUAL_PROMPTS if _may_be_prompt(columns.get(name))), None)
+
+
+def _may_be_prompt(value: Any) -> bool:
+    """Whether a value is text, or a list of chat messages."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, list) and bool(value) and all(map(_role, value))
+
+
+def columns_beside(columns: Mapping[str, Any], prompt: str) -> list[str]:
+    """The columns that may belong to the prompt, too, by their names; `prompt` is its column."""
+    return [
+        name
+        for name, value in columns.items()
+        if name in USUAL_BESIDE
+        and name != prompt
+        and value
+        and isinstance(value, str | list | dict)
+    ]
 
 
 def unused_turns(columns: Mapping[str, Any]) -> int | None:
