@@ -6,6 +6,7 @@ test_option_names     options that are gone, and names that other programs give 
 test_origin           runs that were not started here
 test_import           conversations of other programs as records
 test_import_rows      the forms that rows of messages have in published files
+test_import_round_trips  exported rows come back equal
 test_tables           records as tables of Arrow, pandas and datasets
 test_agents           agents in a config: presets, versions, and options that are refused
 test_dataset          reading prompts

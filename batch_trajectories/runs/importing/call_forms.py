@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from agent.wires.reading import custom_tool, function_tool
 from batch_trajectories.basics import exact_json
-from batch_trajectories.basics.text import clip
+from batch_trajectories.basics.text import clip, valid_utf8
 from batch_trajectories.runs.importing.conversation import Unreadable
 
 _SCHEMAS = ("parameters", "input_schema", "inputSchema")
@@ -23,6 +24,8 @@ _ARGUMENTS = ("arguments", "parameters", "args", "input")
 _OF_CALLS = frozenset({"id", "type", "index", "extra_content", "call_id", "tool_call_id"})
 """Keys of a call beside its function."""
 _SHOWN = 60
+_ODD_NUMBER = re.compile(r"[0-9][.eE]|-0")
+"""What numbers hold that can be written in several ways."""
 
 
 class ForeignCall(NamedTuple):
@@ -41,10 +44,19 @@ def is_blank(value: Any) -> bool:
     return value is None or value in ("", [], {})
 
 
-def parsed(text: str, place: str) -> Any:
-    """A value that is written as JSON or as a literal of Python. Raises `Unreadable`."""
+class Digits(str):
+    """A number with the digits that it was written with."""
+
+    __slots__ = ()
+
+
+def parsed(text: str, place: str, *, keeps_digits: bool = False) -> Any:
+    """A value that is written as JSON or as a literal of Python. Raises `Unreadable`.
+
+    `keeps_digits`: numbers that are written in another way than Python does are `Digits`.
+    """
     try:
-        return exact_json.loads_with_valid_text(text)
+        return _loads(text, keeps_digits=keeps_digits)
     except exact_json.JSONDecodeError as error:
         value = _literal(text)
         if value is None:
@@ -52,18 +64,27 @@ def parsed(text: str, place: str) -> Any:
         return value
 
 
-def parsed_lines(text: str, place: str) -> list[Any]:
+def parsed_lines(text: str, place: str, *, keeps_digits: bool = False) -> list[Any]:
     """The values of a text: one list, or one value after the other. Raises `Unreadable`."""
     try:
-        return [*_values(text)]
+        return [*_values(text, keeps_digits=keeps_digits)]
     except ValueError:
-        value = parsed(text, place)
+        value = parsed(text, place, keeps_digits=keeps_digits)
         return value if isinstance(value, list) else [value]
 
 
 def json_text(value: Any) -> str:
     """A value of a source as JSON, as models read it."""
-    return json.dumps(value, ensure_ascii=False)
+    return valid_utf8(_written(value))
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, dict):
+        members = (f"{_written(str(key))}: {_written(one)}" for key, one in value.items())
+        return f"{{{', '.join(members)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    return str(value) if isinstance(value, Digits) else json.dumps(value, ensure_ascii=False)
 
 
 def tools_of(given: Any, place: str) -> list[dict[str, Any]]:
@@ -123,7 +144,7 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
 def calls_of(given: Any, place: str) -> list[ForeignCall]:
     """The calls of a reply: a list, one call, or the text of either. Raises `Unreadable`."""
     if isinstance(given, str):
-        given = parsed_lines(given, place)
+        given = parsed_lines(given, place, keeps_digits=True)
         if len(given) == 1 and isinstance(given[0], list):
             (given,) = given
     if isinstance(given, dict):
@@ -136,7 +157,7 @@ def calls_of(given: Any, place: str) -> list[ForeignCall]:
 def call_of(call: Any, place: str) -> ForeignCall:
     """A call, with its function inside it or not. Raises `Unreadable`."""
     if isinstance(call, str):
-        call = parsed(call, place)
+        call = parsed(call, place, keeps_digits=True)
     if not isinstance(call, dict):
         raise Unreadable(f"{place}: it must be an object")
     function, inside = call, place
@@ -173,12 +194,24 @@ def _refuse_others(value: Mapping[str, Any], known: Sequence[str], place: str) -
             raise Unreadable(f"{place}.{key}: it is unknown: {clip(repr(one), max_chars=_SHOWN)}")
 
 
-def _values(text: str) -> Iterator[Any]:
+def _loads(text: str, *, keeps_digits: bool) -> Any:
+    value = exact_json.loads_with_valid_text(text)
+    if not keeps_digits or not _ODD_NUMBER.search(text):
+        return value
+    decoder = json.JSONDecoder(parse_float=Digits, parse_int=_integer)
+    return decoder.decode(text)
+
+
+def _integer(digits: str) -> int | Digits:
+    return Digits(digits) if digits == "-0" else int(digits)
+
+
+def _values(text: str, *, keeps_digits: bool) -> Iterator[Any]:
     """JSON values that follow each other. Raises `ValueError`."""
     decoder, at = json.JSONDecoder(), 0
     while text := text[at:].strip():
         _, at = decoder.raw_decode(text)
-        yield exact_json.loads_with_valid_text(text[:at])
+        yield _loads(text[:at], keeps_digits=keeps_digits)
 
 
 def _literal(text: str) -> Any:

@@ -7,6 +7,7 @@ absent. A key, role or part that is not known is refused with its place: what it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -279,12 +280,23 @@ class _Reading:
                 message["is_error"] = self.read_so_far[n].get("is_error", False)
             elif message["role"] == "assistant":
                 replies += 1
+                self._keep_space(message, self.read_so_far[n])
                 if self._is_plain:
                     message.pop("provider_blocks", None)
                 if pictures := self._pictures.get(replies):
                     known = message.get("provider_blocks") or ProviderBlocks(api=_API, blocks=[])
                     message["provider_blocks"] = {**known, "blocks": [*known["blocks"], *pictures]}
         return messages
+
+    def _keep_space(self, message: Message, given: Mapping[str, Any]) -> None:
+        """Give a reply its reasoning with the white space at the ends, which dialects cut off."""
+        known = message.get("reasoning")
+        content = given["content"]
+        inline = _thoughts_in(content) if isinstance(content, str) else None
+        for exact in (given.get("reasoning_content"), given.get("reasoning"), inline):
+            if isinstance(exact, str) and known is not None and exact.strip() == known:
+                message["reasoning"] = exact
+                return
 
     def system_of(self, text: str, place: str) -> str:
         """A system prompt without tools in tags, which are kept. Raises `Unreadable`."""
@@ -366,7 +378,7 @@ class _Reading:
     def _read_user(self, entry: Mapping[str, Any], content: Any, place: str, key: str) -> None:
         self._may_merge = False
         if isinstance(content, str):
-            if self._is_tagged and content.lstrip().startswith(RESULT):
+            if self._is_tagged and self._open and _is_all_results(content):
                 self._read_results(entry, content, place, key)
                 return
             self._refuse_unanswered(place)
@@ -587,6 +599,8 @@ class _Reading:
                     return
 
 
+_INLINE = re.compile(r"\s*<(think|thinking|reasoning|REASONING_SCRATCHPAD)>(.*?)</\1>", re.DOTALL)
+"""A block of reasoning before a text."""
 _BETWEEN_RESULTS = "\n</tool_response>\n<tool_response>\n"
 """Between the results of one reply, as `export` writes them for LLaMA-Factory."""
 
@@ -676,6 +690,21 @@ def _read_parts_of_reply(
     if any(thoughts):
         made["reasoning_content"] = "\n\n".join(filter(None, thoughts))
     return calls, pictures
+
+
+def _is_all_results(text: str) -> bool:
+    """Whether the text of a user is results in tags: templates of some models put them there."""
+    return text.lstrip().startswith(RESULT) and text.rstrip().endswith("</tool_response>")
+
+
+def _thoughts_in(text: str) -> str | None:
+    """The reasoning before a text, with the white space at its ends."""
+    found, end = [], 0
+    while match := _INLINE.match(text, end):
+        found.append(match[2])
+        end = match.end()
+    thoughts = (one.removeprefix("\n").removesuffix("\n") for one in found)
+    return "\n\n".join(one for one in thoughts if one.strip()) or None
 
 
 def _is_result_part(part: Any) -> bool:

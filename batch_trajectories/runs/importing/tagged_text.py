@@ -82,7 +82,11 @@ def read_function_call(text: str, place: str) -> TaggedReply:
     Raises `Unreadable`.
     """
     if text.lstrip()[:1] in ("{", "["):
-        return TaggedReply("", calls_of(text, place))
+        try:
+            return TaggedReply("", calls_of(text, place))
+        except Unreadable:
+            if not has_calls(text):  # words before them may begin like JSON
+                raise
     if has_calls(text):
         return read_reply(text, place)
     if begin := _XML_CALL.search(text):
@@ -124,7 +128,7 @@ def read_results(text: str, place: str) -> list[TaggedResult]:
 
 def _result(body: str) -> TaggedResult:
     try:
-        value = parsed(body, "")
+        value = parsed(body, "", keeps_digits=True)
     except Unreadable:
         return TaggedResult("", "", body, body)
     keys = {"tool_call_id", "name", "content"}
