@@ -46,7 +46,16 @@ PIECES = [
     ),
     *("\t", "\r\n", "{}", "[1, 2]", '{"name": "look", "content": "x"}', '{"a": 1.50, "b": -0}'),
     *("<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>", "<tools>", "</tools>"),
-    *("<think>", "</think>", "<image>", "<function=f>", "</function>", "error", "```\n", "# Tools"),
+    *(
+        "<think>",
+        "</think>",
+        "<image>",
+        "say <function=f>",
+        "</function>",
+        "error",
+        "```\n",
+        "# Tools",
+    ),
     *("\n</tool_response>\n<tool_response>\n", "null", "false", "7", '""', "{'a': 1}", "x" * 50),
 ]
 VALUES: list[Any] = [

@@ -469,3 +469,22 @@ def test_messages_may_be_text() -> None:
     wrong: list[Any] = ["[", [7], 5, [], "x"]
     for one in wrong:
         assert refusal(messages=one).startswith("messages")
+
+
+def test_what_mini_swe_agent_adds_to_messages_is_left_out() -> None:
+    """As LiteLLM gives its replies; the last message is what was submitted."""
+    copies = {"refusal": None, "reasoning_content": "Hm."}
+    reply = {
+        **{"role": "assistant", "content": None, "reasoning_content": "Hm.", "images": []},
+        **{"tool_calls": [{"id": "c", "function": CALL}], "function_call": None},
+        **{"provider_specific_fields": copies, "extra": {"actions": [], "cost": 0.1}},
+    }
+    result = {"role": "tool", "tool_call_id": "c", "content": "r", "extra": {"returncode": 0}}
+    end = {"role": "exit", "content": "diff", "extra": {"exit_status": "Submitted"}}
+    messages = [*chat(("user", "x")), reply, result, end]
+    found = read(messages=messages, trajectory_format="mini-swe-agent-1.1")
+    assert [role for role, _ in seen(found)] == ["user", "assistant", "tool"]
+    assert refusal(messages=messages).startswith("messages[3].role: 'exit'")
+    copies["citations"] = "https://h"
+    said = refusal(messages=messages[:3])
+    assert said.startswith("messages[1].provider_specific_fields")

@@ -41,7 +41,9 @@ class ForeignCall(NamedTuple):
 
 def is_blank(value: Any) -> bool:
     """Whether a value says nothing, as null does in tables where all rows have the same keys."""
-    return value is None or value in ("", [], {})
+    if isinstance(value, dict):
+        return all(map(is_blank, value.values()))
+    return value is None or value == "" or value == []
 
 
 class Digits(str):

@@ -113,6 +113,8 @@ def read_row(row: Mapping[str, Any], column: str, api: str) -> Foreign:
     Raises `Unreadable`.
     """
     entries = _entries_of(row, column)
+    if entries[-1].get("role") == "exit" and str(row.get("trajectory_format")).startswith("mini-"):
+        del entries[-1]  # what mini-swe-agent submitted, which its model has written before
     if pair := next((name for name in _OF_PAIRS if not is_blank(row.get(name))), None):
         raise Unreadable(
             f"{pair}: the row is a pair for preferences, which are not read: `import` takes rows "
@@ -361,6 +363,8 @@ class _Reading:
         elif kind == "tool":
             known |= {*_OF_RESULTS, *_RESULT_IDS}
         for key, value in entry.items():
+            if key == "provider_specific_fields" and isinstance(value, dict):  # LiteLLM's copies
+                value = {name: one for name, one in value.items() if one != entry.get(name)}
             is_kind = key == "type" and value in ("message", entry.get("role"), entry.get("from"))
             if key not in known and not is_blank(value) and not is_kind:
                 shown = clip(repr(value), max_chars=_SHOWN)
