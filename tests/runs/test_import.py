@@ -792,3 +792,22 @@ def test_pictures_that_are_bytes_in_a_table_are_noted(tmp_path: Path) -> None:
         _, run_dir = take(tmp_path, tmp_path / f"{name}.parquet", name=name)
         (part,) = only_record(run_dir).messages[0].provider_blocks.blocks
         assert part == {"type": "image", "source": "bytes"}
+
+
+def test_a_row_with_two_conversations_is_read_only_as_the_user_says(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "Other?"}, {"from": "gpt", "value": "O."}]
+    write_rows(
+        tmp_path / "a.jsonl", {**SHORT, "conversations": None}, {**SHORT, "conversations": turns}
+    )
+    end, _ = take(tmp_path, tmp_path / "a.jsonl")
+    assert (end.completed, end.unreadable) == (
+        1,
+        [f"{tmp_path}/a.jsonl:2: it is also a row of sharegpt; --format says which is read"],
+    )
+    end, _, _ = import_conversations([tmp_path / "a.jsonl"], "s", tmp_path, format="sharegpt")
+    assert (end.completed, len(end.unreadable)) == (1, 1)
+    write_rows(tmp_path / "mixed.jsonl", SHORT, {"conversations": turns})
+    end, run_dir = take(tmp_path, tmp_path / "mixed.jsonl", name="mixed")
+    assert (end.completed, end.unreadable) == (2, [])
+    formats = [record.imported["format"] for record in stored_records(run_dir)]  # type: ignore[index]
+    assert formats == ["openai", "sharegpt"]

@@ -227,7 +227,7 @@ def test_what_says_nothing_or_is_a_note_is_left_out() -> None:
 def test_reasoning_has_several_keys(key: str, column: str) -> None:
     found = read(**{column: chat(("user", "Sum?"), ("assistant", "4"), **{key: "Add."})})
     assert found.conversation.messages[1]["reasoning"] == "Add."
-    part = {"type": "thinking", "thinking": "Add.", "signature": "s"}
+    part = {"type": "thinking", "thinking": "Add.", "signature": "s", "redacted": False}
     found = read(**{column: chat(("user", "Sum?"), ("assistant", [part, {"text": "4"}]))})
     reply = found.conversation.messages[1]
     assert (reply["reasoning"], reply["content"]) == ("Add.", "4")
@@ -488,3 +488,12 @@ def test_what_mini_swe_agent_adds_to_messages_is_left_out() -> None:
     copies["citations"] = "https://h"
     said = refusal(messages=messages[:3])
     assert said.startswith("messages[1].provider_specific_fields")
+
+
+def test_thoughts_that_a_provider_hides_are_no_reasoning() -> None:
+    part = {"type": "reasoning", "reasoning": "c2VjcmV0", "redacted": True}
+    found = read(messages=chat(("user", "x"), ("assistant", [part, {"type": "text", "text": "y"}])))
+    reply = found.conversation.messages[1]
+    assert "reasoning" not in reply
+    hidden = {"type": "redacted_thinking", "data": "c2VjcmV0"}
+    assert reply["provider_blocks"]["blocks"] == [{"thinking_blocks": [hidden]}]

@@ -679,7 +679,11 @@ def _read_parts_of_reply(
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("tool_use", "tool_call", "function_call"):
             calls.append(call_of(part, where))
+        elif kind in _THOUGHTS and part.get("redacted") is True:  # as inspect has them
+            hidden = {"type": "redacted_thinking", "data": str(part.get(kind))}
+            made.setdefault("thinking_blocks", []).append(hidden)
         elif kind in _THOUGHTS:
+            part = {key: part[key] for key in part if key != "redacted"}
             thoughts.append(_text_in(part, (*_THOUGHTS, "text"), where))
         elif kind == "redacted_thinking":
             made.setdefault("thinking_blocks", []).append(dict(part))

@@ -119,11 +119,17 @@ def _read_rows(
         elif reader.row is None:
             whole.append(row)
         else:
+            of_row, own = name, reader.row
             try:
-                read: Read = reader.row(row.content)
+                if format is None and (other := _other_format(row.content, name)):
+                    if reader.recognizes(row.content):
+                        reason = f"it is also a row of {other}; --format says which is read"
+                        raise Unreadable(reason)
+                    of_row, own = other, _reader_named(other).row or own
+                read: Read = own(row.content)
             except Unreadable as error:
                 read = error
-            yield Place(name, source, row.number, at), read
+            yield Place(of_row, source, row.number, at), read
     if reader.session is not None and whole:
         try:
             found = reader.session(path, whole)
@@ -135,9 +141,23 @@ def _read_rows(
             yield Place(name, source, problem.line, at), problem
 
 
+def _other_format(row: Mapping[str, Any], name: str) -> str | None:
+    """Another format than this one whose conversation a row has."""
+    for other in FORMATS:
+        reader = _reader_named(other)
+        if other != name and reader.row is not None and reader.recognizes(row):
+            return other
+    return None
+
+
+def _reader_named(name: str) -> Reader:
+    reader: Reader = import_module(f"batch_trajectories.runs.importing.readers.{name}").READER
+    return reader
+
+
 def _reader_of(head: list[SourceRow | Unreadable], format: str | None) -> tuple[str, Reader | None]:
     for name in FORMATS if format is None else (format,):
-        reader: Reader = import_module(f"batch_trajectories.runs.importing.readers.{name}").READER
+        reader = _reader_named(name)
         if format is not None or any(
             reader.recognizes(row.content) for row in head if isinstance(row, SourceRow)
         ):

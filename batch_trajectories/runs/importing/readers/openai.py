@@ -15,13 +15,17 @@ _API = "openai_chat"
 
 
 def _read(row: Mapping[str, Any]) -> Foreign:
-    return read_row(row, "messages" if "messages" in row else "history", _API)
+    return read_row(row, "history" if _is_of_swe_agent(row) else "messages", _API)
+
+
+def _is_of_swe_agent(row: Mapping[str, Any]) -> bool:
+    """Whether it is a document of SWE-agent, which has the steps beside the messages."""
+    has_both = all(isinstance(row.get(key), list) for key in ("history", "trajectory"))
+    return has_both and "messages" not in row
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
-    # SWE-agent's own files have the messages of their steps beside these.
-    is_of_swe_agent = all(isinstance(row.get(key), list) for key in ("history", "trajectory"))
-    return "messages" in row or is_of_swe_agent
+    return row.get("messages") is not None or _is_of_swe_agent(row)
 
 
 READER = Reader(_is_row, row=_read)

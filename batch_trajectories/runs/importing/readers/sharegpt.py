@@ -17,7 +17,7 @@ def _read(row: Mapping[str, Any]) -> Foreign:
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
-    return "conversations" in row
+    return row.get("conversations") is not None
 
 
 READER = Reader(_is_row, row=_read)
