@@ -189,6 +189,7 @@ def test_results_are_matched_by_ids_names_and_order() -> None:
         ({"role": "critic"}, "messages[1].role"),
         ({"content": {"text": "y"}}, "messages[1].content"),
         ({"content": [{"type": "plot", "text": "y"}]}, "messages[1].content[0].type"),
+        ({"content": [{"type": {}, "text": "y"}]}, "messages[1].content[0].type"),
         ({"content": [{"type": "text", "text": 7}]}, "messages[1].content[0].text"),
         ({"content": [{"type": "text", "text": "y", "b": 1}]}, "messages[1].content[0].b"),
         ({"content": [{"type": "input_audio", "data": ""}]}, "messages[1].content[0].type"),

@@ -639,12 +639,18 @@ def _parts(content: Any, place: str) -> Any:
     return [_part(one, f"{place}[{n}]") for n, one in enumerate(_list_of(content, place))]
 
 
+def _type_of(part: Any) -> str | None:
+    """The type of a part; None without one, "unknown" if it is no text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str | None) else "unknown"
+
+
 def _part(part: Any, place: str) -> Any:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
         raise Unreadable(f"{place}: it must be text or an object")
-    kind = part.get("type")
+    kind = _type_of(part)
     if kind in _MEDIA_PARTS:
         return {key: value for key, value in part.items() if value is not None}
     if kind not in _TEXT_PARTS:
@@ -676,7 +682,7 @@ def _read_parts_of_reply(
     pictures: list[dict[str, Any]] = []
     for n, part in enumerate(_list_of(content, place)):
         where = f"{place}[{n}]"
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = _type_of(part)
         if kind in ("tool_use", "tool_call", "function_call"):
             calls.append(call_of(part, where))
         elif kind in _THOUGHTS and part.get("redacted") is True:  # as inspect has them
@@ -724,7 +730,7 @@ def _result_content(content: Any, place: str) -> Any:
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list) and content:
-        kinds = [part.get("type") if isinstance(part, dict) else "" for part in content]
+        kinds = [_type_of(part) for part in content]
         if all(kind in _MEDIA_PARTS or kind in _TEXT_PARTS[1:] for kind in kinds):
             return _parts(content, place)
     return json_text(content)
