@@ -27,7 +27,6 @@ from batch_trajectories.runs.importing.conversation import (
     SourceRow,
     Unreadable,
     read_messages,
-    usage,
 )
 
 _API = "anthropic_messages"
