@@ -59,6 +59,7 @@ _VERBATIM_FIELDS = (*_REASONING_FIELDS, "thinking_blocks")
 _CALL_FIELDS = frozenset({"id", "type", "function", "index"})
 _FUNCTION_FIELDS = frozenset({"name", "arguments"})
 _MESSAGE_FIELDS = frozenset({"role", "type", "content", "tool_calls", "refusal", *_VERBATIM_FIELDS})
+_PLAIN_MESSAGE = frozenset({"role", "content", "tool_calls", "refusal", "reasoning_content"})
 _CHOICE_FIELDS = frozenset({"index", "message", "finish_reason"})
 _REPLY_FIELDS = frozenset({"id", "object", "created", "model", "choices", "usage", "error"})
 """What is read of each, or says nothing of the reply. All else is kept as it came."""
@@ -322,6 +323,8 @@ def _join_reasoning(raw: Mapping[str, Any], *inside: str | None) -> str:
 
     `inside` are thoughts from within its content.
     """
+    if raw.keys() <= _PLAIN_MESSAGE and not any(inside):
+        return thought_text(raw.get("reasoning_content")).strip()  # as mostly
     sources: list[Sequence[str | None]] = [
         [thought_text(raw[key])] for key in THOUGHTS if key in raw
     ]
