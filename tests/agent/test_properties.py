@@ -479,6 +479,7 @@ def said_in(body: Mapping[str, Any]) -> tuple[bytes, str]:
         rest = {key: message[key] for key in message.keys() - {"content", "tool_calls"}}
         text += marked(rest)
         for block in [*blocks, *message.get("tool_calls", ())]:
+            block = {key: block[key] for key in block if key != "cache_control"}
             text += block["text"] if block.get("type") == "text" else marked(block)
     tools = [{**tool, "cache_control": None} for tool in body.get("tools", ())]
     return exact_json.dumps([system, tools]), text

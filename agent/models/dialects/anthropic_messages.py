@@ -96,16 +96,31 @@ def request_body(settings: ModelSettings, request: Request) -> dict[str, Any]:
     return body
 
 
-def _mark_cache(body: dict[str, Any]) -> None:
-    """One mark keeps all before it, and the API puts the tools before the system message.
+_MARKED = frozenset({"text", "tool_use", "tool_result"})
+"""Types of blocks, of those that are sent from here, that can have a cache mark."""
 
-    A blank text cannot be marked.
+
+def _mark_cache(body: dict[str, Any]) -> None:
+    """Mark what the next request repeats. A mark keeps all before it.
+
+    The API puts the tools before the system message, which all conversations of a run have in
+    common. The last message has the second mark if there are tools, so that each turn reads what
+    the one before wrote: otherwise the whole history is paid for in full each turn. Without tools
+    there is mostly no further turn. Blank texts and thoughts cannot be marked.
     """
     mark = {"cache_control": {"type": "ephemeral"}}
     if (body.get("system") or "").strip():
         body["system"] = [{"type": "text", "text": body["system"], **mark}]
     elif "tools" in body:
         body["tools"][-1].update(mark)
+    if "tools" not in body or not body["messages"]:
+        return
+    last = body["messages"][-1]
+    content = last["content"]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if blocks and blocks[-1].get("type") in _MARKED and not _is_blank(blocks[-1]):
+        # The blocks of replies are those of the record: they are not to change.
+        last["content"] = [*blocks[:-1], {**blocks[-1], **mark}]
 
 
 def _effort(effort: str | None) -> dict[str, Any]:

@@ -155,7 +155,9 @@ class RunConfig(SampleOptions):
         False,
         "Ask for token ids and logprobs as sampled, for `export --format rl` (vLLM, SGLang).",
     )
-    prompt_caching: bool = running(True, "Anthropic: cache the system message and the tools.")
+    prompt_caching: bool = running(
+        True, "Anthropic: cache the system message, the tools and the history."
+    )
     script_file: LocalPath | None = meaning(
         None, "YAML turns of --model=scripted for rows without a script."
     )

@@ -481,7 +481,8 @@ def test_roles_alternate_on_openai(messages: list[Message]) -> None:
     assert orjson.dumps(messages) == before
 
 
-def test_one_anthropic_cache_mark_on_the_system_message_else_on_the_last_tool() -> None:
+def test_anthropic_cache_marks_are_on_the_system_message_and_on_the_last_message() -> None:
+    """On the last tool where there is no system message; without tools no turn follows."""
     mark = {"cache_control": {"type": "ephemeral"}}
     system = Message(role="system", content="be brief")
     two = [*TOOLS, *TOOLS]
@@ -492,7 +493,21 @@ def test_one_anthropic_cache_mark_on_the_system_message_else_on_the_last_tool() 
 
     whole = body(system, user("hi"), tools=two)
     assert whole["system"] == [{"type": "text", "text": "be brief", **mark}]
-    assert orjson.dumps(whole).count(b"cache_control") == 1
+    assert whole["messages"][-1]["content"] == [{"type": "text", "text": "hi", **mark}]
+    assert orjson.dumps(whole).count(b"cache_control") == 2
+    assert orjson.dumps(body(system, user("hi"))).count(b"cache_control") == 1
+    called = said("", "a", "b")
+    results = [result("a"), result("b")]
+    *_, reply, last = body(system, user("hi"), called, *results, tools=two)["messages"]
+    assert b"cache_control" not in orjson.dumps(reply)
+    assert ["cache_control" in block for block in last["content"]] == [False, True]
+    thought = anthropic_reply(THINKING, {"type": "text", "text": "so"}).message
+    before = orjson.dumps(thought)
+    paused = body(system, user("hi"), thought, tools=two)["messages"][-1]
+    assert ["cache_control" in block for block in paused["content"]] == [False, True]
+    assert orjson.dumps(thought) == before, "the record keeps its blocks"
+    blank_end = body(system, user(" "), tools=two)["messages"][-1]
+    assert b"cache_control" not in orjson.dumps(blank_end)
     assert [tool.get("cache_control") for tool in body(user("hi"), tools=two)["tools"]] == [
         None,
         {"type": "ephemeral"},
