@@ -866,7 +866,7 @@ def test_workers_import_nothing_that_the_command_has_not(tmp_path: Path) -> None
     named = {name: times for name, times in imported.items() if name.split(".")[0] in ours}
     assert "batch_trajectories.runs.worker.worker" in named
     assert [name for name, times in named.items() if times > 1] == []
-    heavy = {"gzip", "grp", "httpx2", "pwd", "ray", "tarfile", "tomllib", "yaml"}
+    heavy = {"gzip", "grp", "httpx2", "pwd", "ray", "tarfile", "yaml"}
     assert not heavy & imported.keys()
 
 

@@ -122,7 +122,7 @@ def test_a_model_whose_budget_is_used_up_begins_nothing(tmp_path: Path) -> None:
     ("budgets", "said"),
     [
         ({"openai:other": 1}, "openai:other' is no model"),
-        ({"openai:large": 0}, "greater than 0"),
+        ({"openai:large": 0}, "must be above 0"),
         ({"openai:large": 1}, "the price of model 'large' is unknown"),
     ],
 )
