@@ -811,3 +811,19 @@ def test_a_row_with_two_conversations_is_read_only_as_the_user_says(tmp_path: Pa
     assert (end.completed, end.unreadable) == (2, [])
     formats = [record.imported["format"] for record in stored_records(run_dir)]  # type: ignore[index]
     assert formats == ["openai", "sharegpt"]
+
+
+@pytest.mark.parametrize("kind", ["server_tool_use", "mcp_tool_use", "image", "hologram", None])
+def test_a_reply_of_claude_code_with_a_part_that_no_row_holds_is_refused(
+    tmp_path: Path, kind: str | None
+) -> None:
+    """Its row would lack what the provider's tool did, or what nobody knows."""
+    text = {"type": "text", "text": "found"}
+    part: dict[str, Any] = {"type": kind, "id": "x", "name": "web_search", "input": {}}
+    rows = session(said("Find it."), wrote("m1", part), wrote("m1", text, stop="end_turn"))
+    (tmp_path / "p").mkdir()
+    write_rows(tmp_path / "p" / "s1.jsonl", *rows)
+    end, run_dir = take(tmp_path, tmp_path / "p")
+    assert (end.completed, len(end.unreadable)) == (0, 1)
+    assert f"message.content[0]: a part of type {kind!r}" in str(end.unreadable[0])
+    assert not lines(run_dir / "records.jsonl")

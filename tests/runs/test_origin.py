@@ -280,3 +280,13 @@ class TestFork:
         assert len(lines(forked / "records.jsonl")) == 2
         assert read_run_json(forked)["config"]["temperature"] == 0.5
         assert was_started_here(forked)
+
+    @pytest.mark.parametrize("agent", ["touch x", [1], {"name": ["x"]}])
+    def test_an_agent_of_any_form_is_refused_in_a_sentence(
+        self, tmp_path: Path, agent: Any
+    ) -> None:
+        run_dir = started(tmp_path)
+        received(run_dir, agent=agent)
+        refused = run(tmp_path, "fork", run_dir, run_name="f")
+        assert refused.returncode == 2, refused.stderr
+        assert "Traceback" not in refused.stderr

@@ -79,8 +79,10 @@ def forked_config(
     if given := [f"--{name}" for name in _FIXED_KEYS if name in flags]:
         raise ConfigError(f"{', '.join(given)}: `fork` sets this itself; leave it out")
     if (agent := parent["config"].get("agent")) is not None:
+        # The file is a stranger's, perhaps: what it names need not be an agent.
+        name = agent.get("name") if isinstance(agent, dict) else agent
         raise ConfigError(
-            f"RUN is one of agent {agent['name']!r}, which cannot start in the middle of a "
+            f"RUN is one of agent {name!r}, which cannot start in the middle of a "
             "conversation; run it on the prompts again, with --num_samples for several each"
         )
     if "run_name" not in flags:

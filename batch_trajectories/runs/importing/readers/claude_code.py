@@ -170,6 +170,23 @@ def _is_part(path: Path, first: Sequence[SourceRow]) -> bool:
     return session.with_name(f"{session.name}.jsonl").exists()
 
 
+_PARTS = frozenset({"text", "thinking", "redacted_thinking", "tool_use"})
+"""Types of the parts of a reply that a conversation can hold. Those of tools that the provider runs
+(`server_tool_use`, `mcp_tool_use` and their results) are none: a row would lack what they did."""
+
+
+def _check_parts(content: Sequence[Any], number: int | None) -> None:
+    """Raise `Unreadable` for a part of a reply that would be lost."""
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _PARTS:
+            raise Unreadable(
+                f"message.content[{place}]: a part of type {kind!r}; known: "
+                + ", ".join(sorted(_PARTS)),
+                number,
+            )
+
+
 def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
     items: list[tuple[int, str, dict[str, Any]]] = []
     replies: dict[str, dict[str, Any]] = {}
@@ -200,6 +217,7 @@ def _conversation(rows: Sequence[SourceRow], kept: _Kept) -> Dialogue:
                 content = [{"type": "text", "text": content}]
             if not isinstance(content, list):
                 raise Unreadable("message.content: it must be a list of objects", row.number)
+            _check_parts(content, row.number)
             if is_own and (row.content.get("isApiErrorMessage") or not _text_of(content)):
                 continue
             if id not in blocks:
