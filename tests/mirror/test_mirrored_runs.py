@@ -190,10 +190,12 @@ def test_a_second_start_waits_and_a_first_that_comes_back_stops_with_5(tmp_path:
             write_prompts(place / "p.jsonl", 8)
         with started(places[0], **given) as first:
             wait_until(lambda: len([*parts.glob("?" * 12)]) > 3)
+            # Stopped before the second starts: on a busy machine it may start so slowly that the
+            # first is done by then. A start takes far less than the silence that ends a lease.
+            os.killpg(first.pid, signal.SIGSTOP)
             with started(places[1], **given) as second:
                 said = places[1] / "output.txt"
                 wait_until(lambda: "works on this run; waiting" in said.read_text())
-                os.killpg(first.pid, signal.SIGSTOP)
                 wait_until(lambda: len(finished_lines_of(places[1])) > 0)
                 os.killpg(first.pid, signal.SIGCONT)
                 assert first.wait(60) == 5
