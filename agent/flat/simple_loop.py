@@ -22,7 +22,7 @@ from agent.loop.loop import run_agent
 from agent.loop.rules import ConversationSpec
 from agent.loop.tools import AgentTools
 from agent.messages.message import Event
-from agent.models.dialects.anthropic_messages import to_api_messages
+from agent.models.dialects.anthropic_messages import to_api_messages as to_anthropic_messages
 from agent.models.model import Completion, Request
 from agent.options import MAX_COUNT, AgentOptions
 from agent.session import run_here
@@ -104,7 +104,7 @@ class _Invoked:
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
-        body: dict[str, Any] = {"messages": to_api_messages(request.messages)}
+        body: dict[str, Any] = {"messages": to_anthropic_messages(request.messages)}
         if request.messages and request.messages[0]["role"] == "system":
             body["system"] = request.messages[0]["content"]
         return read_response(await asyncio.to_thread(self._ask, body))

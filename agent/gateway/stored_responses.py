@@ -77,7 +77,7 @@ class StoredResponses:
         }
         reading = asyncio.create_task(self._read(reply))
         self._begun[id] = _Begun(begun, reply, reading)
-        return _whole(begun)
+        return _respond(begun)
 
     async def _read(self, reply: Answer) -> None:
         with self._relay.answers.reading(reply):
@@ -94,7 +94,7 @@ class StoredResponses:
         if method == "POST" and id.endswith(_CANCEL):
             return self._cancel(id.removesuffix(_CANCEL), path)
         if method == "DELETE" and "/" not in id:
-            return _whole({"id": id, "object": "response", "deleted": True})
+            return _respond({"id": id, "object": "response", "deleted": True})
         return None
 
     def _state(self, id: str, path: str) -> Answer:
@@ -105,12 +105,12 @@ class StoredResponses:
         if begun is None:
             return self._recorded(id)
         if not begun.reply.is_done or begun.body["status"] == "cancelled":
-            return _whole(begun.body)
+            return _respond(begun.body)
         if (refusal := begun.reply.refusal) is not None:
             code = SERVER_ERROR if refusal.status >= 500 else "invalid_prompt"
             error = {"code": code, "message": f"{refusal.message} ({refusal.kind})"}
-            return _whole({**begun.body, "status": "failed", "error": error})
-        return _whole(_made(begun.reply))
+            return _respond({**begun.body, "status": "failed", "error": error})
+        return _respond(_made(begun.reply))
 
     def _cancel(self, id: str, path: str) -> Answer:
         """The call goes on at the endpoint: it is paid and recorded, but not shown to the agent."""
@@ -122,7 +122,7 @@ class StoredResponses:
     def _recorded(self, id: str) -> Answer:
         for exchange in self._relay.exchanges:
             if exchange["body"].get("id") == id:
-                return _whole(exchange["body"])
+                return _respond(exchange["body"])
         message = f"Response with id '{id}' not found: send its request again."
         return Answer(Refusal(404, "not_found", message))
 
@@ -132,7 +132,7 @@ def _made(reply: Answer) -> dict[str, Any]:
     return made
 
 
-def _whole(body: Mapping[str, Any]) -> Answer:
+def _respond(body: Mapping[str, Any]) -> Answer:
     answer = Answer()
     answer.finish([exact_json.dumps(body)])
     return answer

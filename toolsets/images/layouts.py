@@ -70,11 +70,11 @@ def _added(layout: Path, archive: Path) -> dict[str, Any]:
     diff_ids = described["rootfs"]["diff_ids"]
     with opener(archive) as open_member:
         with open_member(image.config) as file:
-            config = _blob(layout, file, "config.v1+json")
+            config = _write_blob(layout, file, "config.v1+json")
         layers = []
         for path, diff_id in zip(image.layers, diff_ids, strict=True):
             with open_member(path) as file:
-                layers.append(_blob(layout, file, _layer_type(file), diff_id))
+                layers.append(_write_blob(layout, file, _layer_type(file), diff_id))
     manifest = {
         "schemaVersion": 2,
         "mediaType": f"{_TYPE}.manifest.v1+json",
@@ -96,7 +96,7 @@ def _layer_type(file: IO[bytes]) -> str:
     return "layer.v1.tar+zstd" if magic == MAGIC_ZSTD else "layer.v1.tar"
 
 
-def _blob(layout: Path, file: IO[bytes], kind: str, diff_id: str = "") -> dict[str, Any]:
+def _write_blob(layout: Path, file: IO[bytes], kind: str, diff_id: str = "") -> dict[str, Any]:
     """Add a blob, unless it is there; return how a manifest names it."""
     blobs = layout / "blobs" / "sha256"
     blobs.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,8 @@ from batch_trajectories.basics.exact_json import objects_among
 
 _CALL_FIELDS = frozenset({"id", "type", "function", "index"})
 _FUNCTION_FIELDS = frozenset({"name", "arguments"})
-_CHOICE_FIELDS = frozenset({"index", "delta", "finish_reason", "message"})
-_PLAIN_CHOICE = _CHOICE_FIELDS | {"logprobs"}  # which is mostly there, and null
+_STREAMED_CHOICE_FIELDS = frozenset({"index", "delta", "finish_reason", "message"})
+_PLAIN_CHOICE = _STREAMED_CHOICE_FIELDS | {"logprobs"}  # which is mostly there, and null
 _PART_FIELDS = frozenset(
     {"id", "object", "created", "model", "choices", "usage", "error", "obfuscation"}
 )
@@ -89,7 +89,7 @@ class ChatAssembly:
                 continue
             self._has_choice = True
             if choice.get("logprobs") or not choice.keys() <= _PLAIN_CHOICE:
-                merge(self._choice, unknown_in(choice, _CHOICE_FIELDS))
+                merge(self._choice, unknown_in(choice, _STREAMED_CHOICE_FIELDS))
             if isinstance(delta := choice.get("delta"), dict):
                 self._goes_on = self._goes_on or (self.has_reason and any(delta.values()))
                 self._add_delta(delta)

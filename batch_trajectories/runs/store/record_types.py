@@ -36,7 +36,7 @@ from batch_trajectories.runs.store.record_parts import (
     ToolRun,
     UsageSums,
 )
-from batch_trajectories.runs.store.row_texts import KEY as ROW_TEXTS
+from batch_trajectories.runs.store.row_texts import ROW_TEXTS
 from batch_trajectories.runs.store.row_texts import Texts, restore
 
 Tools = Sequence[Mapping[str, Any]]

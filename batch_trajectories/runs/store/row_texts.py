@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-KEY = "row_texts"
+ROW_TEXTS = "row_texts"
 _LONG = 4096
 """Characters of a text that is worth a reference."""
 
@@ -34,7 +34,7 @@ def shared(record: dict[str, Any]) -> dict[str, Any]:
     row = deepcopy(record["row"])
     for place, _ in texts:
         _parent(row, place)[place[-1]] = None
-    return {**record, "row": row, KEY: texts}
+    return {**record, "row": row, ROW_TEXTS: texts}
 
 
 def restore(row: dict[str, Any], messages: Sequence[Any], texts: Texts) -> None:
@@ -43,7 +43,7 @@ def restore(row: dict[str, Any], messages: Sequence[Any], texts: Texts) -> None:
         try:
             _parent(row, place)[place[-1]] = _at(messages, source)
         except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"`{KEY}` names a place that does not exist: {error}") from error
+            raise ValueError(f"`{ROW_TEXTS}` names a place that does not exist: {error}") from error
 
 
 def _long_texts(value: Any, *place: Step) -> Iterator[tuple[tuple[Step, ...], str]]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SHOWN = 500
+_COMMAND_CHARS = 500
 """Maximum characters of a command and of its output in a log."""
 
 
@@ -40,8 +40,8 @@ async def collect(context: ToolContext, check: Check, task_id: str) -> None:
         result = await run_command(context, command.command, timeout_s=command.timeout_s)
         if result.exit_code != 0:
             how = "timed out" if result.timed_out else f"exit code {result.exit_code}"
-            said = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
-            shown = clip(command.command, max_chars=_SHOWN)
+            said = clip((result.stderr or result.stdout).strip(), max_chars=_COMMAND_CHARS)
+            shown = clip(command.command, max_chars=_COMMAND_CHARS)
             log.warning("%s: `check.collect`: %r: %s: %s", task_id, shown, how, said)
 
 

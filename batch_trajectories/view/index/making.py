@@ -43,7 +43,7 @@ def facts(run_dir: Path) -> None:
     make_facts(run_dir, cache_of(run_dir))
 
 
-def compare(first: Path, second: Path) -> None:
+def compare_runs(first: Path, second: Path) -> None:
     """Print how two runs differ."""
     from batch_trajectories.view.index.differences import differences
 
@@ -68,7 +68,7 @@ _MAKES: Mapping[str, Callable[..., None]] = {
     "rows": rows,
     "texts": texts,
     "facts": facts,
-    "compare": compare,
+    "compare": compare_runs,
 }
 
 
